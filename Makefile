@@ -1,0 +1,70 @@
+# Everything runs in .venv. `make setup` builds it; the other targets bring it up to date first.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup compare test lint format clean
+
+# What an earlier `make setup PYTHON=... CONSTRAINTS=... TORCH=...` chose stays chosen.
+-include .venv/choices.mk
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+TORCH ?=
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/up-to-date
+choices := $(PYTHON), constraints "$(CONSTRAINTS)", torch "$(TORCH)", in $(CURDIR)
+
+# Another choice than last time, or a folder that moved: the environment is built anew.
+ifneq ($(choices),$(installed))
+.PHONY: $(STAMP)
+start_afresh := $(if $(installed),--clear)
+endif
+
+help:
+	@echo "Two Transformers with one API, and the command that proves them equal."
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "ARGS passes arguments on:        make compare ARGS='--quick --json report.json'"
+	@echo "Another Python (3.11 or newer):  make setup PYTHON=python3.12"
+	@echo "Another torch, or any versions:  make setup TORCH=2.11.0, or make setup CONSTRAINTS="
+
+setup: $(STAMP) ## Build .venv with the tested versions; reused while nothing changed
+	@$(BIN)/python -c 'import sys, importlib.metadata as m; \
+	  print(".venv is ready: Python", sys.version.split()[0] + ", torch", m.version("torch"))'
+
+compare: $(STAMP) ## Show, on this machine, that scratch and builtin give the same numbers
+	$(BIN)/sidebyside compare $(ARGS)
+
+# One thread a worker: the tests are many and small.
+test: $(STAMP) ## Run every test and every example in the docstrings
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n auto --maxprocesses 8 $(ARGS)
+
+lint: $(STAMP) ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Mend what ruff can mend
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean: ## Remove caches and build output; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Python 3.11 or newer is needed, and '$(PYTHON)' is: $$("$(PYTHON)" --version 2>&1)" >&2; \
+	  echo "Name one that is: make setup PYTHON=python3.12" >&2; exit 1; }
+	@echo "Setting up .venv: $$("$(PYTHON)" --version)," \
+	  "$(if $(TORCH),torch $(TORCH) and )versions $(if $(CONSTRAINTS),of $(CONSTRAINTS),as pip chooses). torch is large: the first time takes minutes."
+	@[ "$$($(BIN)/python --version 2>&1)" = "$$("$(PYTHON)" --version)" ] || set -- --clear; \
+	  "$(PYTHON)" -m venv $(start_afresh) "$$@" .venv || { \
+	  echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu it is a package of its own: python3-venv." >&2; exit 1; }
+	@sed '$(if $(TORCH),/^torch==/d)' /dev/null $(CONSTRAINTS) > .venv/constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check \
+	  -c .venv/constraints.txt $(if $(TORCH),'torch==$(TORCH)') -e '.[dev]'
+	@printf '%s\n' 'PYTHON ?= $(PYTHON)' 'CONSTRAINTS ?= $(CONSTRAINTS)' 'TORCH ?= $(TORCH)' \
+	  'installed := $(choices)' > .venv/choices.mk
+	@touch $(STAMP)

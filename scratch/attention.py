@@ -1,0 +1,268 @@
+"""Multi-head attention: project, attend head by head, put the heads together again."""
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
+
+from scratch import masks, validation
+from scratch.functional import attention, merge_heads, sequence_first, split_heads, upcast_half
+
+__all__ = ["AttentionCache", "MultiheadAttention"]
+
+
+class AttentionCache(Protocol):
+    """Keys and values that one attention remembers between calls; see ``scratch.decoding``."""
+
+    def extended_len(self, key: Tensor) -> int:
+        """Say how many keys ``extend`` will hand back for this key argument (sequence first)."""
+
+    def extend(
+        self, attention: "MultiheadAttention", query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project what is new, remember it, and return the queries with all keys and values."""
+
+
+class MultiheadAttention(nn.Module):
+    r"""Attend from several subspaces at once and mix what they found.
+
+    MultiHead(Q, K, V) = Concat(head_1, ..., head_h) Wᴼ with head_i = Attention(Q W_iᑫ, K W_iᴷ, V W_iⱽ)
+
+    Args:
+        embed_dim: Width of queries and of the output.
+        num_heads: Number of heads; divides embed_dim unless both head sizes are given.
+        dropout: Probability with which a weight is dropped in training.
+        bias: Whether the projections have biases.
+        add_bias_kv: Append one learnt token to the projected keys and values.
+        add_zero_attn: Append one token of zeros to the projected keys and values.
+        kdim: Width of ``key``; embed_dim if not given.
+        vdim: Width of ``value``; embed_dim if not given.
+        batch_first: Inputs and outputs are (batch, len, features) instead of (len, batch, features).
+        device: Where the parameters live.
+        dtype: Their dtype.
+        qk_head_dim: d_k, the size of each head's queries and keys; embed_dim / num_heads if not given.
+        v_head_dim: d_v, the size of each head's values; embed_dim / num_heads if not given.
+
+    Raises:
+        ValueError: For sizes that are not positive, or an embed_dim that the heads do not divide (also an
+            AssertionError).
+
+    In torch.nn: ``nn.MultiheadAttention``, with the same parameters under the same names, drawn in the same order.
+    Differences: here ``out_proj`` is called as a module, so that hooks and adapters on it run; there is no fused fast
+    path, so train and eval, with and without gradients, give the same numbers; masks of mixed dtypes are
+    accepted without a warning; ``qk_head_dim``, ``v_head_dim`` and ``cache`` are extensions.
+
+    Source: Vaswani et al. 2017, section 3.2.2;
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html
+
+    >>> _ = torch.manual_seed(0)
+    >>> attention = MultiheadAttention(embed_dim=12, num_heads=3, batch_first=True)
+    >>> query, memory = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+    >>> output, weights = attention(query, memory, memory)
+    >>> output.shape, weights.shape
+    (torch.Size([2, 5, 12]), torch.Size([2, 5, 7]))
+    """
+
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        qk_head_dim: int | None = None,
+        v_head_dim: int | None = None,
+    ) -> None:
+        validation.check_attention_sizes(embed_dim, num_heads, kdim, vdim, qk_head_dim, v_head_dim)
+        super().__init__()
+        self.embed_dim = embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.head_dim = embed_dim // num_heads if qk_head_dim is None else qk_head_dim
+        self.v_head_dim = embed_dim // num_heads if v_head_dim is None else v_head_dim
+        self.add_zero_attn = add_zero_attn
+        self._register_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
+        self._reset_parameters()
+
+    def _register_parameters(self, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, **factory))
+
+        qk_dim, v_dim = self.num_heads * self.head_dim, self.num_heads * self.v_head_dim
+        packed = self._qkv_same_embed_dim
+        self.in_proj_weight = parameter(2 * qk_dim + v_dim, self.embed_dim) if packed else None
+        self.q_proj_weight = None if packed else parameter(qk_dim, self.embed_dim)
+        self.k_proj_weight = None if packed else parameter(qk_dim, self.kdim)
+        self.v_proj_weight = None if packed else parameter(v_dim, self.vdim)
+        self.in_proj_bias = parameter(2 * qk_dim + v_dim) if bias else None
+        self.out_proj = nn.Linear(v_dim, self.embed_dim, bias=bias, **factory)
+        self.bias_k = parameter(1, 1, qk_dim) if add_bias_kv else None
+        self.bias_v = parameter(1, 1, v_dim) if add_bias_kv else None
+
+    def _reset_parameters(self) -> None:
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            constant_(self.in_proj_bias, 0.0)
+            constant_(self.out_proj.bias, 0.0)
+        for token in (self.bias_k, self.bias_v):
+            if token is not None:
+                xavier_normal_(token)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        cache: AttentionCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from ``query`` to ``key`` and ``value``.
+
+        Args:
+            query: (query_len, batch, embed_dim); (batch, query_len, embed_dim) if batch_first; (query_len, embed_dim).
+            key: (key_len, batch, kdim), likewise.
+            value: (key_len, batch, vdim), likewise.
+            key_padding_mask: (batch, key_len), or (key_len) without a batch. Bool: True = **not** looked at;
+                float: added to the scores.
+            need_weights: Return the weights. A query that may look at no key is NaN then, and 0 (before
+                ``out_proj``) otherwise.
+            attn_mask: (query_len, key_len) or (batch * num_heads, query_len, key_len). Bool: True = may **not** look;
+                float: added to the scores.
+            average_attn_weights: Return the mean of the weights over heads instead of one map for each head.
+            is_causal: A promise that ``attn_mask`` is causal. Without weights and padding mask it replaces the mask.
+            cache: Keys and values of earlier calls, which this call extends; keyword only.
+
+        Returns:
+            The output in the shape of ``query``, and the weights, (batch, query_len, key_len) or
+            (batch, num_heads, query_len, key_len), or None. They are taken after dropout.
+
+        Raises:
+            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
+            TypeError: For masks that are neither bool nor float (also an AssertionError).
+        """
+        validation.check_attention_inputs(
+            self, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights, cache=cache
+        )
+        batched = query.dim() == 3
+        query, key, value = sequence_first(query, key, value, self.batch_first)
+        q, k, v = self.project(query, key, value) if cache is None else cache.extend(self, query, key, value)
+        k, v = self._append_tokens(k, v)
+        score_bias = self._score_bias(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
+
+        q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))  # (b * h, len, d)
+        context, weights = self._attend(q, k, v, score_bias, need_weights)
+        # One long row of tokens, as torch.nn lays it out: the gradient of the bias is summed in the same order.
+        output = self.out_proj(merge_heads(context, self.num_heads).flatten(0, 1)).unflatten(0, query.shape[:2])
+
+        if weights is not None:
+            weights = weights.unflatten(0, (query.size(1), self.num_heads))  # (b, h, q, k)
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+        if not batched:
+            return output.squeeze(1), weights if weights is None else weights.squeeze(0)
+        return output.transpose(0, 1) if self.batch_first else output, weights
+
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute Q Wᑫ, K Wᴷ and V Wⱽ, in one product where the inputs are the same object.
+
+        Args:
+            query: (query_len, batch, embed_dim).
+            key: (key_len, batch, kdim).
+            value: (key_len, batch, vdim).
+
+        Returns:
+            q and k, (len, batch, num_heads * head_dim), and v, (key_len, batch, num_heads * v_head_dim).
+        """
+        qk_dim, v_dim = self.num_heads * self.head_dim, self.num_heads * self.v_head_dim
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if weight is not None and query is key and key is value:
+            q, k, v = F.linear(query, weight, bias).split([qk_dim, qk_dim, v_dim], dim=-1)
+            return q, k, v
+        if weight is not None and key is value:
+            weight_q, weight_kv = weight.split([qk_dim, qk_dim + v_dim])
+            bias_q, bias_kv = (None, None) if bias is None else bias.split([qk_dim, qk_dim + v_dim])
+            k, v = F.linear(key, weight_kv, bias_kv).split([qk_dim, v_dim], dim=-1)
+            return F.linear(query, weight_q, bias_q), k, v
+        weights = self.projection_weights()
+        biases = (None, None, None) if bias is None else bias.split([qk_dim, qk_dim, v_dim])
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        return q, k, v
+
+    def projection_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Give Wᑫ, Wᴷ and Wⱽ, cut out of the packed matrix where there is one."""
+        if self.in_proj_weight is None:
+            assert self.q_proj_weight is not None  # separate weights come as three
+            assert self.k_proj_weight is not None
+            assert self.v_proj_weight is not None
+            return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        qk_dim = self.num_heads * self.head_dim
+        q, k, v = self.in_proj_weight.split([qk_dim, qk_dim, self.num_heads * self.v_head_dim])
+        return q, k, v
+
+    def _append_tokens(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        batch = k.size(1)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.repeat(1, batch, 1)])
+            v = torch.cat([v, self.bias_v.repeat(1, batch, 1)])
+        if self.add_zero_attn:
+            k, v = (torch.cat([x, x.new_zeros(1, batch, x.size(-1))]) for x in (k, v))
+        return k, v
+
+    def _score_bias(
+        self,
+        q: Tensor,
+        k: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        need_weights: bool,
+    ) -> Tensor | None:
+        """Resolve the masks to one bias, broadcastable to (b * h, q, k), as torch.nn's plain path does."""
+        query_len, key_len, batch, heads = q.size(0), k.size(0), q.size(1), self.num_heads
+        if is_causal and key_padding_mask is None and not need_weights:
+            return masks.to_score_bias(masks.causal(query_len, key_len, device=q.device), q.dtype).unsqueeze(0)
+        bias = masks.score_bias_from_module(attn_mask, q.dtype)
+        if bias is not None:
+            bias = F.pad(bias, (0, key_len - bias.size(-1)))  # the appended tokens are always seen
+            bias = bias.unsqueeze(0) if bias.dim() == 2 else bias  # (1 or b * h, q, k)
+        padding = masks.score_bias_from_module(key_padding_mask, q.dtype)
+        if padding is not None:
+            padding = F.pad(padding, (0, key_len - padding.size(-1)))
+            padding = padding.view(batch, 1, 1, key_len).expand(-1, heads, -1, -1).reshape(-1, 1, key_len)
+            bias = padding if bias is None else bias + padding
+        return bias
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = q.dtype
+        if not need_weights:
+            q, k, v = upcast_half(q, k, v)
+            score_bias = None if score_bias is None else score_bias.to(q.dtype)
+        # The scale on the queries alone, as torch.nn's module rounds it: the two agree to the last bit.
+        q = q * math.sqrt(1.0 / self.head_dim)
+        context, weights = attention(q, k, v, score_bias, self.dropout if self.training else 0.0, need_weights)
+        return context.to(dtype), weights

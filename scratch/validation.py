@@ -1,0 +1,462 @@
+"""The doors: every check of an argument and every error text, once, for both packages.
+
+A value or shape that does not fit is a ValueError, a dtype that does not fit a TypeError. Both are also a RuntimeError
+and an AssertionError, the types that torch.nn raises, so that existing ``except`` clauses keep working.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias
+
+__all__ = ["ArgumentTypeError", "ArgumentValueError"]
+
+
+class ArgumentValueError(ValueError, RuntimeError, AssertionError):
+    """An argument has a shape or a value that does not fit."""
+
+
+class ArgumentTypeError(TypeError, RuntimeError, AssertionError):
+    """An argument has a dtype or a kind that does not fit."""
+
+
+MaskArguments = tuple[Tensor | None, Tensor | None, bool]
+
+
+class Names(NamedTuple):
+    """What the caller of a layer calls the arguments of the attention inside."""
+
+    query: str = "query"
+    key: str = "key"
+    value: str = "value"
+    attn_mask: str = "attn_mask"
+    key_padding_mask: str = "key_padding_mask"
+    is_causal: str = "is_causal"
+
+
+ATTENTION = Names()
+ENCODER_LAYER = Names("src", "src", "src", "src_mask", "src_key_padding_mask", "is_causal")
+DECODER_SELF = Names("tgt", "tgt", "tgt", "tgt_mask", "tgt_key_padding_mask", "tgt_is_causal")
+DECODER_CROSS = Names("tgt", "memory", "memory", "memory_mask", "memory_key_padding_mask", "memory_is_causal")
+
+
+def shape(x: Tensor | Sequence[int]) -> str:
+    """Write a shape as a tuple: (2, 3)."""
+    return str(tuple(x.shape if isinstance(x, Tensor) else x))
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Ask that a value is one of a few."""
+    if value not in choices:
+        raise ArgumentValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_bool(name: str, x: Tensor) -> None:
+    """Ask for a bool tensor."""
+    if x.dtype != torch.bool:
+        raise ArgumentTypeError(f"{name} must be a bool tensor (True = may look), got {x.dtype}")
+
+
+def check_integer(name: str, x: Tensor) -> None:
+    """Ask for a tensor of integers."""
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ArgumentTypeError(f"{name} must hold integers, got {x.dtype}")
+
+
+def check_dim(name: str, x: Tensor, dim: int) -> None:
+    """Ask for a number of dimensions."""
+    if x.dim() != dim:
+        raise ArgumentValueError(f"{name} must be {dim}-D, got {x.dim()}-D of shape {shape(x)}")
+
+
+def check_mask_dtype(name: str, mask: Tensor) -> None:
+    """Ask for a bool or floating mask."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ArgumentTypeError(
+            f"{name} must be bool or floating (only bool and floating types of {name} are supported), "
+            f"got {mask.dtype}; turn 0/1 masks into bool with {name}.bool()"
+        )
+
+
+def check_not_negative(**sizes: int | None) -> None:
+    """Ask that sizes which are given are not negative."""
+    for name, size in sizes.items():
+        if size is not None and size < 0:
+            raise ArgumentValueError(f"{name} must not be negative, got {size}")
+
+
+def check_window(window: int) -> None:
+    """Ask for a window that holds at least the query's own place."""
+    if window < 1:
+        raise ArgumentValueError(f"window must be at least 1 (the query's own place), got {window}")
+
+
+def check_lengths(lengths: Tensor) -> None:
+    """Ask for one length for each sample."""
+    check_integer("lengths", lengths)
+    check_dim("lengths", lengths, 1)
+
+
+def check_score_bias(score_bias: Tensor) -> None:
+    """Ask for a float mask that holds only 0 and -inf."""
+    if not score_bias.is_floating_point():
+        raise ArgumentTypeError(f"score_bias must be floating, got {score_bias.dtype}")
+    strange = score_bias[(score_bias != 0) & (score_bias != float("-inf"))]
+    if strange.numel():
+        raise ArgumentValueError(
+            f"score_bias must hold only 0 (may look) and -inf (may not) to be read as a mask, got {strange[0].item()}"
+        )
+
+
+def check_positive(**sizes: int | None) -> None:
+    """Ask that sizes which are given are at least 1."""
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ArgumentValueError(f"{name} must be greater than 0, got {name}={size}")
+
+
+def check_attention_sizes(
+    embed_dim: int,
+    num_heads: int,
+    kdim: int | None,
+    vdim: int | None,
+    qk_head_dim: int | None,
+    v_head_dim: int | None,
+) -> None:
+    """Check the sizes that a multi-head attention is built with."""
+    if embed_dim <= 0 or num_heads <= 0:
+        raise ArgumentValueError(
+            f"embed_dim and num_heads must be greater than 0, got embed_dim={embed_dim} and num_heads={num_heads}"
+        )
+    check_not_negative(kdim=kdim, vdim=vdim)
+    check_positive(qk_head_dim=qk_head_dim, v_head_dim=v_head_dim)
+    if embed_dim % num_heads and (qk_head_dim is None or v_head_dim is None):
+        raise ArgumentValueError(
+            f"embed_dim must be divisible by num_heads, got embed_dim={embed_dim} and num_heads={num_heads} "
+            f"({embed_dim} = {num_heads} * {embed_dim // num_heads} + {embed_dim % num_heads})"
+        )
+
+
+def check_no_head_dims(qk_head_dim: int | None, v_head_dim: int | None) -> None:
+    """Refuse the head sizes that torch.nn cannot express."""
+    for name, size in (("qk_head_dim", qk_head_dim), ("v_head_dim", v_head_dim)):
+        if size is not None:
+            raise ArgumentValueError(
+                f"{name}={size} cannot be expressed by torch.nn.MultiheadAttention, whose heads are always "
+                f"embed_dim / num_heads wide; use scratch.MultiheadAttention"
+            )
+
+
+def check_no_cache(cache: object) -> None:
+    """Refuse the key/value cache that torch.nn does not have."""
+    if cache is not None:
+        raise ArgumentValueError(
+            "cache cannot be used with torch.nn: its attention projects all keys and values at every call; "
+            "use the scratch package, or decode by recomputation"
+        )
+
+
+def check_attention_inputs(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    need_weights: bool = False,
+    *,
+    cache: Any = None,
+    names: Names = ATTENTION,
+) -> None:
+    """Check the call of a multi-head attention, ours or torch.nn's."""
+    _check_ranks(query, key, value, key_padding_mask, attn_mask, names)
+    _check_mask_kinds(key_padding_mask, attn_mask, is_causal, names)
+    time_dim = 1 if attention.batch_first and query.dim() == 3 else 0
+    _check_widths(attention, query, key, value, names)
+    _check_lengths_and_batch(query, key, value, time_dim, names)
+    key_len = key.size(time_dim) if cache is None else cache.extended_len(key.size(time_dim))
+    batch = query.size(1 - time_dim) if query.dim() == 3 else None
+    _check_padding_shape(key_padding_mask, batch, key_len, names)
+    if attn_mask is not None and not (is_causal and key_padding_mask is None and not need_weights):
+        _check_mask_shape(attn_mask, batch, attention.num_heads, query.size(time_dim), key_len, names)
+        _check_mask_precision(key_padding_mask, attn_mask, query, need_weights, names)
+    elif key_padding_mask is not None:
+        _check_mask_precision(key_padding_mask, None, query, need_weights, names)
+    check_projection_dtypes(attention, query, key, value, names)
+
+
+def _check_ranks(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None, names: Names
+) -> None:
+    for name, x in zip(names, (query, key, value), strict=False):
+        if x.is_nested:
+            raise ArgumentTypeError(f"{name} must not be a nested tensor: pad it and pass {names.key_padding_mask}")
+    if query.dim() not in (2, 3):
+        raise ArgumentValueError(
+            f"{names.query} must be 2-D (len, features) or 3-D with a batch, got shape {shape(query)}: "
+            f"query should be unbatched 2D or batched 3D tensor but received {query.dim()}-D query tensor"
+        )
+    batched, dim = query.dim() == 3, query.dim()
+    prefix = f"For {'batched (3-D)' if batched else 'unbatched (2-D)'} `{names.query}`, expected "
+    if key.dim() != dim or value.dim() != dim:
+        raise ArgumentValueError(
+            f"{prefix}`{names.key}` and `{names.value}` to be {dim}-D but found {key.dim()}-D and {value.dim()}-D "
+            f"tensors respectively"
+        )
+    if padding is not None and padding.dim() != dim - 1:
+        raise ArgumentValueError(
+            f"{prefix}`{names.key_padding_mask}` to be `None` or {dim - 1}-D but found {padding.dim()}-D tensor instead"
+        )
+    if attn_mask is not None and attn_mask.dim() not in (2, 3):
+        raise ArgumentValueError(
+            f"{prefix}`{names.attn_mask}` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor instead"
+        )
+
+
+def _check_mask_kinds(padding: Tensor | None, attn_mask: Tensor | None, is_causal: bool, names: Names) -> None:
+    if padding is not None:
+        check_mask_dtype(names.key_padding_mask, padding)
+    if attn_mask is not None:
+        check_mask_dtype(names.attn_mask, attn_mask)
+    if is_causal and attn_mask is None:
+        raise ArgumentValueError(
+            f"{names.is_causal}=True needs {names.attn_mask} (Need attn_mask if specifying the is_causal hint): it is "
+            f"a promise about the mask, not a mask; pass a causal {names.attn_mask} too, got None"
+        )
+
+
+def _check_widths(attention: Any, query: Tensor, key: Tensor, value: Tensor, names: Names) -> None:
+    widths = (("embed_dim", attention.embed_dim), ("kdim", attention.kdim), ("vdim", attention.vdim))
+    for name, x, (size_name, size) in zip(names, (query, key, value), widths, strict=False):
+        if x.size(-1) != size:
+            raise ArgumentValueError(
+                f"{name} must have {size_name} = {size} features (was expecting embedding dimension of {size}, "
+                f"but got {x.size(-1)}), got shape {shape(x)}"
+            )
+
+
+def _check_lengths_and_batch(query: Tensor, key: Tensor, value: Tensor, time_dim: int, names: Names) -> None:
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ArgumentValueError(
+            f"{names.key} and {names.value} must agree in length and batch, got shapes {shape(key)} and {shape(value)}"
+        )
+    if query.dim() == 3 and query.size(1 - time_dim) != key.size(1 - time_dim):
+        layout = "(batch, len, features)" if time_dim else "(len, batch, features), as batch_first=False reads it"
+        raise ArgumentValueError(
+            f"{names.query} and {names.key} must have the same batch size, got {query.size(1 - time_dim)} and "
+            f"{key.size(1 - time_dim)} from shapes {shape(query)} and {shape(key)} read as {layout}"
+        )
+
+
+def _check_padding_shape(padding: Tensor | None, batch: int | None, key_len: int, names: Names) -> None:
+    if padding is None:
+        return
+    words, expected = ("(key_len,)", (key_len,)) if batch is None else ("(batch, key_len)", (batch, key_len))
+    if padding.shape != expected:
+        raise ArgumentValueError(f"{names.key_padding_mask} must have shape {words} = {expected}, got {shape(padding)}")
+
+
+def _check_mask_shape(
+    attn_mask: Tensor, batch: int | None, num_heads: int, query_len: int, key_len: int, names: Names
+) -> None:
+    flat = (query_len, key_len)
+    full = (num_heads * (1 if batch is None else batch), *flat)
+    if attn_mask.shape != flat and attn_mask.shape != full:
+        first = "num_heads" if batch is None else "batch * num_heads"
+        raise ArgumentValueError(
+            f"{names.attn_mask} must have shape (query_len, key_len) = {flat} or ({first}, query_len, key_len) = "
+            f"{full}, got {shape(attn_mask)} (Expected `attn_mask` shape to be {full if attn_mask.dim() == 3 else flat})"
+        )
+
+
+def _check_mask_precision(
+    padding: Tensor | None, attn_mask: Tensor | None, query: Tensor, need_weights: bool, names: Names
+) -> None:
+    """A float mask is added to the scores; torch's kernels add only what has (or may be cast to) their dtype."""
+    floats = [x for x in (padding, attn_mask) if x is not None and x.is_floating_point()]
+    if not floats or torch.is_autocast_enabled(query.device.type):
+        return
+    both_float = len(floats) == sum(x is not None for x in (padding, attn_mask))
+    found = floats[0].dtype if both_float else query.dtype
+    for x in floats:
+        found = torch.promote_types(found, x.dtype)
+    allowed = (query.dtype,) if need_weights else (query.dtype, torch.float32)
+    if found not in allowed:
+        name = names.attn_mask if floats[-1] is attn_mask else names.key_padding_mask
+        raise ArgumentTypeError(
+            f"{name} must be bool or have the dtype of {names.query}, {query.dtype}, got {found}: a float mask is "
+            f"added to the scores"
+        )
+
+
+def check_projection_dtypes(attention: Any, query: Tensor, key: Tensor, value: Tensor, names: Names) -> None:
+    """Ask that the inputs have the dtype of the weights they are multiplied with."""
+    if torch.is_autocast_enabled(query.device.type):
+        return
+    weight = attention.q_proj_weight if attention.in_proj_weight is None else attention.in_proj_weight
+    for name, x in zip(names, (query, key, value), strict=False):
+        if x.dtype != weight.dtype:
+            raise ArgumentTypeError(
+                f"{name} must have the dtype of the weights, {weight.dtype}, got {x.dtype} "
+                f"(mat1 and mat2 must have the same dtype)"
+            )
+
+
+def check_scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> None:
+    """Check the call of ``scaled_dot_product_attention``."""
+    _check_sdpa_kinds(query, key, value)
+    _check_sdpa_shapes(query, key, value, enable_gqa)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ArgumentValueError(f"dropout probability has to be between 0 and 1, but got dropout_p={dropout_p}")
+    if attn_mask is None:
+        return
+    if is_causal and isinstance(attn_mask, CausalBias):
+        raise ArgumentValueError("attn_mask is already causal: CausalBias should not be used with causal=True")
+    if is_causal:
+        raise ArgumentValueError("Explicit attn_mask should not be set when is_causal=True: give one of the two")
+    if not isinstance(attn_mask, CausalBias):
+        _check_sdpa_mask(query, key, attn_mask)
+
+
+def _check_sdpa_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise ArgumentTypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise ArgumentTypeError(f"{name} must not be a nested tensor: pad it and pass attn_mask")
+        if x.dim() < 2:
+            raise ArgumentValueError(f"{name} must be at least 2-D (len, head_dim), got shape {shape(x)}")
+        if not x.is_floating_point():
+            raise ArgumentTypeError(f"{name} must be floating, got {x.dtype}")
+        if x.dtype != query.dtype:
+            raise ArgumentTypeError(
+                f"query, key and value must have the same dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
+            )
+        if x.device.type != query.device.type:
+            raise ArgumentValueError(
+                f"query, key and value must be on the same device, got {query.device}, {key.device} and {value.device}"
+            )
+
+
+def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    if key.size(-1) != query.size(-1):
+        raise ArgumentValueError(
+            f"key must have the head_dim of query, {query.size(-1)}, got {key.size(-1)} from shape {shape(key)}"
+        )
+    if value.size(-2) != key.size(-2):
+        raise ArgumentValueError(
+            f"value must have the key_len of key, {key.size(-2)}, got {value.size(-2)} from shape {shape(value)}"
+        )
+    skip = 3 if enable_gqa else 2
+    for name, x in (("key", key), ("value", value)):
+        if enable_gqa and (query.dim() < 3 or x.dim() < 3 or query.size(-3) % max(x.size(-3), 1)):
+            raise ArgumentValueError(
+                f"the heads of {name} must divide the heads of query (Number of heads in key and value must divide the "
+                f"number of heads in query), got shapes {shape(x)} and {shape(query)}"
+            )
+        if not _broadcasts(x.shape[:-skip], query.shape[:-skip]):
+            raise ArgumentValueError(
+                f"{name} must have the leading dimensions of query, {shape(query.shape[:-skip])}, or 1, got {shape(x)}"
+            )
+
+
+def _check_sdpa_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> None:
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise ArgumentTypeError(
+            f"attn_mask must be bool (True = may look), float32 or of query's dtype {query.dtype}, got "
+            f"{attn_mask.dtype}; turn 0/1 masks into bool with attn_mask.bool()"
+        )
+    expected = (*query.shape[:-1], key.size(-2))
+    if not _broadcasts(attn_mask.shape, expected):
+        raise ArgumentValueError(
+            f"attn_mask must be broadcastable to (..., query_len, key_len) = {expected}, got {shape(attn_mask)}"
+        )
+
+
+def _broadcasts(sizes: Sequence[int], expected: Sequence[int]) -> bool:
+    pairs = zip(reversed(sizes), reversed(expected), strict=False)
+    return len(sizes) <= len(expected) and all(size == want or size == 1 for size, want in pairs)
+
+
+def check_activation(activation: str | Callable[[Tensor], Tensor]) -> None:
+    """Ask for "relu", "gelu" or a function."""
+    if isinstance(activation, str) and activation not in ("relu", "gelu"):
+        raise ArgumentValueError(f'activation should be relu/gelu, as "relu", "gelu" or a function, not {activation!r}')
+    if not callable(activation) and not isinstance(activation, str):
+        raise ArgumentTypeError(f'activation must be "relu", "gelu" or a function, got {type(activation).__name__}')
+
+
+def check_encoder_layer_inputs(
+    layer: Any, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool
+) -> None:
+    """Check the call of an encoder layer, ours or torch.nn's."""
+    check_attention_inputs(
+        layer.self_attn, src, src, src, src_key_padding_mask, src_mask, is_causal, names=ENCODER_LAYER
+    )
+
+
+def check_decoder_layer_inputs(
+    layer: Any, tgt: Tensor, memory: Tensor, own: MaskArguments, cross: MaskArguments, cache: Any = None
+) -> None:
+    """Check the call of a decoder layer, ours or torch.nn's; the masks come as (attn_mask, padding, is_causal)."""
+    own_cache, cross_cache = (None, None) if cache is None else (cache.self_attn, cache.multihead_attn)
+    mask, padding, is_causal = own
+    check_attention_inputs(
+        layer.self_attn, tgt, tgt, tgt, padding, mask, is_causal, cache=own_cache, names=DECODER_SELF
+    )
+    mask, padding, is_causal = cross
+    check_attention_inputs(
+        layer.multihead_attn,
+        tgt,
+        memory,
+        memory,
+        padding,
+        mask,
+        is_causal,
+        cache=cross_cache,
+        names=DECODER_CROSS,
+    )
+
+
+def check_stack_input(name: str, x: Tensor, attn_mask: Tensor | None, mask_name: str) -> None:
+    """Check what a stack of layers looks at itself: the rank of its input and the dtype of its mask."""
+    if x.is_nested:
+        raise ArgumentTypeError(f"{name} must not be a nested tensor: pad it and pass {name}_key_padding_mask")
+    if x.dim() not in (2, 3):
+        raise ArgumentValueError(
+            f"{name} must be 2-D (len, d_model) or 3-D with a batch, got {x.dim()}-D of shape {shape(x)}"
+        )
+    if attn_mask is not None:
+        check_mask_dtype(mask_name, attn_mask)
+
+
+def check_transformer_inputs(model: Any, src: Tensor, tgt: Tensor) -> None:
+    """Check that source and target of an encoder-decoder fit together and fit d_model."""
+    batch_dim = 0 if model.batch_first else 1
+    if src.dim() == 3 and (tgt.dim() != 3 or src.size(batch_dim) != tgt.size(batch_dim)):
+        raise ArgumentValueError(
+            f"src and tgt must have the same batch size (the batch number of src and tgt must be equal), got shapes "
+            f"{shape(src)} and {shape(tgt)} with batch_first={model.batch_first}"
+        )
+    for name, x in (("src", src), ("tgt", tgt)):
+        if x.size(-1) != model.d_model:
+            raise ArgumentValueError(
+                f"{name} must have d_model = {model.d_model} features (the feature number of src and tgt must be equal "
+                f"to d_model), got shape {shape(x)}"
+            )
+
+
+def check_num_layers(num_layers: int) -> None:
+    """Ask for at least one layer: torch.nn builds an empty stack too, which no call gets through."""
+    check_positive(num_layers=num_layers)
