@@ -17,8 +17,8 @@ __all__ = ["AttentionCache", "MultiheadAttention"]
 class AttentionCache(Protocol):
     """Keys and values that one attention remembers between calls; see ``scratch.decoding``."""
 
-    def extended_len(self, key: Tensor) -> int:
-        """Say how many keys ``extend`` will hand back for this key argument (sequence first)."""
+    def extended_len(self, key_len: int) -> int:
+        """Say how many keys ``extend`` will hand back when it is given ``key_len`` of them."""
 
     def extend(
         self, attention: "MultiheadAttention", query: Tensor, key: Tensor, value: Tensor
@@ -154,7 +154,8 @@ class MultiheadAttention(nn.Module):
                 float: added to the scores.
             average_attn_weights: Return the mean of the weights over heads instead of one map for each head.
             is_causal: A promise that ``attn_mask`` is causal. Without weights and padding mask it replaces the mask.
-            cache: Keys and values of earlier calls, which this call extends; keyword only.
+            cache: Keys and values of earlier calls, which this call extends. The masks then span the earlier keys too,
+                and ``is_causal`` replaces nothing. Keyword only.
 
         Returns:
             The output in the shape of ``query``, and the weights, (batch, query_len, key_len) or
@@ -170,8 +171,10 @@ class MultiheadAttention(nn.Module):
         batched = query.dim() == 3
         query, key, value = sequence_first(query, key, value, self.batch_first)
         q, k, v = self.project(query, key, value) if cache is None else cache.extend(self, query, key, value)
-        k, v = self._append_tokens(k, v)
-        score_bias = self._score_bias(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
+        k, v = self.append_tokens(k, v)
+        # With a cache the queries are not the first ones, as the promise has it: the mask itself is read.
+        promised = is_causal and cache is None
+        score_bias = self.score_bias(q, k, key_padding_mask, attn_mask, promised, need_weights)
 
         q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))  # (b * h, len, d)
         context, weights = self._attend(q, k, v, score_bias, need_weights)
@@ -222,7 +225,16 @@ class MultiheadAttention(nn.Module):
         q, k, v = self.in_proj_weight.split([qk_dim, qk_dim, self.num_heads * self.v_head_dim])
         return q, k, v
 
-    def _append_tokens(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append_tokens(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the learnt token of ``add_bias_kv`` and the zeros of ``add_zero_attn``, where there are any.
+
+        Args:
+            k: Projected keys, (key_len, batch, num_heads * head_dim).
+            v: Projected values, (key_len, batch, num_heads * v_head_dim).
+
+        Returns:
+            Both, up to two tokens longer.
+        """
         batch = k.size(1)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.repeat(1, batch, 1)])
@@ -231,7 +243,7 @@ class MultiheadAttention(nn.Module):
             k, v = (torch.cat([x, x.new_zeros(1, batch, x.size(-1))]) for x in (k, v))
         return k, v
 
-    def _score_bias(
+    def score_bias(
         self,
         q: Tensor,
         k: Tensor,
@@ -240,7 +252,19 @@ class MultiheadAttention(nn.Module):
         is_causal: bool,
         need_weights: bool,
     ) -> Tensor | None:
-        """Resolve the masks to one bias, broadcastable to (b * h, q, k), as torch.nn's plain path does."""
+        """Resolve the masks to one bias, as torch.nn's plain path does.
+
+        Args:
+            q: Projected queries, (query_len, batch, num_heads * head_dim).
+            k: Projected keys with the appended tokens, (key_len, batch, num_heads * head_dim).
+            key_padding_mask: As ``forward`` takes it.
+            attn_mask: Likewise.
+            is_causal: Likewise.
+            need_weights: Likewise.
+
+        Returns:
+            (1 or batch * num_heads, 1 or query_len, key_len), -inf where a query may not look; None without masks.
+        """
         query_len, key_len, batch, heads = q.size(0), k.size(0), q.size(1), self.num_heads
         if is_causal and key_padding_mask is None and not need_weights:
             return masks.to_score_bias(masks.causal(query_len, key_len, device=q.device), q.dtype).unsqueeze(0)

@@ -83,10 +83,10 @@ def scaled_dot_product_attention(
     # Half of the scale on either side keeps float16 in range and is how torch's MATH backend rounds.
     root = math.sqrt(abs(scale))
     q, k = q * math.copysign(root, scale), k * root
-    if query.dim() == 3:  # (h, q, d): a leading 1 keeps bias and product apart, see masked_scores
-        q, k, v = q[None], k[None], v[None]
-    context, _ = attention(q, k, v, score_bias, dropout_p)
-    return context.view(*query.shape[:-1], value.size(-1)).to(query.dtype)
+    # A fourth dimension keeps product and bias apart, as the MATH backend rounds them: see masked_scores.
+    context, _ = attention(q.unsqueeze(0) if q.dim() == 3 else q, k, v, score_bias, dropout_p)
+    context = context.squeeze(0) if q.dim() == 3 and max(k.dim(), v.dim()) <= 3 else context
+    return context.to(query.dtype) if query.dtype in HALF_PRECISION else context  # autocast chooses by itself
 
 
 def attention(

@@ -53,15 +53,16 @@ class TransformerEncoder(nn.Module):
         encoder_layer: The layer that is copied; all copies start with the same parameters.
         num_layers: Number of copies.
         norm: What is applied to the last layer's output.
-        enable_nested_tensor: Kept for torch.nn's signature: nothing is converted to nested tensors here.
-        mask_check: Kept for torch.nn's signature, likewise.
+        enable_nested_tensor: Let torch.nn leave padding out of the arithmetic, in eval without gradients.
+        mask_check: Let torch.nn do so only where padding stands at the end.
 
     Raises:
         ValueError: If num_layers is below 1.
 
     In torch.nn: ``nn.TransformerEncoder``. Differences: there, in eval without gradients and with left-aligned padding,
-    the output is 0 at padded places; here every mode gives the same numbers. Of its warnings about nested tensors
-    only the one about ``bias=False`` is given.
+    the output is 0 at padded places; here every place is computed and every mode gives the same numbers, whatever
+    ``enable_nested_tensor`` and ``mask_check`` say. Of its warnings about nested tensors only the one about
+    ``bias=False`` is given.
 
     Source: Vaswani et al. 2017, section 3.1;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoder.html
@@ -112,7 +113,7 @@ class TransformerEncoder(nn.Module):
             ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
-        validation.check_stack_input("src", src, mask, "mask")
+        validation.check_stack_input("src", src, mask, "mask", src_key_padding_mask)
         is_causal = is_causal_mask(mask, is_causal, sequence_len(src, self.layers))
         x = src
         for layer in self.layers:
@@ -184,7 +185,7 @@ class TransformerDecoder(nn.Module):
             ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
-        validation.check_stack_input("tgt", tgt, tgt_mask, "tgt_mask")
+        validation.check_stack_input("tgt", tgt, tgt_mask, "tgt_mask", tgt_key_padding_mask)
         masks = {
             "tgt_mask": tgt_mask,
             "memory_mask": memory_mask,
@@ -359,12 +360,17 @@ class Transformer(nn.Module):
         Returns:
             (sz, sz).
 
+        Raises:
+            ValueError: For a negative size (also a RuntimeError).
+            TypeError: For a dtype of integers, which has no -inf (also a RuntimeError).
+
         In torch.nn: ``nn.Transformer.generate_square_subsequent_mask``. ``masks.causal`` is the bool form.
 
         >>> Transformer.generate_square_subsequent_mask(2)
         tensor([[0., -inf],
                 [0., 0.]])
         """
+        validation.check_square_subsequent_mask(sz, dtype)
         return torch.full((sz, sz), -math.inf, device=device, dtype=dtype).triu(1)
 
     def _reset_parameters(self) -> None:

@@ -4,11 +4,12 @@ A value or shape that does not fit is a ValueError, a dtype that does not fit a 
 and an AssertionError, the types that torch.nn raises, so that existing ``except`` clauses keep working.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
 
 __all__ = ["ArgumentTypeError", "ArgumentValueError"]
@@ -40,6 +41,8 @@ ATTENTION = Names()
 ENCODER_LAYER = Names("src", "src", "src", "src_mask", "src_key_padding_mask", "is_causal")
 DECODER_SELF = Names("tgt", "tgt", "tgt", "tgt_mask", "tgt_key_padding_mask", "tgt_is_causal")
 DECODER_CROSS = Names("tgt", "memory", "memory", "memory_mask", "memory_key_padding_mask", "memory_is_causal")
+AN_ATTENTION = "a MultiheadAttention of scratch, builtin or torch.nn"
+RECORDED_ARGUMENTS = (*ATTENTION, "need_weights")
 
 
 def shape(x: Tensor | Sequence[int]) -> str:
@@ -180,7 +183,8 @@ def check_attention_inputs(
     key_len = key.size(time_dim) if cache is None else cache.extended_len(key.size(time_dim))
     batch = query.size(1 - time_dim) if query.dim() == 3 else None
     _check_padding_shape(key_padding_mask, batch, key_len, names)
-    if attn_mask is not None and not (is_causal and key_padding_mask is None and not need_weights):
+    replaced = is_causal and key_padding_mask is None and not need_weights and cache is None
+    if attn_mask is not None and not replaced:
         _check_mask_shape(attn_mask, batch, attention.num_heads, query.size(time_dim), key_len, names)
         _check_mask_precision(key_padding_mask, attn_mask, query, need_weights, names)
     elif key_padding_mask is not None:
@@ -268,7 +272,8 @@ def _check_mask_shape(
         first = "num_heads" if batch is None else "batch * num_heads"
         raise ArgumentValueError(
             f"{names.attn_mask} must have shape (query_len, key_len) = {flat} or ({first}, query_len, key_len) = "
-            f"{full}, got {shape(attn_mask)} (Expected `attn_mask` shape to be {full if attn_mask.dim() == 3 else flat})"
+            f"{full}, got {shape(attn_mask)} "
+            f"(Expected `attn_mask` shape to be {full if attn_mask.dim() == 3 else flat})"
         )
 
 
@@ -316,7 +321,7 @@ def check_scaled_dot_product_attention(
 ) -> None:
     """Check the call of ``scaled_dot_product_attention``."""
     _check_sdpa_kinds(query, key, value)
-    _check_sdpa_shapes(query, key, value, enable_gqa)
+    leading = _check_sdpa_shapes(query, key, value, enable_gqa)
     if not 0.0 <= dropout_p <= 1.0:
         raise ArgumentValueError(f"dropout probability has to be between 0 and 1, but got dropout_p={dropout_p}")
     if attn_mask is None:
@@ -324,9 +329,12 @@ def check_scaled_dot_product_attention(
     if is_causal and isinstance(attn_mask, CausalBias):
         raise ArgumentValueError("attn_mask is already causal: CausalBias should not be used with causal=True")
     if is_causal:
-        raise ArgumentValueError("Explicit attn_mask should not be set when is_causal=True: give one of the two")
+        raise ArgumentValueError(
+            "attn_mask and is_causal=True exclude each other: give one of the two "
+            "(_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True)"
+        )
     if not isinstance(attn_mask, CausalBias):
-        _check_sdpa_mask(query, key, attn_mask)
+        _check_sdpa_mask(query, key, attn_mask, leading)
 
 
 def _check_sdpa_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -349,7 +357,8 @@ def _check_sdpa_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
 
 
-def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """Check the shapes and give the leading dimensions of the scores."""
     if key.size(-1) != query.size(-1):
         raise ArgumentValueError(
             f"key must have the head_dim of query, {query.size(-1)}, got {key.size(-1)} from shape {shape(key)}"
@@ -358,35 +367,48 @@ def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         raise ArgumentValueError(
             f"value must have the key_len of key, {key.size(-2)}, got {value.size(-2)} from shape {shape(value)}"
         )
-    skip = 3 if enable_gqa else 2
+    skip = 3 if enable_gqa else 2  # the numbers of grouped heads need not be equal
+    scores_leading = _check_leading("key", key, query.shape[:-skip], skip)
+    _check_leading("value", value, scores_leading, skip)
     for name, x in (("key", key), ("value", value)):
         if enable_gqa and (query.dim() < 3 or x.dim() < 3 or query.size(-3) % max(x.size(-3), 1)):
             raise ArgumentValueError(
                 f"the heads of {name} must divide the heads of query (Number of heads in key and value must divide the "
                 f"number of heads in query), got shapes {shape(x)} and {shape(query)}"
             )
-        if not _broadcasts(x.shape[:-skip], query.shape[:-skip]):
-            raise ArgumentValueError(
-                f"{name} must have the leading dimensions of query, {shape(query.shape[:-skip])}, or 1, got {shape(x)}"
-            )
+    return (*scores_leading, *query.shape[-skip:-2])
 
 
-def _check_sdpa_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> None:
+def _check_leading(name: str, x: Tensor, leading: Sequence[int], skip: int) -> tuple[int, ...]:
+    merged = _broadcast(x.shape[:-skip], leading)
+    if merged is None:
+        raise ArgumentValueError(
+            f"{name} must have the leading dimensions of query, {shape(leading)}, or 1 in their place, "
+            f"got shape {shape(x)}"
+        )
+    return merged
+
+
+def _check_sdpa_mask(query: Tensor, key: Tensor, attn_mask: Tensor, leading: Sequence[int]) -> None:
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise ArgumentTypeError(
             f"attn_mask must be bool (True = may look), float32 or of query's dtype {query.dtype}, got "
             f"{attn_mask.dtype}; turn 0/1 masks into bool with attn_mask.bool()"
         )
-    expected = (*query.shape[:-1], key.size(-2))
-    if not _broadcasts(attn_mask.shape, expected):
+    expected = (*leading, query.size(-2), key.size(-2))
+    if len(attn_mask.shape) > len(expected) or _broadcast(attn_mask.shape, expected) != expected:
         raise ArgumentValueError(
             f"attn_mask must be broadcastable to (..., query_len, key_len) = {expected}, got {shape(attn_mask)}"
         )
 
 
-def _broadcasts(sizes: Sequence[int], expected: Sequence[int]) -> bool:
-    pairs = zip(reversed(sizes), reversed(expected), strict=False)
-    return len(sizes) <= len(expected) and all(size == want or size == 1 for size, want in pairs)
+def _broadcast(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | None:
+    """Broadcast two shapes; None if they do not fit (torch.broadcast_shapes raises, and is not traced)."""
+    longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
+    extra = len(longer) - len(shorter)
+    if any(m != n and m != 1 and n != 1 for m, n in zip(longer[extra:], shorter, strict=True)):
+        return None
+    return (*longer[:extra], *(n if m != n and m == 1 else m for m, n in zip(longer[extra:], shorter, strict=True)))
 
 
 def check_activation(activation: str | Callable[[Tensor], Tensor]) -> None:
@@ -429,16 +451,26 @@ def check_decoder_layer_inputs(
     )
 
 
-def check_stack_input(name: str, x: Tensor, attn_mask: Tensor | None, mask_name: str) -> None:
-    """Check what a stack of layers looks at itself: the rank of its input and the dtype of its mask."""
+def check_stack_input(
+    name: str, x: Tensor, attn_mask: Tensor | None, mask_name: str, key_padding_mask: Tensor | None
+) -> None:
+    """Check what a stack of layers looks at itself: the rank of its input and the dtypes of its masks."""
     if x.is_nested:
         raise ArgumentTypeError(f"{name} must not be a nested tensor: pad it and pass {name}_key_padding_mask")
     if x.dim() not in (2, 3):
         raise ArgumentValueError(
             f"{name} must be 2-D (len, d_model) or 3-D with a batch, got {x.dim()}-D of shape {shape(x)}"
         )
-    if attn_mask is not None:
-        check_mask_dtype(mask_name, attn_mask)
+    for given_name, given in ((mask_name, attn_mask), (f"{name}_key_padding_mask", key_padding_mask)):
+        if given is not None:
+            check_mask_dtype(given_name, given)
+
+
+def check_square_subsequent_mask(size: int, dtype: torch.dtype | None) -> None:
+    """Check the arguments of ``generate_square_subsequent_mask``."""
+    check_not_negative(sz=size)
+    if dtype is not None and not dtype.is_floating_point and dtype != torch.bool:
+        raise ArgumentTypeError(f"dtype must be floating, or bool for True = may not look, got {dtype}")
 
 
 def check_transformer_inputs(model: Any, src: Tensor, tgt: Tensor) -> None:
@@ -455,6 +487,47 @@ def check_transformer_inputs(model: Any, src: Tensor, tgt: Tensor) -> None:
                 f"{name} must have d_model = {model.d_model} features (the feature number of src and tgt must be equal "
                 f"to d_model), got shape {shape(x)}"
             )
+
+
+def check_module(name: str, x: object) -> None:
+    """Ask for a module."""
+    if not isinstance(x, nn.Module):
+        raise ArgumentTypeError(f"{name} must be a torch.nn.Module, got {type(x).__name__}")
+
+
+def check_attention(name: str, x: object, kinds: tuple[type, ...]) -> None:
+    """Ask for a multi-head attention, of one of the classes that we can read."""
+    if not isinstance(x, kinds):
+        raise ArgumentTypeError(f"{name} must be {AN_ATTENTION}, got {type(x).__name__}")
+
+
+def check_recordable(model: nn.Module, attentions: Mapping[str, nn.Module]) -> None:
+    """Ask for a model with attention modules whose calls can be seen and read; they come by their paths."""
+    for path, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise ArgumentValueError(
+                f"model must not be compiled, because compiled code may pass by the hooks: record the model that was "
+                f"given to torch.compile, which has the same parameters; got a compiled {type(module).__name__} at "
+                f"path {path!r}"
+            )
+    if not attentions:
+        raise ArgumentValueError(f"model must be or hold {AN_ATTENTION}, got {type(model).__name__} with none")
+    for path, module in attentions.items():
+        found = inspect.signature(module.forward).parameters
+        missing = [name for name in RECORDED_ARGUMENTS if name not in found]
+        if missing:
+            raise ArgumentTypeError(
+                f"model must hold attention modules whose forward takes {', '.join(RECORDED_ARGUMENTS)}, got "
+                f"{type(module).__name__} at path {path!r} without {', '.join(missing)}"
+            )
+
+
+def check_map_recorded(path: str, calls: Mapping[str, Sequence[Tensor]]) -> None:
+    """Ask for the path of an attention module that was called; a KeyError, as of every mapping."""
+    if path not in calls:
+        raise KeyError(f"path must be that of an attention module, one of {', '.join(map(repr, calls))}; got {path!r}")
+    if not calls[path]:
+        raise KeyError(f"path must be that of an attention module that was called while recording; {path!r} was not")
 
 
 def check_num_layers(num_layers: int) -> None:

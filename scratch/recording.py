@@ -1,0 +1,343 @@
+"""Looking inside attention: the maps of a whole model while it runs, and the stages of one attention by name."""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scratch import validation
+from scratch.attention import AttentionCache, MultiheadAttention
+from scratch.functional import masked_scores, merge_heads, open_blind_rows, sequence_first, split_heads, upcast_half
+
+__all__ = ["STAGES", "AttentionMaps", "record_attention", "trace_attention"]
+
+STAGES = ("q", "k", "v", "scores", "masked_scores", "weights", "context", "merged", "output")
+
+AnyAttention = MultiheadAttention | nn.MultiheadAttention
+
+
+class AttentionMaps(Mapping[str, Tensor]):
+    """Attention maps by module path: the value is the map of the latest call, and ``calls`` has those of all calls.
+
+    Args:
+        calls: Each path of an attention module, in the order of ``model.named_modules()``, with a list that
+            holds one map for each call, oldest first. A module that was not called has an empty list here, and no
+            entry in the mapping.
+
+    In torch.nn: nothing; layers call their attention with need_weights=False and drop the weights.
+
+    >>> maps = AttentionMaps({"encoder": [torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1, 3)], "decoder": []})
+    >>> maps["encoder"].shape, [weights.shape[-1] for weights in maps.calls["encoder"]]
+    (torch.Size([1, 2, 1, 3]), [1, 3])
+    >>> list(maps), list(maps.calls)
+    (['encoder'], ['encoder', 'decoder'])
+    >>> maps
+    AttentionMaps(
+      'encoder': 2 calls, the latest (1, 2, 1, 3)
+      'decoder': not called
+    )
+    """
+
+    def __init__(self, calls: dict[str, list[Tensor]]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, path: str) -> Tensor:
+        validation.check_map_recorded(path, self.calls)
+        return self.calls[path][-1]
+
+    def __iter__(self) -> Iterator[str]:
+        return (path for path, maps in self.calls.items() if maps)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        lines = (f"  {path!r}: {_describe(maps)}\n" for path, maps in self.calls.items())
+        return f"AttentionMaps(\n{''.join(lines)})"
+
+
+def _describe(maps: list[Tensor]) -> str:
+    if not maps:
+        return "not called"
+    return f"{len(maps)} call{'s' * (len(maps) > 1)}, the latest {validation.shape(maps[-1])}"
+
+
+@contextmanager
+def record_attention(model: nn.Module) -> Iterator[AttentionMaps]:
+    """Record who looks at whom: the attention maps of every attention module, at every call inside the block.
+
+    map = softmax(q kᵀ / sqrt(d_k) + score_bias)
+
+    The real call runs untouched: the map is computed beside it from the same inputs, without gradients and
+    without random draws, so outputs, gradients and the random stream stay as they are. It costs about as much as
+    one more attention.
+
+    A map has shape (batch, num_heads, query_len, key_len), or (num_heads, query_len, key_len) without a batch, and
+    is what the call weighs its values with, before dropout:
+
+    - Its rows sum to 1. A query that may look at no key has a row of 0, and NaN if the call asked for weights
+      (need_weights=True), as its output has too.
+    - ``add_bias_kv`` and ``add_zero_attn`` add one last column each. With a cache, key_len counts the keys of
+      earlier calls too.
+    - It is a tensor of its own on the device of the model: float64 for float64, float32 for every other dtype. All
+      maps live as long as ``maps`` does, so open the block around the passes that you want to look at.
+
+    Every call of a module counts, in the order of the calls. A module that is reached by two paths has the same
+    calls under both. Gradient checkpointing calls its modules again in the backward pass: leave the block before
+    it, or find these calls as well.
+
+    torch's fast path is off inside the block, for the whole process, and as it was after it. In eval without
+    gradients this moves outputs of torch.nn: valid places by rounding, padded places from 0 (or NaN) to ordinary numbers that mean
+    nothing, and ``nn.Transformer`` without ``memory_key_padding_mask`` everywhere, because its decoder then
+    reads those numbers. In training, and with gradients, nothing moves.
+
+    Args:
+        model: Any module: a Transformer of either package or of torch.nn, a model that holds one, or an
+            attention itself, whose path is "".
+
+    Yields:
+        The maps, filled while the model runs and kept after the block: ``maps[path]`` is the map of the latest call,
+        ``maps.calls[path]`` lists those of all calls.
+
+    Raises:
+        ValueError: If the model holds no attention module, or is compiled (also a RuntimeError and an
+            AssertionError).
+        TypeError: If ``model`` is not a module, or holds a subclass of an attention whose ``forward`` takes other
+            arguments (likewise).
+
+    In torch.nn: nothing. Only calls of the modules themselves are seen: ``module.forward(...)`` called directly,
+    and a function that ``torch.compile`` has made of the model, pass by the hooks.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, batch_first=True), num_layers=2).eval()
+    >>> with record_attention(model) as maps:
+    ...     output = model(torch.randn(2, 5, 12))
+    >>> maps
+    AttentionMaps(
+      'layers.0.self_attn': 1 call, the latest (2, 2, 5, 5)
+      'layers.1.self_attn': 1 call, the latest (2, 2, 5, 5)
+    )
+    >>> maps["layers.1.self_attn"].sum(dim=-1).allclose(torch.ones(()))
+    True
+    """
+    validation.check_module("model", model)
+    named = model.named_modules(remove_duplicate=False)
+    attentions = {path: module for path, module in named if isinstance(module, AnyAttention)}
+    validation.check_recordable(model, attentions)
+    calls: dict[nn.Module, list[Tensor]] = {module: [] for module in attentions.values()}
+
+    def watch_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module in calls and kwargs.get("cache") is not None:
+            return args, {**kwargs, "cache": _WatchedCache(kwargs["cache"])}
+        return None
+
+    def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+        if module in calls:  # a deepcopy made inside the block carries the hooks along
+            calls[module].append(_map_of_call(module, args, kwargs))
+
+    with ExitStack() as undo:
+        undo.enter_context(_fast_path_off())
+        for module in calls:
+            undo.enter_context(module.register_forward_pre_hook(watch_cache, with_kwargs=True))
+            undo.enter_context(module.register_forward_hook(record, with_kwargs=True))
+        yield AttentionMaps({path: calls[module] for path, module in attentions.items()})
+
+
+def trace_attention(
+    module: AnyAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    need_weights: bool = True,
+) -> dict[str, Tensor]:
+    """Compute one attention stage by stage and give every stage by its name.
+
+    scores = q kᵀ / sqrt(d_k); masked_scores = scores + score_bias; weights = softmax(masked_scores);
+    context = weights v; merged = Concat(context_1, ..., context_h); output = merged Wᴼ + bᴼ
+
+    Each stage is computed from the stages before it, so gradients flow from each to each. There is no dropout.
+
+    Args:
+        module: A ``MultiheadAttention`` of either package or of torch.nn.
+        query: As the module takes it.
+        key: Likewise.
+        value: Likewise.
+        key_padding_mask: Likewise.
+        attn_mask: Likewise.
+        is_causal: Likewise.
+        need_weights: Likewise: it decides whether ``is_causal`` replaces the mask, and whether a query that may look
+            at no key gets weights of NaN (True) or 0 (False). The stages are all given either way.
+
+    Returns:
+        The stages in the order of ``STAGES``; without a batch, the dimension ``batch`` is missing throughout.
+
+        - q: (batch, num_heads, query_len, head_dim), not yet scaled.
+        - k: (batch, num_heads, key_len, head_dim), with the tokens of ``add_bias_kv`` and ``add_zero_attn`` last.
+        - v: (batch, num_heads, key_len, v_head_dim), likewise.
+        - scores, masked_scores, weights: (batch, num_heads, query_len, key_len).
+        - context: (batch, num_heads, query_len, v_head_dim).
+        - merged: (query_len, batch, num_heads * v_head_dim), or with the batch first if the module is batch_first.
+        - output: what the module returns without dropout, in the shape of ``query``.
+
+    Raises:
+        ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
+        TypeError: For a module that is no multi-head attention, and for dtypes that do not fit together (likewise).
+
+    In torch.nn: nothing; ``F.multi_head_attention_forward`` keeps its stages to itself. Its plain path is followed,
+    never the fast path.
+
+    Source: Vaswani et al. 2017, sections 3.2.1 and 3.2.2.
+
+    >>> attention = nn.MultiheadAttention(embed_dim=12, num_heads=3, batch_first=True)
+    >>> query, memory = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+    >>> for stage, tensor in trace_attention(attention, query, memory, memory).items():
+    ...     print(stage, tuple(tensor.shape))
+    q (2, 3, 5, 4)
+    k (2, 3, 7, 4)
+    v (2, 3, 7, 4)
+    scores (2, 3, 5, 7)
+    masked_scores (2, 3, 5, 7)
+    weights (2, 3, 5, 7)
+    context (2, 3, 5, 4)
+    merged (2, 5, 12)
+    output (2, 5, 12)
+    """
+    validation.check_attention("module", module, get_args(AnyAttention))
+    attention = _as_ours(module)
+    validation.check_attention_inputs(
+        attention, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights
+    )
+    q, k, v = attention.project(*sequence_first(query, key, value, attention.batch_first))
+    batched = query.dim() == 3
+    stages = _attend(attention, q, k, v, batched, key_padding_mask, attn_mask, is_causal, need_weights)
+    merged = merge_heads(stages["context"].flatten(0, -3), attention.num_heads)  # (q, b, h * d)
+    if not batched:
+        merged = merged.squeeze(1)
+    elif attention.batch_first:
+        merged = merged.transpose(0, 1)
+    stages["merged"] = merged
+    stages["output"] = _project_output(module, merged)
+    return stages
+
+
+def _attend(
+    attention: MultiheadAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batched: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    need_weights: bool,
+) -> dict[str, Tensor]:
+    """Go through the stages from projected queries, keys and values (sequence first) to the context."""
+    k, v = attention.append_tokens(k, v)
+    score_bias = attention.score_bias(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
+    lead = (q.size(1), attention.num_heads) if batched else (attention.num_heads,)
+    if score_bias is not None and score_bias.size(0) != 1:
+        score_bias = score_bias.unflatten(0, lead)
+    q, k, v = (split_heads(x, attention.num_heads).unflatten(0, lead) for x in (q, k, v))  # (b, h, len, d)
+    stages = {"q": q, "k": k, "v": v}
+
+    if not need_weights:
+        q, k, v = upcast_half(q, k, v)
+    scores = masked_scores(q * math.sqrt(1.0 / attention.head_dim), k)  # (b, h, q, k)
+    stages["scores"] = scores
+    stages["masked_scores"] = scores if score_bias is None else scores + score_bias
+    stages["weights"] = _weights(stages["masked_scores"], score_bias, need_weights)
+    stages["context"] = (stages["weights"] @ v).to(stages["q"].dtype)  # (b, h, q, d)
+    return stages
+
+
+def _weights(scores: Tensor, score_bias: Tensor | None, need_weights: bool) -> Tensor:
+    """Take the softmax, of scores that carry the bias already; a query that may look at no key gets 0 or NaN."""
+    if score_bias is None or need_weights:
+        return torch.softmax(scores, dim=-1)
+    _, row_sees = open_blind_rows(score_bias)
+    return torch.softmax(scores.masked_fill(~row_sees, 0.0), dim=-1) * row_sees
+
+
+def _project_output(module: AnyAttention, merged: Tensor) -> Tensor:
+    out_proj: Any = module.out_proj
+    if isinstance(module, MultiheadAttention):
+        return out_proj(merged)
+    return F.linear(merged, out_proj.weight, out_proj.bias)  # torch.nn reads its parameters, and never calls it
+
+
+class _TorchAttention(MultiheadAttention):
+    """torch.nn's attention read as ours: every attribute is looked up there, and nothing is copied."""
+
+    def __init__(self, module: nn.MultiheadAttention) -> None:
+        self.__dict__["module"] = module  # past nn.Module's own registers, which are looked up there too
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], "head_dim" if name == "v_head_dim" else name)
+
+
+def _as_ours(module: AnyAttention) -> MultiheadAttention:
+    return _TorchAttention(module) if isinstance(module, nn.MultiheadAttention) else module
+
+
+class _WatchedCache:
+    """Passes every call on to a cache, and remembers the projections that came back.
+
+    A cache grows when it is asked, so it cannot be asked a second time for the map.
+    """
+
+    def __init__(self, cache: AttentionCache) -> None:
+        self.cache = cache
+
+    def extended_len(self, key_len: int) -> int:
+        return self.cache.extended_len(key_len)
+
+    def extend(
+        self, attention: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.projected = self.cache.extend(attention, query, key, value)
+        return self.projected
+
+
+@torch.no_grad()
+def _map_of_call(module: AnyAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Compute the map of a call that has just been made, from its arguments."""
+    call = inspect.signature(module.forward).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    attention = _as_ours(module)
+    query, cache = given["query"], given.get("cache")
+    if cache is None:
+        q, k, v = attention.project(*sequence_first(query, given["key"], given["value"], attention.batch_first))
+    else:
+        q, k, v = cache.projected
+    stages = _attend(
+        attention,
+        q,
+        k,
+        v,
+        query.dim() == 3,
+        given["key_padding_mask"],
+        given["attn_mask"],
+        given["is_causal"],
+        given["need_weights"],
+    )
+    return upcast_half(stages["weights"])[0]
+
+
+@contextmanager
+def _fast_path_off() -> Iterator[None]:
+    was_on = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_on)
