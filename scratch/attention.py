@@ -66,6 +66,11 @@ class MultiheadAttention(nn.Module):
     (torch.Size([2, 5, 12]), torch.Size([2, 5, 7]))
     """
 
+    in_proj_weight: nn.Parameter | None
+    q_proj_weight: nn.Parameter | None
+    k_proj_weight: nn.Parameter | None
+    v_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
 
@@ -107,14 +112,16 @@ class MultiheadAttention(nn.Module):
 
         qk_dim, v_dim = self.num_heads * self.head_dim, self.num_heads * self.v_head_dim
         packed = self._qkv_same_embed_dim
-        self.in_proj_weight = parameter(2 * qk_dim + v_dim, self.embed_dim) if packed else None
-        self.q_proj_weight = None if packed else parameter(qk_dim, self.embed_dim)
-        self.k_proj_weight = None if packed else parameter(qk_dim, self.kdim)
-        self.v_proj_weight = None if packed else parameter(v_dim, self.vdim)
-        self.in_proj_bias = parameter(2 * qk_dim + v_dim) if bias else None
+        # Registered even if absent: a plain None would not be found among the parameters.
+        register = self.register_parameter
+        register("in_proj_weight", parameter(2 * qk_dim + v_dim, self.embed_dim) if packed else None)
+        register("q_proj_weight", None if packed else parameter(qk_dim, self.embed_dim))
+        register("k_proj_weight", None if packed else parameter(qk_dim, self.kdim))
+        register("v_proj_weight", None if packed else parameter(v_dim, self.vdim))
+        register("in_proj_bias", parameter(2 * qk_dim + v_dim) if bias else None)
         self.out_proj = nn.Linear(v_dim, self.embed_dim, bias=bias, **factory)
-        self.bias_k = parameter(1, 1, qk_dim) if add_bias_kv else None
-        self.bias_v = parameter(1, 1, v_dim) if add_bias_kv else None
+        register("bias_k", parameter(1, 1, qk_dim) if add_bias_kv else None)
+        register("bias_v", parameter(1, 1, v_dim) if add_bias_kv else None)
 
     def _reset_parameters(self) -> None:
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):

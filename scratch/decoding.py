@@ -1,7 +1,8 @@
 """One token after another: the key/value cache, greedy decoding and beam search."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -12,9 +13,26 @@ from scratch import validation
 from scratch.attention import MultiheadAttention
 from scratch.functional import upcast_half
 
-__all__ = ["FixedCache", "GrowingCache", "LayerCache", "beam_search", "greedy_decode", "length_penalty", "new_cache"]
+__all__ = [
+    "FixedCache",
+    "GrowingCache",
+    "LayerCache",
+    "beam_search",
+    "greedy_decode",
+    "hypothesis_score",
+    "new_cache",
+]
 
 NextLogits = Callable[[Tensor], Tensor]
+
+
+class Beams(NamedTuple):
+    """The hypotheses of every sample; row i * beam_size + j of ``token_ids`` is hypothesis j of sample i."""
+
+    token_ids: Tensor  # (b * beam_size, len), with the prefix
+    log_probs: Tensor  # (b, beam_size), -inf where there is no hypothesis yet
+    lengths: Tensor  # (b, beam_size), generated tokens with the end token
+    ended: Tensor  # (b, beam_size)
 
 
 class GrowingCache:
@@ -36,12 +54,14 @@ class GrowingCache:
     def __init__(self) -> None:
         self._keys_values: tuple[Tensor, Tensor] | None = None  # (len, b, h * d) each
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
+        """Number of tokens so far."""
         return 0 if self._keys_values is None else self._keys_values[0].size(0)
 
     def extended_len(self, key_len: int) -> int:
         """Say how many keys ``extend`` will hand back when it is given ``key_len`` of them."""
-        return len(self) + key_len
+        return self.length + key_len
 
     def extend(
         self, attention: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
@@ -116,8 +136,9 @@ class FixedCache:
         """
         if self._keys_values is None:
             q, k, v = attention.project(query, key, value)
-            self._keys_values = k, v
-            return q, k, v
+            # Out of the packed projection, so that splitting into heads copies nothing at each call.
+            self._keys_values = k.contiguous(), v.contiguous()
+            return q, *self._keys_values
         k, v = self._keys_values
         validation.check_cache_batch(k.size(1), query.size(1))
         weight, _, _ = attention.projection_weights()
@@ -135,8 +156,10 @@ class LayerCache:
         self.self_attn = GrowingCache()
         self.multihead_attn = FixedCache()
 
-    def __len__(self) -> int:
-        return len(self.self_attn)
+    @property
+    def length(self) -> int:
+        """Number of target tokens so far."""
+        return self.self_attn.length
 
     def reorder(self, rows: Int[Tensor, " batch"]) -> None:
         """Let row i of the batch go on from row ``rows[i]``, which has to have the same source sentence.
@@ -160,33 +183,12 @@ def new_cache(num_layers: int) -> list[LayerCache]:
 
     In torch.nn: nothing.
 
-    >>> len(new_cache(6)), len(new_cache(6)[0])  # six layers, no tokens yet
+    >>> cache = new_cache(num_layers=6)
+    >>> len(cache), cache[0].length  # six layers, no tokens yet
     (6, 0)
     """
     validation.check_num_layers(num_layers)
     return [LayerCache() for _ in range(num_layers)]
-
-
-def length_penalty(length: int, alpha: float) -> float:
-    """Compute what a log-probability is divided by, so that long hypotheses are not at a disadvantage.
-
-    lp(Y) = ((5 + |Y|) / (5 + 1))^alpha
-
-    Args:
-        length: |Y|, the number of generated tokens, the end token among them.
-        alpha: 0 leaves log-probabilities as they are; 0.6 to 0.7 is usual for translation.
-
-    Returns:
-        1 for one token, and more for longer hypotheses.
-
-    In torch.nn: nothing.
-
-    Source: Wu et al. 2016, section 7, equation 14 (without its coverage penalty).
-
-    >>> length_penalty(1, 0.6), length_penalty(13, 0.5)
-    (1.0, 1.7320508)
-    """
-    return ((5 + length) / 6) ** alpha
 
 
 def greedy_decode(
@@ -213,7 +215,7 @@ def greedy_decode(
         Generated token ids without the prefix, as long as the longest row.
 
     Raises:
-        ValueError: If max_len is below 1.
+        ValueError: If max_len is below 1, or end_id is pad_id.
 
     In torch.nn: nothing.
 
@@ -226,7 +228,7 @@ def greedy_decode(
     tensor([[2, 3],
             [3, 0]])
     """
-    validation.check_positive(max_len=max_len)
+    validation.check_decoding(end_id, pad_id, max_len)
     token_ids = prefix
     ended = torch.zeros(prefix.size(0), dtype=torch.bool, device=prefix.device)
     for _ in range(max_len):
@@ -239,7 +241,151 @@ def greedy_decode(
     return token_ids[:, prefix.size(1) :]
 
 
+def beam_search(
+    next_logits: NextLogits,
+    prefix: Int[Tensor, "batch prefix_len"],
+    *,
+    beam_size: int,
+    end_id: int,
+    pad_id: int,
+    max_len: int,
+    length_penalty: float = 0.6,
+    reorder: Callable[[Tensor], None] | None = None,
+) -> tuple[Int[Tensor, "batch generated_len"], Float[Tensor, " batch"]]:
+    """Keep the ``beam_size`` likeliest hypotheses of each row while they grow, and return the best one.
+
+    best = argmax_Y log P(Y) / ((5 + |Y|) / 6)^length_penalty
+
+    A hypothesis that has its end token keeps its place; the others fill the remaining places with their likeliest
+    continuations. The search stops when all have ended, when none can still overtake the best of those that have, or at
+    max_len, where unfinished hypotheses are compared as they are. Of equal ones, the extension of the likelier
+    hypothesis goes first, then the token with the least id. With ``beam_size=1`` this is ``greedy_decode``.
+
+    Args:
+        next_logits: As for ``greedy_decode``, for batch * beam_size rows: those of one sample follow one another.
+        prefix: What each row starts with: usually one start token.
+        beam_size: Number of hypotheses for each row.
+        end_id: The token that ends a hypothesis.
+        pad_id: The token that fills a row after its end; never chosen otherwise.
+        max_len: The greatest number of generated tokens.
+        length_penalty: How much long hypotheses are favoured; 0: not at all.
+        reorder: Told, after each step, which row each row goes on from, always one of the same sample: what
+            ``next_logits`` remembers of its rows has to follow.
+
+    Returns:
+        Generated token ids without the prefix, as long as the longest row, and each row's score.
+
+    Raises:
+        ValueError: If max_len or beam_size is below 1, length_penalty is negative, or end_id is pad_id.
+
+    In torch.nn: nothing.
+
+    Source: Sutskever et al. 2014, section 3.2; Wu et al. 2016, section 7, equation 14 (without coverage penalty).
+
+    >>> after = torch.tensor([[0.0, 0.0, 0.4, 0.6, 0.0]] * 2 + [[0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.3, 0.3, 0.4]])
+    >>> def next_logits(token_ids):  # after the start token 1, token 3 looks better; after 2 the end is sure
+    ...     return after[token_ids[:, -1] % 4].log()
+    >>> start = torch.tensor([[1]])
+    >>> greedy_decode(next_logits, start, end_id=4, pad_id=0, max_len=9)
+    tensor([[3, 4]])
+    >>> beam_search(next_logits, start, beam_size=2, end_id=4, pad_id=0, max_len=9, length_penalty=0.0)
+    (tensor([[2, 4]]), tensor([-0.9163]))
+    """
+    validation.check_decoding(end_id, pad_id, max_len)
+    validation.check_beams(beam_size, length_penalty)
+    beams = _first_beams(prefix, beam_size)
+    for _ in range(max_len):
+        if _decided(beams, max_len, length_penalty):
+            break
+        beams, parents = _grow(beams, next_logits(beams.token_ids), end_id, pad_id)
+        if reorder is not None:
+            reorder(parents)
+    scores, best = hypothesis_score(beams.log_probs, beams.lengths, length_penalty).max(dim=1)  # the first of equals
+    longest = max(beams.lengths.gather(1, best.unsqueeze(1)).flatten().tolist(), default=0)
+    token_ids = beams.token_ids.unflatten(0, (-1, beam_size))[torch.arange(len(best), device=best.device), best]
+    return token_ids[:, prefix.size(1) : prefix.size(1) + longest], scores
+
+
+def hypothesis_score(
+    log_probs: Float[Tensor, "*shape"], lengths: Int[Tensor, "*shape"] | int, length_penalty: float
+) -> Float[Tensor, "*shape"]:
+    """Make the log-probabilities of shorter and longer hypotheses comparable.
+
+    score(Y) = log P(Y) / ((5 + |Y|) / (5 + 1))^length_penalty
+
+    Args:
+        log_probs: log P(Y).
+        lengths: |Y|, the number of generated tokens, the end token among them.
+        length_penalty: The exponent: 0 leaves log-probabilities as they are.
+
+    Returns:
+        The shape of ``log_probs``.
+
+    In torch.nn: nothing.
+
+    Source: Wu et al. 2016, section 7, equation 14 (without coverage penalty).
+
+    >>> hypothesis_score(torch.tensor([-2.0, -2.0]), torch.tensor([1, 19]), length_penalty=0.5)
+    tensor([-2., -1.])
+    """
+    return log_probs / ((5 + torch.as_tensor(lengths, dtype=log_probs.dtype)) / 6) ** length_penalty
+
+
 def without_padding(logits: Float[Tensor, "*rows vocabulary"], pad_id: int) -> Float[Tensor, "*rows vocabulary"]:
     """Make the padding token impossible: it fills rows up and says nothing."""
     is_pad = torch.arange(logits.size(-1), device=logits.device) == pad_id
     return logits.masked_fill(is_pad, -math.inf)
+
+
+def first_best(
+    x: Float[Tensor, "rows columns"], count: int
+) -> tuple[Float[Tensor, "rows {count}"], Int[Tensor, "rows {count}"]]:
+    """Pick the ``count`` greatest of each row, of equal ones the first: ``torch.topk`` promises no order for those."""
+    remaining, picked = x.clone(), []
+    for _ in range(count):
+        value, index = remaining.max(dim=1, keepdim=True)
+        remaining.scatter_(1, index, -math.inf)
+        picked.append((value, index))
+    values, indices = zip(*picked, strict=True)
+    return torch.cat(values, dim=1), torch.cat(indices, dim=1)
+
+
+def _first_beams(prefix: Tensor, beam_size: int) -> Beams:
+    shape, device = (prefix.size(0), beam_size), prefix.device
+    log_probs = torch.full(shape, -math.inf, device=device)
+    log_probs[:, 0] = 0.0  # all places hold the same prefix: one is enough to begin with
+    lengths = torch.zeros(shape, dtype=torch.int64, device=device)
+    return Beams(prefix.repeat_interleave(beam_size, dim=0), log_probs, lengths, lengths.bool())
+
+
+def _decided(beams: Beams, max_len: int, length_penalty: float) -> bool:
+    """Say whether in every sample an ended hypothesis is out of reach of all that go on."""
+    scores = hypothesis_score(beams.log_probs, beams.lengths, length_penalty)
+    # Log-probabilities only fall, and max_len has the greatest divisor.
+    attainable = hypothesis_score(beams.log_probs, max_len, length_penalty)
+    best_ended = scores.masked_fill(~beams.ended, -math.inf).amax(dim=1)
+    return bool((best_ended > attainable.masked_fill(beams.ended, -math.inf).amax(dim=1)).all())
+
+
+def _grow(beams: Beams, logits: Tensor, end_id: int, pad_id: int) -> tuple[Beams, Tensor]:
+    """Extend each hypothesis by one token, and say which row each row goes on from."""
+    batch, beam_size = beams.ended.shape
+    (logits,) = upcast_half(logits)
+    count = min(beam_size, logits.size(-1))
+    step_log_probs, tokens = first_best(without_padding(logits.log_softmax(dim=-1), pad_id), count)
+    # An ended hypothesis has one continuation, itself, and goes before all others.
+    ended, is_first = beams.ended.unsqueeze(2), torch.arange(count, device=logits.device) == 0
+    itself = torch.zeros_like(step_log_probs[0]).masked_fill(~is_first, -math.inf)
+    step_log_probs = torch.where(ended, itself, step_log_probs.view(batch, beam_size, count))
+    log_probs = (beams.log_probs.unsqueeze(2) + step_log_probs).flatten(1)  # (b, beam_size * count)
+    rank = log_probs.masked_fill((ended & is_first).flatten(1), math.inf)
+    order = rank.argsort(dim=1, descending=True, stable=True)[:, :beam_size]
+
+    parent = order // count  # (b, beam_size)
+    had_ended = beams.ended.gather(1, parent)
+    token = tokens.view(batch, -1).gather(1, order).masked_fill(had_ended, pad_id)
+    rows = (parent + beam_size * torch.arange(batch, device=parent.device).unsqueeze(1)).flatten()
+    token_ids = torch.cat([beams.token_ids[rows], token.view(-1, 1).to(beams.token_ids.dtype)], dim=1)
+    log_probs = log_probs.gather(1, order)
+    ended = had_ended | ((token == end_id) & (log_probs > -math.inf))  # an empty place is no hypothesis
+    return Beams(token_ids, log_probs, beams.lengths.gather(1, parent) + ~had_ended, ended), rows

@@ -16,8 +16,13 @@ __all__ = ["DecoderLayerCache", "TransformerDecoderLayer", "TransformerEncoderLa
 class DecoderLayerCache(Protocol):
     """What the two attentions of one decoder layer remember between calls; see ``scratch.decoding``."""
 
-    self_attn: AttentionCache
-    multihead_attn: AttentionCache
+    @property
+    def self_attn(self) -> AttentionCache:
+        """Of the tokens of the target so far."""
+
+    @property
+    def multihead_attn(self) -> AttentionCache:
+        """Of the memory."""
 
 
 def activation_function(activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -47,13 +47,13 @@ def sinusoidal_encoding(
     its frequencies, base^(-i / (d_model / 2 - 1)), differ a little from the paper's, which both layouts have here.
 
     >>> sinusoidal_encoding(3, 4, base=100.0)
-    tensor([[0.0000, 1.0000, 0.0000, 1.0000],
-            [0.8415, 0.5403, 0.0998, 0.9950],
-            [0.9093, -0.4161, 0.1987, 0.9801]])
+    tensor([[ 0.0000,  1.0000,  0.0000,  1.0000],
+            [ 0.8415,  0.5403,  0.0998,  0.9950],
+            [ 0.9093, -0.4161,  0.1987,  0.9801]])
     >>> sinusoidal_encoding(3, 4, "concatenated", base=100.0)
-    tensor([[0.0000, 0.0000, 1.0000, 1.0000],
-            [0.8415, 0.0998, 0.5403, 0.9950],
-            [0.9093, 0.1987, -0.4161, 0.9801]])
+    tensor([[ 0.0000,  0.0000,  1.0000,  1.0000],
+            [ 0.8415,  0.0998,  0.5403,  0.9950],
+            [ 0.9093,  0.1987, -0.4161,  0.9801]])
     """
     validation.check_positional_encoding(max_len, d_model, layout, base)
     # On the CPU, whose float64 every machine has; the same numbers then reach every device.
@@ -137,7 +137,7 @@ class PositionalEncoding(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "PositionalEncoding":
         """Follow ``.to()``, ``.half()``, ``.to_empty()`` and the like with a table computed for the new place."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved = self.table
         self.table = sinusoidal_encoding(
             self.max_len, self.d_model, self.layout, dtype=moved.dtype, device=moved.device

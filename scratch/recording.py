@@ -80,21 +80,22 @@ def record_attention(model: nn.Module) -> Iterator[AttentionMaps]:
     A map has shape (batch, num_heads, query_len, key_len), or (num_heads, query_len, key_len) without a batch, and
     is what the call weighs its values with, before dropout:
 
-    - Its rows sum to 1. A query that may look at no key has a row of 0, and NaN if the call asked for weights
-      (need_weights=True), as its output has too.
+    - Its rows sum to 1. A query that may look at no key has a row of 0, or of NaN if the call asked for weights
+      (need_weights=True), as then its output is NaN too.
     - ``add_bias_kv`` and ``add_zero_attn`` add one last column each. With a cache, key_len counts the keys of
       earlier calls too.
-    - It is a tensor of its own on the device of the model: float64 for float64, float32 for every other dtype. All
-      maps live as long as ``maps`` does, so open the block around the passes that you want to look at.
+    - It is a tensor of its own on the device of the model: float64 for float64, float32 for every other dtype. The
+      maps live as long as what the block yields, so open it around the passes that you want to look at.
 
-    Every call of a module counts, in the order of the calls. A module that is reached by two paths has the same
-    calls under both. Gradient checkpointing calls its modules again in the backward pass: leave the block before
-    it, or find these calls as well.
+    Every call of a module counts. A module that is reached by two paths has the same calls under both. Gradient
+    checkpointing calls modules again in the backward pass: leave the block before it, or find these calls too.
 
-    torch's fast path is off inside the block, for the whole process, and as it was after it. In eval without
-    gradients this moves outputs of torch.nn: valid places by rounding, padded places from 0 (or NaN) to ordinary numbers that mean
-    nothing, and ``nn.Transformer`` without ``memory_key_padding_mask`` everywhere, because its decoder then
-    reads those numbers. In training, and with gradients, nothing moves.
+    torch's fast path is off inside the block, for the whole process, and then again as it was. Where torch would have
+    taken it (eval, no gradients, batch first), this moves the outputs of torch.nn: at valid places by rounding; at
+    the padded places of ``nn.TransformerEncoder`` from 0 to numbers that mean nothing; in samples that are all
+    padding from NaN to finite numbers; and at all places of padded samples in ``nn.Transformer`` without
+    ``memory_key_padding_mask``, because its decoder reads the padded places. Off the fast path outputs stay the
+    same to the last bit.
 
     Args:
         model: Any module: a Transformer of either package or of torch.nn, a model that holds one, or an
@@ -110,8 +111,9 @@ def record_attention(model: nn.Module) -> Iterator[AttentionMaps]:
         TypeError: If ``model`` is not a module, or holds a subclass of an attention whose ``forward`` takes other
             arguments (likewise).
 
-    In torch.nn: nothing. Only calls of the modules themselves are seen: ``module.forward(...)`` called directly,
-    and a function that ``torch.compile`` has made of the model, pass by the hooks.
+    In torch.nn: nothing. What it cannot see or keep still: ``module.forward(...)`` called directly and code that
+    ``torch.compile`` made earlier pass by the hooks; maps cannot leave ``torch.func.vmap``; a parametrization that
+    moves on whenever its weight is read (``spectral_norm`` in training) does so for the map as well.
 
     >>> _ = torch.manual_seed(0)
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, batch_first=True), num_layers=2).eval()
@@ -216,20 +218,20 @@ def trace_attention(
     validation.check_attention_inputs(
         attention, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights
     )
-    q, k, v = attention.project(*sequence_first(query, key, value, attention.batch_first))
     batched = query.dim() == 3
-    stages = _attend(attention, q, k, v, batched, key_padding_mask, attn_mask, is_causal, need_weights)
-    merged = merge_heads(stages["context"].flatten(0, -3), attention.num_heads)  # (q, b, h * d)
+    q, k, v = attention.project(*sequence_first(query, key, value, attention.batch_first))
+    stages = _weigh(attention, q, k, v, batched, key_padding_mask, attn_mask, is_causal, need_weights)
+    weights, v = stages["weights"], stages["v"]
+    context = (weights @ v.to(weights.dtype)).to(v.dtype)  # (b, h, q, d)
+    merged = merge_heads(context.flatten(0, -3), attention.num_heads)  # (q, b, h * d)
     if not batched:
         merged = merged.squeeze(1)
     elif attention.batch_first:
         merged = merged.transpose(0, 1)
-    stages["merged"] = merged
-    stages["output"] = _project_output(module, merged)
-    return stages
+    return {**stages, "context": context, "merged": merged, "output": _project_output(module, merged)}
 
 
-def _attend(
+def _weigh(
     attention: MultiheadAttention,
     q: Tensor,
     k: Tensor,
@@ -240,7 +242,7 @@ def _attend(
     is_causal: bool,
     need_weights: bool,
 ) -> dict[str, Tensor]:
-    """Go through the stages from projected queries, keys and values (sequence first) to the context."""
+    """Go through the stages from projected queries, keys and values (sequence first) to the weights."""
     k, v = attention.append_tokens(k, v)
     score_bias = attention.score_bias(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
     lead = (q.size(1), attention.num_heads) if batched else (attention.num_heads,)
@@ -250,17 +252,14 @@ def _attend(
     stages = {"q": q, "k": k, "v": v}
 
     if not need_weights:
-        q, k, v = upcast_half(q, k, v)
+        q, k = upcast_half(q, k)
     scores = masked_scores(q * math.sqrt(1.0 / attention.head_dim), k)  # (b, h, q, k)
-    stages["scores"] = scores
-    stages["masked_scores"] = scores if score_bias is None else scores + score_bias
-    stages["weights"] = _weights(stages["masked_scores"], score_bias, need_weights)
-    stages["context"] = (stages["weights"] @ v).to(stages["q"].dtype)  # (b, h, q, d)
-    return stages
+    biased = scores if score_bias is None else scores + score_bias
+    return {**stages, "scores": scores, "masked_scores": biased, "weights": _softmax(biased, score_bias, need_weights)}
 
 
-def _weights(scores: Tensor, score_bias: Tensor | None, need_weights: bool) -> Tensor:
-    """Take the softmax, of scores that carry the bias already; a query that may look at no key gets 0 or NaN."""
+def _softmax(scores: Tensor, score_bias: Tensor | None, need_weights: bool) -> Tensor:
+    """Turn scores that carry the bias into weights; a query that may look at no key gets NaN or 0."""
     if score_bias is None or need_weights:
         return torch.softmax(scores, dim=-1)
     _, row_sees = open_blind_rows(score_bias)
@@ -319,17 +318,9 @@ def _map_of_call(module: AnyAttention, args: tuple[Any, ...], kwargs: dict[str, 
         q, k, v = attention.project(*sequence_first(query, given["key"], given["value"], attention.batch_first))
     else:
         q, k, v = cache.projected
-    stages = _attend(
-        attention,
-        q,
-        k,
-        v,
-        query.dim() == 3,
-        given["key_padding_mask"],
-        given["attn_mask"],
-        given["is_causal"],
-        given["need_weights"],
-    )
+        given["is_causal"] = False  # the promise replaces no mask then: see MultiheadAttention.forward
+    others = (given[name] for name in ("key_padding_mask", "attn_mask", "is_causal", "need_weights"))
+    stages = _weigh(attention, q, k, v, query.dim() == 3, *others)
     return upcast_half(stages["weights"])[0]
 
 

@@ -89,7 +89,10 @@ class TransformerEncoder(nn.Module):
         self.mask_check = mask_check
         # torch.nn's published tests, and filters in user code, look for this one.
         if enable_nested_tensor and getattr(getattr(encoder_layer, "self_attn", None), "in_proj_bias", True) is None:
-            warnings.warn("no nested tensors: encoder_layer.self_attn was passed bias=False", stacklevel=2)
+            warnings.warn(
+                "enable_nested_tensor is True, and nothing comes of it: encoder_layer.self_attn was passed bias=False",
+                stacklevel=2,
+            )
 
     def forward(
         self,
@@ -186,6 +189,8 @@ class TransformerDecoder(nn.Module):
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
         validation.check_stack_input("tgt", tgt, tgt_mask, "tgt_mask", tgt_key_padding_mask)
+        if cache is not None:
+            validation.check_cache_layers(cache, len(self.layers))
         masks = {
             "tgt_mask": tgt_mask,
             "memory_mask": memory_mask,

@@ -74,6 +74,12 @@ def check_dim(name: str, x: Tensor, dim: int) -> None:
         raise ArgumentValueError(f"{name} must be {dim}-D, got {x.dim()}-D of shape {shape(x)}")
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Ask for a tensor."""
+    if not isinstance(x, Tensor):
+        raise ArgumentTypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
 def check_mask_dtype(name: str, mask: Tensor) -> None:
     """Ask for a bool or floating mask."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -81,6 +87,12 @@ def check_mask_dtype(name: str, mask: Tensor) -> None:
             f"{name} must be bool or floating (only bool and floating types of {name} are supported), "
             f"got {mask.dtype}; turn 0/1 masks into bool with {name}.bool()"
         )
+
+
+def check_dropout(name: str, probability: float) -> None:
+    """Ask for a probability."""
+    if not 0.0 <= probability <= 1.0:
+        raise ArgumentValueError(f"dropout probability has to be between 0 and 1, but got {name}={probability}")
 
 
 def check_not_negative(**sizes: int | None) -> None:
@@ -190,14 +202,20 @@ def check_attention_inputs(
     elif key_padding_mask is not None:
         _check_mask_precision(key_padding_mask, None, query, need_weights, names)
     check_projection_dtypes(attention, query, key, value, names)
+    if attention.training:  # torch.nn looks only when it drops
+        check_dropout("dropout", attention.dropout)
 
 
 def _check_ranks(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None, names: Names
 ) -> None:
     for name, x in zip(names, (query, key, value), strict=False):
+        check_tensor(name, x)
         if x.is_nested:
             raise ArgumentTypeError(f"{name} must not be a nested tensor: pad it and pass {names.key_padding_mask}")
+    for name, mask in ((names.key_padding_mask, padding), (names.attn_mask, attn_mask)):
+        if mask is not None:
+            check_tensor(name, mask)
     if query.dim() not in (2, 3):
         raise ArgumentValueError(
             f"{names.query} must be 2-D (len, features) or 3-D with a batch, got shape {shape(query)}: "
@@ -322,8 +340,7 @@ def check_scaled_dot_product_attention(
     """Check the call of ``scaled_dot_product_attention``."""
     _check_sdpa_kinds(query, key, value)
     leading = _check_sdpa_shapes(query, key, value, enable_gqa)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ArgumentValueError(f"dropout probability has to be between 0 and 1, but got dropout_p={dropout_p}")
+    check_dropout("dropout_p", dropout_p)
     if attn_mask is None:
         return
     if is_causal and isinstance(attn_mask, CausalBias):
@@ -339,8 +356,7 @@ def check_scaled_dot_product_attention(
 
 def _check_sdpa_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise ArgumentTypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        check_tensor(name, x)
         if x.is_nested:
             raise ArgumentTypeError(f"{name} must not be a nested tensor: pad it and pass attn_mask")
         if x.dim() < 2:
@@ -455,15 +471,21 @@ def check_stack_input(
     name: str, x: Tensor, attn_mask: Tensor | None, mask_name: str, key_padding_mask: Tensor | None
 ) -> None:
     """Check what a stack of layers looks at itself: the rank of its input and the dtypes of its masks."""
+    _check_sequence(name, x)
+    for given_name, given in ((mask_name, attn_mask), (f"{name}_key_padding_mask", key_padding_mask)):
+        if given is not None:
+            check_tensor(given_name, given)
+            check_mask_dtype(given_name, given)
+
+
+def _check_sequence(name: str, x: Tensor) -> None:
+    check_tensor(name, x)
     if x.is_nested:
         raise ArgumentTypeError(f"{name} must not be a nested tensor: pad it and pass {name}_key_padding_mask")
     if x.dim() not in (2, 3):
         raise ArgumentValueError(
             f"{name} must be 2-D (len, d_model) or 3-D with a batch, got {x.dim()}-D of shape {shape(x)}"
         )
-    for given_name, given in ((mask_name, attn_mask), (f"{name}_key_padding_mask", key_padding_mask)):
-        if given is not None:
-            check_mask_dtype(given_name, given)
 
 
 def check_square_subsequent_mask(size: int, dtype: torch.dtype | None) -> None:
@@ -475,6 +497,8 @@ def check_square_subsequent_mask(size: int, dtype: torch.dtype | None) -> None:
 
 def check_transformer_inputs(model: Any, src: Tensor, tgt: Tensor) -> None:
     """Check that source and target of an encoder-decoder fit together and fit d_model."""
+    for name, x in (("src", src), ("tgt", tgt)):
+        _check_sequence(name, x)
     batch_dim = 0 if model.batch_first else 1
     if src.dim() == 3 and (tgt.dim() != 3 or src.size(batch_dim) != tgt.size(batch_dim)):
         raise ArgumentValueError(
@@ -504,7 +528,8 @@ def check_attention(name: str, x: object, kinds: tuple[type, ...]) -> None:
 def check_recordable(model: nn.Module, attentions: Mapping[str, nn.Module]) -> None:
     """Ask for a model with attention modules whose calls can be seen and read; they come by their paths."""
     for path, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        if compiled and not set(attentions.values()).isdisjoint(module.modules()):
             raise ArgumentValueError(
                 f"model must not be compiled, because compiled code may pass by the hooks: record the model that was "
                 f"given to torch.compile, which has the same parameters; got a compiled {type(module).__name__} at "
@@ -533,3 +558,146 @@ def check_map_recorded(path: str, calls: Mapping[str, Sequence[Tensor]]) -> None
 def check_num_layers(num_layers: int) -> None:
     """Ask for at least one layer: torch.nn builds an empty stack too, which no call gets through."""
     check_positive(num_layers=num_layers)
+
+
+def check_positional_encoding(max_len: int, d_model: int, layout: str, base: float) -> None:
+    """Check what a table of positional encodings is built with."""
+    check_not_negative(max_len=max_len)
+    check_positive(d_model=d_model)
+    check_choice("layout", layout, ("interleaved", "concatenated"))
+    if not base > 0:
+        raise ArgumentValueError(f"base must be greater than 0, got {base}")
+
+
+def check_positions(x: Tensor, offset: int, d_model: int, max_len: int) -> None:
+    """Ask that tokens have the width and lie within the positions of the table."""
+    if x.dim() not in (2, 3) or x.size(-1) != d_model:
+        raise ArgumentValueError(
+            f"x must have shape (batch, len, d_model) or (len, d_model) with d_model = {d_model}, got shape {shape(x)}"
+        )
+    check_not_negative(offset=offset)
+    if offset + x.size(-2) > max_len:
+        raise ArgumentValueError(
+            f"x must end within max_len = {max_len} positions, got {x.size(-2)} tokens from position {offset} on; "
+            f"build the model with a greater max_len"
+        )
+
+
+def check_cache_batch(expected: int, batch: int) -> None:
+    """Ask that a cache is extended by the batch it was begun with."""
+    if batch != expected:
+        raise ArgumentValueError(f"cache holds a batch of {expected}, got a batch of {batch}: begin a new cache for it")
+
+
+def check_cache_layers(cache: Sequence[Any], num_layers: int) -> None:
+    """Ask for one cache for each decoder layer."""
+    if len(cache) != num_layers:
+        raise ArgumentValueError(f"cache must have one entry for each of {num_layers} layers, got {len(cache)}")
+
+
+def check_decoding(end_id: int, pad_id: int, max_len: int) -> None:
+    """Check what every way of decoding needs."""
+    check_positive(max_len=max_len)
+    if end_id == pad_id:
+        raise ArgumentValueError(f"end_id must differ from pad_id, which is never chosen, got {end_id} for both")
+
+
+def check_beams(beam_size: int, length_penalty: float) -> None:
+    """Check what beam search needs."""
+    check_positive(beam_size=beam_size)
+    if not 0 <= length_penalty < float("inf"):
+        raise ArgumentValueError(
+            f"length_penalty must be finite and not negative (0 = long hypotheses are not favoured), "
+            f"got {length_penalty}"
+        )
+
+
+def check_vocabularies(src_vocab_size: int, tgt_vocab_size: int, pad_id: int, start_id: int, end_id: int) -> None:
+    """Ask that the special tokens are in the vocabularies, and that padding is no other token."""
+    check_positive(src_vocab_size=src_vocab_size, tgt_vocab_size=tgt_vocab_size)
+    sizes = {"src_vocab_size": src_vocab_size, "tgt_vocab_size": tgt_vocab_size}
+    for name, token_id in (("pad_id", pad_id), ("start_id", start_id), ("end_id", end_id)):
+        for size_name, size in sizes.items():
+            if not 0 <= token_id < size and (name == "pad_id" or size_name == "tgt_vocab_size"):
+                raise ArgumentValueError(f"{name} must be in 0 ... {size_name} - 1 = {size - 1}, got {token_id}")
+    if pad_id in (start_id, end_id):
+        raise ArgumentValueError(
+            f"pad_id must differ from start_id and end_id, because padding is never looked at, got pad_id={pad_id}, "
+            f"start_id={start_id} and end_id={end_id}"
+        )
+
+
+def check_token_ids(name: str, token_ids: Tensor, embedding: Any, max_len: int) -> None:
+    """Check token ids without reading them: kind, rank, length and device."""
+    if token_ids.dtype not in (torch.int64, torch.int32):
+        raise ArgumentTypeError(f"{name} must hold token ids as int64 or int32, got {token_ids.dtype}")
+    if token_ids.dim() != 2:
+        raise ArgumentValueError(
+            f"{name} must have shape (batch, len), got {token_ids.dim()}-D of shape {shape(token_ids)}"
+        )
+    if token_ids.size(1) > max_len:
+        raise ArgumentValueError(
+            f"{name} must hold at most max_len = {max_len} tokens in a row, the positions that the model was built "
+            f"with, got shape {shape(token_ids)}"
+        )
+    if token_ids.device != embedding.weight.device:
+        raise ArgumentValueError(
+            f"{name} must be on the device of the parameters, {embedding.weight.device}, got {token_ids.device}"
+        )
+
+
+def check_ids_in_vocabulary(name: str, token_ids: Tensor, size_name: str, vocab_size: int) -> None:
+    """Ask that every token id is in the vocabulary. This reads them, and so waits for the device."""
+    outside = ((token_ids < 0) | (token_ids >= vocab_size)).nonzero()
+    if len(outside):
+        row, column = outside[0].tolist()
+        raise ArgumentValueError(
+            f"{name} must hold ids in 0 ... {size_name} - 1 = {vocab_size - 1}, got {int(token_ids[row, column])} "
+            f"at [{row}, {column}]"
+        )
+
+
+def check_source(model: Any, src_ids: Tensor) -> None:
+    """Check what a token-level model encodes."""
+    check_token_ids("src_ids", src_ids, model.src_embedding, model.positional_encoding.max_len)
+
+
+def check_source_and_target(model: Any, src_ids: Tensor, tgt_ids: Tensor) -> None:
+    """Check the call of a token-level model."""
+    check_source(model, src_ids)
+    check_token_ids("tgt_ids", tgt_ids, model.tgt_embedding, model.positional_encoding.max_len)
+    if src_ids.size(0) != tgt_ids.size(0):
+        raise ArgumentValueError(
+            f"src_ids and tgt_ids must have the same batch size, got shapes {shape(src_ids)} and {shape(tgt_ids)}"
+        )
+
+
+def check_decode(model: Any, tgt_ids: Tensor, memory: Tensor, src_ids: Tensor, cache: Any) -> None:
+    """Check what a token-level model decodes."""
+    check_source_and_target(model, src_ids, tgt_ids)
+    expected = (*src_ids.shape, model.transformer.d_model)
+    if memory.shape != expected:
+        raise ArgumentValueError(
+            f"memory must have shape (batch, src_len, d_model) = {expected}, as src_ids has it, got {shape(memory)}"
+        )
+    if cache is None:
+        return
+    check_cache_layers(cache, model.transformer.decoder.num_layers)
+    if tgt_ids.size(1) <= cache[0].length:
+        raise ArgumentValueError(
+            f"tgt_ids must hold the whole target so far, the {cache[0].length} tokens of the cache and new ones after "
+            f"them, got shape {shape(tgt_ids)}"
+        )
+
+
+def check_generate(model: Any, src_ids: Tensor, max_len: int, beam_size: int, length_penalty: float) -> None:
+    """Check what a token-level model generates from. This reads the ids, and so waits for the device."""
+    check_source(model, src_ids)
+    check_ids_in_vocabulary("src_ids", src_ids, "src_vocab_size", model.src_embedding.num_embeddings)
+    check_decoding(model.end_id, model.pad_id, max_len)
+    check_beams(beam_size, length_penalty)
+    if max_len > model.positional_encoding.max_len:
+        raise ArgumentValueError(
+            f"max_len must not exceed the {model.positional_encoding.max_len} positions that the model was built with, "
+            f"got {max_len}"
+        )

@@ -1,0 +1,68 @@
+"""Attention as one call of torch: the kernels behind it hold every step that scratch writes out."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
+
+from scratch import validation
+
+__all__ = ["scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    query: Float[Tensor, "*heads query_len head_dim"],
+    key: Float[Tensor, "*key_heads key_len head_dim"],
+    value: Float[Tensor, "*key_heads key_len v_head_dim"],
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Float[Tensor, "*heads query_len v_head_dim"]:
+    r"""Let every query take the mean of the values, weighted by how well their keys match it.
+
+    Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(d_k)) V
+
+    Args:
+        query: (..., query_len, head_dim).
+        key: (..., key_len, head_dim).
+        value: (..., key_len, v_head_dim).
+        attn_mask: Broadcastable to (..., query_len, key_len). Bool: True = the query **may look** at the key;
+            float: added to the scores. A causal bias of ``torch.nn.attention.bias`` is accepted too.
+        dropout_p: Probability with which a weight is dropped. Applied whenever it is above 0.
+        is_causal: Query i may look at keys 0 ... i (upper-left alignment). Excludes ``attn_mask``.
+        scale: Factor on the scores; 1 / sqrt(head_dim) if not given. May be negative.
+        enable_gqa: Grouped heads: dimension -3 of key and value is repeated to that of query.
+
+    Returns:
+        (..., query_len, v_head_dim). A query that may look at no key gets 0, with gradient 0.
+
+    Raises:
+        ValueError: For shapes that do not fit together, or a mask beside ``is_causal`` (also a RuntimeError).
+        TypeError: For dtypes that do not fit together (also a RuntimeError).
+
+    In torch.nn: ``F.scaled_dot_product_attention``. It picks one of several kernels;
+    ``torch.nn.attention.sdpa_kernel`` narrows the choice.
+
+    Traps:
+        True means the opposite in torch.nn's modules: see trap `mask_polarity`.
+        ``is_causal`` starts at the upper left corner, however many keys there are: see trap `sdpa_top_left`.
+        There is no training mode: see trap `sdpa_dropout_in_eval`.
+        A mask of 0.0 and 1.0 hides nothing: see trap `float_mask_added`.
+
+    Source: Vaswani et al. 2017, section 3.2.1, equation 1;
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
+
+    >>> query, keys, values = torch.randn(2, 3, 5, 11), torch.randn(2, 3, 7, 11), torch.randn(2, 3, 7, 13)
+    >>> scaled_dot_product_attention(query, keys, values, is_causal=True).shape
+    torch.Size([2, 3, 5, 13])
+    """
+    validation.check_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
+        attn_mask = torch.atleast_2d(attn_mask)  # the fused kernel on CPU stumbles over fewer dimensions
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )

@@ -1,0 +1,264 @@
+"""The two layers as torch.nn has them, behind the checks that both packages share."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scratch import validation
+from scratch.layers import DecoderLayerCache
+
+__all__ = ["TransformerDecoderLayer", "TransformerEncoderLayer"]
+
+
+class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """Self-attention, then a feed-forward network, each with a residual connection and LayerNorm.
+
+    post-norm: x = LayerNorm(x + SelfAttention(x)); x = LayerNorm(x + FFN(x))
+
+    pre-norm (norm_first): x = x + SelfAttention(LayerNorm(x)); x = x + FFN(LayerNorm(x))
+
+    FFN(x) = activation(x W_1 + b_1) W_2 + b_2
+
+    Args:
+        d_model: Width of input and output.
+        nhead: Number of heads; divides d_model unless both head sizes are given.
+        dim_feedforward: Width of the hidden layer of the feed-forward network.
+        dropout: Probability of dropping: attention weights, hidden units, and what is added to the residual.
+        activation: "relu", "gelu" or a function.
+        layer_norm_eps: Epsilon of the LayerNorms.
+        batch_first: Input and output are (batch, len, d_model) instead of (len, batch, d_model).
+        norm_first: LayerNorm before each sub-layer instead of after its residual.
+        bias: Whether linear layers, attention and LayerNorms have biases.
+        device: Where the parameters live.
+        dtype: Their dtype.
+        qk_head_dim: d_k; d_model / nhead if not given.
+        v_head_dim: d_v; d_model / nhead if not given.
+
+    Raises:
+        ValueError: For sizes that do not fit or an unknown activation (also a RuntimeError and an AssertionError); and
+            if a head size is given, because torch.nn has no other than d_model / nhead.
+
+    In torch.nn: ``nn.TransformerEncoderLayer``, of which this is a subclass; ``self_attn`` is torch's own
+    ``nn.MultiheadAttention``. In eval, without gradients and batch first its ``forward`` is one call of
+    ``torch._transformer_encoder_layer_fwd`` (the fast path), unless a hook, an odd number of heads or another
+    activation stands in the way.
+
+    Traps:
+        Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
+        The attention's weights are not to be had: see trap `no_maps_from_layers`.
+        The fast path treats padding in its own way: see trap `fast_path_padding`.
+
+    Source: Vaswani et al. 2017, sections 3.1 and 3.3; Xiong et al. 2020, figure 1 (pre-norm);
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoderLayer.html
+
+    >>> layer = TransformerEncoderLayer(d_model=12, nhead=3, dim_feedforward=20)
+    >>> layer(torch.randn(5, 2, 12)).shape
+    torch.Size([5, 2, 12])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        qk_head_dim: int | None = None,
+        v_head_dim: int | None = None,
+    ) -> None:
+        validation.check_no_head_dims(qk_head_dim, v_head_dim)
+        validation.check_attention_sizes(d_model, nhead, None, None, None, None)
+        validation.check_activation(activation)
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Pass the source through the layer.
+
+        Args:
+            src: (len, batch, d_model), (batch, len, d_model) if batch_first, or (len, d_model).
+            src_mask: (len, len) or (batch * nhead, len, len). Bool: True = may **not** look; float: added.
+            src_key_padding_mask: (batch, len) or (len). Bool: True = **not** looked at; float: added.
+            is_causal: A promise that ``src_mask`` is causal.
+
+        Returns:
+            The shape of ``src``.
+
+        Raises:
+            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
+            TypeError: For masks that are neither bool nor float (also an AssertionError).
+
+        In torch.nn: ``nn.TransformerEncoderLayer.forward``, called as it is.
+
+        Traps:
+            True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
+            A query that may look at no key: see trap `fully_masked_row`.
+            ``is_causal`` masks nothing by itself: see trap `is_causal_is_a_hint`.
+        """
+        # In eval nn.TransformerEncoder hands padded input down as a nested tensor, which torch.nn's layer takes.
+        if self.training or not src.is_nested:
+            validation.check_encoder_layer_inputs(self, src, src_mask, src_key_padding_mask, is_causal)
+        return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+
+
+class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+    """Self-attention, attention to the memory, then a feed-forward network, each with residual and LayerNorm.
+
+    post-norm: x = LayerNorm(x + SelfAttention(x)); x = LayerNorm(x + Attention(x, memory)); x = LayerNorm(x + FFN(x))
+
+    pre-norm (norm_first): x = x + SelfAttention(LayerNorm(x)); x = x + Attention(LayerNorm(x), memory);
+    x = x + FFN(LayerNorm(x))
+
+    FFN(x) = activation(x W_1 + b_1) W_2 + b_2
+
+    Args:
+        d_model: Width of input, memory and output.
+        nhead: Number of heads; divides d_model unless both head sizes are given.
+        dim_feedforward: Width of the hidden layer of the feed-forward network.
+        dropout: Probability of dropping: attention weights, hidden units, and what is added to the residual.
+        activation: "relu", "gelu" or a function.
+        layer_norm_eps: Epsilon of the LayerNorms.
+        batch_first: Input and output are (batch, len, d_model) instead of (len, batch, d_model).
+        norm_first: LayerNorm before each sub-layer instead of after its residual. The memory is not normalised.
+        bias: Whether linear layers, attentions and LayerNorms have biases.
+        device: Where the parameters live.
+        dtype: Their dtype.
+        qk_head_dim: d_k; d_model / nhead if not given.
+        v_head_dim: d_v; d_model / nhead if not given.
+
+    Raises:
+        ValueError: For sizes that do not fit or an unknown activation (also a RuntimeError and an AssertionError); and
+            if a head size is given, because torch.nn has no other than d_model / nhead.
+
+    In torch.nn: ``nn.TransformerDecoderLayer``, of which this is a subclass; ``self_attn`` and ``multihead_attn`` are
+    torch's own ``nn.MultiheadAttention``, called with need_weights=False. There is no fast path.
+
+    Traps:
+        Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
+        The attentions' weights are not to be had: see trap `no_maps_from_layers`.
+        Step-by-step decoding computes everything anew: see trap `no_cache`.
+
+    Source: Vaswani et al. 2017, sections 3.1 and 3.3; Xiong et al. 2020, figure 1 (pre-norm);
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerDecoderLayer.html
+
+    >>> layer = TransformerDecoderLayer(d_model=12, nhead=3, dim_feedforward=20)
+    >>> layer(torch.randn(5, 2, 12), memory=torch.randn(7, 2, 12)).shape
+    torch.Size([5, 2, 12])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        qk_head_dim: int | None = None,
+        v_head_dim: int | None = None,
+    ) -> None:
+        validation.check_no_head_dims(qk_head_dim, v_head_dim)
+        validation.check_attention_sizes(d_model, nhead, None, None, None, None)
+        validation.check_activation(activation)
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+        *,
+        cache: DecoderLayerCache | None = None,
+    ) -> Tensor:
+        """Pass the target through the layer.
+
+        Args:
+            tgt: (tgt_len, batch, d_model), (batch, tgt_len, d_model) if batch_first, or (tgt_len, d_model).
+            memory: The encoder's output, (src_len, batch, d_model), likewise.
+            tgt_mask: (tgt_len, tgt_len) or (batch * nhead, tgt_len, tgt_len). Bool: True = may **not** look; float:
+                added to the scores.
+            memory_mask: (tgt_len, src_len) or (batch * nhead, tgt_len, src_len), likewise.
+            tgt_key_padding_mask: (batch, tgt_len) or (tgt_len). Bool: True = **not** looked at; float: added.
+            memory_key_padding_mask: (batch, src_len) or (src_len), likewise.
+            tgt_is_causal: A promise that ``tgt_mask`` is causal.
+            memory_is_causal: A promise that ``memory_mask`` is causal.
+            cache: Keys and values of earlier calls; masks of the target then span the earlier places too. Keyword only.
+
+        Returns:
+            The shape of ``tgt``.
+
+        Raises:
+            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError), and for a
+                cache, which torch.nn does not have.
+            TypeError: For masks that are neither bool nor float (also an AssertionError).
+
+        In torch.nn: ``nn.TransformerDecoderLayer.forward``, called as it is.
+
+        Traps:
+            True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
+            A query that may look at no key: see trap `fully_masked_row`.
+            ``tgt_is_causal`` and ``memory_is_causal`` mask nothing by themselves: see trap `is_causal_is_a_hint`.
+        """
+        validation.check_no_cache(cache)
+        own = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        cross = (memory_mask, memory_key_padding_mask, memory_is_causal)
+        validation.check_decoder_layer_inputs(self, tgt, memory, own, cross)
+        return super().forward(
+            tgt,
+            memory,
+            tgt_mask,
+            memory_mask,
+            tgt_key_padding_mask,
+            memory_key_padding_mask,
+            tgt_is_causal,
+            memory_is_causal,
+        )

@@ -1,0 +1,1030 @@
+"""Bad calls as data, one list for both packages, and calls that look bad and are not.
+
+Every case names a class or function that ``scratch`` and ``builtin`` share. Both must raise the same text, a ValueError
+or a TypeError, which is also an instance of what torch.nn raises on its plain path. Where torch.nn takes what the
+packages refuse, or raises another type, or refuses what they take, the case says why.
+
+Sizes: batch 2, heads 3, query 5, key 7, head_dim 11, embed_dim 33.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+__all__ = ["ACCEPTED_CASES", "ERROR_CASES", "AcceptedCase", "ErrorCase", "construct"]
+
+Arguments = Mapping[str, Any]
+
+MHA = "MultiheadAttention"
+ENCODER_LAYER, DECODER_LAYER = "TransformerEncoderLayer", "TransformerDecoderLayer"
+ENCODER, DECODER, TRANSFORMER = "TransformerEncoder", "TransformerDecoder", "Transformer"
+SQUARE_MASK = "Transformer.generate_square_subsequent_mask"
+SDPA = "scaled_dot_product_attention"
+
+MISSING = object()  # an argument that is left out
+
+# Why torch.nn and the packages differ.
+NESTED_IN_EVAL = "in eval nn.TransformerEncoder hands nested tensors down to its layers, so builtin's take them"
+NO_SUCH_CHECK = "torch.nn has no check there and stumbles over "
+COMPUTES_NONSENSE = "torch's fused kernel on CPU does not look and computes something"
+
+
+@dataclass(frozen=True)
+class ErrorCase:
+    """One bad call.
+
+    Args:
+        component: Name of the class or function; a dot leads into ``masks`` or to a static method.
+        name: What is wrong with the call.
+        says: What the text must hold: the argument, what was expected, what came, and words that PyTorch's tests read.
+        error: ValueError for shapes and values, TypeError for dtypes and kinds.
+        build: Arguments of the constructor; None for functions.
+        call: Arguments of the call; None if the constructor is to raise.
+        torch_accepts: Why torch.nn takes the call and the packages do not; "" if it raises too.
+        torch_type: Why ours is no instance of what torch.nn raises; "" if it is.
+        train_only: Why the case is not one in eval mode; "" if it is.
+    """
+
+    component: str
+    name: str
+    says: tuple[str, ...]
+    error: type[Exception]
+    build: Arguments | None
+    call: Arguments | None
+    torch_accepts: str
+    torch_type: str
+    train_only: str
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether torch.nn has the class or function."""
+        return not self.component.startswith("masks.")
+
+    def __str__(self) -> str:
+        return f"{self.component}: {self.name}".replace(" ", "_")
+
+
+@dataclass(frozen=True)
+class AcceptedCase:
+    """One call that is unusual but right: both packages compute it, and compute the same.
+
+    Args:
+        component: Name of the class or function.
+        name: What is unusual about the call.
+        build: Arguments of the constructor; None for functions.
+        call: Arguments of the call.
+        torch_rejects: Why torch.nn raises and the packages do not; "" if it takes the call too.
+    """
+
+    component: str
+    name: str
+    build: Arguments | None = field(repr=False)
+    call: Arguments = field(repr=False)
+    torch_rejects: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.component}: {self.name}".replace(" ", "_")
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Give numbers that are all different."""
+    return torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=dtype).view(shape)
+
+
+def mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Give a mask that hides nothing in any module's convention."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+def nested(*samples: Tensor) -> Tensor:
+    """Give a nested tensor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that they are a prototype
+        return torch.nested.nested_tensor(list(samples))
+
+
+LAYER: Arguments = {"d_model": 33, "nhead": 3, "dim_feedforward": 13}
+HEADS: Arguments = {"query": floats(2, 3, 5, 11), "key": floats(2, 3, 7, 11), "value": floats(2, 3, 7, 13)}
+KEY, SRC, TGT = floats(7, 2, 33), floats(7, 2, 33), floats(5, 2, 33)
+NESTED = nested(floats(5, 33), floats(3, 33))
+UNBATCHED: Arguments = {"query": floats(5, 33), "key": floats(7, 33), "value": floats(7, 33)}
+
+# What each component is built and called with, unless a case says otherwise.
+USUAL: Mapping[str, tuple[Arguments | None, Arguments]] = {
+    MHA: ({"embed_dim": 33, "num_heads": 3}, {"query": floats(5, 2, 33), "key": KEY, "value": KEY}),
+    ENCODER_LAYER: (LAYER, {"src": SRC}),
+    DECODER_LAYER: (LAYER, {"tgt": TGT, "memory": SRC}),
+    ENCODER: ({"num_layers": 1, "enable_nested_tensor": False}, {"src": SRC}),
+    DECODER: ({"num_layers": 1}, {"tgt": TGT, "memory": SRC}),
+    TRANSFORMER: ({**LAYER, "num_encoder_layers": 1, "num_decoder_layers": 1}, {"src": SRC, "tgt": TGT}),
+    SQUARE_MASK: (None, {"sz": 5}),
+    SDPA: (None, HEADS),
+    "masks.causal": (None, {"query_len": 5}),
+    "masks.sliding_window": (None, {"query_len": 5, "window": 2}),
+    "masks.from_lengths": (None, {"lengths": torch.tensor([2, 3])}),
+    "masks.from_token_ids": (None, {"token_ids": torch.tensor([2, 3]), "pad_id": 0}),
+    "masks.from_module_mask": (None, {"module_mask": mask(5, 7)}),
+    "masks.to_module_mask": (None, {"may_attend": mask(5, 7)}),
+    "masks.from_score_bias": (None, {"score_bias": floats(5, 7)}),
+    "masks.to_score_bias": (None, {"may_attend": mask(5, 7)}),
+    "masks.draw": (None, {"may_attend": mask(5, 7)}),
+}
+
+
+def construct(package: Any, component: str, build: Arguments | None) -> Any:
+    """Find a function of a package, or build a module of it; a stack gets one layer to copy."""
+    found = package
+    for name in component.split("."):
+        found = getattr(found, name)
+    if build is None:
+        return found
+    if component in (ENCODER, DECODER):
+        layer = construct(package, f"{component}Layer", LAYER)
+        return found(layer, **build)
+    return found(**build)
+
+
+def bad_call(
+    component: str,
+    name: str,
+    call: Arguments,
+    *says: str,
+    error: type[Exception] = ValueError,
+    build: Arguments | None = None,
+    torch_accepts: str = "",
+    torch_type: str = "",
+    train_only: str = "",
+) -> ErrorCase:
+    """Make a case of the usual call with some arguments replaced."""
+    usual_build, usual_call = USUAL[component]
+    return ErrorCase(
+        component,
+        name,
+        says,
+        error,
+        None if usual_build is None else {**usual_build, **(build or {})},
+        {key: x for key, x in {**usual_call, **call}.items() if x is not MISSING},
+        torch_accepts,
+        torch_type,
+        train_only,
+    )
+
+
+def bad_construction(
+    component: str,
+    name: str,
+    build: Arguments,
+    *says: str,
+    error: type[Exception] = ValueError,
+    torch_accepts: str = "",
+) -> ErrorCase:
+    """Make a case of the usual constructor with some arguments replaced."""
+    usual_build, _ = USUAL[component]
+    return ErrorCase(component, name, says, error, {**(usual_build or {}), **build}, None, torch_accepts, "", "")
+
+
+def accepted(
+    component: str, name: str, call: Arguments, *, build: Arguments | None = None, torch_rejects: str = ""
+) -> AcceptedCase:
+    """Make a case of the usual call with some arguments replaced."""
+    usual_build, usual_call = USUAL[component]
+    arguments = None if usual_build is None else {**usual_build, **(build or {})}
+    return AcceptedCase(component, name, arguments, {**usual_call, **call}, torch_rejects)
+
+
+DIVISIBLE = ("embed_dim must be divisible by num_heads",)
+POSITIVE = "embed_dim and num_heads must be greater than 0"
+ACTIVATION = ("activation should be relu/gelu", "'abc'")
+
+CONSTRUCTORS = [
+    bad_construction(MHA, "embed_dim 300, 299 heads", {"embed_dim": 300, "num_heads": 299}, *DIVISIBLE, "300", "299"),
+    bad_construction(MHA, "embed_dim 5, 2 heads", {"embed_dim": 5, "num_heads": 2}, *DIVISIBLE, "(5 = 2 * 2 + 1)"),
+    bad_construction(MHA, "embed_dim 0", {"embed_dim": 0}, POSITIVE, "embed_dim=0 and num_heads=3"),
+    bad_construction(MHA, "embed_dim negative", {"embed_dim": -33}, POSITIVE, "embed_dim=-33"),
+    bad_construction(MHA, "no heads", {"num_heads": 0}, POSITIVE, "num_heads=0"),
+    bad_construction(MHA, "kdim negative", {"kdim": -1}, "kdim must not be negative, got -1"),
+    bad_construction(MHA, "vdim negative", {"vdim": -1}, "vdim must not be negative, got -1"),
+    *(
+        bad_construction(component, "heads do not divide", {"nhead": 5}, *DIVISIBLE, "embed_dim=33 and num_heads=5")
+        for component in (ENCODER_LAYER, DECODER_LAYER, TRANSFORMER)
+    ),
+    *(
+        bad_construction(component, "d_model 0", {"d_model": 0}, POSITIVE, "embed_dim=0")
+        for component in (ENCODER_LAYER, DECODER_LAYER, TRANSFORMER)
+    ),
+    *(
+        bad_construction(component, "unknown activation", {"activation": "abc"}, *ACTIVATION)
+        for component in (ENCODER_LAYER, DECODER_LAYER, TRANSFORMER)
+    ),
+    *(
+        bad_construction(
+            component,
+            "activation no function",
+            {"activation": 3},
+            'activation must be "relu", "gelu" or a function',
+            "int",
+            error=TypeError,
+            torch_accepts="torch.nn keeps it, and fails at the first call",
+        )
+        for component in (ENCODER_LAYER, DECODER_LAYER, TRANSFORMER)
+    ),
+    *(
+        bad_construction(
+            component, "dropout 1.5", {"dropout": 1.5}, "dropout probability has to be between 0 and 1", "1.5"
+        )
+        for component in (ENCODER_LAYER, DECODER_LAYER, TRANSFORMER)
+    ),
+    *(
+        bad_construction(
+            component,
+            "no layers",
+            {"num_layers": 0},
+            "num_layers must be greater than 0, got num_layers=0",
+            torch_accepts="torch.nn builds an empty stack, which no call gets through",
+        )
+        for component in (ENCODER, DECODER)
+    ),
+]
+
+MHA_RANKS = [
+    bad_call(
+        MHA, "key 2-D", {"key": floats(7, 33)}, "expected `key` and `value` to be 3-D but found 2-D and 3-D tensors"
+    ),
+    bad_call(
+        MHA, "value 2-D", {"value": floats(7, 33)}, "expected `key` and `value` to be 3-D but found 3-D and 2-D tensors"
+    ),
+    bad_call(
+        MHA,
+        "key 3-D without a batch",
+        {**UNBATCHED, "key": KEY},
+        "expected `key` and `value` to be 2-D but found 3-D and 2-D tensors respectively",
+    ),
+    bad_call(
+        MHA,
+        "value 3-D without a batch",
+        {**UNBATCHED, "value": KEY},
+        "expected `key` and `value` to be 2-D but found 2-D and 3-D tensors respectively",
+    ),
+    bad_call(
+        MHA,
+        "query 1-D",
+        {"query": floats(33)},
+        "query should be unbatched 2D or batched 3D tensor but received 1-D query tensor",
+        "(33,)",
+    ),
+    bad_call(MHA, "query 4-D", {"query": floats(1, 5, 2, 33)}, "received 4-D query tensor", "(1, 5, 2, 33)"),
+    bad_call(
+        MHA,
+        "key_padding_mask 1-D",
+        {"key_padding_mask": mask(7)},
+        "expected `key_padding_mask` to be `None` or 2-D but found 1-D tensor instead",
+    ),
+    bad_call(
+        MHA,
+        "key_padding_mask 3-D",
+        {"key_padding_mask": mask(2, 1, 7)},
+        "For batched (3-D) `query`, expected `key_padding_mask` to be `None` or 2-D but found 3-D tensor instead",
+    ),
+    bad_call(
+        MHA,
+        "key_padding_mask 2-D without a batch",
+        {**UNBATCHED, "key_padding_mask": mask(1, 7)},
+        "expected `key_padding_mask` to be `None` or 1-D but found 2-D tensor instead",
+    ),
+    bad_call(
+        MHA,
+        "attn_mask 1-D",
+        {"attn_mask": mask(7)},
+        "expected `attn_mask` to be `None`, 2-D or 3-D but found 1-D tensor instead",
+    ),
+    bad_call(
+        MHA,
+        "attn_mask 4-D",
+        {"attn_mask": mask(2, 3, 5, 7)},
+        "For batched (3-D) `query`, expected `attn_mask` to be `None`, 2-D or 3-D but found 4-D tensor instead",
+    ),
+    bad_call(
+        MHA,
+        "attn_mask 1-D without a batch",
+        {**UNBATCHED, "attn_mask": mask(7)},
+        "For unbatched (2-D) `query`, expected `attn_mask` to be `None`, 2-D or 3-D but found 1-D tensor instead",
+    ),
+    bad_call(
+        MHA,
+        "query no tensor",
+        {"query": [[1.0]]},
+        "query must be a tensor, got list",
+        error=TypeError,
+        torch_type=NO_SUCH_CHECK + "an AttributeError",
+    ),
+    bad_call(
+        MHA,
+        "key None",
+        {"key": None},
+        "key must be a tensor, got NoneType",
+        error=TypeError,
+        torch_type=NO_SUCH_CHECK + "an AttributeError",
+    ),
+    bad_call(
+        MHA, "attn_mask no tensor", {"attn_mask": [[True]]}, "attn_mask must be a tensor, got list", error=TypeError
+    ),
+    bad_call(
+        MHA,
+        "nested tensors",
+        {"query": NESTED, "key": NESTED, "value": NESTED},
+        "query must not be a nested tensor",
+        "key_padding_mask",
+        error=TypeError,
+    ),
+]
+
+MHA_SHAPES = [
+    bad_call(
+        MHA,
+        "query 299 for 300",
+        {"query": floats(12, 2, 299), "key": floats(10, 2, 300), "value": floats(10, 2, 300)},
+        "query must have embed_dim = 300 features",
+        "was expecting embedding dimension of 300, but got 299",
+        build={"embed_dim": 300, "num_heads": 6},
+    ),
+    bad_call(
+        MHA, "key too wide", {"key": floats(7, 2, 34), "value": KEY}, "key must have kdim = 33 features", "(7, 2, 34)"
+    ),
+    bad_call(MHA, "value too wide", {"value": floats(7, 2, 34)}, "value must have vdim = 33 features", "(7, 2, 34)"),
+    bad_call(
+        MHA,
+        "key and value too wide",
+        {"key": floats(7, 2, 34), "value": floats(7, 2, 34)},
+        "key must have kdim = 33 features",
+        "(7, 2, 34)",
+    ),
+    bad_call(
+        MHA,
+        "key not kdim wide",
+        {"value": floats(7, 2, 23)},
+        "key must have kdim = 19 features",
+        "(7, 2, 33)",
+        build={"kdim": 19, "vdim": 23},
+    ),
+    bad_call(
+        MHA,
+        "key longer than value",
+        {"value": floats(8, 2, 33)},
+        "key and value must agree in length and batch",
+        "(7, 2, 33) and (8, 2, 33)",
+    ),
+    bad_call(
+        MHA,
+        "key longer than value, separate widths",
+        {"key": floats(7, 2, 19), "value": floats(8, 2, 23)},
+        "key and value must agree in length and batch",
+        "(7, 2, 19) and (8, 2, 23)",
+        build={"kdim": 19, "vdim": 23},
+    ),
+    bad_call(
+        MHA,
+        "batches differ",
+        {"query": floats(5, 3, 33)},
+        "query and key must have the same batch size, got 3 and 2",
+        "(5, 3, 33)",
+        "batch_first=False",
+    ),
+    bad_call(
+        MHA,
+        "batches differ, batch first",
+        {},
+        "query and key must have the same batch size, got 5 and 7",
+        "(5, 2, 33)",
+        "(batch, len, features)",
+        build={"batch_first": True},
+    ),
+    bad_call(
+        MHA,
+        "key_padding_mask for another batch",
+        {"key_padding_mask": mask(3, 7)},
+        "key_padding_mask must have shape (batch, key_len) = (2, 7), got (3, 7)",
+    ),
+    bad_call(
+        MHA,
+        "key_padding_mask too short",
+        {"key_padding_mask": mask(2, 6)},
+        "key_padding_mask must have shape (batch, key_len) = (2, 7), got (2, 6)",
+    ),
+    bad_call(
+        MHA,
+        "key_padding_mask too long without a batch",
+        {**UNBATCHED, "key_padding_mask": mask(8)},
+        "key_padding_mask must have shape (key_len,) = (7,), got (8,)",
+    ),
+    bad_call(
+        MHA,
+        "attn_mask transposed",
+        {"attn_mask": mask(7, 5)},
+        "attn_mask must have shape (query_len, key_len) = (5, 7) or (batch * num_heads, query_len, key_len) = "
+        "(6, 5, 7), got (7, 5)",
+    ),
+    bad_call(
+        MHA,
+        "attn_mask for the batch without heads",
+        {"attn_mask": mask(2, 5, 7)},
+        "(batch * num_heads, query_len, key_len) = (6, 5, 7), got (2, 5, 7)",
+    ),
+    bad_call(
+        MHA,
+        "attn_mask for other heads without a batch",
+        {**UNBATCHED, "attn_mask": mask(5, 5, 7)},
+        "(num_heads, query_len, key_len) = (3, 5, 7), got (5, 5, 7)",
+        "Expected `attn_mask` shape to be (3, 5, 7)",
+    ),
+    bad_call(
+        MHA,
+        "is_causal without attn_mask",
+        {"is_causal": True},
+        "is_causal=True needs attn_mask",
+        "Need attn_mask if specifying the is_causal hint",
+        "got None",
+    ),
+    bad_call(
+        MHA,
+        "is_causal without attn_mask or weights",
+        {"is_causal": True, "need_weights": False},
+        "is_causal=True needs attn_mask",
+        "got None",
+    ),
+]
+
+MHA_DTYPES = [
+    bad_call(
+        MHA,
+        "dropout 1.5",
+        {},
+        "dropout probability has to be between 0 and 1",
+        "dropout=1.5",
+        build={"dropout": 1.5},
+        train_only="nothing is dropped in eval",
+    ),
+    bad_call(
+        MHA,
+        "dropout negative",
+        {},
+        "dropout probability has to be between 0 and 1",
+        "dropout=-0.5",
+        build={"dropout": -0.5},
+        torch_accepts="torch.nn takes it for 0 where it returns weights",
+        train_only="nothing is dropped in eval",
+    ),
+    *(
+        bad_call(
+            MHA,
+            f"{name} of {dtype}",
+            {name: mask(*shape, dtype=dtype)},
+            f"{name} must be bool or floating",
+            f"only bool and floating types of {name} are supported",
+            f"got {dtype}",
+            f"{name}.bool()",
+            error=TypeError,
+        )
+        for name, shape in (("attn_mask", (5, 7)), ("key_padding_mask", (2, 7)))
+        for dtype in (torch.uint8, torch.int64)
+    ),
+    bad_call(
+        MHA,
+        "float64 inputs, float32 weights",
+        {name: x.double() for name, x in UNBATCHED.items()},
+        "query must have the dtype of the weights, torch.float32, got torch.float64",
+        "must have the same dtype",
+        error=TypeError,
+    ),
+    bad_call(
+        MHA,
+        "float64 inputs and a float mask, float32 weights",
+        {
+            "query": floats(5, 2, 33, dtype=torch.float64),
+            "key": KEY.double(),
+            "value": KEY.double(),
+            "attn_mask": mask(5, 7),
+            "key_padding_mask": mask(2, 7, dtype=torch.float32),
+        },
+        "got torch.float64",
+        "must have the same dtype",
+        error=TypeError,
+    ),
+    bad_call(MHA, "float64 key", {"key": KEY.double()}, "key must have the dtype", "torch.float64", error=TypeError),
+    *(
+        bad_call(
+            MHA,
+            f"float64 {name}, need_weights={need_weights}",
+            {"need_weights": need_weights, name: mask(*shape, dtype=torch.float64)},
+            f"{name} must be bool or have the dtype of query, torch.float32, got torch.float64",
+            error=TypeError,
+        )
+        for name, shape in (("attn_mask", (5, 7)), ("key_padding_mask", (2, 7)))
+        for need_weights in (True, False)
+    ),
+]
+
+LAYER_MASK_DTYPES = [
+    bad_call(
+        component,
+        f"{name} of uint8",
+        {name: mask(*shape, dtype=torch.uint8)},
+        f"{name} must be bool or floating",
+        f"only bool and floating types of {name} are supported",
+        ".bool()",
+        error=TypeError,
+    )
+    for component, name, shape in (
+        (ENCODER_LAYER, "src_mask", (7, 7)),
+        (ENCODER_LAYER, "src_key_padding_mask", (2, 7)),
+        (DECODER_LAYER, "tgt_mask", (5, 5)),
+        (DECODER_LAYER, "tgt_key_padding_mask", (2, 5)),
+        (DECODER_LAYER, "memory_mask", (5, 7)),
+        (DECODER_LAYER, "memory_key_padding_mask", (2, 7)),
+        (ENCODER, "mask", (7, 7)),
+        (ENCODER, "src_key_padding_mask", (2, 7)),
+        (DECODER, "tgt_mask", (5, 5)),
+        (DECODER, "tgt_key_padding_mask", (2, 5)),
+        (DECODER, "memory_mask", (5, 7)),
+        (DECODER, "memory_key_padding_mask", (2, 7)),
+        (TRANSFORMER, "tgt_mask", (5, 5)),
+        (TRANSFORMER, "src_key_padding_mask", (2, 7)),
+        (TRANSFORMER, "memory_mask", (5, 7)),
+    )
+]
+
+LAYER_MASK_SHAPES = [
+    bad_call(
+        component,
+        f"{name} one too long",
+        {name: mask(*wrong)},
+        f"mask must have shape (query_len, key_len) = {right}",
+        f"got {wrong}",
+    )
+    for component, name, right, wrong in (
+        (ENCODER_LAYER, "src_mask", (7, 7), (8, 8)),
+        (DECODER_LAYER, "tgt_mask", (5, 5), (6, 6)),
+        (DECODER_LAYER, "memory_mask", (5, 7), (6, 8)),
+        (ENCODER, "mask", (7, 7), (8, 8)),
+        (DECODER, "tgt_mask", (5, 5), (6, 6)),
+        (DECODER, "memory_mask", (5, 7), (7, 5)),
+        (TRANSFORMER, "src_mask", (7, 7), (8, 8)),
+        (TRANSFORMER, "tgt_mask", (5, 5), (6, 6)),
+        (TRANSFORMER, "memory_mask", (5, 7), (6, 8)),
+    )
+]
+
+LAYER_PADDING_SHAPES = [
+    bad_call(
+        component,
+        f"{name} for another batch",
+        {name: mask(*wrong)},
+        f"{name} must have shape (batch, key_len) = {right}",
+        f"got {wrong}",
+    )
+    for component, name, right, wrong in (
+        (ENCODER_LAYER, "src_key_padding_mask", (2, 7), (3, 7)),
+        (DECODER_LAYER, "tgt_key_padding_mask", (2, 5), (2, 6)),
+        (DECODER_LAYER, "memory_key_padding_mask", (2, 7), (7, 2)),
+        (ENCODER, "src_key_padding_mask", (2, 7), (3, 7)),
+        (DECODER, "memory_key_padding_mask", (2, 7), (3, 7)),
+        (TRANSFORMER, "src_key_padding_mask", (2, 7), (2, 8)),
+        (TRANSFORMER, "tgt_key_padding_mask", (2, 5), (3, 5)),
+        (TRANSFORMER, "memory_key_padding_mask", (2, 7), (2, 5)),
+    )
+]
+
+LAYER_HINTS = [
+    bad_call(
+        component,
+        f"{hint} without a mask",
+        {argument: True},
+        f"{hint}=True needs {name}",
+        "Need attn_mask if specifying the is_causal hint",
+    )
+    for component, argument, hint, name in (
+        (ENCODER_LAYER, "is_causal", "is_causal", "src_mask"),
+        (DECODER_LAYER, "tgt_is_causal", "tgt_is_causal", "tgt_mask"),
+        (DECODER_LAYER, "memory_is_causal", "memory_is_causal", "memory_mask"),
+        (ENCODER, "is_causal", "is_causal", "src_mask"),
+        (DECODER, "tgt_is_causal", "tgt_is_causal", "tgt_mask"),
+        (TRANSFORMER, "src_is_causal", "is_causal", "src_mask"),
+        (TRANSFORMER, "memory_is_causal", "memory_is_causal", "memory_mask"),
+    )
+]
+
+LAYER_INPUTS = [
+    bad_call(
+        ENCODER_LAYER, "src too wide", {"src": floats(7, 2, 34)}, "src must have embed_dim = 33 features", "but got 34"
+    ),
+    bad_call(ENCODER_LAYER, "src 1-D", {"src": floats(33)}, "src", "but received 1-D query tensor"),
+    bad_call(ENCODER, "src too wide", {"src": floats(7, 2, 34)}, "src must have embed_dim = 33 features", "but got 34"),
+    bad_call(ENCODER, "src 1-D", {"src": floats(33)}, "src must be 2-D (len, d_model) or 3-D with a batch, got 1-D"),
+    bad_call(
+        ENCODER,
+        "float64 src",
+        {"src": SRC.double()},
+        "src must have the dtype of the weights, torch.float32, got torch.float64",
+        error=TypeError,
+    ),
+    bad_call(
+        DECODER_LAYER,
+        "memory missing",
+        {"memory": MISSING},
+        "missing 1 required positional argument: 'memory'",
+        error=TypeError,
+    ),
+    bad_call(
+        DECODER_LAYER, "memory too wide", {"memory": floats(7, 2, 34)}, "memory must have", "33 features", "(7, 2, 34)"
+    ),
+    bad_call(
+        DECODER_LAYER,
+        "tgt without a batch",
+        {"tgt": floats(5, 33)},
+        "For unbatched (2-D) `tgt`, expected `memory`",
+        "3-D and 3-D tensors respectively",
+    ),
+    bad_call(
+        DECODER_LAYER,
+        "batches differ",
+        {"memory": floats(7, 3, 33)},
+        "tgt and memory must have the same batch size, got 2 and 3",
+    ),
+    bad_call(
+        DECODER, "tgt 4-D", {"tgt": floats(1, 5, 2, 33)}, "tgt must be 2-D (len, d_model) or 3-D with a batch, got 4-D"
+    ),
+    bad_call(DECODER, "memory too wide", {"memory": floats(7, 2, 34)}, "memory must have", "33 features", "(7, 2, 34)"),
+    *(
+        bad_call(
+            TRANSFORMER,
+            f"{name} of another batch",
+            {name: floats(7, 3, 33)},
+            "src and tgt must have the same batch size",
+            "the batch number of src and tgt must be equal",
+        )
+        for name in ("src", "tgt")
+    ),
+    *(
+        bad_call(
+            TRANSFORMER,
+            f"{name} too wide",
+            {name: floats(7, 2, 34)},
+            f"{name} must have d_model = 33 features",
+            "must be equal to d_model",
+            "(7, 2, 34)",
+        )
+        for name in ("src", "tgt")
+    ),
+    bad_call(
+        TRANSFORMER,
+        "tgt without a batch",
+        {"tgt": floats(5, 33)},
+        "the batch number of src and tgt must be equal",
+        "(7, 2, 33) and (5, 33)",
+    ),
+    bad_call(
+        TRANSFORMER,
+        "src without a batch",
+        {"src": floats(7, 33)},
+        "expected `memory`",
+        "2-D and 2-D tensors respectively",
+    ),
+    bad_call(
+        TRANSFORMER,
+        "src 1-D",
+        {"src": floats(33)},
+        "src must be 2-D (len, d_model) or 3-D with a batch, got 1-D",
+        torch_type=NO_SUCH_CHECK + "an IndexError",
+    ),
+    *(
+        bad_call(
+            component,
+            f"{name} nested",
+            {name: NESTED},
+            f"{name} must not be a nested tensor",
+            error=TypeError,
+            train_only=reason,
+        )
+        for component, name, reason in (
+            (ENCODER_LAYER, "src", NESTED_IN_EVAL),
+            (ENCODER, "src", ""),
+            (DECODER_LAYER, "tgt", ""),
+            (DECODER_LAYER, "memory", ""),
+            (DECODER, "tgt", ""),
+            (TRANSFORMER, "src", ""),
+            (TRANSFORMER, "tgt", ""),
+        )
+    ),
+    bad_call(SQUARE_MASK, "size negative", {"sz": -1}, "sz must not be negative, got -1"),
+    bad_call(
+        SQUARE_MASK,
+        "dtype of integers",
+        {"dtype": torch.int64},
+        "dtype must be floating, or bool",
+        "got torch.int64",
+        error=TypeError,
+    ),
+]
+
+SDPA_CASES = [
+    bad_call(SDPA, "query 1-D", {"query": floats(11)}, "query must be at least 2-D", "(11,)"),
+    bad_call(
+        SDPA,
+        "query 1-D, key and value 2-D",
+        {"query": floats(4), "key": floats(1, 4), "value": floats(1, 4)},
+        "query must be at least 2-D (len, head_dim), got shape (4,)",
+    ),
+    bad_call(SDPA, "query no tensor", {"query": None}, "query must be a tensor, got NoneType", error=TypeError),
+    bad_call(SDPA, "query a list", {"query": [1.0]}, "query must be a tensor, got list", error=TypeError),
+    bad_call(
+        SDPA,
+        "half key and value",
+        {"key": floats(2, 3, 7, 11).half(), "value": floats(2, 3, 7, 13).half()},
+        "query, key and value must have the same dtype",
+        "torch.float32, torch.float16 and torch.float16",
+        error=TypeError,
+    ),
+    bad_call(
+        SDPA,
+        "integers",
+        {name: x.long() for name, x in HEADS.items()},
+        "query must be floating, got torch.int64",
+        error=TypeError,
+    ),
+    bad_call(
+        SDPA,
+        "devices differ",
+        {"key": floats(2, 3, 7, 11).to("meta"), "value": floats(2, 3, 7, 13).to("meta")},
+        "query, key and value must be on the same device, got cpu, meta and meta",
+    ),
+    bad_call(
+        SDPA,
+        "nested tensors",
+        dict.fromkeys(HEADS, nested(floats(3, 5, 11), floats(3, 7, 11))),
+        "query must not be a nested tensor",
+        error=TypeError,
+        torch_accepts="torch computes them; PyTorch has stopped their development",
+    ),
+    bad_call(
+        SDPA,
+        "attn_mask of integers",
+        {"attn_mask": mask(5, 7, dtype=torch.int64)},
+        "attn_mask must be bool (True = may look), float32 or of query's dtype",
+        "torch.int64",
+        ".bool()",
+        error=TypeError,
+    ),
+    bad_call(
+        SDPA,
+        "attn_mask of bytes",
+        {"attn_mask": mask(5, 7, dtype=torch.uint8)},
+        "torch.uint8",
+        "attn_mask.bool()",
+        error=TypeError,
+    ),
+    bad_call(
+        SDPA,
+        "attn_mask of float64",
+        {"attn_mask": mask(5, 7, dtype=torch.float64)},
+        "of query's dtype torch.float32, got torch.float64",
+        error=TypeError,
+    ),
+    bad_call(
+        SDPA,
+        "attn_mask transposed",
+        {"attn_mask": mask(7, 5)},
+        "attn_mask must be broadcastable to (..., query_len, key_len) = (2, 3, 5, 7), got (7, 5)",
+    ),
+    bad_call(SDPA, "attn_mask 5-D", {"attn_mask": mask(1, 2, 3, 5, 7)}, "(2, 3, 5, 7), got (1, 2, 3, 5, 7)"),
+    bad_call(
+        SDPA,
+        "attn_mask beside is_causal",
+        {"attn_mask": ~mask(5, 7), "is_causal": True},
+        "attn_mask and is_causal=True exclude each other",
+        "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True",
+    ),
+    bad_call(
+        SDPA,
+        "attn_mask beside is_causal, 3-D",
+        {**{name: x[0] for name, x in HEADS.items()}, "attn_mask": ~mask(5, 7), "is_causal": True},
+        "Explicit attn_mask should not be set when is_causal=True",
+    ),
+    *(
+        bad_call(
+            SDPA,
+            f"{variant.__name__} beside is_causal",
+            {"attn_mask": variant(5, 7), "is_causal": True},
+            "attn_mask is already causal",
+            "CausalBias should not be used with causal=True",
+        )
+        for variant in (causal_upper_left, causal_lower_right)
+    ),
+    bad_call(SDPA, "key too wide", {"key": floats(2, 3, 7, 12)}, "key must have the head_dim of query, 11, got 12"),
+    bad_call(
+        SDPA, "value longer than key", {"value": floats(2, 3, 8, 13)}, "value must have the key_len of key, 7, got 8"
+    ),
+    bad_call(
+        SDPA,
+        "value longer than key, equal widths",
+        {"value": floats(2, 3, 8, 11)},
+        "value must have the key_len of key, 7, got 8",
+        torch_accepts=COMPUTES_NONSENSE,
+    ),
+    bad_call(
+        SDPA,
+        "batches differ",
+        {"key": floats(3, 3, 7, 11), "value": floats(3, 3, 7, 13)},
+        "key must have the leading dimensions of query, (2, 3)",
+        "(3, 3, 7, 11)",
+    ),
+    bad_call(
+        SDPA,
+        "grouped heads without enable_gqa",
+        {"query": floats(2, 65, 5, 11), "key": floats(2, 5, 7, 11), "value": floats(2, 5, 7, 13)},
+        "key must have the leading dimensions of query, (2, 65)",
+    ),
+    bad_call(
+        SDPA,
+        "grouped heads do not divide",
+        {"query": floats(2, 7, 5, 11), "enable_gqa": True},
+        "the heads of key must divide the heads of query",
+        "Number of heads in key and value must divide the number of",
+    ),
+    bad_call(
+        SDPA, "dropout_p 1.5", {"dropout_p": 1.5}, "dropout probability has to be between 0 and 1", "dropout_p=1.5"
+    ),
+    bad_call(
+        SDPA,
+        "dropout_p negative",
+        {"dropout_p": -0.5},
+        "dropout probability has to be between 0 and 1",
+        "dropout_p=-0.5",
+        torch_accepts="torch's MATH backend takes it for 0, its fused kernel raises",
+    ),
+]
+
+MASKS = [
+    *(
+        bad_call(f"masks.{name}", "length negative", {"query_len": -1}, "query_len must not be negative, got -1")
+        for name in ("causal", "sliding_window")
+    ),
+    *(
+        bad_call(
+            f"masks.{name}",
+            "unknown alignment",
+            {"align": "bottom_right"},
+            "align must be one of 'upper_left', 'lower_right', got 'bottom_right'",
+        )
+        for name in ("causal", "sliding_window")
+    ),
+    bad_call("masks.causal", "key_len negative", {"key_len": -2}, "key_len must not be negative, got -2"),
+    bad_call("masks.sliding_window", "window 0", {"window": 0}, "window must be at least 1", "got 0"),
+    bad_call(
+        "masks.from_lengths", "lengths of floats", {"lengths": floats(2)}, "lengths must hold integers", error=TypeError
+    ),
+    bad_call("masks.from_lengths", "lengths 2-D", {"lengths": torch.tensor([[2]])}, "lengths must be 1-D, got 2-D"),
+    bad_call(
+        "masks.from_token_ids",
+        "ids of floats",
+        {"token_ids": floats(2, 5)},
+        "token_ids must hold integers, got torch.float32",
+        error=TypeError,
+    ),
+    bad_call(
+        "masks.from_module_mask",
+        "bytes",
+        {"module_mask": mask(5, 7, dtype=torch.uint8)},
+        "module_mask must be bool or floating",
+        "module_mask.bool()",
+        error=TypeError,
+    ),
+    bad_call(
+        "masks.from_module_mask",
+        "bias",
+        {"module_mask": torch.ones(5, 7)},
+        "must hold only 0 (may look) and -inf (may not)",
+    ),
+    bad_call("masks.from_score_bias", "bias", {"score_bias": torch.ones(5, 7)}, "score_bias must hold only 0"),
+    bad_call(
+        "masks.from_score_bias",
+        "bool",
+        {"score_bias": mask(5, 7)},
+        "score_bias must be floating, got torch.bool",
+        error=TypeError,
+    ),
+    *(
+        bad_call(
+            f"masks.{name}",
+            "floats",
+            {"may_attend": floats(5, 7)},
+            "may_attend must be a bool tensor (True = may look), got torch.float32",
+            error=TypeError,
+        )
+        for name in ("to_module_mask", "to_score_bias", "draw")
+    ),
+    bad_call("masks.draw", "3-D", {"may_attend": mask(2, 5, 7)}, "may_attend must be 2-D, got 3-D of shape (2, 5, 7)"),
+]
+
+ERROR_CASES: tuple[ErrorCase, ...] = (
+    *CONSTRUCTORS,
+    *MHA_RANKS,
+    *MHA_SHAPES,
+    *MHA_DTYPES,
+    *LAYER_MASK_DTYPES,
+    *LAYER_MASK_SHAPES,
+    *LAYER_PADDING_SHAPES,
+    *LAYER_HINTS,
+    *LAYER_INPUTS,
+    *SDPA_CASES,
+    *MASKS,
+)
+
+CAUSAL = ~torch.ones(5, 7, dtype=torch.bool).tril()
+INFINITE = torch.zeros(5, 7).masked_fill(CAUSAL, -torch.inf)
+
+ACCEPTED_CASES: tuple[AcceptedCase, ...] = (
+    accepted(MHA, "no keys", {"key": floats(0, 2, 33), "value": floats(0, 2, 33)}),
+    accepted(MHA, "no queries", {"query": floats(0, 2, 33)}),
+    accepted(MHA, "no samples", {"query": floats(5, 0, 33), "key": floats(7, 0, 33), "value": floats(7, 0, 33)}),
+    accepted(
+        MHA,
+        "no samples but masks",
+        {
+            "query": floats(5, 0, 33),
+            "key": floats(7, 0, 33),
+            "value": floats(7, 0, 33),
+            "attn_mask": mask(0, 5, 7),
+            "key_padding_mask": mask(0, 7),
+        },
+    ),
+    accepted(MHA, "without a batch", {**UNBATCHED, "attn_mask": CAUSAL.expand(3, 5, 7), "key_padding_mask": mask(7)}),
+    accepted(MHA, "hint beside a float mask", {"attn_mask": INFINITE, "is_causal": True, "need_weights": False}),
+    accepted(MHA, "a mask for each head", {"attn_mask": CAUSAL.repeat(6, 1, 1)}),
+    accepted(MHA, "float padding", {"key_padding_mask": floats(2, 7)}),
+    accepted(MHA, "both masks float", {"attn_mask": INFINITE, "key_padding_mask": floats(2, 7), "need_weights": False}),
+    accepted(MHA, "dropout 1", {}, build={"dropout": 1.0}),
+    accepted(
+        MHA, "widths of their own", {"key": floats(7, 2, 19), "value": floats(7, 2, 23)}, build={"kdim": 19, "vdim": 23}
+    ),
+    accepted(MHA, "one width of its own", {"value": floats(7, 2, 23)}, build={"vdim": 23}),
+    accepted(MHA, "kdim as wide as embed_dim", {}, build={"kdim": 33, "vdim": 33}),
+    accepted(MHA, "one head as wide as all", {}, build={"num_heads": 1}),
+    accepted(MHA, "heads of width 1", {}, build={"num_heads": 33}),
+    accepted(ENCODER_LAYER, "no samples", {"src": floats(7, 0, 33)}),
+    accepted(ENCODER_LAYER, "no tokens", {"src": floats(0, 2, 33)}),
+    accepted(ENCODER_LAYER, "without a batch", {"src": floats(7, 33), "src_key_padding_mask": mask(7)}),
+    accepted(ENCODER_LAYER, "activation a module", {}, build={"activation": nn.SiLU()}),
+    accepted(ENCODER, "both masks bool", {"mask": mask(7, 7), "src_key_padding_mask": mask(2, 7)}),
+    accepted(DECODER_LAYER, "without a batch", {"tgt": floats(5, 33), "memory": floats(7, 33), "memory_mask": CAUSAL}),
+    accepted(DECODER_LAYER, "no memory tokens", {"memory": floats(0, 2, 33)}),
+    accepted(
+        DECODER, "all masks", {"tgt_mask": mask(5, 5), "memory_mask": CAUSAL, "memory_key_padding_mask": mask(2, 7)}
+    ),
+    accepted(TRANSFORMER, "without a batch", {"src": floats(7, 33), "tgt": floats(5, 33)}),
+    accepted(SQUARE_MASK, "size 0", {"sz": 0}),
+    accepted(SQUARE_MASK, "dtype bool", {"dtype": torch.bool}),
+    accepted(SDPA, "width 0", {"query": floats(2, 3, 5, 0), "key": floats(2, 3, 7, 0)}),
+    accepted(SDPA, "value of width 0", {"value": floats(2, 3, 7, 0)}),
+    accepted(SDPA, "no samples", {name: x[:0] for name, x in HEADS.items()}),
+    accepted(SDPA, "no keys", {"key": floats(2, 3, 0, 11), "value": floats(2, 3, 0, 13)}),
+    accepted(SDPA, "no queries", {"query": floats(2, 3, 0, 11)}),
+    accepted(SDPA, "2-D", {name: x[0, 0] for name, x in HEADS.items()}),
+    accepted(SDPA, "3-D", {**{name: x[0] for name, x in HEADS.items()}, "attn_mask": ~CAUSAL}),
+    accepted(SDPA, "5-D", {**{name: x[None] for name, x in HEADS.items()}, "attn_mask": ~CAUSAL}),
+    accepted(SDPA, "one key for all samples", {"key": floats(1, 3, 7, 11), "value": floats(1, 3, 7, 13)}),
+    accepted(SDPA, "one query for all samples", {"query": floats(1, 3, 5, 11)}),
+    accepted(SDPA, "causal, more keys than queries", {"is_causal": True}),
+    accepted(SDPA, "causal, more queries than keys", {"query": floats(2, 3, 11, 11), "is_causal": True}),
+    accepted(SDPA, "causal bias, upper left", {"attn_mask": causal_upper_left(5, 7)}),
+    accepted(SDPA, "causal bias, lower right", {"attn_mask": causal_lower_right(5, 7)}),
+    accepted(SDPA, "negative scale", {"scale": -0.5}),
+    accepted(SDPA, "scale 0", {"scale": 0.0}),
+    accepted(SDPA, "dropout 1", {"dropout_p": 1.0}),
+    accepted(
+        SDPA,
+        "65 heads over 5",
+        {"query": floats(2, 65, 5, 11), "key": floats(2, 5, 7, 11), "value": floats(2, 5, 7, 13), "enable_gqa": True},
+    ),
+    accepted(
+        SDPA,
+        "keys and values grouped apart",
+        {"query": floats(2, 6, 5, 11), "value": floats(2, 2, 7, 13), "enable_gqa": True},
+    ),
+    *(
+        accepted(SDPA, f"attn_mask of shape {tuple(shape)}", {"attn_mask": ~mask(*shape)})
+        for shape in ((1, 1), (5, 1), (1, 7), (2, 1, 1, 7), (3, 5, 7))
+    ),
+    *(
+        accepted(
+            SDPA,
+            f"attn_mask {len(shape)}-D",
+            {"attn_mask": floats(*shape)},
+            torch_rejects="it broadcasts, as the documentation asks; torch's choice of a kernel ends in an IndexError",
+        )
+        for shape in ((7,), ())
+    ),
+)

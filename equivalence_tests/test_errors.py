@@ -1,0 +1,153 @@
+"""Bad calls raise one clear error, the same text in both packages, of a type that torch.nn's users already catch."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.comparing import compare_tensors
+from equivalence_tests.error_cases import ACCEPTED_CASES, ERROR_CASES, AcceptedCase, ErrorCase, construct
+from equivalence_tests.side_by_side import CLASSES, PACKAGES, TORCH
+from scratch import validation
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
+]
+
+# The encoder has done its work when the decoder's layers look at their masks.
+NOT_ALL_CHECKED_AT_THE_DOOR = {"Transformer"}
+IN_TORCH = [case for case in ERROR_CASES if case.in_torch]
+
+
+def raised(package: Any, case: ErrorCase, train: bool = True) -> Exception | None:
+    try:
+        component = construct(package, case.component, case.build)
+        if isinstance(component, nn.Module):
+            component.train(train)
+        if case.call is not None:
+            component(**case.call)
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("case", ERROR_CASES, ids=str)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_bad_call_raises_an_error_that_names_argument_expectation_and_finding(package: str, case: ErrorCase) -> None:
+    error = raised(PACKAGES[package], case)
+    assert isinstance(error, case.error), repr(error)
+    assert [words for words in case.says if words not in str(error)] == [], str(error)
+
+
+@pytest.mark.parametrize("case", ERROR_CASES, ids=str)
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_both_packages_raise_the_same_text(train: bool, case: ErrorCase) -> None:
+    if case.train_only and not train:
+        return
+    ours, theirs = (raised(package, case, train) for package in PACKAGES.values())
+    assert (type(ours), str(ours)) == (type(theirs), str(theirs))
+
+
+@pytest.mark.parametrize("case", [case for case in IN_TORCH if not case.torch_accepts and not case.torch_type], ids=str)
+def test_the_error_is_an_instance_of_what_torch_raises(case: ErrorCase) -> None:
+    expected = raised(TORCH, case)
+    assert expected is not None, "torch.nn accepts this call: give the reason in torch_accepts"
+    assert isinstance(raised(PACKAGES["scratch"], case), type(expected)), repr(expected)
+
+
+@pytest.mark.parametrize("case", [case for case in IN_TORCH if case.torch_accepts], ids=str)
+def test_torch_still_accepts_what_the_packages_refuse_with_a_reason(case: ErrorCase) -> None:
+    assert raised(TORCH, case) is None
+
+
+@pytest.mark.parametrize("case", [case for case in IN_TORCH if case.torch_type], ids=str)
+def test_torch_still_raises_another_type_where_a_reason_says_so(case: ErrorCase) -> None:
+    expected = raised(TORCH, case)
+    assert expected is not None
+    assert not isinstance(raised(PACKAGES["scratch"], case), type(expected))
+
+
+@pytest.mark.parametrize("case", ERROR_CASES, ids=str)
+def test_no_module_computes_before_it_checks(case: ErrorCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product of a bad call would be one of these."""
+
+    def computed(*arguments: object, **keywords: object) -> Tensor:
+        raise AssertionError("arithmetic began before the arguments were checked")
+
+    monkeypatch.setattr(nn.functional, "linear", computed)
+    monkeypatch.setattr(torch, "softmax", computed)
+    if case.component not in NOT_ALL_CHECKED_AT_THE_DOOR:
+        assert "arithmetic" not in str(raised(PACKAGES["scratch"], case))
+
+
+def result(package: Any, case: AcceptedCase) -> tuple[Tensor | None, ...]:
+    """Build with one seed, call with another, in float64."""
+    torch.manual_seed(0)
+    component = construct(package, case.component, case.build)
+    if isinstance(component, nn.Module):
+        component.double()
+    torch.manual_seed(1)
+    outputs = component(**{name: in_float64(x) for name, x in case.call.items()})
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def in_float64(x: Any) -> Any:
+    return x.double() if type(x) is Tensor and x.dtype == torch.float32 else x
+
+
+@pytest.mark.parametrize("case", ACCEPTED_CASES, ids=str)
+def test_an_unusual_call_is_accepted_and_computed_as_torch_does(case: AcceptedCase) -> None:
+    expected = result(PACKAGES["builtin"] if case.torch_rejects else TORCH, case)
+    for package in PACKAGES.values():
+        for actual, should in zip(result(package, case), expected, strict=True):
+            if should is not None or actual is not None:
+                comparison = compare_tensors(actual, should)
+                assert comparison.passed, str(comparison)
+
+
+@pytest.mark.parametrize("case", [case for case in ACCEPTED_CASES if case.torch_rejects], ids=str)
+def test_torch_still_rejects_what_the_packages_accept_with_a_reason(case: AcceptedCase) -> None:
+    with pytest.raises((RuntimeError, ValueError, TypeError, IndexError)):
+        result(TORCH, case)
+
+
+def test_cases_have_names_of_their_own() -> None:
+    names = [str(case) for case in (*ERROR_CASES, *ACCEPTED_CASES)]
+    assert len(set(names)) == len(names)
+
+
+def takes_a_cache(component: str) -> bool:
+    return "cache" in inspect.signature(getattr(PACKAGES["scratch"], component).forward).parameters
+
+
+@pytest.mark.parametrize("size", ["qk_head_dim", "v_head_dim"])
+@pytest.mark.parametrize("component", [name for name in CLASSES if not name.endswith("coder")])
+def test_builtin_refuses_head_sizes_with_the_reason(component: str, size: str) -> None:
+    with pytest.raises(ValueError, match=rf"{size}=13 cannot be expressed by torch\.nn\.MultiheadAttention, whose heads"):
+        getattr(PACKAGES["builtin"], component)(33, 3, **{size: 13})
+
+
+@pytest.mark.parametrize("component", [*filter(takes_a_cache, CLASSES)])
+def test_builtin_refuses_a_cache_with_the_reason(component: str) -> None:
+    case = next(case for case in ACCEPTED_CASES if case.component == component)
+    module = construct(PACKAGES["builtin"], component, case.build)
+    with pytest.raises(ValueError, match=r"cache cannot be used with torch\.nn: its attention projects all keys"):
+        module(**case.call, cache=[])
+
+
+def test_unknown_arguments_are_refused_and_not_swallowed() -> None:
+    for package in PACKAGES.values():
+        for case in (next(case for case in ACCEPTED_CASES if case.component == name) for name in CLASSES):
+            with pytest.raises(TypeError, match="unexpected keyword argument"):
+                construct(package, case.component, case.build)(**case.call, attn_maks=None)
+
+
+def test_errors_are_caught_by_the_clauses_that_torchs_users_write() -> None:
+    for error in (validation.ArgumentValueError, validation.ArgumentTypeError):
+        assert issubclass(error, RuntimeError)
+        assert issubclass(error, AssertionError)
+    assert issubclass(validation.ArgumentValueError, ValueError)
+    assert issubclass(validation.ArgumentTypeError, TypeError)
