@@ -14,14 +14,14 @@ __all__ = ["scaled_dot_product_attention"]
 def scaled_dot_product_attention(
     query: Float[Tensor, "*heads query_len head_dim"],
     key: Float[Tensor, "*key_heads key_len head_dim"],
-    value: Float[Tensor, "*key_heads key_len v_head_dim"],
+    value: Float[Tensor, "*value_heads key_len v_head_dim"],
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Float[Tensor, "*heads query_len v_head_dim"]:
+) -> Float[Tensor, "... query_len v_head_dim"]:
     r"""Let every query take the mean of the values, weighted by how well their keys match it.
 
     Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(d_k)) V

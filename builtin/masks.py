@@ -129,11 +129,13 @@ def sliding_window(
     validation.check_window(window)
     validation.check_choice("align", align, ("upper_left", "lower_right"))
     offset = key_len - query_len if align == "lower_right" else 0
-
-    def mask_mod(batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:  # noqa: ARG001
-        return (query_index + offset - key_index).abs() < window
-
     device = torch.empty(0, device=device).device  # left to itself, create_mask takes the accelerator
-    # create_mask cannot count to 0: build at least one place, then cut it off.
-    may_attend = create_mask(mask_mod, None, None, max(query_len, 1), max(key_len, 1), device=device)
+    may_attend = create_mask(
+        lambda _batch, _head, i, j: (i + offset - j).abs() < window,
+        None,
+        None,
+        max(query_len, 1),  # create_mask cannot count to 0: build at least one place, then cut it off
+        max(key_len, 1),
+        device=device,
+    )
     return may_attend[0, 0, :query_len, :key_len]

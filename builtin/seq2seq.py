@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -141,9 +140,7 @@ class Seq2SeqTransformer(nn.Module):
         for embedding in (self.src_embedding, self.tgt_embedding):
             nn.init.normal_(embedding.weight, std=std)
 
-    def forward(
-        self, src_ids: Int[Tensor, "batch src_len"], tgt_ids: Int[Tensor, "batch tgt_len"]
-    ) -> Float[Tensor, "batch tgt_len tgt_vocab_size"]:
+    def forward(self, src_ids: Tensor, tgt_ids: Tensor) -> Tensor:
         """Score every token of the target language as the one that follows each place of the target.
 
         Args:
@@ -162,7 +159,7 @@ class Seq2SeqTransformer(nn.Module):
         validation.check_source_and_target(self, src_ids, tgt_ids)
         return self.decode(tgt_ids, self.encode(src_ids), src_ids)
 
-    def encode(self, src_ids: Int[Tensor, "batch src_len"]) -> Float[Tensor, "batch src_len d_model"]:
+    def encode(self, src_ids: Tensor) -> Tensor:
         """Read the source.
 
         Args:
@@ -189,12 +186,12 @@ class Seq2SeqTransformer(nn.Module):
 
     def decode(
         self,
-        tgt_ids: Int[Tensor, "batch tgt_len"],
-        memory: Float[Tensor, "batch src_len d_model"],
-        src_ids: Int[Tensor, "batch src_len"],
+        tgt_ids: Tensor,
+        memory: Tensor,
+        src_ids: Tensor,
         *,
         cache: Sequence[LayerCache] | None = None,
-    ) -> Float[Tensor, "batch new_len tgt_vocab_size"]:
+    ) -> Tensor:
         """Score the tokens that may follow each place of the target, against a memory.
 
         Args:
@@ -221,7 +218,7 @@ class Seq2SeqTransformer(nn.Module):
         validation.check_no_cache(cache)
         return self.projection(self._decode(tgt_ids, memory, src_ids))
 
-    def _decode(self, tgt_ids: Tensor, memory: Tensor, src_ids: Tensor) -> Float[Tensor, "batch tgt_len d_model"]:
+    def _decode(self, tgt_ids: Tensor, memory: Tensor, src_ids: Tensor) -> Tensor:
         validation.check_decode(self, tgt_ids, memory, src_ids, None)
         tgt = self._embed(self.tgt_embedding, tgt_ids)
         # Float masks of the target keep self-attention off the fast path, where a place that may look at no key, such
@@ -242,11 +239,11 @@ class Seq2SeqTransformer(nn.Module):
     @torch.no_grad()
     def generate(
         self,
-        src_ids: Int[Tensor, "batch src_len"],
+        src_ids: Tensor,
         max_len: int = 64,
         beam_size: int = 1,
         length_penalty: float = 0.6,
-    ) -> Int[Tensor, "batch generated_len"]:
+    ) -> Tensor:
         """Translate: build the target token by token, greedily or by beam search.
 
         Dropout acts in train mode here as everywhere: call ``eval()`` first. Each step computes all tokens so far anew.

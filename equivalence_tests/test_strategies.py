@@ -13,15 +13,7 @@ from torch import nn
 from equivalence_tests import strategies
 from equivalence_tests.cases import Case, CausalBiasMask, Mask, Normal, SameAs
 
-CASES: dict[str, Callable[..., SearchStrategy[Case]]] = {
-    "scaled_dot_product_attention": strategies.scaled_dot_product_attention_cases,
-    "MultiheadAttention": strategies.multihead_attention_cases,
-    "TransformerEncoderLayer": strategies.encoder_layer_cases,
-    "TransformerDecoderLayer": strategies.decoder_layer_cases,
-    "TransformerEncoder": strategies.encoder_cases,
-    "TransformerDecoder": strategies.decoder_cases,
-    "Transformer": strategies.transformer_cases,
-}
+CASES = strategies.COMPONENTS
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 by_component = pytest.mark.parametrize("component", CASES)
 SLOW_IS_FINE = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))

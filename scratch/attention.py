@@ -282,7 +282,7 @@ class MultiheadAttention(nn.Module):
         padding = masks.score_bias_from_module(key_padding_mask, q.dtype)
         if padding is not None:
             padding = F.pad(padding, (0, key_len - padding.size(-1)))
-            padding = padding.view(batch, 1, 1, key_len).expand(-1, heads, -1, -1).reshape(-1, 1, key_len)
+            padding = padding.view(batch, 1, 1, key_len).expand(-1, heads, -1, -1).reshape(batch * heads, 1, key_len)
             bias = padding if bias is None else bias + padding
         return bias
 

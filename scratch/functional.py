@@ -30,14 +30,14 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 def scaled_dot_product_attention(
     query: Float[Tensor, "*heads query_len head_dim"],
     key: Float[Tensor, "*key_heads key_len head_dim"],
-    value: Float[Tensor, "*key_heads key_len v_head_dim"],
+    value: Float[Tensor, "*value_heads key_len v_head_dim"],
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Float[Tensor, "*heads query_len v_head_dim"]:
+) -> Float[Tensor, "... query_len v_head_dim"]:
     r"""Let every query take the mean of the values, weighted by how well their keys match it.
 
     Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(d_k)) V
@@ -90,13 +90,13 @@ def scaled_dot_product_attention(
 
 
 def attention(
-    q: Float[Tensor, "*heads query_len head_dim"],
-    k: Float[Tensor, "*heads key_len head_dim"],
-    v: Float[Tensor, "*heads key_len v_head_dim"],
+    q: Float[Tensor, "*#heads query_len head_dim"],
+    k: Float[Tensor, "*#heads key_len head_dim"],
+    v: Float[Tensor, "*#heads key_len v_head_dim"],
     score_bias: Float[Tensor, "..."] | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = False,
-) -> tuple[Float[Tensor, "*heads query_len v_head_dim"], Float[Tensor, "*heads query_len key_len"] | None]:
+) -> tuple[Float[Tensor, "*#heads query_len v_head_dim"], Float[Tensor, "*#heads query_len key_len"] | None]:
     """Weigh the values: the one place where attention is computed, for queries that already carry the scale.
 
     weights = softmax(q kᵀ + score_bias); context = dropout(weights) v
@@ -130,10 +130,10 @@ def attention(
 
 
 def masked_scores(
-    q: Float[Tensor, "*heads query_len head_dim"],
-    k: Float[Tensor, "*heads key_len head_dim"],
+    q: Float[Tensor, "*#heads query_len head_dim"],
+    k: Float[Tensor, "*#heads key_len head_dim"],
     score_bias: Float[Tensor, "..."] | None = None,
-) -> Float[Tensor, "*heads query_len key_len"]:
+) -> Float[Tensor, "*#heads query_len key_len"]:
     """Score every key against every query and add the bias: q kᵀ + score_bias.
 
     Args:

@@ -4,8 +4,11 @@ A value or shape that does not fit is a ValueError, a dtype that does not fit a 
 and an AssertionError, the types that torch.nn raises, so that existing ``except`` clauses keep working.
 """
 
+import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -300,7 +303,7 @@ def _check_mask_precision(
 ) -> None:
     """A float mask is added to the scores; torch's kernels add only what has (or may be cast to) their dtype."""
     floats = [x for x in (padding, attn_mask) if x is not None and x.is_floating_point()]
-    if not floats or torch.is_autocast_enabled(query.device.type):
+    if not floats or _autocast_is_on(query.device):
         return
     both_float = len(floats) == sum(x is not None for x in (padding, attn_mask))
     found = floats[0].dtype if both_float else query.dtype
@@ -315,9 +318,14 @@ def _check_mask_precision(
         )
 
 
+def _autocast_is_on(device: torch.device) -> bool:
+    # torch.is_autocast_enabled raises for device types that have no autocast, such as meta.
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def check_projection_dtypes(attention: Any, query: Tensor, key: Tensor, value: Tensor, names: Names) -> None:
     """Ask that the inputs have the dtype of the weights they are multiplied with."""
-    if torch.is_autocast_enabled(query.device.type):
+    if _autocast_is_on(query.device):
         return
     weight = attention.q_proj_weight if attention.in_proj_weight is None else attention.in_proj_weight
     for name, x in zip(names, (query, key, value), strict=False):
@@ -635,6 +643,11 @@ def check_token_ids(name: str, token_ids: Tensor, embedding: Any, max_len: int) 
         raise ArgumentValueError(
             f"{name} must have shape (batch, len), got {token_ids.dim()}-D of shape {shape(token_ids)}"
         )
+    if token_ids.numel() == 0:
+        raise ArgumentValueError(
+            f"{name} must hold at least one row and one token in each, got shape {shape(token_ids)}: torch.nn's "
+            f"padding masks cannot be empty"
+        )
     if token_ids.size(1) > max_len:
         raise ArgumentValueError(
             f"{name} must hold at most max_len = {max_len} tokens in a row, the positions that the model was built "
@@ -701,3 +714,120 @@ def check_generate(model: Any, src_ids: Tensor, max_len: int, beam_size: int, le
             f"max_len must not exceed the {model.positional_encoding.max_len} positions that the model was built with, "
             f"got {max_len}"
         )
+
+
+def read_text(path: Path) -> str:
+    """Read a text file, or say why that cannot be done."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ArgumentValueError(f"{path} must be text in UTF-8, got other bytes on line {line}") from error
+    except OSError as error:
+        raise ArgumentValueError(f"{path} must be a file that can be read, got: {error.strerror}") from error
+
+
+def check_pair(path: Path, number: int, line: str) -> tuple[str, str]:
+    """Ask for a source and a target sentence with one tab between."""
+    columns = [column.strip() for column in line.split("\t")]
+    if len(columns) != 2:
+        raise ArgumentValueError(
+            f"{path}, line {number}: must be a source and a target sentence with one tab between, "
+            f"got {len(columns) - 1} tabs in {line!r}"
+        )
+    for name, sentence in zip(("source", "target"), columns, strict=True):
+        if not sentence:
+            raise ArgumentValueError(f"{path}, line {number}: the {name} sentence must not be empty, got {line!r}")
+    return columns[0], columns[1]
+
+
+def check_pairs(pairs: Sequence[tuple[str, str]], name: str) -> None:
+    """Ask for at least one pair of sentences."""
+    if not pairs:
+        raise ArgumentValueError(f"{name} must hold at least one pair of sentences, got none")
+
+
+def check_words(words: Sequence[str], known: Sequence[str], near: Callable[[str], list[str]]) -> None:
+    """Ask for a sentence of known words."""
+    if not words:
+        raise ArgumentValueError("sentence must hold at least one word, got an empty one")
+    for word in words:
+        if word not in known:
+            close = near(word)
+            hint = f"nearest: {', '.join(close)}" if close else f"known: {', '.join(known[:20])}"
+            more = f" and {len(known) - 20} more" if not close and len(known) > 20 else ""
+            raise ArgumentValueError(f"sentence must hold words of the vocabulary only, got {word!r}; {hint}{more}")
+
+
+def check_training_settings(settings: Any) -> None:
+    """Check how a model is to be trained."""
+    check_choice("optimizer", settings.optimizer, ("sgd", "adam"))
+    check_choice("loss", settings.loss, ("cross_entropy", "kl"))
+    check_positive(num_epochs=settings.num_epochs, batch_size=settings.batch_size)
+    if not settings.learning_rate > 0:
+        raise ArgumentValueError(f"learning_rate must be greater than 0, got {settings.learning_rate}")
+    for name in ("momentum", "label_smoothing"):
+        value = getattr(settings, name)
+        if not 0 <= value < 1:
+            raise ArgumentValueError(f"{name} must be in 0 ... 1, without 1, got {value}")
+    if settings.label_smoothing and settings.loss != "kl":
+        raise ArgumentValueError(
+            f"label_smoothing needs loss='kl', got label_smoothing={settings.label_smoothing} and "
+            f"loss={settings.loss!r}"
+        )
+
+
+def check_writable(path: Path) -> None:
+    """Ask for a file name in a folder that exists and can be written to."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ArgumentValueError(f"{path} must be in a folder that exists, got no folder {folder}")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ArgumentValueError(f"{path} must be a file that can be written, got a folder or no permission")
+
+
+def read_checkpoint(path: Path, expected_format: str, device: torch.device | str | None) -> dict[str, Any]:
+    """Load a checkpoint, or say why it is none."""
+    if not path.is_file():
+        raise ArgumentValueError(f"{path} must be a checkpoint, got no such file; write one with the command train")
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises what its reader, zipfile or pickle come upon
+        raise ArgumentValueError(f"{path} must be a whole checkpoint, got a file that torch.load refuses") from error
+    found = saved.get("format") if isinstance(saved, dict) else None
+    if found != expected_format:
+        raise ArgumentValueError(f"{path} must be a checkpoint of format {expected_format!r}, got {found!r}")
+    return saved
+
+
+def check_maps_to_draw(maps: Mapping[str, Tensor]) -> None:
+    """Ask for at least one attention map."""
+    if not maps:
+        raise ArgumentValueError("maps must hold at least one attention map, got none")
+
+
+def check_picture_path(path: Path) -> None:
+    """Ask for a PNG or SVG file that can be written."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ArgumentValueError(f"{path} must end in .png or .svg, got {path.suffix or 'no suffix'!r}")
+    check_writable(path)
+
+
+def import_matplotlib_figure() -> Any:
+    """Import what draws, or say how to install it."""
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ArgumentValueError(
+            "plots need matplotlib, which is not installed: pip install 'attention-side-by-side[plot]'"
+        ) from error
+
+
+def check_device(name: str) -> torch.device:
+    """Ask for a device that this machine has."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentValueError(f"device must be one that torch can use here, such as cpu, got {name!r}") from error
+    return device

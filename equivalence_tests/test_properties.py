@@ -1,0 +1,163 @@
+"""Whatever the arguments: scratch and builtin give what torch.nn gives.
+
+Identity to the last bit is asked on every example where it is promised, 1e-12 of the largest value elsewhere in
+float64, and the error-ratio rule in lower precision.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import builtin
+import scratch
+from equivalence_tests import strategies
+from equivalence_tests.cases import Case, Mask
+from equivalence_tests.comparing import FLOAT64_BOUND, compare_tensors
+from equivalence_tests.properties import Ledger, Tally, assert_ratios, assert_same, everything
+from equivalence_tests.side_by_side import PACKAGES, fast_path
+from scratch import masks
+
+MODULES = [name for name in strategies.COMPONENTS if name != "scaled_dot_product_attention"]
+FEWER = max(settings().max_examples // 2, 1)
+LOW_PRECISION = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+MATH = SDPBackend.MATH
+
+
+def is_promised_to_the_last_bit(package: Any, case: Case) -> bool:
+    """Say whether DESIGN.md promises identity off the fast path on the CPU."""
+    if package is builtin:
+        return True
+    is_attention = case.part.class_name == "MultiheadAttention"
+    # A width of 1 leaves torch.nn's inputs with other strides, and its matrix products with another kernel.
+    return is_attention and case.arguments.get("need_weights", True) and case.part.arguments["embed_dim"] > 1
+
+
+@pytest.mark.parametrize("component", MODULES)
+@pytest.mark.parametrize("package", PACKAGES)
+@given(data=st.data())
+def test_outputs_and_gradients_in_float64(package: str, component: str, ledger: Ledger, data: st.DataObject) -> None:
+    case = data.draw(strategies.COMPONENTS[component]())
+    theirs = case.construct(nn)
+    ours = case.construct(PACKAGES[package], weights_of=theirs)
+    with fast_path(False):
+        actual, expected = everything(case, ours), everything(case, theirs)
+    bound = 0.0 if is_promised_to_the_last_bit(PACKAGES[package], case) else FLOAT64_BOUND
+    tally = assert_same(case, actual, expected, bound)
+    ledger.add(f"{package}.{component}", "outputs and gradients, float64", tally)
+
+
+@pytest.mark.parametrize("component", MODULES)
+@given(data=st.data())
+def test_outputs_and_gradients_in_lower_precision(component: str, ledger: Ledger, data: st.DataObject) -> None:
+    case = data.draw(strategies.COMPONENTS[component](dtypes=LOW_PRECISION))
+    theirs = case.construct(nn)
+    ours = case.construct(scratch, weights_of=theirs)
+    with fast_path(False):
+        actual, expected = everything(case, ours), everything(case, theirs)
+        if is_promised_to_the_last_bit(scratch, case):
+            tally = assert_same(case, actual, expected, 0.0)
+        else:
+            # Dropout draws other entries in float64: the errors are measured without it.
+            ours.eval(), theirs.eval()
+            actual, expected = everything(case, ours), everything(case, theirs)
+            exact = case.construct(nn, weights_of=theirs, dtype=torch.float64).eval()
+            tally = assert_ratios(case, actual, expected, everything(case, exact, dtype=torch.float64))
+    ledger.add(f"scratch.{component}", "outputs and gradients, lower precision", tally)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@given(case=strategies.scaled_dot_product_attention_cases(dtypes=strategies.float_dtypes()))
+def test_attention_is_the_math_backends_to_the_last_bit(package: str, ledger: Ledger, case: Case) -> None:
+    with sdpa_kernel(MATH):
+        actual = everything(case, case.construct(PACKAGES[package]))
+        expected = everything(case, F.scaled_dot_product_attention)
+    tally = assert_same(case, actual, expected, 0.0)
+    ledger.add(f"{package}.scaled_dot_product_attention", "MATH backend", tally)
+
+
+@given(case=strategies.scaled_dot_product_attention_cases())
+def test_attention_is_that_of_the_backend_torch_chooses(ledger: Ledger, case: Case) -> None:
+    if case.arguments.get("dropout_p"):
+        return  # another kernel, other entries dropped
+    actual = everything(case, scratch.scaled_dot_product_attention)
+    tally = assert_same(case, actual, everything(case, F.scaled_dot_product_attention))
+    ledger.add("scratch.scaled_dot_product_attention", "the backend torch chooses", tally)
+
+
+def valid_places(case: Case, output: Tensor) -> Tensor:
+    """Give which places of an output belong to no padding, as a mask that broadcasts over the output."""
+    names = ("src_key_padding_mask", "tgt_key_padding_mask")
+    name = names["tgt" in case.arguments]
+    padding = case.arguments.get(name)
+    if not isinstance(padding, Mask):
+        return torch.ones_like(output, dtype=torch.bool)
+    hidden = torch.tensor(padding.hidden).view(padding.shape)
+    layer = case.part.arguments.get("encoder_layer", case.part)
+    turned = hidden.dim() == 2 and not layer.arguments.get("batch_first")
+    return ~(hidden.T if turned else hidden).unsqueeze(-1).expand(output.shape)
+
+
+@pytest.mark.parametrize("component", MODULES)
+@given(data=st.data())
+def test_outputs_on_torchs_fast_path(component: str, ledger: Ledger, data: st.DataObject) -> None:
+    """There torch.nn gives NaN for rows that see nothing, and 0 at padded places: traps, each with its name."""
+    case = data.draw(strategies.COMPONENTS[component]())
+    theirs = case.construct(nn).eval()
+    ours = case.construct(scratch, weights_of=theirs).eval()
+    actual = everything(case, ours, gradients=False)
+    with fast_path(True):
+        expected = everything(case, theirs, gradients=False)
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        assert x is not None
+        y = actual[name]
+        assert y is not None
+        where = ~x.isnan() & (valid_places(case, x) if component != "MultiheadAttention" else torch.ones(()).bool())
+        comparison = compare_tensors(y[where], x[where], name=name, call=repr(case))
+        assert comparison.passed, str(comparison)
+        ledger.add(f"scratch.{component}", "torch's fast path", Tally(1, 1, int(comparison.identical)))
+
+
+@pytest.mark.parametrize("component", MODULES)
+@settings(max_examples=FEWER)
+@given(data=st.data())
+def test_outputs_under_autocast(component: str, ledger: Ledger, data: st.DataObject) -> None:
+    case = data.draw(strategies.COMPONENTS[component](dtypes=st.just(torch.float32)))
+    theirs = case.construct(nn).eval()
+    ours = case.construct(scratch, weights_of=theirs).eval()
+    with fast_path(False):
+        exact = case.construct(nn, weights_of=theirs, dtype=torch.float64).eval()
+        reference = everything(case, exact, dtype=torch.float64, gradients=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            actual, expected = (everything(case, module, gradients=False) for module in (ours, theirs))
+    tally = assert_ratios(case, actual, expected, reference)
+    ledger.add(f"scratch.{component}", "outputs, autocast to bfloat16", tally)
+
+
+class TestMasks:
+    @given(query_len=st.integers(0, 9), key_len=st.integers(0, 9))
+    def test_causal_masks_are_torchs_in_both_alignments(self, query_len: int, key_len: int) -> None:
+        for align in ("upper_left", "lower_right"):
+            may_attend = masks.causal(query_len, key_len, align=align)  # type: ignore[arg-type]
+            offset = key_len - query_len if align == "lower_right" else 0
+            assert may_attend.tolist() == [[j <= i + offset for j in range(key_len)] for i in range(query_len)]
+        float_form = nn.Transformer.generate_square_subsequent_mask(query_len)
+        assert torch.equal(scratch.Transformer.generate_square_subsequent_mask(query_len), float_form)
+        assert torch.equal(masks.to_score_bias(masks.causal(query_len), torch.float32), float_form)
+
+    @given(mask=strategies.attention_masks((2, 3, 5), forms=st.just("bool"), true_means_hidden=False))
+    def test_conversions_round_trip(self, mask: Mask) -> None:
+        may_attend = mask.build(torch.float64)
+        assert torch.equal(masks.from_module_mask(masks.to_module_mask(may_attend)), may_attend)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            bias = masks.to_score_bias(may_attend, dtype)
+            assert bias.dtype == dtype
+            assert torch.equal(bias == -math.inf, ~may_attend)
+            assert torch.equal(masks.from_score_bias(bias), may_attend)
