@@ -5,7 +5,7 @@ output = module(**case.inputs())
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from equivalence_tests.cases import Alignment, Case, CausalBiasMask, Layout, Mask, MaskForm, Normal, Part, SameAs
 
 __all__ = [
+    "COMPONENTS",
     "attention_masks",
     "decoder_cases",
     "decoder_layer_cases",
@@ -380,3 +381,15 @@ def _decoder_inputs(
         **draw(_module_masks(own, batch, num_heads, tgt_len, tgt_len, hints)),
         **draw(_module_masks(cross, batch, num_heads, tgt_len, src_len)),
     }
+
+
+# The cases of every class and function that the packages share with torch.nn.
+COMPONENTS: dict[str, Callable[..., SearchStrategy[Case]]] = {
+    "scaled_dot_product_attention": scaled_dot_product_attention_cases,
+    "MultiheadAttention": multihead_attention_cases,
+    "TransformerEncoderLayer": encoder_layer_cases,
+    "TransformerDecoderLayer": decoder_layer_cases,
+    "TransformerEncoder": encoder_cases,
+    "TransformerDecoder": decoder_cases,
+    "Transformer": transformer_cases,
+}

@@ -126,7 +126,9 @@ def takes_a_cache(component: str) -> bool:
 @pytest.mark.parametrize("size", ["qk_head_dim", "v_head_dim"])
 @pytest.mark.parametrize("component", [name for name in CLASSES if not name.endswith("coder")])
 def test_builtin_refuses_head_sizes_with_the_reason(component: str, size: str) -> None:
-    with pytest.raises(ValueError, match=rf"{size}=13 cannot be expressed by torch\.nn\.MultiheadAttention, whose heads"):
+    with pytest.raises(
+        ValueError, match=rf"{size}=13 cannot be expressed by torch\.nn\.MultiheadAttention, whose heads"
+    ):
         getattr(PACKAGES["builtin"], component)(33, 3, **{size: 13})
 
 

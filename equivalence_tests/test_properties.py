@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,7 +25,6 @@ from equivalence_tests.side_by_side import PACKAGES, fast_path
 from scratch import masks
 
 MODULES = [name for name in strategies.COMPONENTS if name != "scaled_dot_product_attention"]
-FEWER = max(settings().max_examples // 2, 1)
 LOW_PRECISION = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 MATH = SDPBackend.MATH
 
@@ -99,7 +98,8 @@ def valid_places(case: Case, output: Tensor) -> Tensor:
     if not isinstance(padding, Mask):
         return torch.ones_like(output, dtype=torch.bool)
     hidden = torch.tensor(padding.hidden).view(padding.shape)
-    layer = case.part.arguments.get("encoder_layer", case.part)
+    inside = (case.part.arguments.get(name) for name in ("encoder_layer", "decoder_layer"))
+    layer = next((x for x in inside if x is not None), case.part)
     turned = hidden.dim() == 2 and not layer.arguments.get("batch_first")
     return ~(hidden.T if turned else hidden).unsqueeze(-1).expand(output.shape)
 
@@ -109,6 +109,9 @@ def valid_places(case: Case, output: Tensor) -> Tensor:
 def test_outputs_on_torchs_fast_path(component: str, ledger: Ledger, data: st.DataObject) -> None:
     """There torch.nn gives NaN for rows that see nothing, and 0 at padded places: traps, each with its name."""
     case = data.draw(strategies.COMPONENTS[component]())
+    padding = case.arguments.get("src_key_padding_mask")
+    # torch.nn cannot come back from nested tensors where a whole batch is padding.
+    assume(not isinstance(padding, Mask) or not all(padding.hidden))
     theirs = case.construct(nn).eval()
     ours = case.construct(scratch, weights_of=theirs).eval()
     actual = everything(case, ours, gradients=False)
@@ -125,11 +128,8 @@ def test_outputs_on_torchs_fast_path(component: str, ledger: Ledger, data: st.Da
         ledger.add(f"scratch.{component}", "torch's fast path", Tally(1, 1, int(comparison.identical)))
 
 
-@pytest.mark.parametrize("component", MODULES)
-@settings(max_examples=FEWER)
-@given(data=st.data())
-def test_outputs_under_autocast(component: str, ledger: Ledger, data: st.DataObject) -> None:
-    case = data.draw(strategies.COMPONENTS[component](dtypes=st.just(torch.float32)))
+@given(case=strategies.multihead_attention_cases(dtypes=st.just(torch.float32)))
+def test_outputs_under_autocast(ledger: Ledger, case: Case) -> None:
     theirs = case.construct(nn).eval()
     ours = case.construct(scratch, weights_of=theirs).eval()
     with fast_path(False):
@@ -138,14 +138,14 @@ def test_outputs_under_autocast(component: str, ledger: Ledger, data: st.DataObj
         with torch.autocast("cpu", torch.bfloat16):
             actual, expected = (everything(case, module, gradients=False) for module in (ours, theirs))
     tally = assert_ratios(case, actual, expected, reference)
-    ledger.add(f"scratch.{component}", "outputs, autocast to bfloat16", tally)
+    ledger.add("scratch.MultiheadAttention", "outputs, autocast to bfloat16", tally)
 
 
 class TestMasks:
     @given(query_len=st.integers(0, 9), key_len=st.integers(0, 9))
     def test_causal_masks_are_torchs_in_both_alignments(self, query_len: int, key_len: int) -> None:
         for align in ("upper_left", "lower_right"):
-            may_attend = masks.causal(query_len, key_len, align=align)  # type: ignore[arg-type]
+            may_attend = masks.causal(query_len, key_len, align=align)
             offset = key_len - query_len if align == "lower_right" else 0
             assert may_attend.tolist() == [[j <= i + offset for j in range(key_len)] for i in range(query_len)]
         float_form = nn.Transformer.generate_square_subsequent_mask(query_len)

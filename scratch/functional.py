@@ -82,7 +82,8 @@ def scaled_dot_product_attention(
     scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
     # Half of the scale on either side keeps float16 in range and is how torch's MATH backend rounds.
     root = math.sqrt(abs(scale))
-    q, k = q * math.copysign(root, scale), k * root
+    q = q * math.copysign(root, scale)
+    k = (k.transpose(-2, -1) * root).transpose(-2, -1)  # scaled as it lies in the product, for equal strides
     # A fourth dimension keeps product and bias apart, as the MATH backend rounds them: see masked_scores.
     context, _ = attention(q.unsqueeze(0) if q.dim() == 3 else q, k, v, score_bias, dropout_p)
     context = context.squeeze(0) if q.dim() == 3 and max(k.dim(), v.dim()) <= 3 else context

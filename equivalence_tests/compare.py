@@ -1,0 +1,229 @@
+"""``sidebyside compare``, the main job: both packages compared, trained and timed, with a verdict."""
+
+import dataclasses
+import json
+import platform
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from equivalence_tests.compare_components import Component, Row, compare_component, compare_masks, components
+from equivalence_tests.compare_timing import Timing, TimingSizes, time_side_by_side
+from equivalence_tests.compare_training import SettledTraining, train_side_by_side
+from scratch import validation
+from scratch.command_line import one_line_errors
+from scratch.translation import PAIRS, Pair, read_pairs
+
+__all__ = ["compare", "compare_all_components"]
+
+PAPER_SIZES = "Seq2SeqTransformer, sizes of the paper"
+EPOCHS = 30
+
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+def compare(
+    quick: Annotated[bool, typer.Option("--quick", help="One training, shorter timings at smaller sizes.")] = False,
+    dtype: Annotated[DtypeName, typer.Option(help="Of the components; float64 decides.")] = "float64",
+    device: Annotated[str, typer.Option(help="Where: cpu, cuda, ...")] = "cpu",
+    pairs: Annotated[Path | None, typer.Option(help="Sentence pairs to train on, a tab between.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, inputs and training.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file too.")] = None,
+) -> None:
+    """Show that scratch and builtin compute the same on this machine: compare, train and time them side by side.
+
+    The exit status is 0 if they agree, 1 if anything differs more than allowed, 2 for bad arguments.
+    """
+    with one_line_errors():
+        place = validation.check_device(device)
+        sentences = PAIRS if pairs is None else read_pairs(pairs)
+        if json_file is not None:
+            validation.check_writable(json_file)
+    console = Console(highlight=False)
+    console.print(f"scratch and builtin, side by side: {about_this_machine(place)}\n")
+    rows = compare_all_components(getattr(torch, dtype), place, seed)
+    console.print(component_table(rows))
+    show_failures(console, rows)
+    trainings = train_all(sentences, place, seed, quick)
+    show_trainings(console, trainings)
+    timings = time_all(TimingSizes.quick() if quick else TimingSizes(), place)
+    console.print(timing_table(timings))
+    agree, verdict = verdict_on(rows, trainings)
+    if json_file is not None:
+        write_json(
+            json_file,
+            {"agree": agree, "machine": about_this_machine(place), "dtype": dtype, "seed": seed}
+            | {
+                "components": [dataclasses.asdict(row) for row in rows],
+                "trainings": [dataclasses.asdict(training) | {"same": training.same} for training in trainings],
+                "timings": [dataclasses.asdict(timing) | {"ratio": timing.ratio} for timing in timings],
+            },
+        )
+    console.print(verdict)
+    raise typer.Exit(0 if agree else 1)
+
+
+def about_this_machine(device: torch.device) -> str:
+    """Name versions, device and threads, so that results can be placed."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return (
+        f"torch {torch.__version__}, Python {platform.python_version()}, {device} ({name}), "
+        f"{torch.get_num_threads()} threads"
+    )
+
+
+@contextmanager
+def progress(title: str, total: int | None) -> Iterator[Any]:
+    """Show a bar on the standard error while something runs; gives a function that advances it."""
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda what=title: bar.update(task, advance=1, description=what)
+
+
+def compare_all_components(dtype: torch.dtype, device: torch.device, seed: int) -> list[Row]:
+    """Compare the masks and every component.
+
+    Args:
+        dtype: Of parameters and inputs.
+        device: Where.
+        seed: Of weights and inputs.
+
+    Returns:
+        One row for each quantity of each component.
+    """
+    listed: list[Component] = components(dtype, seed)
+    rows = compare_masks(device)
+    with progress("comparing", len(listed)) as advance:
+        for component in listed:
+            rows += compare_component(component, device)
+            advance(f"compared {component.name}")
+    return rows
+
+
+def component_table(rows: Sequence[Row]) -> Table:
+    """Show each component's quantities: identical, or the greatest difference, and the verdict."""
+    table = Table(title="The same weights in both", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("component")
+    for name in ("quantity", "difference", "ulp", ""):
+        table.add_column(name, justify="right" if name in ("difference", "ulp") else "left", no_wrap=True)
+    before = ""
+    for row in rows:
+        name = "" if row.component == before else row.component
+        if name and before:
+            table.add_section()
+        before = row.component
+        verdict = "[green]equal[/]" if row.passed else "[bold red]DIFFERS[/]"
+        if row.identical:
+            table.add_row(name, row.quantity, "identical", "", verdict)
+        else:
+            ulps = f"{row.greatest_difference_ulps:.3g}"
+            table.add_row(name, row.quantity, difference_in_words(row), ulps, verdict)
+    return table
+
+
+def difference_in_words(row: Row) -> str:
+    """Give the difference, and in lower precision the ratio of the two errors."""
+    if row.error_ratio is None:
+        return f"{row.greatest_difference:.1e}"
+    return f"{row.greatest_difference:.1e}, errors {row.error_ratio:.2f} : 1"
+
+
+def show_failures(console: Console, rows: Sequence[Row]) -> None:
+    """Say in full where anything differs more than allowed."""
+    for row in rows:
+        if not row.passed:
+            console.print(f"[bold red]{row.component}, {row.quantity}:[/] {row.detail}")
+
+
+def train_all(pairs: Sequence[Pair], device: torch.device, seed: int, quick: bool) -> list[SettledTraining]:
+    """Train with both optimizers in float64, or with Adam only."""
+    optimizers: tuple[Literal["adam", "sgd"], ...] = ("adam",) if quick else ("adam", "sgd")
+    settled = []
+    for optimizer in optimizers:
+        with progress(f"training both with {optimizer}", EPOCHS) as advance:
+            for result in train_side_by_side(
+                pairs, optimizer, num_epochs=EPOCHS, seed=seed, dtype=torch.float64, device=device
+            ):
+                advance()
+                settled += [] if result is None else [result]
+    return settled
+
+
+def show_trainings(console: Console, trainings: Sequence[SettledTraining]) -> None:
+    """Print losses and parameters of each training, and the translations of the first."""
+    table = Table(title="Trained from the same seed, dropout on, float64", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("", "loss: scratch", "builtin", "greatest difference", "parameters", "allowed", ""):
+        table.add_column(name)
+    for x in trainings:
+        verdict = "[green]same[/]" if x.same else "[bold red]DIFFERS[/]"
+        differences = (f"{x.greatest_loss_difference:.1e}", f"{x.greatest_parameter_difference:.1e}")
+        losses = (f"{x.scratch_loss:.6f}", f"{x.builtin_loss:.6f}")
+        table.add_row(x.optimizer, *losses, *differences, f"{x.parameter_bound:.0e}", verdict)
+    console.print(table)
+    translations = Table(title="Translated by both", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("", "source", "scratch", "builtin", ""):
+        translations.add_column(name)
+    for beam_size, source, wanted, ours, theirs in trainings[0].translations:
+        verdict = "same" if ours == theirs else "[bold red]DIFFERS[/]"
+        verdict += ", right" if ours == theirs == wanted else ", not as wanted"
+        translations.add_row("greedy" if beam_size == 1 else f"beam {beam_size}", source, ours, theirs, verdict)
+    console.print(translations)
+
+
+def time_all(sizes: TimingSizes, device: torch.device) -> list[Timing]:
+    """Time both in turns, in float32."""
+    timings = []
+    with progress("timing in turns", 4) as advance:
+        for timing in time_side_by_side(sizes, torch.float32, device):
+            timings.append(timing)
+            advance(f"timed {timing.name}")
+    return timings
+
+
+def timing_table(timings: Sequence[Timing]) -> Table:
+    """Show medians with their spread, and the ratio of each thing that was timed."""
+    table = Table(
+        title="Timed in turns, float32: medians (least–greatest), ratio scratch / builtin",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("")
+    for name in ("scratch ms", "builtin ms", "rounds", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for x in timings:
+        ratio = f"{x.ratio:.2f} ({min(x.ratios):.2f}–{max(x.ratios):.2f})"
+        table.add_row(x.name, in_words(x.scratch_ms), in_words(x.builtin_ms), str(len(x.ratios)), ratio)
+    return table
+
+
+def in_words(times: Sequence[float]) -> str:
+    """Give the median of times, with the least and the greatest."""
+    ordered = sorted(times)
+    return f"{ordered[len(ordered) // 2]:.0f} ({ordered[0]:.0f}–{ordered[-1]:.0f})"
+
+
+def verdict_on(rows: Sequence[Row], trainings: Sequence[SettledTraining]) -> tuple[bool, str]:
+    """Say in one line whether everything agrees."""
+    wrong = [f"{row.component} ({row.quantity})" for row in rows if not row.passed]
+    wrong += [f"training with {training.optimizer}" for training in trainings if not training.same]
+    if wrong:
+        return False, f"[bold red]They differ:[/] {', '.join(wrong)}."
+    identical = sum(row.identical for row in rows)
+    return True, f"[bold green]They agree:[/] {len(rows)} comparisons, {identical} of them identical to the last bit."
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    """Write results to a temporary file beside ``path`` and then put it in its place."""
+    with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, delete=False, encoding="utf-8") as file:
+        json.dump(results, file, indent=2)
+    Path(file.name).replace(path)

@@ -1,0 +1,58 @@
+"""How many examples hypothesis draws, and the table at the end of a run.
+
+The default profile draws the same examples in every run. ``HYPOTHESIS_PROFILE=thorough pytest`` draws ten times as
+many, new ones each time; those that fail stay in ``.hypothesis`` and are tried first in the next run.
+"""
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from rich.console import Console
+
+from equivalence_tests.properties import Ledger, Tally
+
+EXAMPLES = 15
+COMMON: dict[str, Any] = {
+    "deadline": None,
+    # A case is many small draws, and is drawn slowly on a machine that is busy.
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+    "print_blob": True,
+}
+settings.register_profile("default", max_examples=EXAMPLES, derandomize=True, **COMMON)
+settings.register_profile("thorough", max_examples=10 * EXAMPLES, **COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+LEDGER = pytest.StashKey[Ledger]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEDGER] = Ledger()
+
+
+@pytest.fixture(scope="session")
+def ledger(pytestconfig: pytest.Config) -> Ledger:
+    """Where the property tests count what they saw."""
+    return pytestconfig.stash[LEDGER]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, which hands its numbers over
+        tallies = session.config.stash[LEDGER].tallies
+        session.config.workeroutput["properties"] = [[*key, *tally] for key, tally in tallies.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    for component, name, *numbers in getattr(node, "workeroutput", {}).get("properties", []):
+        node.config.stash[LEDGER].add(component, name, Tally(*numbers))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    found = config.stash[LEDGER]
+    if found.tallies:
+        console = Console(width=max(100, terminalreporter._tw.fullwidth), force_terminal=False)
+        with console.capture() as capture:
+            console.print(found.table())
+        terminalreporter.write_line(capture.get())
