@@ -1,0 +1,416 @@
+"""Examine an attention function or a multi-head attention module: read it, compare it, name its mistakes."""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, random_inputs
+from equivalence_tests.checker.construction import Sizes
+from equivalence_tests.checker.diagnosis import (
+    Effort,
+    Match,
+    Observation,
+    Reading,
+    convention_sets,
+    distance,
+    search,
+)
+from equivalence_tests.checker.masking import MaskForm, draw_masks, mask_forms
+from equivalence_tests.checker.mistakes import MASK_MISTAKES, Mistake, mistake_for
+from equivalence_tests.checker.projections import Leaf, ProjectionReading, leaves_of, projection_readings
+from equivalence_tests.checker.reference import Inputs, Setting, attend
+from equivalence_tests.checker.subject import Subject
+from equivalence_tests.checker.tracing import tensors_in, trace
+
+__all__ = ["AttentionExamination", "MaskReading", "examine"]
+
+OTHER_LENGTHS = ((4, 6, 9), (1, 8, 8), (5, 4, 10))
+MOST_PROJECTIONS = 40
+NORM = re.compile(r"norm|^ln", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class MaskReading:
+    """How masks are read.
+
+    Args:
+        form: The form that was understood; None if there is no mask argument or none was.
+        accepted: Forms that the code takes without an error.
+        understood: Forms that hide what they say.
+        mistakes: Masks mistakes that reproduce the output, all with the same numbers.
+    """
+
+    form: MaskForm | None = None
+    accepted: tuple[MaskForm, ...] = ()
+    understood: tuple[MaskForm, ...] = ()
+    mistakes: tuple[Mistake, ...] = ()
+    error: float = 0.0
+    without: float = 0.0
+
+
+@dataclass
+class AttentionExamination:
+    """All that was found out about one attention."""
+
+    subject: Subject
+    caller: Caller
+    lengths: Sizes
+    plans: list[CallPlan]
+    matches: list[Match]
+    masks: MaskReading = field(default_factory=MaskReading)
+    evaluated: int = 0
+    tried: str = ""
+
+    def inputs(self, plan: CallPlan) -> Inputs:
+        """Draw inputs for a plan."""
+        return random_inputs(self.lengths, plan, 11, self.subject.dtype)
+
+    @property
+    def match(self) -> Match | None:
+        """The first match."""
+        return self.matches[0] if self.matches else None
+
+
+def examine(subject: Subject, effort: Effort, errors: list[str]) -> AttentionExamination | None:
+    """Read an attention and find the mistakes that explain its numbers.
+
+    Args:
+        subject: What is checked, prepared with random weights.
+        effort: Bounds the search.
+        errors: Receives what the code said to calls that failed.
+
+    Returns:
+        What was found, or None if the code cannot be called as an attention.
+    """
+    caller = subject.caller()
+    plans, lengths = _plans(subject, caller, errors)
+    if not plans:
+        return None
+    caller = _quietened(subject, caller, plans[0], lengths)
+    observations = _Observations(caller, lengths)
+    readings = list(_readings(subject, caller, plans, lengths))
+    found = search(subject.function, readings, observations, subject.dtype, effort)
+    examination = AttentionExamination(subject, caller, lengths, plans, found, evaluated=effort.evaluated)
+    examination.tried = f"{len(readings)} readings, {effort.evaluated} combinations of reading and mistakes"
+    match = examination.match
+    if match is not None and (match.reading.plan.mask_parameter or subject.adapter.call is not None):
+        examination.masks = read_masks(examination, effort)
+    return examination
+
+
+def _quietened(subject: Subject, caller: Caller, plan: CallPlan, lengths: Sizes) -> Caller:
+    """Hold dropout back where two calls in eval differ and dropout is why."""
+    inputs = random_inputs(lengths, plan, 2, caller.dtype)
+    with torch.no_grad():
+        if torch.equal(caller.output(plan, inputs).nan_to_num(), caller.output(plan, inputs).nan_to_num()):
+            return caller
+        quiet = replace(caller, quiet_dropout=True)
+        if torch.equal(quiet.output(plan, inputs).nan_to_num(), quiet.output(plan, inputs).nan_to_num()):
+            subject.quiet_dropout = True
+            return quiet
+    return caller
+
+
+class _Observations:
+    """Calls the user's code for a plan, once for each plan: first as searched on, then with other lengths."""
+
+    def __init__(self, caller: Caller, lengths: Sizes) -> None:
+        self.caller, self.lengths = caller, lengths
+        self.known: dict[CallPlan, list[Observation]] = {}
+
+    def __call__(self, plan: CallPlan) -> Sequence[Observation]:
+        if plan not in self.known:
+            self.known[plan] = list(self._observe(plan))
+        return self.known[plan]
+
+    def _observe(self, plan: CallPlan) -> Iterator[Observation]:
+        for seed, sizes in enumerate((self.lengths, *other_sizes(self.lengths)[:1])):
+            observation = observe(self.caller, plan, sizes, seed)
+            if observation is not None:
+                yield observation
+
+
+def observe(
+    caller: Caller, plan: CallPlan, sizes: Sizes, seed: int, mask: MaskForm | None = None
+) -> Observation | None:
+    """Call once with random inputs; None if the code raises."""
+    inputs = random_inputs(sizes, plan, seed, caller.dtype)
+    if mask is not None:
+        may = draw_masks(mask.pattern, len(inputs.query), inputs.query.size(1), inputs.key.size(1), seed + 3)
+        inputs = replace(inputs, may_attend=may)
+    try:
+        with torch.no_grad():
+            return Observation(as_float64(inputs), caller.output(plan, inputs, mask).double())
+    except Exception:
+        return None
+
+
+def as_float64(inputs: Inputs) -> Inputs:
+    """Upcast, keeping equal tensors equal."""
+    query = inputs.query.double()
+    key = query if inputs.key is inputs.query else inputs.key.double()
+    value = query if inputs.value is inputs.query else key if inputs.value is inputs.key else inputs.value.double()
+    return Inputs(query, key, value, inputs.may_attend)
+
+
+def other_sizes(sizes: Sizes) -> list[Sizes]:
+    """Give other lengths; equal ones where only equal ones work."""
+    equal = sizes.query_len == sizes.key_len
+    return [replace(sizes, batch=b, query_len=q, key_len=q if equal else k) for b, q, k in OTHER_LENGTHS]
+
+
+def _plans(subject: Subject, caller: Caller, errors: list[str]) -> tuple[list[CallPlan], Sizes]:
+    if subject.adapter.call is not None:
+        return [CallPlan((("query", "query"), ("key", "key"), ("value", "value")), "b l e")], subject.sizes
+    found = list(_unique_plans(call_plans(caller, subject.sizes, errors)))
+    if not found:
+        return [], subject.sizes
+    independent = {plan: _independent_samples(caller, plan, lengths) for plan, lengths in found}
+    ordered = sorted(found, key=lambda item: (not item[0].named, not independent[item[0]]))
+    telling = [item for item in ordered if independent[item[0]]] or ordered
+    return _with_distinct_outputs(caller, telling)[:12], telling[0][1]
+
+
+def _with_distinct_outputs(caller: Caller, found: list[tuple[CallPlan, Sizes]]) -> list[CallPlan]:
+    """Keep one of the plans that differ only in a mask which changes nothing."""
+    kept: dict[tuple[object, ...], CallPlan] = {}
+    for plan, lengths in found:
+        observation = observe(caller, plan, lengths, 0)
+        if observation is not None:
+            kept.setdefault((plan.roles, plan.layout, _mark(observation.output.nan_to_num(7.0))), plan)
+    return list(kept.values())
+
+
+def _unique_plans(found: Iterator[tuple[CallPlan, Sizes]]) -> Iterator[tuple[CallPlan, Sizes]]:
+    seen = set()
+    named = False
+    for plan, lengths in found:
+        named = named or plan.named
+        if plan in seen or (named and not plan.named):
+            continue
+        seen.add(plan)
+        yield plan, lengths
+
+
+def _independent_samples(caller: Caller, plan: CallPlan, lengths: Sizes) -> bool:
+    """Whether changing sample 0 leaves the other samples alone, and changing token 0 does not."""
+    inputs = random_inputs(lengths, plan, 1, caller.dtype)
+    if len(inputs.query) == 1:
+        return True
+    changed = [x.clone() for x in (inputs.query, inputs.key, inputs.value)]
+    for x in changed:
+        x[0] += 1.0
+    if plan.self_attention:
+        changed = [changed[0]] * 3
+    try:
+        with torch.no_grad():
+            before, after = caller.output(plan, inputs), caller.output(plan, Inputs(*changed))
+    except Exception:
+        return False
+    return bool(torch.allclose(before[1:], after[1:], rtol=1e-9, atol=1e-12))
+
+
+def _readings(subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes) -> Iterator[Reading]:
+    """List the readings; those that names suggest are marked as likely."""
+    norms = _norms(subject.module)[:3]
+    for plan in plans:
+        causal = _causal_behaviour(caller, plan, lengths)
+        unused = _never_used(subject.module, caller, plan, lengths)
+        for projections, heads in _projections(subject, caller, plan, lengths):
+            for norm in norms or [None]:
+                setting = Setting(heads, plan.sequence_first, norm)
+                named = projections is None or _named(projections)
+                for conventions in convention_sets(norm is not None, causal):
+                    options = dict(conventions)
+                    plain = options["split"] == options["merge"] == "lh"
+                    if plain or named:
+                        implied = (*_implied(projections), *_unused(subject, projections, unused, options["wrap"]))
+                        yield Reading(plan, projections, setting, conventions, implied, plain and named)
+
+
+def _never_used(module: nn.Module | None, caller: Caller, plan: CallPlan, lengths: Sizes) -> set[str]:
+    """Name the parameters that take no part in the forward pass."""
+    if module is None:
+        return set()
+    inputs = random_inputs(lengths, plan, 1, caller.dtype)
+    seen = trace(module, lambda: caller.returned(plan, inputs))
+    used = {use.name for use in seen.uses}
+    return {name for name, _ in module.named_parameters()} - used if used else set()
+
+
+def _unused(subject: Subject, projections: ProjectionReading | None, unused: set[str], wrap: str) -> Iterator[str]:
+    """Name the parts that exist and are left out under a reading."""
+    module = subject.module
+    if module is None or projections is None:
+        return
+    leaves = leaves_of(module, subject.head_counts[0], subject.sizes.embed_dim)
+    if projections.output is None and any(x.role == "output" and set(x.weights) <= unused for x in leaves):
+        yield "output_projection_skipped"
+    norms = [name for name in unused if NORM.search(name.rpartition(".")[0].rpartition(".")[2])]
+    if norms and wrap in ("none", "residual"):
+        yield "norm_never_used"
+
+
+def _named(projections: ProjectionReading) -> bool:
+    return projections.by_name or (projections.layout != "separate" and projections.order == "qkv")
+
+
+def _projections(
+    subject: Subject, caller: Caller, plan: CallPlan, lengths: Sizes
+) -> Iterator[tuple[ProjectionReading | None, int]]:
+    module, sizes = subject.module, subject.sizes
+    if module is None or not any(p.dim() >= 2 for p in module.parameters()):
+        yield None, sizes.num_heads if plan.layout in ("b h l d", "b l h d") else 1
+        return
+    for heads in subject.head_counts:
+        leaves = leaves_of(module, heads, sizes.embed_dim)
+        if subject.adapter.weights:
+            yield adapted_projections(subject, leaves), heads
+            continue
+        fed = _fed_by_inputs(module, caller, plan, lengths, leaves)
+        for reading in itertools.islice(projection_readings(leaves, fed, module, heads), MOST_PROJECTIONS):
+            yield reading, heads
+        if any(not leaf.weights[0].endswith("weight") for leaf in leaves):
+            flipped = [replace(leaf, transposed=not leaf.transposed) for leaf in leaves]
+            for reading in itertools.islice(projection_readings(flipped, fed, module, heads), MOST_PROJECTIONS):
+                yield replace(reading, by_name=False), heads
+
+
+def adapted_projections(subject: Subject, leaves: list[Leaf]) -> ProjectionReading:
+    """Take the projections that the adapter names."""
+    named = {leaf.weights[0]: leaf for leaf in leaves} | {leaf.name: leaf for leaf in leaves}
+    chosen = {role: named[path] for role, path in subject.adapter.weights.items()}
+    output = chosen.pop("output", None)
+    if "qkv" in chosen:
+        return ProjectionReading((chosen["qkv"],), output, "qkv3hd")
+    order = "".join(role[0] if role in chosen else "-" for role in ("query", "key", "value"))
+    return ProjectionReading(tuple(chosen[r] for r in ("query", "key", "value") if r in chosen), output, order=order)
+
+
+def _fed_by_inputs(module: nn.Module, caller: Caller, plan: CallPlan, lengths: Sizes, leaves: list[Leaf]) -> set[str]:
+    """Name the leaves that meet an argument, in any shape and order of elements, or the output of a norm of one."""
+    inputs = random_inputs(lengths, plan, 1, caller.dtype)
+    seen = trace(module, lambda: caller.returned(plan, inputs))
+    known = [inputs.query, inputs.key, inputs.value]
+    known += [x for call in seen.calls if NORM.search(call.path) for x in tensors_in(call.output)]
+    marks = {_mark(x) for x in known}
+    fed = set()
+    for leaf in leaves:
+        if any(_mark(x) in marks or _part_of(x, known) for name in leaf.weights for x in seen.feeding(name)):
+            fed.add(leaf.name)
+    return fed
+
+
+def _mark(x: Tensor) -> tuple[int, float, float]:
+    """A number that no rearrangement of the elements changes."""
+    return x.numel(), round(float(x.double().sum()), 6), round(float(x.double().square().sum()), 6)
+
+
+def _part_of(x: Tensor, known: list[Tensor]) -> bool:
+    """Whether x is the features of one head of a known tensor."""
+    return any(
+        x.dim() == y.dim()
+        and x.shape[:-1] == y.shape[:-1]
+        and x.size(-1) < y.size(-1)
+        and bool((y[..., : x.size(-1)] == x).all())
+        for y in known
+    )
+
+
+def _norms(module: nn.Module | None) -> list[Any]:
+    if module is None:
+        return []
+    found = [
+        child
+        for name, child in module.named_modules()
+        if (name and NORM.search(name.rpartition(".")[2])) or NORM.search(type(child).__name__)
+    ]
+    return [child for child in found if child is not module and not list(child.children())]
+
+
+def _causal_behaviour(caller: Caller, plan: CallPlan, lengths: Sizes) -> tuple[str, ...]:
+    """Whether the last token leaves all earlier outputs alone."""
+    if not plan.self_attention and lengths.query_len != lengths.key_len:
+        return ("no", "yes")
+    inputs = random_inputs(lengths, plan, 1, caller.dtype)
+    changed = [x.clone() for x in (inputs.query, inputs.key, inputs.value)]
+    for x in changed:
+        x[:, -1] += 1.0
+    if plan.self_attention:
+        changed = [changed[0]] * 3
+    try:
+        with torch.no_grad():
+            before, after = caller.output(plan, inputs), caller.output(plan, Inputs(*changed))
+    except Exception:
+        return ("no", "yes")
+    return ("yes",) if torch.allclose(before[:, :-1], after[:, :-1], equal_nan=True) else ("no",)
+
+
+def _implied(projections: ProjectionReading | None) -> tuple[str, ...]:
+    """Name the mistakes that the structure shows: a projection that does not exist, or is shared."""
+    if projections is None:
+        return ()
+    implied = []
+    first = {leaf.weights: letter for leaf, letter in reversed(list(zip(projections.leaves, "qkv", strict=False)))}
+    pattern = "".join(first[leaf.weights] for leaf in projections.leaves)
+    if len(pattern) == 3 and pattern != "qkv":
+        implied.append(mistake_for("matrices", pattern).name)
+    if projections.layout == "separate" and "-" in projections.order:
+        implied.append(mistake_for("matrices", projections.order).name)
+    if any(leaf.shared_heads > 1 for leaf in projections.leaves):
+        implied.append("projection_shared_by_heads")
+    return tuple(implied)
+
+
+def read_masks(examination: AttentionExamination, effort: Effort) -> MaskReading:
+    """Find the forms of mask that hide what they say, or the mistake in how they are read."""
+    match = examination.match
+    assert match is not None  # masks are read only where the rest is understood
+    observed = _observed_forms(examination, match)
+    accepted = tuple(form for form, _ in observed)
+    projections = match.reading.read(examination.subject.function)
+    effort.progress(f"{len(observed)} forms of mask")
+
+    def error(observation: Observation, use: str) -> float:
+        try:
+            expected = attend(match.reading.setting, projections, observation.inputs, match.choices | {"mask": use})
+        except (RuntimeError, IndexError):
+            return float("inf")
+        return distance(observation.output, expected)
+
+    exact = examination.subject.dtype == torch.float64 and not match.float32_inside
+    bound = 1e-10 if exact else 2e-5
+    understood = tuple(form for form, seen in observed if all(error(o, "right") <= bound for o in seen))
+    if understood or not observed:
+        return MaskReading(understood[0] if understood else None, accepted, understood)
+    for form, seen in observed:
+        explaining = [m for m in MASK_MISTAKES if all(error(o, m.option) <= bound for o in seen)]
+        ignored = [m for m in explaining if m.option == "ignored"]
+        if ignored and form is not observed[-1][0]:
+            if all(error(o, "ignored") <= bound for _, every in observed for o in every):
+                return MaskReading(form, accepted, (), tuple(ignored), 0.0, error(seen[0], "right"))
+            continue
+        if explaining:
+            worst = max(error(o, explaining[0].option) for o in seen)
+            return MaskReading(form, accepted, (), tuple(explaining), worst, error(seen[0], "right"))
+    return MaskReading(None, accepted)
+
+
+def _observed_forms(examination: AttentionExamination, match: Match) -> list[tuple[MaskForm, list[Observation]]]:
+    """Call with every form of mask; keep those that ran and gave numbers."""
+    forms = [MaskForm("(batch, query, key)", "look")] if examination.subject.adapter.call else list(mask_forms())
+    observed = []
+    for form in forms:
+        seen = [
+            observe(examination.caller, match.reading.plan, sizes, seed, form)
+            for seed, sizes in enumerate((examination.lengths, other_sizes(examination.lengths)[0]), start=7)
+        ]
+        kept = [o for o in seen if o is not None and o.output.isfinite().any()]
+        if len(kept) == len(seen):
+            observed.append((form, kept))
+    return observed

@@ -1,0 +1,363 @@
+"""Find out how to call somebody's attention: argument order, layout, mask arguments, and what comes back.
+
+Names are read first. Where they say nothing, every assignment is tried with lengths that are all different: the
+output then has the length of the query, and perturbing one sample shows which axis the samples lie on.
+"""
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.construction import Sizes, value_for
+from equivalence_tests.checker.masking import MaskForm
+from equivalence_tests.checker.reference import Inputs
+from equivalence_tests.checker.tracing import tensors_in, without_dropout
+
+__all__ = ["CallPlan", "Caller", "call_plans", "random_inputs"]
+
+# "b l e": batch first; "l b e": sequence first; with heads given: "b h l d", "b l h d"; "l e": no batch.
+LAYOUTS = ("b l e", "l b e", "b h l d", "b l h d", "l e")
+ROLE_NAMES = (
+    (r"mask|valid_?len|lengths?$|^lens$|seq_len|attn_bias|^bias$|padding|^m$", "mask"),
+    (r"^\w{0,4}_?q$|^q_?\w{0,5}$|quer(y|ies)|^tgt$|^target$|^trg$|dec(oder)?_?(in|hid|x)\w*|^xq$|^x_?1$", "query"),
+    (r"^\w{0,4}_?k$|^k_?(in|s|x)?$|^keys?\w*$|(^|_)key(s|_?in\w*|_states)?$|^xk$", "key"),
+    (r"^\w{0,4}_?v$|^v_?(in|s|x)?$|^values?\w*$|(^|_)value(s|_?in\w*|_states)?$|^xv$", "value"),
+    (r"mem|enc|context|^kv|cond|^y$|cross|source|^xa$|other|^x_?2$|^z$", "memory"),
+    (r"^x$|hidden|input|^src$|emb|token|^h$|feature|seq|^inp$|^x_?\w*$|states?$|data", "input"),
+)
+SWITCH = re.compile(
+    r"^(is|use|need|return|output|average|training|train)_|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freq|kwargs|layer_idx|relative"
+)
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """How the user's forward is called.
+
+    Args:
+        roles: For each parameter that is passed, in order: its name and what it gets (query, key, value, memory,
+            input, mask, or a constant written "=None", "=False", "=d_k").
+        layout: One of ``LAYOUTS``.
+        positional: Whether to pass by position, for parameters that have no usable name.
+        named: Whether the names of the parameters told the roles.
+        neutral: The mask that hides nothing, where one is required.
+        output: Index of the output among the tensors that come back.
+        weights: Index of the attention weights among them; -1 if they do not come back.
+    """
+
+    roles: tuple[tuple[str, str], ...]
+    layout: str
+    positional: bool = False
+    named: bool = True
+    neutral: MaskForm | None = None
+    output: int = 0
+    weights: int = -1
+
+    @property
+    def self_attention(self) -> bool:
+        """Whether one tensor is queries, keys and values."""
+        return any(role == "input" for _, role in self.roles)
+
+    @property
+    def mask_parameter(self) -> str:
+        """Name of the mask argument; "" if there is none."""
+        return next((name for name, role in self.roles if role in ("mask", "mask?")), "")
+
+    @property
+    def sequence_first(self) -> bool:
+        """Whether the length comes before the batch."""
+        return self.layout == "l b e"
+
+    @property
+    def one_memory(self) -> bool:
+        """Whether one argument is both keys and values."""
+        return any(role == "memory" for _, role in self.roles)
+
+
+@dataclass
+class Caller:
+    """Calls the user's code with batch-first tensors, whatever its own layout is.
+
+    Args:
+        function: The module or function.
+        num_heads: Number of heads, for the layouts and masks that show it.
+        quiet_dropout: Whether dropout must be held back, because the code applies it in eval too.
+        dtype: Precision of the call.
+    """
+
+    function: Callable[..., Any]
+    num_heads: int
+    quiet_dropout: bool = False
+    dtype: torch.dtype = torch.float64
+    parameters: tuple[inspect.Parameter, ...] = ()
+
+    def returned(self, plan: CallPlan, inputs: Inputs, mask: MaskForm | None = None) -> list[Tensor]:
+        """Call and list the tensors that come back, untouched."""
+        args, kwargs = self.arguments(plan, inputs, mask)
+        if not self.quiet_dropout:
+            return list(tensors_in((self.function(*args, **kwargs),)))
+        with without_dropout():
+            return list(tensors_in((self.function(*args, **kwargs),)))
+
+    def output(self, plan: CallPlan, inputs: Inputs, mask: MaskForm | None = None) -> Tensor:
+        """Call and give the output as (b, q, e)."""
+        return from_layout(self.returned(plan, inputs, mask)[plan.output], plan.layout)
+
+    def arguments(self, plan: CallPlan, inputs: Inputs, mask: MaskForm | None) -> tuple[list[Any], dict[str, Any]]:
+        """Lay out tensors and mask as the user's code wants them."""
+        values = {name: self._value(name, role, plan, inputs, mask) for name, role in plan.roles}
+        if plan.positional:
+            return list(values.values()), {}
+        return [], {name: value for name, value in values.items() if value is not OMIT}
+
+    def _value(self, name: str, role: str, plan: CallPlan, inputs: Inputs, mask: MaskForm | None) -> Any:
+        if role == "mask?" and mask is None:
+            return None
+        if role in ("mask", "mask?"):
+            form = mask or plan.neutral
+            if form is None:
+                return None if plan.positional else OMIT
+            may_attend = inputs.may_attend if mask is not None else None
+            if may_attend is None:
+                may_attend = inputs.query.new_ones(len(inputs.query), inputs.query.size(1), inputs.key.size(1)).bool()
+            return form.build(may_attend, self.num_heads, self.dtype)
+        if role.startswith("="):
+            return {"=None": None, "=False": False, "=True": True}.get(role, self._size(role[1:], inputs))
+        tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+        x = tensors.get(role, inputs.query if role == "input" else inputs.key)
+        return to_layout(x.to(self.dtype), plan.layout, self.num_heads)
+
+    def _size(self, name: str, inputs: Inputs) -> Any:
+        width = inputs.query.size(-1)
+        sizes = Sizes(num_heads=self.num_heads, head_dim=width // self.num_heads)
+        return value_for(name, sizes)[1]
+
+
+class _Omit:
+    """Marks an argument that is left to its default."""
+
+
+OMIT = _Omit()
+
+
+def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
+    """Turn (b, l, e) into the user's layout."""
+    if layout == "l b e":
+        return x.transpose(0, 1).contiguous()
+    if layout == "l e":
+        return x[0]
+    if layout in ("b h l d", "b l h d"):
+        split = x.unflatten(-1, (num_heads, -1))
+        return split.transpose(1, 2).contiguous() if layout == "b h l d" else split
+    return x
+
+
+def from_layout(x: Tensor, layout: str) -> Tensor:
+    """Turn the user's layout into (b, l, e)."""
+    if layout == "l b e":
+        return x.transpose(0, 1)
+    if layout == "l e":
+        return x[None]
+    if layout == "b h l d" and x.dim() == 4:
+        return x.transpose(1, 2).flatten(2)
+    return x.flatten(2) if layout == "b l h d" and x.dim() == 4 else x
+
+
+def random_inputs(sizes: Sizes, plan: CallPlan, seed: int, dtype: torch.dtype = torch.float64) -> Inputs:
+    """Draw inputs for a plan: equal tensors where the plan has one argument for several roles."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = 1 if plan.layout == "l e" else sizes.batch
+
+    def draw(length: int) -> Tensor:
+        return torch.randn(batch, length, sizes.embed_dim, generator=generator, dtype=torch.float64).to(dtype)
+
+    query = draw(sizes.query_len)
+    if plan.self_attention:
+        return Inputs(query, query, query)
+    key = draw(sizes.key_len)
+    return Inputs(query, key, key if plan.one_memory else draw(sizes.key_len))
+
+
+def role_of_parameter(name: str) -> str:
+    """Say what the name of an argument says.
+
+    >>> [role_of_parameter(name) for name in ("queries", "x", "attention_mask", "memory", "v_in")]
+    ['query', 'input', 'mask', 'memory', 'value']
+    """
+    for pattern, role in ROLE_NAMES:
+        if re.search(pattern, name.lower()):
+            return role
+    return ""
+
+
+def forward_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """List the arguments of a function, or of the forward of a module."""
+    target = function.forward if isinstance(function, nn.Module) else function
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    try:
+        return [p for p in inspect.signature(target).parameters.values() if p.kind not in variadic]
+    except (TypeError, ValueError):
+        return []
+
+
+def call_plans(caller: Caller, sizes: Sizes, errors: list[str]) -> Iterator[tuple[CallPlan, Sizes]]:
+    """Give the ways in which the code can be called, the likeliest first.
+
+    Args:
+        caller: Holds the code.
+        sizes: Of the tensors to try.
+        errors: Receives what the code said to attempts that failed.
+
+    Yields:
+        Plans that ran and gave an output of the query's length, with the sizes that they ran on. Equal lengths are
+        tried only where different ones fail.
+    """
+    parameters = forward_parameters(caller.function)
+    equal = replace(sizes, key_len=sizes.query_len)
+    found = False
+    for lengths in (sizes, equal):
+        for roles, named in role_lists(parameters):
+            for layout in LAYOUTS:
+                plan = CallPlan(roles, layout, positional_only(parameters, roles), named)
+                for working in _working(caller, plan, lengths, errors):
+                    found = True
+                    yield working, lengths
+        if found:
+            return
+
+
+def positional_only(parameters: list[inspect.Parameter], roles: tuple[tuple[str, str], ...]) -> bool:
+    """Whether the arguments can be passed by position only."""
+    kinds = {p.name: p.kind for p in parameters}
+    return any(kinds.get(name) == inspect.Parameter.POSITIONAL_ONLY for name, _ in roles)
+
+
+def role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[tuple[str, str], ...], bool]]:
+    """Propose what each parameter gets; also whether the names said so."""
+    roles = [(p.name, _role(p)) for p in parameters]
+    kept = [(name, role) for name, role in roles if role not in ("", "default")]
+    unknown = [name for name, role in roles if role == ""]
+    known = {role for _, role in kept}
+    if not unknown and (known & {"query", "input"}) and _complete(known):
+        yield from ((option, True) for option in _with_optional_memory(kept, parameters))
+    tensors = [name for name, role in roles if role in ("", "query", "key", "value", "memory", "input")]
+    tensors = [name for name in tensors if name in unknown or _required(name, parameters)] or tensors[:1]
+    for assignment in _assignments(len(tensors)):
+        chosen = dict(zip(tensors, assignment, strict=True))
+        yield tuple((n, chosen.get(n, r)) for n, r in roles if n in chosen or r == "mask" or r.startswith("=")), False
+
+
+def _complete(known: set[str]) -> bool:
+    three = {"query", "key", "value"} & known
+    return ("input" in known) != ("query" in known) and (
+        not three or three == {"query", "key", "value"} or (three == {"query"} and "memory" in known)
+    )
+
+
+def _with_optional_memory(
+    kept: list[tuple[str, str]], parameters: list[inspect.Parameter]
+) -> Iterator[tuple[tuple[str, str], ...]]:
+    """X with an optional second tensor is self-attention first; with a required one it is cross-attention."""
+    if not any(role == "input" for _, role in kept):
+        yield tuple(kept)
+        return
+    memory = [name for name, role in kept if role == "memory"]
+    if any(_required(name, parameters) for name in memory):
+        yield tuple((name, "query" if role == "input" else role) for name, role in kept)
+        return
+    yield tuple(pair for pair in kept if pair[1] not in ("memory", "key", "value"))
+
+
+def _required(name: str, parameters: list[inspect.Parameter]) -> bool:
+    return any(p.name == name and p.default is p.empty for p in parameters)
+
+
+def _role(parameter: inspect.Parameter) -> str:
+    name, optional = parameter.name.lower(), parameter.default is not parameter.empty
+    role = role_of_parameter(name)
+    if isinstance(parameter.default, bool | int | float) and optional:
+        return "default"
+    if SWITCH.search(name) and (role != "mask" or "head_mask" in name):
+        return "default" if optional else "=None" if re.search("drop|cache|past", name) else "=False"
+    if role == "" and optional:
+        return "default"
+    known, value = value_for(parameter.name, Sizes())
+    if parameter.annotation in (int, float) or (
+        name in ("d_k", "dk", "d_model", "num_heads", "n_heads", "heads") and known and value
+    ):
+        return f"={parameter.name}"
+    return role
+
+
+def _assignments(count: int) -> Iterator[tuple[str, ...]]:
+    if count == 1:
+        yield ("input",)
+    if count == 2:
+        yield from (("query", "memory"), ("memory", "query"))
+        yield ("input", "mask")
+    if count == 3:
+        yield from itertools.permutations(("query", "key", "value"))
+        yield ("query", "memory", "mask")
+    if count == 4:
+        yield from ((*three, "mask") for three in itertools.permutations(("query", "key", "value")))
+
+
+def _working(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> Iterator[CallPlan]:
+    """Try a plan without a mask, then with each mask that might hide nothing."""
+    neutrals: list[MaskForm | None] = [None]
+    if plan.mask_parameter:
+        neutrals += MaskForm.neutral_forms()
+    for neutral in neutrals:
+        attempt = replace(plan, neutral=neutral)
+        if neutral is None and plan.mask_parameter and _mask_required(caller, plan):
+            attempt = replace(attempt, roles=_none_mask(attempt.roles))
+        done = _try(caller, attempt, sizes, errors)
+        if done is not None:
+            yield replace(done, roles=plan.roles) if neutral is None and attempt.roles == plan.roles else done
+            if neutral is None:
+                return
+
+
+def _mask_required(caller: Caller, plan: CallPlan) -> bool:
+    return _required(plan.mask_parameter, forward_parameters(caller.function))
+
+
+def _none_mask(roles: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Pass None where a mask is required: "no mask" in much code."""
+    return tuple((name, "mask?" if role == "mask" else role) for name, role in roles)
+
+
+def _try(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> CallPlan | None:
+    inputs = random_inputs(sizes, plan, seed=1, dtype=caller.dtype)
+    try:
+        with torch.no_grad():
+            tensors = caller.returned(plan, inputs)
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return None
+    for index, x in enumerate(tensors):
+        if _is_output(x, plan, inputs, caller.num_heads):
+            return replace(plan, output=index, weights=_weights_index(tensors, index, inputs))
+    errors.append(f"no output of the query's length came back, but {[tuple(x.shape) for x in tensors]}")
+    return None
+
+
+def _is_output(x: Tensor, plan: CallPlan, inputs: Inputs, num_heads: int) -> bool:
+    batch, length, width = inputs.query.shape
+    lead = {"b l e": (batch, length), "l b e": (length, batch), "l e": (length,)}
+    if plan.layout in lead:
+        return x.dim() == len(lead[plan.layout]) + 1 and tuple(x.shape[:-1]) == lead[plan.layout]
+    shape = (batch, num_heads, length) if plan.layout == "b h l d" else (batch, length, num_heads)
+    return tuple(x.shape[:-1]) == shape or tuple(x.shape) == (batch, length, width)
+
+
+def _weights_index(tensors: list[Tensor], output: int, inputs: Inputs) -> int:
+    ending = (inputs.query.size(1), inputs.key.size(1))
+    matching = [i for i, x in enumerate(tensors) if i != output and tuple(x.shape[-2:]) == ending]
+    return matching[0] if matching else -1

@@ -1,0 +1,249 @@
+"""Search the family: which reading, and which mistakes, reproduce the user's numbers.
+
+Readings without a mistake are tried first, then one mistake under every reading, then pairs, then triples. What
+reproduces the output on the inputs of the search is confirmed on fresh inputs of other sizes and on other weights.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.calling import CallPlan
+from equivalence_tests.checker.mistakes import ATTENTION_MISTAKES, CONVENTIONS, Mistake
+from equivalence_tests.checker.projections import ProjectionReading
+from equivalence_tests.checker.reference import Inputs, Projection, Projections, Setting, attend
+
+__all__ = ["Match", "Observation", "Reading", "distance", "matches", "search"]
+
+# Differences below this part of the largest value are rounding; a true one stands far above it.
+LEVELS = ("readings", "single mistakes", "pairs of mistakes", "triples of mistakes")
+# Code that computes a part in float32, whatever it is given, is that exact and no more.
+FLOAT32_INSIDE = 3e-6
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One call of the user's code: canonical inputs, and the output as (b, q, e)."""
+
+    inputs: Inputs
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to understand the code: how it is called, what its parameters are, and what it includes.
+
+    Args:
+        plan: How it is called.
+        projections: Where the matrices are; None for code without parameters.
+        setting: Heads, layout, LayerNorm.
+        conventions: Settings of the family that are right too, as (slot, option).
+        implied: Mistakes that the structure itself shows, such as a projection that does not exist.
+        likely: Whether names, and not trying, led here.
+    """
+
+    plan: CallPlan
+    projections: ProjectionReading | None
+    setting: Setting
+    conventions: tuple[tuple[str, str], ...] = ()
+    implied: tuple[str, ...] = ()
+    likely: bool = True
+
+    def read(self, module: Any) -> Projections:
+        """Give the matrices that the module holds now."""
+        if self.projections is None or not isinstance(module, nn.Module):
+            nothing = Projection()
+            return Projections(nothing, nothing, nothing, None)
+        return self.projections.read(module, self.setting.num_heads)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A reading and the mistakes under which the family gives the user's numbers."""
+
+    reading: Reading
+    mistakes: tuple[Mistake, ...] = ()
+    error: float = 0.0
+
+    @property
+    def float32_inside(self) -> bool:
+        """Whether the agreement is only that of float32."""
+        return self.error > 3 * TOLERANCE[torch.float64]
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The settings of the family."""
+        chosen = {m.slot: m.option for m in self.mistakes}
+        causal = {"causal": "yes"} if "causal_use" in chosen else {}
+        return dict(self.reading.conventions) | causal | chosen
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all mistakes, those that the structure shows included."""
+        return (*self.reading.implied, *dict.fromkeys(m.name for m in self.mistakes))
+
+
+@dataclass
+class Effort:
+    """How long the search may take, and how much of it was done."""
+
+    seconds: float
+    progress: Callable[[str], None] = lambda text: None
+    evaluated: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() - self.started > self.seconds
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Greatest difference relative to the largest expected value, over rows where the expected one is finite.
+
+    >>> distance(torch.tensor([[1.0, 2.5]]), torch.tensor([[1.0, 2.0]]))
+    0.25
+    """
+    if actual.shape != expected.shape:
+        return float("inf")
+    rows = expected.isfinite().all(-1)
+    if 2 * int(rows.sum()) < rows.numel():
+        return float("inf")
+    difference = (actual[rows] - expected[rows]).abs().max()
+    largest = expected[rows].abs().max().clamp_min(1e-30)
+    return float((difference / largest).nan_to_num(float("inf")))
+
+
+def matches(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> bool:
+    """Whether the two are equal up to rounding."""
+    return distance(actual, expected) <= TOLERANCE[dtype]
+
+
+def search(
+    module: Any,
+    readings: Sequence[Reading],
+    observe: Callable[[CallPlan], Sequence[Observation]],
+    dtype: torch.dtype,
+    effort: Effort,
+    most: int = 3,
+) -> list[Match]:
+    """Find the fewest mistakes that explain the output, under any reading.
+
+    Args:
+        module: Holds the weights.
+        readings: The likeliest first.
+        observe: Gives observations for a plan; the first is searched on, the others confirm.
+        dtype: Precision that the code computed in.
+        effort: Bounds the search.
+        most: Greatest number of mistakes together.
+
+    Returns:
+        Every match with the least number of mistakes; several readings without a mistake, or several mistakes that
+        give the same numbers. Empty if nothing fits.
+    """
+    likely = [r for r in readings if r.likely] or list(readings[:60])
+    others = [r for r in readings if not r.likely]
+    stages = ((likely, 0), (others[:1500], 0), (likely[:40], 1), (others[:60], 1), (likely[:10], 2), (likely[:2], 3))
+    for group, count in stages:
+        if count > most or effort.exhausted:
+            break
+        effort.progress(f"{LEVELS[count]} under {len(group)} readings")
+        found: list[Match] = []
+        for reading in group:
+            found += _search_reading(module, reading, count, observe(reading.plan), dtype, effort)
+            if found and count == 0 and reading.likely:
+                break
+        if found:
+            return _distinct([m for m in found if not m.float32_inside] or found)
+    return []
+
+
+def _search_reading(
+    module: Any, reading: Reading, count: int, observations: Sequence[Observation], dtype: torch.dtype, effort: Effort
+) -> list[Match]:
+    if not observations:
+        return []
+    projections = reading.read(module)
+    found: list[Match] = []
+    options = applicable(reading, projections, observations[0]) if count else []
+    for mistakes in combinations_of(options, count):
+        if effort.exhausted:
+            break
+        effort.evaluated += 1
+        match = Match(reading, mistakes)
+        bound = max(TOLERANCE[dtype], FLOAT32_INSIDE)
+        if _error(match, projections, observations[0]) > bound:
+            continue
+        worst = max(_error(match, projections, o) for o in observations)
+        if worst <= 3 * bound:
+            found.append(replace(match, error=worst))
+    return found
+
+
+def _error(match: Match, projections: Projections, observation: Observation) -> float:
+    try:
+        expected = attend(match.reading.setting, projections, observation.inputs, match.choices)
+    except (RuntimeError, IndexError, ValueError, ZeroDivisionError):
+        return float("inf")
+    return distance(observation.output.to(expected.dtype), expected)
+
+
+def combinations_of(options: Sequence[Mistake], count: int) -> Iterator[tuple[Mistake, ...]]:
+    """List combinations of mistakes that set different switches."""
+    for combination in itertools.combinations(options, count):
+        if len({m.slot for m in combination}) == count:
+            yield combination
+
+
+def applicable(reading: Reading, projections: Projections, observation: Observation) -> list[Mistake]:
+    """List the mistakes that could change anything under a reading."""
+    inputs = observation.inputs
+    parts = {"query": projections.query, "key": projections.key, "value": projections.value}
+    has_bias = {f"{name}_bias": p.bias is not None for name, p in parts.items()}
+    output = projections.output
+    has_bias["output_bias"] = output is not None and output.bias is not None
+    full = all(p.weight is not None for p in parts.values()) and reading.projections is not None
+    one_tensor = inputs.query is inputs.key is inputs.value
+
+    def fits(m: Mistake) -> bool:
+        rules = {
+            "matrices": full,
+            "arguments": not one_tensor and reading.plan.named,
+            "output": output is not None,
+            "wrap": reading.setting.norm is not None
+            or not m.option.startswith(("post", "norm", "residual_from", "residual_after")),
+            "grouped": projections.key.weight is not None
+            and projections.query.weight is not None
+            and projections.key.weight.size(0) != projections.query.weight.size(0),
+            "causal_use": inputs.query.size(1) == inputs.key.size(1),
+            "causal": inputs.query.size(1) == inputs.key.size(1),
+        } | has_bias
+        if m.slot in ("split", "merge") and m.option == ("lbhd" if reading.plan.sequence_first else "blhd"):
+            return False
+        return rules.get(m.slot, True)
+
+    return [m for m in ATTENTION_MISTAKES if fits(m)]
+
+
+def convention_sets(has_norm: bool, causal: Iterable[str]) -> list[tuple[tuple[str, str], ...]]:
+    """List the settings that are right too, the commonest first."""
+    wraps = CONVENTIONS["wrap"] if has_norm else ("none", "residual")
+    features = (("lh", "lh"), ("ld", "ld"), ("lh", "ld"), ("ld", "lh"))
+    sets: list[tuple[tuple[str, str], ...]] = []
+    for (split, merge), wrap, mask in itertools.product(features, wraps, causal):
+        sets.append((("wrap", wrap), ("split", split), ("merge", merge), ("causal", mask)))
+    return sets
+
+
+def _distinct(found: list[Match]) -> list[Match]:
+    """Keep one match for each set of mistakes."""
+    kept: dict[tuple[str, ...], Match] = {}
+    for match in found:
+        kept.setdefault(match.names, match)
+    return list(kept.values())

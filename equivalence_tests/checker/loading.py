@@ -1,0 +1,148 @@
+"""Find what is to be checked: an object, "file.py:Name", "module.path:Name", "file.py:Name.sub.module"."""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from equivalence_tests.checker.errors import CannotCheckError
+
+__all__ = ["Source", "load", "source_of"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of the user's code, where it could be found.
+
+    Args:
+        text: The source of the class or function; "" if unknown.
+        path: Its file; "" if unknown.
+        first_line: Where it starts in that file.
+    """
+
+    text: str = ""
+    path: str = ""
+    first_line: int = 1
+
+    def line_matching(self, *patterns: str) -> tuple[int, str] | None:
+        """Give the first line of code that one of the patterns is found in, with its number in the file."""
+        code = _without_docstrings(self.text).splitlines()
+        for pattern in patterns:
+            for offset, line in enumerate(code):
+                if re.search(pattern, line.split("#")[0]):
+                    return self.first_line + offset, line.strip()
+        return None
+
+
+def load(target: Any) -> Any:
+    """Import what a string names; anything else stands for itself.
+
+    Args:
+        target: "file.py:Name", "module.path:Name" (each with ``.attribute`` after it) or an object.
+
+    Returns:
+        The class, function or instance.
+
+    Raises:
+        CannotCheckError: If there is no such file, module or name, or if importing it fails.
+
+    >>> load("math:sqrt")(9.0)
+    3.0
+    """
+    if not isinstance(target, str):
+        return target
+    place, colon, name = target.rpartition(":")
+    if not colon or not name:
+        raise CannotCheckError(f"{target!r} must read file.py:Name or module.path:Name")
+    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    found: Any = module
+    for part in name.split("."):
+        found = _member(found, part, place)
+    return found
+
+
+def source_of(target: Any) -> Source:
+    """Find the source text of a class, function or instance.
+
+    Args:
+        target: Any object.
+
+    Returns:
+        The source; empty if there is none to be found (typed at a prompt, or compiled).
+    """
+    if isinstance(target, functools.partial):
+        target = target.func
+    if not (inspect.isclass(target) or inspect.isroutine(target)):
+        target = type(target)
+    try:
+        lines, first = inspect.getsourcelines(target)
+        return Source(textwrap.dedent("".join(lines)), inspect.getsourcefile(target) or "", first)
+    except (OSError, TypeError, IndentationError, SyntaxError):
+        return Source()
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise CannotCheckError(f"there is no file {path}")
+    name = f"_checked_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise CannotCheckError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise CannotCheckError(f"importing {path} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise CannotCheckError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+
+
+def _member(owner: Any, name: str, place: str) -> Any:
+    try:
+        return owner[int(name)] if name.isdigit() else getattr(owner, name)
+    except (AttributeError, IndexError, TypeError) as error:
+        names = sorted(
+            key
+            for key, value in vars(owner).items()
+            if isinstance(owner, ModuleType)
+            and getattr(value, "__module__", None) == owner.__name__
+            and (inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, nn.Module)))
+        )
+        hint = f"; it has {', '.join(names)}" if names else ""
+        raise CannotCheckError(f"there is no {name} in {place}{hint}") from error
+
+
+def _without_docstrings(text: str) -> str:
+    """Blank out docstrings and keep the line numbers."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return text
+    lines = text.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return "\n".join(lines)

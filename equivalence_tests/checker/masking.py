@@ -1,0 +1,114 @@
+"""The shapes and encodings in which masks are handed over in the wild."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["MaskForm", "mask_forms", "draw_masks"]
+
+# From (b, q, k) to what is handed over; every row equal for the key shapes, every sample equal for (query, key).
+SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "(batch, query, key)": lambda m, h: m,
+    "(batch, 1, query, key)": lambda m, h: m[:, None],
+    "(batch, heads, query, key)": lambda m, h: m[:, None].expand(-1, h, -1, -1).contiguous(),
+    "(batch * heads, query, key)": lambda m, h: m.repeat_interleave(h, 0),
+    "(heads * batch, query, key)": lambda m, h: m.repeat(h, 1, 1),
+    "(query, key, batch)": lambda m, h: m.permute(1, 2, 0).contiguous(),
+    "(query, key)": lambda m, h: m[0],
+    "(1, query, key)": lambda m, h: m[:1],
+    "(1, 1, query, key)": lambda m, h: m[:1, None],
+    "(batch, key)": lambda m, h: m[:, 0],
+    "(batch, 1, key)": lambda m, h: m[:, :1],
+    "(batch, 1, 1, key)": lambda m, h: m[:, None, :1],
+    "(1, key, batch)": lambda m, h: m[:, :1].permute(1, 2, 0).contiguous(),
+    "(batch, key, 1)": lambda m, h: m[:, 0, :, None],
+    "lengths (batch,)": lambda m, h: m[:, 0].sum(-1),
+    "lengths (batch, query)": lambda m, h: m.sum(-1),
+}
+KEY_SHAPES = ("(batch, key)", "(batch, 1, key)", "(batch, 1, 1, key)", "(1, key, batch)", "(batch, key, 1)")
+SHARED_SHAPES = ("(query, key)", "(1, query, key)", "(1, 1, query, key)")
+ENCODINGS = {
+    "look": "True = may look",
+    "block": "True = may not look",
+    "look_float": "1.0 = may look, 0.0 = may not",
+    "block_float": "1.0 = may not look, 0.0 = may",
+    "look_int": "1 = may look, 0 = may not",
+    "block_int": "1 = may not look, 0 = may",
+    "additive": "added to the scores: 0 = may look, -inf = may not",
+    "lengths": "the number of keys that may be looked at",
+}
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """One way to hand over a mask."""
+
+    shape: str
+    encoding: str
+
+    @property
+    def pattern(self) -> str:
+        """Which masks it can express: full, shared (all samples alike), keys (all queries alike) or lengths."""
+        if self.encoding == "lengths":
+            return "query_lengths" if self.shape.endswith("query)") else "lengths"
+        return "keys" if self.shape in KEY_SHAPES else "shared" if self.shape in SHARED_SHAPES else "full"
+
+    def build(self, may_attend: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+        """Write (b, q, k), True = may look, in this form."""
+        x = SHAPES[self.shape](may_attend, num_heads)
+        if self.encoding == "lengths":
+            return x
+        if self.encoding == "additive":
+            return torch.zeros(x.shape, dtype=dtype).masked_fill(~x, -torch.inf)
+        meaning, _, kind = self.encoding.partition("_")
+        x = x if meaning == "look" else ~x
+        return x if not kind else x.to(dtype) if kind == "float" else x.long()
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {ENCODINGS[self.encoding]}"
+
+    @staticmethod
+    def neutral_forms() -> list["MaskForm"]:
+        """List forms in which a mask that hides nothing can be tried."""
+        shapes = ["(batch, 1, query, key)", "(batch, query, key)", "(batch, 1, 1, key)", "(batch, key)", "(query, key)"]
+        shapes += ["(query, key, batch)", "(batch, 1, key)"]
+        boolean = [
+            MaskForm(s, e) for s, e in itertools.product(shapes, ("look", "block", "look_int", "block_int", "additive"))
+        ]
+        return [*boolean, MaskForm("lengths (batch,)", "lengths")]
+
+
+def mask_forms() -> Iterator[MaskForm]:
+    """List every form, bool before numbers, per-sample masks before shared ones."""
+    for encoding, shape in itertools.product(
+        [e for e in ENCODINGS if e != "lengths"], [s for s in SHAPES if not s.startswith("len")]
+    ):
+        yield MaskForm(shape, encoding)
+    yield MaskForm("lengths (batch,)", "lengths")
+    yield MaskForm("lengths (batch, query)", "lengths")
+
+
+def draw_masks(pattern: str, batch: int, query_len: int, key_len: int, seed: int = 3) -> Tensor:
+    """Draw (b, q, k) of a pattern: holes inside, other ones for each sample, key 0 always visible.
+
+    >>> draw_masks("lengths", 2, 1, 4).sum(-1).tolist()
+    [[2], [3]]
+    """
+    generator = torch.Generator().manual_seed(seed)
+    may = torch.rand(batch, query_len, key_len, generator=generator) > 0.4
+    if pattern in ("lengths", "query_lengths"):
+        rows = torch.arange(query_len) if pattern == "query_lengths" else torch.zeros(query_len, dtype=torch.long)
+        lengths = 2 + (torch.arange(batch)[:, None] + rows) % max(key_len - 2, 1)
+        return torch.arange(key_len) < lengths[..., None]
+    if pattern == "keys":
+        may = may[:, :1].expand(-1, query_len, -1).clone()
+        may[:, :, 1 + torch.arange(batch).remainder(max(key_len - 2, 1))] = True
+        for sample in range(batch):  # a hole inside, in another place for each sample
+            may[sample, :, 1 + sample % max(key_len - 1, 1)] = False
+    if pattern == "shared":
+        may = may[:1].expand(batch, -1, -1).clone()
+    may[:, :, 0] = True
+    return may

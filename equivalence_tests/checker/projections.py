@@ -1,0 +1,304 @@
+"""Find which parameter is which projection, and how fused ones are laid out.
+
+Names decide where they say something, the tensors that meet a parameter where they do not, and every order that is
+left is tried.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.reference import Projection, Projections
+
+__all__ = ["Leaf", "ProjectionReading", "leaves_of", "projection_readings"]
+
+ROLE_LETTERS = {"q": "query", "k": "key", "v": "value", "o": "output"}
+WORDS = (
+    (r"qkv|kqv|c_attn|in_proj|query_key_value|to_qkv|qvk|vkq|kvq", "qkv"),
+    (r"(^|_)kv($|_)|key_value|to_kv", "kv"),
+    (
+        r"quer(y|ies)|(^|[_.])(w_?|fc_?|lin_?|linear_?|to_?|proj_?|in_?|x_?)*q(_?(proj|linear|lin|layer|w|net|dense|fc|mat|s))*($|[_.])",
+        "query",
+    ),
+    (
+        r"keys?($|[^a-z])|(^|[_.])(w_?|fc_?|lin_?|linear_?|to_?|proj_?|in_?|x_?)*k(_?(proj|linear|lin|layer|w|net|dense|fc|mat|s))*($|[_.])",
+        "key",
+    ),
+    (
+        r"values?($|[^a-z])|(^|[_.])(w_?|fc_?|lin_?|linear_?|to_?|proj_?|in_?|x_?)*v(_?(proj|linear|lin|layer|w|net|dense|fc|mat|s))*($|[_.])",
+        "value",
+    ),
+    (
+        r"out|unify|(^|[_.])(w_?|fc_?|lin_?|linear_?)*o(_?(proj|linear|lin|layer|w|fc))*($|[_.])|(^|[_.])(c_)?proj($|[_.])|combine|concat|^fc$|final|dense$",
+        "output",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A matrix of the user's module: one parameter, or the small ones of all heads stacked.
+
+    Args:
+        name: How the user calls it.
+        weights: Paths of the parameters.
+        biases: Paths of their biases; empty if there are none.
+        transposed: Whether the parameter is stored (in, out).
+        role: What the name says: query, key, value, output, qkv, kv, or "".
+        shared_heads: How many heads use this one head-sized matrix; 1 for a matrix of full width.
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]
+    transposed: bool
+    role: str
+    shared_heads: int = 1
+
+    def read(self, module: nn.Module) -> Projection:
+        """Give the matrix as (out, in), with its bias."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        weight = torch.cat([_as_matrix(parameters[name].detach(), self.transposed) for name in self.weights])
+        bias = torch.cat([parameters[name].detach().flatten() for name in self.biases]) if self.biases else None
+        if self.shared_heads > 1:
+            weight = torch.block_diag(*[weight] * self.shared_heads)
+            bias = None if bias is None else bias.repeat(self.shared_heads)
+        return Projection(weight, bias)
+
+
+@dataclass(frozen=True)
+class ProjectionReading:
+    """One way to read the four projections out of a module.
+
+    Args:
+        leaves: The input projections in the order in which ``layout`` names them: three, two or one.
+        output: The output projection.
+        layout: "separate", "kv" or "qkv" plus the order of the axes of the packed rows: "3hd", "h3d", "hd3".
+        order: Which role the first, second and third part plays, "qkv" as a rule; for separate leaves a letter each,
+            "-" for a role without a matrix.
+        by_name: Whether names, and not trying, told the roles.
+    """
+
+    leaves: tuple[Leaf, ...]
+    output: Leaf | None
+    layout: str = "separate"
+    order: str = "qkv"
+    by_name: bool = True
+
+    def read(self, module: nn.Module, num_heads: int) -> Projections:
+        """Give the four projections with the weights that the module holds now."""
+        parts = self._parts(module, num_heads)
+        roles = {letter: parts[letter] for letter in "qkv"}
+        return Projections(roles["q"], roles["k"], roles["v"], self.output.read(module) if self.output else None)
+
+    def _parts(self, module: nn.Module, num_heads: int) -> dict[str, Projection]:
+        read = [leaf.read(module) for leaf in self.leaves]
+        nothing = Projection()
+        if self.layout == "separate":
+            index = iter(read)
+            return dict.fromkeys("qkv", nothing) | {letter: next(index) for letter in self.order if letter != "-"}
+        if self.layout.startswith("kv"):
+            halves = _unpack(read[1], self.layout[2:], num_heads, 2)
+            return {"q": read[0]} | dict(zip(self.order[1:], halves, strict=True))
+        return dict(zip(self.order, _unpack(read[0], self.layout[3:], num_heads, 3), strict=True))
+
+
+def leaves_of(module: nn.Module, num_heads: int, embed_dim: int) -> list[Leaf]:
+    """List the matrices of a module that could be projections.
+
+    Args:
+        module: The user's module.
+        num_heads: Number of heads.
+        embed_dim: Width of the tokens.
+
+    Returns:
+        Every Linear-like pair of weight and bias; head-sized matrices of equal names are stacked.
+    """
+    singles = [_leaf(module, name, p) for name, p in module.named_parameters(remove_duplicate=False) if _is_matrix(p)]
+    groups: dict[str, list[Leaf]] = {}
+    for leaf in singles:
+        groups.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", leaf.name), []).append(leaf)
+    stacked: list[Leaf] = []
+    for name, group in groups.items():
+        stacked += _stack(module, name, group, num_heads, embed_dim)
+    return [_shared(module, leaf, num_heads, embed_dim) for leaf in stacked]
+
+
+def projection_readings(
+    leaves: list[Leaf], fed_by_inputs: set[str], module: nn.Module, num_heads: int
+) -> Iterator[ProjectionReading]:
+    """Propose readings, the likeliest first.
+
+    Args:
+        leaves: From ``leaves_of``.
+        fed_by_inputs: Names of the leaves that were seen to meet an argument itself (or its LayerNorm).
+        module: The user's module, for shapes.
+        num_heads: Number of heads.
+
+    Yields:
+        Readings by name first, then every assignment that the shapes allow.
+    """
+    seen: set[ProjectionReading] = set()
+    for reading in itertools.chain(_by_name(leaves, fed_by_inputs), _by_trying(leaves, fed_by_inputs)):
+        if reading in seen or not _fits(reading, module, num_heads):
+            continue
+        seen.add(reading)
+        yield reading
+
+
+def role_of(name: str) -> str:
+    """Say what the name of a parameter or layer says about its role.
+
+    >>> [role_of(name) for name in ("w_q", "to_kv", "attn.c_attn", "fc_out", "keys", "linears.2")]
+    ['query', 'kv', 'qkv', 'output', 'key', '']
+    """
+    last = name.lower().replace("_weight", "").replace("weight_", "")
+    for part in reversed(last.split(".")):
+        for pattern, role in WORDS:
+            if re.search(pattern, part):
+                return role
+    return ""
+
+
+def _by_name(leaves: list[Leaf], fed: set[str]) -> Iterator[ProjectionReading]:
+    named: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        role = leaf.role
+        if role == "output" and leaf.name in fed and len([x for x in leaves if x.role == "output"]) > 1:
+            role = ""
+        named.setdefault(role, []).append(leaf)
+    outputs: list[Leaf | None] = [*(x for x in named.get("output", []) if x.name not in fed or not fed)]
+    outputs += [x for x in named.get("", []) if fed and x.name not in fed]
+    outputs = outputs or [None]
+    if len(named.get("query", [])) == len(named.get("key", [])) == len(named.get("value", [])) == 1:
+        three = (named["query"][0], named["key"][0], named["value"][0])
+        yield from (ProjectionReading(three, output) for output in outputs)
+    for packed in named.get("qkv", []):
+        for layout in ("qkv3hd", "qkvh3d", "qkvhd3"):
+            yield from (ProjectionReading((packed,), output, layout, by_name=False) for output in outputs)
+    for query, packed in itertools.product(named.get("query", []), named.get("kv", [])):
+        for layout in ("kv2hd", "kvh2d", "kvhd2"):
+            yield from (ProjectionReading((query, packed), output, layout, by_name=False) for output in outputs)
+
+
+def _by_trying(leaves: list[Leaf], fed: set[str]) -> Iterator[ProjectionReading]:
+    inputs = [leaf for leaf in leaves if leaf.name in fed] or leaves
+    for output in [*(leaf for leaf in leaves if leaf.name not in fed or not fed), None]:
+        rest = [leaf for leaf in inputs if leaf is not output]
+        for three in itertools.permutations(rest, 3):
+            yield ProjectionReading(three, output, by_name=False)
+        for one in rest:
+            for order, layout in itertools.product(("qkv", "kqv", "qvk", "vqk", "kvq", "vkq"), ("3hd", "h3d", "hd3")):
+                yield ProjectionReading((one,), output, f"qkv{layout}", order, by_name=False)
+        for query, packed in itertools.permutations(rest, 2):
+            for order, layout in itertools.product(("qkv", "qvk"), ("2hd", "h2d", "hd2")):
+                yield ProjectionReading((query, packed), output, f"kv{layout}", order, by_name=False)
+        for two in itertools.permutations(rest, 2):
+            yield from (
+                ProjectionReading(two, output, order=order, by_name=_roles_agree(two, order))
+                for order in ("qk-", "q-v", "-kv")
+            )
+        for one in rest:
+            yield from (ProjectionReading((one,), output, order=order, by_name=False) for order in ("q--", "--v"))
+        yield from (ProjectionReading((one,) * 3, output, by_name=False) for one in rest)
+        for one, other in itertools.permutations(rest, 2):
+            for three in ((one, other, other), (one, one, other), (one, other, one)):
+                yield ProjectionReading(three, output, by_name=False)
+
+
+def _roles_agree(leaves: tuple[Leaf, ...], order: str) -> bool:
+    letters = [letter for letter in order if letter != "-"]
+    return all(leaf.role == ROLE_LETTERS[letter] for leaf, letter in zip(leaves, letters, strict=True))
+
+
+def _fits(reading: ProjectionReading, module: nn.Module, num_heads: int) -> bool:
+    """Whether the shapes of a reading make an attention."""
+    packs = {"separate": 1}.get(reading.layout, 3 if reading.layout.startswith("qkv") else 2)
+    rows = reading.leaves[-1].read(module).weight
+    assert rows is not None  # a leaf has a matrix
+    if rows.size(0) % (packs * num_heads) or (packs > 1 and reading.leaves[-1].shared_heads > 1):
+        return False
+    try:
+        read = reading.read(module, num_heads)
+    except RuntimeError:
+        return False
+    widths = {x.weight.size(0) for x in (read.query, read.key) if x.weight is not None}
+    heads_fit = all(x.weight is None or x.weight.size(0) % num_heads == 0 for x in (read.query, read.key, read.value))
+    value, output = read.value.weight, read.output
+    mismatched = value is not None and output is not None and output.weight is not None and len(widths) == 1
+    if mismatched and value is not None and output is not None and output.weight is not None:
+        return heads_fit and output.weight.size(1) == value.size(0)
+    return heads_fit and len(widths) <= 1
+
+
+def _unpack(packed: Projection, layout: str, num_heads: int, parts: int) -> list[Projection]:
+    """Cut packed rows into their parts: "3hd" is [q; k; v], "h3d" is [q, k, v] for each head in turn."""
+    assert packed.weight is not None  # only matrices are packed
+    axis = layout.index(str(parts))
+    width = packed.weight.size(0) // (parts * num_heads)
+    sizes = [{"h": num_heads, "d": width}.get(letter, parts) for letter in layout]
+
+    def cut(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y.reshape(-1, *x.shape[1:]) for y in x.reshape(*sizes, *x.shape[1:]).unbind(axis))
+
+    weights = cut(packed.weight)
+    biases: tuple[Tensor | None, ...] = (None,) * parts if packed.bias is None else cut(packed.bias)
+    return [Projection(w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return parameter.dim() in (2, 3) and min(parameter.shape) > 1
+
+
+def _as_matrix(weight: Tensor, transposed: bool) -> Tensor:
+    """Flatten (h, e, d) or (h, d, e), or transpose (in, out)."""
+    if weight.dim() == 3:
+        return (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)
+    return weight.t() if transposed else weight
+
+
+def _leaf(module: nn.Module, name: str, parameter: nn.Parameter) -> Leaf:
+    owner, _, last = name.rpartition(".")
+    parent = module.get_submodule(owner)
+    biases = [f"{owner}.bias" if owner else "bias"] if last == "weight" else [name.replace("weight", "bias")]
+    biases += [re.sub(r"(?i)w(?=_?[a-z]?$)", "b", name)]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    bias = next(((b,) for b in biases if b != name and b in parameters and parameters[b].dim() == 1), ())
+    label = owner if last == "weight" and owner else name
+    raw = last != "weight" or (
+        not isinstance(parent, nn.Linear) and type(parent).__name__ != "NonDynamicallyQuantizableLinear"
+    )
+    transposed = raw and not last.endswith("in_proj_weight") and "proj_weight" not in last
+    if bias and parameter.dim() == 2 and parameter.size(0) != parameter.size(1):
+        transposed = parameters[bias[0]].numel() == parameter.size(1)
+    return Leaf(label, (name,), bias, transposed, role_of(label))
+
+
+def _stack(module: nn.Module, name: str, group: list[Leaf], num_heads: int, embed_dim: int) -> list[Leaf]:
+    """Stack the head-sized matrices of one name: heads.0.key, heads.1.key, ..."""
+    rows = [leaf.read(module).weight for leaf in group]
+    same = len(group) > 1 and len({None if r is None else r.shape for r in rows}) == 1 and rows[0] is not None
+    if not same or len(group) != num_heads or (rows[0] is not None and rows[0].size(0) >= embed_dim):
+        return group
+    first = group[0]
+    return [
+        Leaf(
+            name,
+            tuple(leaf.weights[0] for leaf in group),
+            tuple(leaf.biases[0] for leaf in group) if first.biases else (),
+            first.transposed,
+            first.role or role_of(name.replace("*", "")),
+        )
+    ]
+
+
+def _shared(module: nn.Module, leaf: Leaf, num_heads: int, embed_dim: int) -> Leaf:
+    weight = leaf.read(module).weight
+    head_dim = embed_dim // num_heads
+    if num_heads > 1 and weight is not None and tuple(weight.shape) == (head_dim, head_dim):
+        return Leaf(leaf.name, leaf.weights, leaf.biases, leaf.transposed, leaf.role, num_heads)
+    return leaf

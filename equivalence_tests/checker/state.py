@@ -1,0 +1,47 @@
+"""Leave the global state of Python and torch as it was found, whatever the user's code does to it."""
+
+import contextlib
+import io
+import random
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+__all__ = ["preserved_global_state"]
+
+
+@contextlib.contextmanager
+def preserved_global_state(quiet: bool = True) -> Iterator[io.StringIO]:
+    """Restore seeds, default dtype, grad mode, threads and deterministic flags, and keep what is printed.
+
+    Args:
+        quiet: Catch what is written to the standard output.
+
+    Returns:
+        A context manager that gives the buffer of what was printed.
+
+    >>> with preserved_global_state():
+    ...     torch.set_default_dtype(torch.float64)
+    >>> torch.get_default_dtype()
+    torch.float32
+    """
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    printed = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(printed) if quiet else contextlib.nullcontext():
+            warnings.simplefilter("ignore")
+            yield printed
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

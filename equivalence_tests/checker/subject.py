@@ -1,0 +1,227 @@
+"""What is being checked: the built object, its sizes, its source, and what the user said about it."""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.calling import Caller, CallPlan
+from equivalence_tests.checker.construction import SIZES, Sizes, build
+from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.loading import Source, source_of
+from equivalence_tests.checker.masking import MaskForm
+from equivalence_tests.checker.reference import Inputs
+from equivalence_tests.checker.tracing import tensors_in, without_dropout
+
+__all__ = ["Adapter", "Subject", "subjects"]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What the checker could not find out by itself.
+
+    Args:
+        build: Makes the module.
+        call: ``call(module, query, key, value, may_attend)`` gives the output. All tensors are batch first,
+            (batch, len, embed_dim); may_attend is (batch, query_len, key_len) bool, True = may look, or None.
+        weights: Paths of the parameters: "query", "key", "value", "output" -> "path.to.weight", or "qkv" for a packed
+            matrix of [q; k; v]. A bias beside it is found by its name.
+        num_heads: Number of heads.
+        embed_dim: Width of the tokens.
+
+    >>> adapter = Adapter(build=lambda: nn.MultiheadAttention(6, 2, batch_first=True), num_heads=2, embed_dim=6)
+    """
+
+    build: Callable[[], Any] | None = None
+    call: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Any] | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
+    num_heads: int | None = None
+    embed_dim: int | None = None
+
+
+@dataclass
+class Subject:
+    """One built instance.
+
+    Args:
+        name: What the user calls it.
+        function: The module or function.
+        sizes: The sizes that it was built with, as far as they are known.
+        source: Its source text.
+        adapter: What the user said about it.
+        trained: Whether it came as an instance, whose weights must come back as they were.
+        signature: The forward whose argument names count.
+        dtype: Precision in which it computes.
+        quiet_dropout: Whether dropout must be held back.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    sizes: Sizes
+    source: Source
+    adapter: Adapter
+    trained: bool = False
+    dtype: torch.dtype = torch.float64
+    quiet_dropout: bool = False
+
+    @property
+    def head_counts(self) -> list[int]:
+        """The numbers of heads to try: one where it is known."""
+        known = self.adapter.num_heads or heads_of(self.function, self.sizes.embed_dim)
+        if known:
+            return [known]
+        width = self.sizes.embed_dim
+        candidates = [*_counted_in_file(self.function), self.sizes.num_heads, 1, 8, 4, 2, 3, 6, 12, 16]
+        return list(dict.fromkeys(n for n in candidates if 0 < n <= width and width % n == 0))[:4]
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None for a plain function."""
+        return self.function if isinstance(self.function, nn.Module) else None
+
+    def caller(self) -> Caller:
+        """Give what calls it."""
+        if self.adapter.call is not None:
+            return _AdaptedCaller(
+                self.function, self.sizes.num_heads, self.quiet_dropout, self.dtype, (), self.adapter.call
+            )
+        return Caller(self.function, self.sizes.num_heads, self.quiet_dropout, self.dtype)
+
+
+@dataclass
+class _AdaptedCaller(Caller):
+    """Calls through the user's adapter."""
+
+    call: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Any] | None = None
+
+    def returned(self, plan: CallPlan, inputs: Inputs, mask: MaskForm | None = None) -> list[Tensor]:
+        assert self.call is not None  # made only with one
+        may_attend = inputs.may_attend if mask is not None else None
+        arguments = (inputs.query.to(self.dtype), inputs.key.to(self.dtype), inputs.value.to(self.dtype), may_attend)
+        if not self.quiet_dropout:
+            return list(tensors_in((self.call(self.function, *arguments),)))
+        with without_dropout():
+            return list(tensors_in((self.call(self.function, *arguments),)))
+
+
+def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
+    """Build what is to be checked, with the most telling sizes first.
+
+    Args:
+        target: A class, an instance, a function, or a factory.
+        name: What to call it.
+        adapter: What the user said about it.
+
+    Yields:
+        Subjects to try until one can be called.
+
+    Raises:
+        CannotCheckError: If nothing could be built.
+    """
+    source = source_of(target)
+    if adapter.build is not None:
+        instance = adapter.build()
+        yield _instance(instance, name, source, adapter, trained=False)
+    elif inspect.isclass(target):
+        for instance, sizes in build(target):
+            found = source if source.text else source_of(instance)
+            if callable(instance):
+                yield Subject(name, instance, sizes_of(instance, sizes, adapter), found, adapter)
+    elif isinstance(target, nn.Module):
+        yield _instance(target, name, source, adapter, trained=True)
+    elif callable(target) and not inspect.signature(target).parameters:
+        instance = target()
+        yield _instance(instance, name, source_of(instance), adapter, trained=False)
+    elif callable(target):
+        yield from _factory_products(target, name, adapter)
+        for sizes in SIZES[:2]:
+            yield Subject(name, target, sizes, source, adapter)
+    else:
+        raise CannotCheckError(f"{name} is {type(target).__name__}, neither a class, nor a function, nor a module")
+
+
+def _factory_products(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
+    """A function whose arguments are sizes (make_model(d_model, h)) is a factory."""
+    if not re.match(r"(make|build|create|get)_|.*_factory", getattr(target, "__name__", "")):
+        return
+    try:
+        for instance, sizes in build(target):
+            if isinstance(instance, nn.Module):
+                yield Subject(name, instance, sizes_of(instance, sizes, adapter), source_of(instance), adapter)
+    except CannotCheckError:
+        return
+
+
+def _instance(instance: Any, name: str, source: Source, adapter: Adapter, trained: bool) -> Subject:
+    return Subject(name, instance, sizes_of(instance, Sizes(), adapter), source, adapter, trained)
+
+
+def sizes_of(instance: Any, asked: Sizes, adapter: Adapter) -> Sizes:
+    """Read heads and width off an instance: its attributes first, then what it was asked to have.
+
+    >>> sizes_of(nn.MultiheadAttention(12, 4), Sizes(), Adapter()).head_dim
+    3
+    """
+    width = adapter.embed_dim or _width(instance, asked) or asked.embed_dim
+    heads = adapter.num_heads or heads_of(instance, width)
+    heads = heads or (asked.num_heads if width % asked.num_heads == 0 else 1)
+    return replace(asked, num_heads=heads, head_dim=max(width // heads, 1))
+
+
+def heads_of(instance: Any, width: int) -> int | None:
+    """Find an attribute that counts heads, on the module or inside it."""
+    for owner in instance.modules() if isinstance(instance, nn.Module) else [instance]:
+        for name, value in getattr(owner, "__dict__", {}).items():
+            counts = re.search(r"head|^_?n?h$", name.lower()) and not re.search(r"dim|size|kv|mask|width", name.lower())
+            if counts and isinstance(value, int) and not isinstance(value, bool) and 0 < value <= width:
+                return value
+    lists = [x for x in instance.modules() if isinstance(x, nn.ModuleList)] if isinstance(instance, nn.Module) else []
+    stacks = [
+        len(x)
+        for x in lists
+        if len(x) > 1 and any(p.dim() == 2 and p.size(0) * len(x) == width for p in x[0].parameters())
+    ]
+    return stacks[0] if stacks else None
+
+
+def _counted_in_file(instance: Any) -> list[int]:
+    """List whole numbers called n_heads or the like among the globals of the module that defines a class."""
+    names = (
+        vars(sys.modules.get(type(instance).__module__, object())) if type(instance).__module__ in sys.modules else {}
+    )
+    counts = [
+        value for name, value in names.items() if re.search(r"head|^n?h$", name.lower()) and "dim" not in name.lower()
+    ]
+    return [value for value in counts if isinstance(value, int) and not isinstance(value, bool)]
+
+
+def _width(instance: Any, asked: Sizes) -> int | None:
+    """Find the width of the tokens: what the first matrix takes in, or what a LayerNorm normalises."""
+    if not isinstance(instance, nn.Module):
+        return None
+    if any(asked.embed_dim in p.shape for p in instance.parameters()):
+        return asked.embed_dim
+    for child in instance.modules():
+        for name in ("embed_dim", "d_model", "in_features"):
+            value = getattr(child, name, None)
+            if isinstance(value, int) and not _head_sized(instance, value):
+                return value
+    vectors = [p for p in instance.parameters() if p.dim() >= 1]
+    return int(vectors[0].size(0 if vectors[0].dim() == 1 else -1)) if vectors and vectors[0].dim() <= 2 else None
+
+
+def _head_sized(instance: nn.Module, width: int) -> bool:
+    """Whether a matrix that takes in so little works on one head at a time."""
+    widest = max((p.size(0) for p in instance.parameters() if p.dim() == 2), default=width)
+    multiples = [p.size(-1) for p in instance.parameters() if p.dim() == 2 and p.size(-1) > width]
+    return (
+        bool(multiples)
+        and widest > width
+        and all(m % width == 0 for m in multiples)
+        and any(p.dim() == 2 and tuple(p.shape) == (width, width) for p in instance.parameters())
+    )

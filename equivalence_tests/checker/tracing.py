@@ -1,0 +1,203 @@
+"""Watch a forward pass: which parameter meets which tensor, which sub-module is called with what.
+
+What is seen here only guides the search. No verdict rests on it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = [
+    "ModuleCall",
+    "ParameterUse",
+    "Trace",
+    "first_tensor",
+    "modules_created",
+    "tensors_in",
+    "trace",
+    "without_dropout",
+]
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """One operation in which a parameter took part."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a sub-module."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+@dataclass
+class Trace:
+    """What was seen in one forward pass, in order."""
+
+    uses: list[ParameterUse] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+
+    def feeding(self, name: str) -> list[Tensor]:
+        """List the tensors that met this parameter."""
+        return [x for use in self.uses if use.name == name for x in use.inputs]
+
+
+class _ParameterWatch(TorchFunctionMode):
+    def __init__(self, module: nn.Module, seen: Trace) -> None:
+        super().__init__()
+        self.seen = seen
+        self.names = {id(p): name for name, p in module.named_parameters()}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(tensors_in((args, kwargs)))
+        names = [self._name(x) for x in tensors]
+        others = tuple(x.detach().clone() for x, name in zip(tensors, names, strict=True) if name is None)
+        output = func(*args, **kwargs)
+        if isinstance(output, Tensor) and others:
+            self.seen.uses += [ParameterUse(name, others) for name in names if name is not None]
+        return output
+
+    def _name(self, x: Tensor) -> str | None:
+        base = getattr(x, "_base", None)
+        return self.names.get(id(x)) or (self.names.get(id(base)) if base is not None else None)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Lets dropout pass everything through, even where the user's code forgot ``self.training``."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if "dropout" in name and args and isinstance(args[0], Tensor):
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            kwargs = kwargs | {"dropout_p": 0.0}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"} if len(args) > 4 else kwargs
+        return func(*args, **kwargs)
+
+
+def without_dropout() -> TorchFunctionMode:
+    """Give a context manager in which no dropout is applied."""
+    return _WithoutDropout()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """List the floating tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """Give the first floating tensor in a nested result."""
+    return next(tensors_in(value), None)
+
+
+def trace(module: nn.Module, call: Callable[[], Any]) -> Trace:
+    """Run a call of a module and note every parameter and sub-module that takes part.
+
+    Args:
+        module: The module that ``call`` calls.
+        call: Runs its forward pass.
+
+    Returns:
+        What was seen; empty where the call raised at once.
+    """
+    seen = Trace()
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            seen.calls.append(ModuleCall(path, args, kwargs, output))
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for path, child in module.named_modules():
+            if path:
+                stack.callback(child.register_forward_hook(note(path), with_kwargs=True).remove)
+        with contextlib.suppress(Exception), torch.no_grad(), _ParameterWatch(module, seen):
+            call()
+    return seen
+
+
+@contextlib.contextmanager
+def modules_created() -> Iterator[list[str]]:
+    """List the classes of all layers that are constructed inside the block.
+
+    >>> with modules_created() as created:
+    ...     _ = nn.Linear(2, 3)
+    >>> created
+    ['Linear']
+    """
+    created: list[str] = []
+    original = nn.Module.__init__
+
+    def noting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        created.append(type(self).__name__)
+        original(self, *args, **kwargs)
+
+    nn.Module.__init__ = noting  # type: ignore[method-assign]
+    try:
+        yield created
+    finally:
+        nn.Module.__init__ = original  # type: ignore[method-assign]
+
+
+class _DropoutWatch(TorchFunctionMode):
+    """Keeps what goes into dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "dropout" in getattr(func, "__name__", "") and args and isinstance(args[0], Tensor):
+            self.dropped.append(args[0].detach())
+        return func(*args, **(kwargs or {}))
+
+
+def dropped_scores(module: nn.Module, call: Callable[[], Any], lengths: tuple[int, int]) -> bool:
+    """Whether, in training, dropout is applied to something (query, key) large whose rows do not sum to one.
+
+    Args:
+        module: Put into training for one call.
+        call: Calls it.
+        lengths: The number of queries and of keys.
+
+    Returns:
+        True for scores; weights, which are not negative and sum to one, are dropped rightly.
+    """
+    module.train()
+    try:
+        with contextlib.suppress(Exception), torch.no_grad(), _DropoutWatch() as watch:
+            call()
+    finally:
+        module.eval()
+    maps = [x for x in watch.dropped if x.dim() >= 2 and tuple(x.shape[-2:]) == lengths]
+    return any(bool((x < -1e-6).any()) for x in maps)

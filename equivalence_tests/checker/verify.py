@@ -1,0 +1,276 @@
+"""verify: check anybody's attention against torch.nn, and name its bug."""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from equivalence_tests.checker.attention import AttentionExamination, examine
+from equivalence_tests.checker.checks import Examined, attention_checks, run_check
+from equivalence_tests.checker.construction import prepare
+from equivalence_tests.checker.describe import conventions_of, findings_of, guilty_line
+from equivalence_tests.checker.diagnosis import Effort
+from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.loading import Source, load
+from equivalence_tests.checker.mistakes import STRUCTURE
+from equivalence_tests.checker.parts import PART_KINDS, examine_part, guess_kind
+from equivalence_tests.checker.report import CheckResult, Finding, Report
+from equivalence_tests.checker.state import preserved_global_state
+from equivalence_tests.checker.subject import Adapter, Subject, subjects
+from equivalence_tests.checker.tracing import dropped_scores, modules_created
+from scratch.validation import check_choice
+
+__all__ = ["KINDS", "verify"]
+
+KINDS = ("attention", *PART_KINDS)
+# What these find is worth knowing and no proof of a wrong number.
+NOT_JUDGED = ("check_every_parameter_gets_a_gradient", "check_fully_masked_rows")
+
+
+def verify(
+    target: Any,
+    *,
+    kind: str | None = None,
+    adapter: Adapter | None = None,
+    expected_failures: Mapping[str, str] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    seconds: float = 50.0,
+) -> Report:
+    """Check an attention (or another part of a Transformer) against the built-in, and name its mistakes.
+
+    How the code is built and called, which parameter is which, and how masks are meant is found out by inspection
+    and by trying. Weights are read out of the module and randomised in a copy; the module itself stays as it was.
+
+    Args:
+        target: "file.py:Name", "module.path:Name", a class, an instance, a function, or a factory without arguments.
+        kind: One of ``KINDS``; told from the name if not given.
+        adapter: What the checker could not find out by itself.
+        expected_failures: Names of checks that may fail, each with the reason why that is right.
+        progress: Receives a line of text now and then.
+        seconds: How long the search for mistakes may take.
+
+    Returns:
+        A ``Report``; print it. ``exit_status`` is 0 equal, 1 deviates, 2 could not be checked.
+
+    Raises:
+        ValueError: For an unknown kind, or an expected failure without a reason.
+
+    In torch.nn: the built-in that it is compared with, ``nn.MultiheadAttention`` for an attention.
+
+    >>> def attention(query, key, value):
+    ...     return (query @ key.mT / query.size(-1) ** 0.5).softmax(-1) @ value
+    >>> print(verify(attention).verdict)
+    equal
+    """
+    if kind is not None:
+        check_choice("kind", kind, KINDS)
+    for check, reason in (expected_failures or {}).items():
+        check_choice("expected_failures", bool(reason.strip()) or check, (True,))
+    name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
+    threads = torch.get_num_threads()
+    with preserved_global_state() as printed:
+        try:
+            torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+            report = _verify(load(target), name, kind, adapter or Adapter(), progress, seconds)
+        except CannotCheckError as error:
+            report = Report(name, reason=str(error))
+        except SystemExit as error:
+            report = Report(name, reason=f"It ends the process (SystemExit {error.code}).")
+        finally:
+            torch.set_num_threads(threads)
+    if printed.getvalue().strip():
+        report.notes.append("the code prints while it runs; the output was kept out of this report")
+    return _excuse(report, expected_failures or {})
+
+
+def _verify(
+    found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None], seconds: float
+) -> Report:
+    kind = kind or guess_kind(found)
+    if kind != "attention":
+        return examine_part(found, name, kind, adapter)
+    return verify_found(found, name, adapter, progress, seconds)
+
+
+def verify_found(
+    found: Any,
+    name: str,
+    adapter: Adapter | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    seconds: float = 20.0,
+) -> Report:
+    """Check an attention that has been imported already; the caller preserves the global state."""
+    errors: list[str] = []
+    best: AttentionExamination | None = None
+    for subject in subjects(found, name, adapter or Adapter()):
+        progress(f"built {name} with {subject.sizes.num_heads} heads of {subject.sizes.head_dim}")
+        examination = _examine(subject, Effort(seconds, progress), errors)
+        best = examination or best
+        if examination is not None and examination.matches:
+            break
+    if best is None:
+        raise CannotCheckError(_cannot_call(errors))
+    return _report(best, name)
+
+
+def _examine(subject: Subject, effort: Effort, errors: list[str]) -> AttentionExamination | None:
+    """Examine in float64; in float32 where float64 cannot be called."""
+    subject.function = _copy(subject.function)
+    for dtype in (torch.float64, torch.float32):
+        subject.dtype = dtype
+        torch.set_default_dtype(dtype)
+        if subject.module is not None:
+            prepare(subject.module, dtype)
+        examination = examine(subject, effort, errors)
+        if examination is not None:
+            return examination
+    return None
+
+
+def _copy(function: Any) -> Any:
+    """Leave the user's own instance alone."""
+    if not isinstance(function, nn.Module):
+        return function
+    try:
+        return copy.deepcopy(function)
+    except Exception:  # some modules cannot be copied; their weights are put back by nobody
+        raise CannotCheckError("the instance cannot be deep-copied; pass its class or a factory instead") from None
+
+
+def _cannot_call(errors: list[str]) -> str:
+    shown = "\n".join(f"  {text}" for text in list(dict.fromkeys(errors))[:4])
+    return (
+        "No way to call it as an attention was found. Its forward answered:\n"
+        f"{shown}\nGive Adapter(call=lambda module, query, key, value, may_attend: ...), "
+        "or --kind if it is something else."
+    )
+
+
+def _report(examination: AttentionExamination, name: str) -> Report:
+    report = Report(name, _kind_words(examination), conventions=conventions_of(examination))
+    file_source = _file_source(examination.subject.source)
+    report.findings = _behaviour_findings(examination, file_source)
+    if examination.match is None:
+        return _unexplained(report, examination)
+    examined = Examined(examination, examination.match)
+    report.findings += findings_of(examination, file_source)
+    report.checks = [run_check(check, examined) for check in attention_checks()]
+    report.findings += _check_findings(examination, report, file_source)
+    report.notes += _notes(examination, report)
+    failed = [c for c in report.checks if c.outcome == "failed" and c.name not in NOT_JUDGED]
+    report.verdict = "deviates" if failed or report.findings else "equal"
+    return report
+
+
+def _kind_words(examination: AttentionExamination) -> str:
+    has_weights = examination.subject.module is not None and any(True for _ in examination.subject.module.parameters())
+    return "multi-head attention" if has_weights else "attention function"
+
+
+def _file_source(source: Source) -> Source:
+    try:
+        return Source(Path(source.path).read_text(encoding="utf-8"), source.path, 1) if source.path else source
+    except (OSError, UnicodeDecodeError):
+        return source
+
+
+def _behaviour_findings(examination: AttentionExamination, file_source: Source) -> list[Finding]:
+    """What the calls show before any number is compared."""
+    findings = []
+    if examination.subject.quiet_dropout:
+        findings.append(
+            _structural(
+                "dropout_in_eval",
+                "two calls in eval differ, and are equal with dropout held back",
+                examination,
+                file_source,
+            )
+        )
+    plan = examination.match.reading.plan if examination.match else examination.plans[0]
+    inputs = examination.inputs(plan)
+    with modules_created() as created, torch.no_grad():
+        examination.caller.returned(plan, inputs)
+    trained = [made for made in created if made in ("Linear", "LayerNorm", "Embedding", "Conv1d")]
+    if trained:
+        evidence = f"each call constructs {', '.join(trained)}"
+        findings.append(_structural("layer_made_in_forward", evidence, examination, file_source))
+    module = examination.subject.module
+    if module is not None and dropped_scores(
+        module, lambda: examination.caller.returned(plan, inputs), (inputs.query.size(1), inputs.key.size(1))
+    ):
+        evidence = "in training, what goes into dropout is (query, key) large and its rows do not sum to one"
+        findings.append(_structural("dropout_on_scores", evidence, examination, file_source))
+    return findings
+
+
+def _check_findings(examination: AttentionExamination, report: Report, file_source: Source) -> list[Finding]:
+    """Name what a failed check alone shows."""
+    failed = {c.name: c.detail for c in report.checks if c.outcome == "failed"}
+    findings = []
+    known = {f.name for f in report.findings}
+    if "check_returned_weights" in failed and not known:
+        findings.append(
+            _structural("weights_not_those_used", failed["check_returned_weights"], examination, file_source)
+        )
+    if "check_dropout_in_training" in failed and "mean" in failed["check_dropout_in_training"] and not known:
+        evidence = "the mean of 200 outputs in training is not the output in eval"
+        findings.append(_structural("dropout_not_rescaled", evidence, examination, file_source))
+    return findings
+
+
+def _structural(name: str, evidence: str, examination: AttentionExamination, file_source: Source) -> Finding:
+    mistake = STRUCTURE[name]
+    line = guilty_line(mistake.patterns, examination.subject.source, file_source)
+    return Finding(name, mistake.sentence, mistake.have, mistake.want, mistake.fix, evidence, line)
+
+
+def _notes(examination: AttentionExamination, report: Report) -> list[str]:
+    match = examination.match
+    assert match is not None  # called only with one
+    notes = []
+    if match.float32_inside:
+        notes.append("a part is computed in float32 whatever the input is; float32 and its error ratio decide")
+    projections = match.reading.projections
+    if projections is not None and projections.output is None and "output_projection_skipped" not in match.names:
+        notes.append("there is no output projection: right where another class holds it (BERT), else it is missing")
+    if (
+        examination.masks.form is not None
+        and examination.masks.form.encoding == "additive"
+        and not examination.masks.mistakes
+    ):
+        notes.append("the mask is added to the scores: a bool or 0/1 mask would leak softly")
+    if examination.masks.form is not None and len(examination.masks.understood) > 1:
+        notes.append(f"{len(examination.masks.understood)} forms of mask are understood")
+    notes += [f"{c.name}: {c.detail}" for c in report.checks if c.name in NOT_JUDGED and c.outcome == "failed"]
+    return notes
+
+
+def _unexplained(report: Report, examination: AttentionExamination) -> Report:
+    """Nothing fits: say what was tried and what is known, and name no mistake."""
+    report.verdict = "deviates" if report.findings else "unchecked"
+    module = examination.subject.module
+    names = [] if module is None else [name for name, _ in module.named_parameters()]
+    report.reason = (
+        f"Nothing that is known reproduces its output. Tried: {examination.tried}. "
+        "No verdict follows from that: it may "
+        "be right in a way that was not read. Adapter(weights={...}) names the projections"
+        + (f" among {', '.join(names[:8])}." if names else ".")
+    )
+    return report
+
+
+def _excuse(report: Report, expected: Mapping[str, str]) -> Report:
+    """Turn failures that are expected into such, with their reason."""
+    report.checks = [
+        CheckResult(c.name, "expected", expected[c.name]) if c.outcome == "failed" and c.name in expected else c
+        for c in report.checks
+    ]
+    for check in set(expected) - {c.name for c in report.checks if c.outcome == "expected"}:
+        report.notes.append(f"{check} was expected to fail and did not")
+    failed = [c for c in report.checks if c.outcome == "failed" and c.name not in NOT_JUDGED]
+    if report.verdict == "deviates" and expected and not failed:
+        report.verdict = "equal"
+    return report

@@ -1,0 +1,43 @@
+"""Every trap holds on the installed torch, and what it advises helps."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from equivalence_tests.__main__ import app
+from equivalence_tests.traps.entry import Trap
+from equivalence_tests.traps.registry import TRAPS, find_trap
+from equivalence_tests.traps.running import State, examine
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
+def test_the_trap_is_as_told(trap: Trap) -> None:
+    state = examine(trap).state
+    assert state is not State.MENDED, f"trap {trap.name} is mended in the installed torch: update its entry"
+    assert state is State.HOLDS, f"what trap {trap.name} advises does not help on the installed torch"
+
+
+def test_numbers_and_names_are_unique() -> None:
+    assert len({trap.number for trap in TRAPS}) == len({trap.name for trap in TRAPS}) == len(TRAPS)
+
+
+def test_a_trap_that_is_told_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trap = find_trap("mask_polarity")
+    monkeypatch.setattr(type(trap), "holds", lambda *_: False)
+    assert examine(trap).state is State.MENDED
+    monkeypatch.undo()
+    monkeypatch.setattr(type(trap), "helps", lambda *_: False)
+    assert examine(trap).state is State.ADVICE_FAILS
+
+
+@pytest.mark.parametrize("asked", ["1", "mask_polarity"])
+def test_one_trap_is_shown_by_name_and_number(asked: str) -> None:
+    data = json.loads(CliRunner().invoke(app, ["traps", asked, "--json"]).stdout)
+    assert (data["number"], data["name"]) == (1, "mask_polarity")
+
+
+def test_an_unknown_trap_is_refused_with_near_names() -> None:
+    result = CliRunner().invoke(app, ["traps", "mask_polarty"])
+    assert result.exit_code == 2
+    assert "mask_polarity" in result.stderr

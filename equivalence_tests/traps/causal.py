@@ -1,0 +1,354 @@
+"""Causal masks: what is_causal does and does not do."""
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.excerpts import Place
+from equivalence_tests.traps.entry import Severity, Trap
+from equivalence_tests.traps.watching import operations
+from scratch import MultiheadAttention, Transformer, TransformerDecoder, masks, transformer, validation
+
+__all__ = ["TRAPS"]
+
+CAUSAL_HINTS = (
+    "MultiheadAttention.is_causal",
+    "TransformerEncoderLayer.is_causal",
+    "TransformerEncoder.is_causal",
+    "src_is_causal",
+    "tgt_is_causal",
+    "memory_is_causal",
+)
+THE_HINT_WINS = Place(MultiheadAttention.score_bias, "if is_causal and key_padding_mask is None")
+
+
+class IsCausalIsAHint(Trap):
+    """is_causal is a promise about your mask, which it may replace."""
+
+    number = 3
+    name = "is_causal_is_a_hint"
+    severity = Severity.WRONG_NUMBERS
+    concerns = CAUSAL_HINTS
+    expects = "The mask is used, and made causal too; at the least, the same call with need_weights says the same."
+    happens = "Without weights the mask is thrown away and a plain causal one is used. With weights it is the mask that counts."
+    why = (
+        "The hint is there for speed: told that the mask is causal, the kernel need not read it. So without weights and "
+        "padding the mask is never looked at. On every other path it is the mask that is added and the hint that is dropped."
+    )
+    places = (THE_HINT_WINS,)
+    instead = "Give is_causal=True only beside exactly the causal mask. For any other mask leave it off."
+    issues = ("pytorch/pytorch#97214", "pytorch/pytorch#131254", "pytorch/pytorch#187413")
+    since = "2.0"
+
+    def wrong(self) -> float:
+        x = torch.randn(2, 5, 12)
+        # Each token may look at itself and the one before.
+        hide = ~torch.ones(5, 5, dtype=torch.bool).tril().triu(-1)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        masks = {"attn_mask": hide, "is_causal": True}
+        output, weights = attention(x, x, x, **masks)
+        without, _ = attention(x, x, x, **masks, need_weights=False)
+        difference = (output - without).abs().max().item()
+        print(f"difference that need_weights makes: {difference:.2g}")
+        return difference
+
+    def right(self) -> float:
+        x = torch.randn(2, 5, 12)
+        # Each token may look at itself and the one before.
+        hide = ~torch.ones(5, 5, dtype=torch.bool).tril().triu(-1)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        output, weights = attention(x, x, x, attn_mask=hide)
+        without, _ = attention(x, x, x, attn_mask=hide, need_weights=False)
+        difference = (output - without).abs().max().item()
+        print(f"difference that need_weights makes: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+class IsCausalWithoutMask(Trap):
+    """is_causal=True without a mask is an error, or no mask at all."""
+
+    number = 4
+    name = "is_causal_without_mask"
+    severity = Severity.WRONG_NUMBERS
+    concerns = CAUSAL_HINTS
+    expects = "A causal mask is applied, as scaled_dot_product_attention does with the argument of this name."
+    happens = (
+        "In eval, without gradients and with an even number of heads, every token looks at later ones and nothing "
+        "complains. In training the same call is an error."
+    )
+    why = (
+        "A hint cannot stand in for the mask that it is about. The check for this sits in the plain path only; the fused "
+        "path of evaluation never sees is_causal. Here one check stands at the door of every path."
+    )
+    places = (Place(validation._check_mask_kinds, "if is_causal and attn_mask is None"),)
+    instead = "Pass the mask; the hint beside it is for speed."
+    issues = ("pytorch/pytorch#96941", "pytorch/pytorch#108517")
+    since = "2.0"
+
+    def wrong(self) -> tuple[Tensor, str]:
+        x = torch.randn(1, 4, 12)
+        attention = nn.MultiheadAttention(12, 2, batch_first=True)
+        attention.eval()
+        with torch.no_grad():
+            output, weights = attention(x, x, x, is_causal=True)
+        print("weights in eval, without gradients:")
+        print(weights[0])
+        attention.train()
+        try:
+            attention(x, x, x, is_causal=True)
+            message = ""
+        except RuntimeError as error:
+            message = str(error)
+        print("in training:", message)
+        return weights[0], message
+
+    def right(self) -> tuple[Tensor, str]:
+        x = torch.randn(1, 4, 12)
+        causal = torch.ones(4, 4, dtype=torch.bool).triu(1)  # True = may not look
+        attention = nn.MultiheadAttention(12, 2, batch_first=True)
+        attention.eval()
+        with torch.no_grad():
+            output, weights = attention(x, x, x, attn_mask=causal, is_causal=True)
+        print("weights in eval, without gradients:")
+        print(weights[0])
+        attention.train()
+        attention(x, x, x, attn_mask=causal, is_causal=True)
+        print("in training: fine")
+        return weights[0], ""
+
+    def holds(self, wrong: tuple[Tensor, str]) -> bool:
+        weights, message = wrong
+        return bool((weights > 0).all()) and "Need attn_mask" in message
+
+    def helps(self, right: tuple[Tensor, str]) -> bool:
+        weights, _ = right
+        return not weights.triu(1).any()
+
+
+class IsCausalWithExtraTokens(Trap):
+    """With an appended key a true is_causal changes the numbers."""
+
+    number = 5
+    name = "is_causal_with_extra_tokens"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("MultiheadAttention.is_causal", "add_bias_kv", "add_zero_attn")
+    expects = "The mask is the causal one, so the hint is true and changes nothing."
+    happens = "The output moves. With the mask every query sees the appended key; with the hint none does."
+    why = (
+        "The mask is widened by a column of zeros for the appended key. The hint builds a new mask over all keys, and to "
+        "that the appended key is just a later token."
+    )
+    places = (THE_HINT_WINS, Place(MultiheadAttention.score_bias, "# the appended tokens are always seen"))
+    instead = "Leave is_causal off where a key is appended."
+    since = "2.0"
+
+    def wrong(self) -> float:
+        x = torch.randn(2, 5, 12)
+        causal = torch.ones(5, 5, dtype=torch.bool).triu(1)  # True = may not look
+        attention = nn.MultiheadAttention(12, 3, batch_first=True, add_bias_kv=True)
+        masks = {"attn_mask": causal, "is_causal": True}
+        mask_alone, _ = attention(x, x, x, attn_mask=causal)
+        output, _ = attention(x, x, x, **masks, need_weights=False)
+        difference = (output - mask_alone).abs().max().item()
+        print(f"difference that the hint makes: {difference:.2g}")
+        return difference
+
+    def right(self) -> float:
+        x = torch.randn(2, 5, 12)
+        causal = torch.ones(5, 5, dtype=torch.bool).triu(1)  # True = may not look
+        attention = nn.MultiheadAttention(12, 3, batch_first=True, add_bias_kv=True)
+        output, _ = attention(x, x, x, attn_mask=causal, need_weights=False)
+        with_weights, _ = attention(x, x, x, attn_mask=causal)
+        difference = (output - with_weights).abs().max().item()
+        print(f"difference between with weights and without: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+class PromiseDropsMask(Trap):
+    """With is_causal=True a mask of any shape goes through, unread."""
+
+    number = 40
+    name = "promise_drops_mask"
+    severity = Severity.SURPRISING
+    concerns = ("MultiheadAttention.is_causal", "TransformerEncoderLayer.is_causal", "MultiheadAttention.attn_mask")
+    expects = "A mask made for nine tokens is refused for five."
+    happens = "It is accepted without weights, for it is not used, and refused by the same call with weights."
+    why = "The hint is acted upon before the mask's shape is checked."
+    places = (THE_HINT_WINS, Place(validation.check_attention_inputs, "replaced = "))
+    instead = "Build the mask from the length of the input. While looking for a mistake, leave the hint off: then shapes are checked."
+    since = "2.0"
+
+    def wrong(self) -> str:
+        x = torch.randn(2, 5, 12)
+        causal = nn.Transformer.generate_square_subsequent_mask(9)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        masks = {"attn_mask": causal, "is_causal": True}
+        output, _ = attention(x, x, x, **masks, need_weights=False)
+        print("accepted, output", tuple(output.shape))
+        return "accepted"
+
+    def right(self) -> str:
+        x = torch.randn(2, 5, 12)
+        causal = nn.Transformer.generate_square_subsequent_mask(9)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        try:
+            attention(x, x, x, attn_mask=causal, need_weights=False)
+            answer = "accepted"
+        except RuntimeError as error:
+            answer = str(error)
+        print(answer)
+        return answer
+
+    def holds(self, wrong: str) -> bool:
+        return wrong == "accepted"
+
+    def helps(self, right: str) -> bool:
+        return "shape of the 2D attn_mask" in right
+
+
+class ZeroAttnAfterCausal(Trap):
+    """add_zero_attn appends a key of zeros that no mask reaches."""
+
+    number = 20
+    name = "zero_attn_after_causal"
+    severity = Severity.SURPRISING
+    concerns = ("add_zero_attn", "MultiheadAttention.attn_mask")
+    expects = "Under a causal mask the first token sees itself only, with weight 1."
+    happens = "It shares its weight with the zeros, which stand in one more column at the end."
+    why = (
+        "The zeros are appended after the projection, and the mask gets a column of 'may look' for them. That is their "
+        "purpose: a query that may see nothing else has somewhere to look, and gets 0 in place of NaN."
+    )
+    places = (
+        Place(MultiheadAttention.append_tokens, "if self.add_zero_attn"),
+        Place(MultiheadAttention.score_bias, "# the appended tokens are always seen"),
+    )
+    instead = "Leave add_zero_attn off unless that is what you want."
+    issues = ("pytorch/pytorch#27461",)
+
+    def wrong(self) -> Tensor:
+        x = torch.randn(1, 4, 12)
+        causal = torch.ones(4, 4, dtype=torch.bool).triu(1)  # True = may not look
+        attention = nn.MultiheadAttention(12, 3, batch_first=True, add_zero_attn=True)
+        output, weights = attention(x, x, x, attn_mask=causal)
+        print(weights[0].detach())
+        return weights[0, 0]
+
+    def right(self) -> Tensor:
+        x = torch.randn(1, 4, 12)
+        causal = torch.ones(4, 4, dtype=torch.bool).triu(1)  # True = may not look
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        output, weights = attention(x, x, x, attn_mask=causal)
+        print(weights[0].detach())
+        return weights[0, 0]
+
+    def holds(self, wrong: Tensor) -> bool:
+        return len(wrong) == 5 and bool(wrong[0] < 0.99) and bool(wrong[-1] > 0.01)
+
+    def helps(self, right: Tensor) -> bool:
+        return bool((right == torch.tensor([1.0, 0.0, 0.0, 0.0])).all())
+
+
+class NotCausalByDefault(Trap):
+    """nn.Transformer's decoder looks at later tokens by default."""
+
+    number = 37
+    name = "not_causal_by_default"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("Transformer.tgt_mask", "TransformerDecoder.tgt_mask", "TransformerDecoderLayer.tgt_mask")
+    expects = "A decoder decodes: a token's output does not depend on later tokens."
+    happens = (
+        "The output of the first token moves when the last one changes. In training the model reads its own answers."
+    )
+    why = "No mask is built for you. A target mask that is not given is no mask."
+    places = (Place(Transformer.forward, "self.decoder("), Place(masks.score_bias_from_module, "module_mask is None"))
+    instead = "Pass a causal tgt_mask."
+
+    def wrong(self) -> float:
+        model = nn.Transformer(12, 2, 1, 1, 20, dropout=0.0, batch_first=True)
+        src, tgt = torch.randn(1, 7, 12), torch.randn(1, 5, 12)
+        output = model(src, tgt)
+        tgt[:, -1] = 0.0  # another last token
+        change = (model(src, tgt) - output)[0, 0].abs().max().item()
+        print(f"change of the first token's output: {change:.2g}")
+        return change
+
+    def right(self) -> float:
+        model = nn.Transformer(12, 2, 1, 1, 20, dropout=0.0, batch_first=True)
+        src, tgt = torch.randn(1, 7, 12), torch.randn(1, 5, 12)
+        causal = torch.ones(5, 5, dtype=torch.bool).triu(1)  # True = may not look
+        output = model(src, tgt, tgt_mask=causal)
+        tgt[:, -1] = 0.0  # another last token
+        change = (model(src, tgt, tgt_mask=causal) - output)[0, 0].abs().max().item()
+        print(f"change of the first token's output: {change:.2g}")
+        return change
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right == 0
+
+
+class CausalDetectionSyncs(Trap):
+    """The stacks read the mask to see whether it is causal, and wait."""
+
+    number = 25
+    name = "causal_detection_syncs"
+    severity = Severity.SLOW
+    concerns = ("TransformerEncoder.is_causal", "TransformerDecoder.tgt_is_causal", "src_is_causal", "tgt_is_causal")
+    expects = "A mask is a tensor for the device, and Python goes on without waiting."
+    happens = (
+        "_local_scalar_dense is among the operations: a number is carried from the device to Python, which on a GPU "
+        "waits for all work before it, in every forward pass."
+    )
+    why = "With is_causal=None the stack compares the mask with a causal one and branches on the answer."
+    places = (Place(transformer.is_causal_mask, "torch.equal"), Place(TransformerDecoder.forward, "is_causal_mask("))
+    instead = "Say it yourself: is_causal=True or False (tgt_is_causal for a decoder). Then nobody looks."
+    issues = ("pytorch/pytorch#101487", "pytorch/pytorch#91171")
+
+    def wrong(self) -> list[str]:
+        layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        src = torch.randn(2, 5, 12)
+        causal = torch.ones(5, 5, dtype=torch.bool).triu(1)  # True = may not look
+        called = operations(lambda: encoder(src, mask=causal))
+        print("reads the mask:", "_local_scalar_dense" in called)
+        return called
+
+    def right(self) -> list[str]:
+        layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        src = torch.randn(2, 5, 12)
+        causal = torch.ones(5, 5, dtype=torch.bool).triu(1)  # True = may not look
+        called = operations(lambda: encoder(src, mask=causal, is_causal=True))
+        print("reads the mask:", "_local_scalar_dense" in called)
+        return called
+
+    def holds(self, wrong: list[str]) -> bool:
+        return "_local_scalar_dense" in wrong
+
+    def helps(self, right: list[str]) -> bool:
+        return bool(right) and "_local_scalar_dense" not in right
+
+
+TRAPS: tuple[type[Trap], ...] = (
+    IsCausalIsAHint,
+    IsCausalWithoutMask,
+    IsCausalWithExtraTokens,
+    ZeroAttnAfterCausal,
+    CausalDetectionSyncs,
+    NotCausalByDefault,
+    PromiseDropsMask,
+)

@@ -1,0 +1,428 @@
+"""The fused fast path: in eval without gradients torch runs other code, with other answers."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.excerpts import Place
+from equivalence_tests.traps.entry import Severity, Trap
+from equivalence_tests.traps.watching import inner_operations
+from scratch import TransformerEncoder, TransformerEncoderLayer, functional, masks
+
+__all__ = ["TRAPS"]
+
+# In one sentence, when it is taken: read off torch/nn/modules/transformer.py.
+WHEN = (
+    "It is taken in eval without gradients, with batch_first=True, an even number of heads, biases, and ReLU or GELU."
+)
+
+
+class FastPathPadding(Trap):
+    """In eval without gradients an encoder gives 0 at padded places."""
+
+    number = 16
+    name = "fast_path_padding"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("TransformerEncoder.src_key_padding_mask", "enable_nested_tensor", "mask_check", "batch_first")
+    expects = "eval() gives one answer, with gradients or without."
+    happens = "Whatever averages over all places answers differently under no_grad."
+    why = (
+        "The encoder packs the real tokens into a nested tensor, runs the fused layers on it and fills up with zeros. "
+        f"{WHEN} The padding has to stand at the end, and no other mask may be given. By hand there is one path."
+    )
+    places = (Place(TransformerEncoder.forward, "for layer in self.layers"),)
+    instead = (
+        "Read real places only: there the two agree to rounding. Or switch the fast path off, with "
+        "torch.backends.mha.set_fastpath_enabled(False)."
+    )
+    issues = ("pytorch/pytorch#86120", "pytorch/pytorch#97111")
+    since = "1.12"
+
+    def wrong(self) -> float:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, num_layers=2).eval()
+        x = torch.randn(2, 5, 12)
+        is_padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+        plain = encoder(x, src_key_padding_mask=is_padding).detach()
+        with torch.no_grad():
+            fast = encoder(x, src_key_padding_mask=is_padding)
+        print("a padded place, with gradients:", plain[1, 4, :4])
+        print("the same under no_grad:        ", fast[1, 4, :4])
+        difference = (plain.mean(dim=1) - fast.mean(dim=1)).abs().max().item()
+        print(f"greatest difference of the means: {difference:.2g}")
+        return difference
+
+    def right(self) -> float:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, num_layers=2).eval()
+        x = torch.randn(2, 5, 12)
+        is_padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+        plain = encoder(x, src_key_padding_mask=is_padding).detach()
+        with torch.no_grad():
+            fast = encoder(x, src_key_padding_mask=is_padding)
+        difference = (plain - fast)[~is_padding].abs().max().item()
+        print(f"greatest difference at real places: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+class FastPathSlowerOnCpu(Trap):
+    """On CPU the fast path multiplies the attention weights out."""
+
+    number = 17
+    name = "fast_path_slower_on_cpu"
+    severity = Severity.SLOW
+    concerns = ("batch_first",)
+    expects = "The path called fast uses the fastest attention there is."
+    happens = (
+        "Inside the one fused operation are two products with a softmax between them, with a number for each head, query "
+        "and key in memory. The plain path calls the kernel that never holds them."
+    )
+    why = f"The fast path is older than scaled_dot_product_attention, and on CPU it was not moved over. {WHEN}"
+    places = (Place(functional.attention, "weights = torch.softmax"),)
+    instead = "Measure your own sizes with the switch on and off; sidebyside-bench does."
+    issues = ("pytorch/pytorch#94428", "pytorch/pytorch#91305")
+    since = "1.12"
+
+    def wrong(self) -> set[str]:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+        x = torch.randn(2, 5, 12)
+        with torch.no_grad():
+            called = inner_operations(lambda: layer(x))
+        print("one fused layer:", "_transformer_encoder_layer_fwd" in called)
+        print("weights written out:", "_softmax" in called)
+        fused = [name for name in called if "scaled_dot_product" in name]
+        print("fused attention:", *sorted(fused))
+        return called
+
+    def right(self) -> set[str]:
+        torch.backends.mha.set_fastpath_enabled(False)
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+        x = torch.randn(2, 5, 12)
+        with torch.no_grad():
+            called = inner_operations(lambda: layer(x))
+        print("one fused layer:", "_transformer_encoder_layer_fwd" in called)
+        print("weights written out:", "_softmax" in called)
+        fused = [name for name in called if "scaled_dot_product" in name]
+        print("fused attention:", *sorted(fused))
+        return called
+
+    def holds(self, wrong: set[str]) -> bool:
+        return "_softmax" in wrong and "_scaled_dot_product_flash_attention_for_cpu" not in wrong
+
+    def helps(self, right: set[str]) -> bool:
+        return "_softmax" not in right and "_scaled_dot_product_flash_attention_for_cpu" in right
+
+
+class NestedTensorWarning(Trap):
+    """nn.Transformer() warns of its own defaults."""
+
+    number = 18
+    name = "nested_tensor_warning"
+    severity = Severity.SURPRISING
+    concerns = ("enable_nested_tensor", "norm_first", "batch_first", "nhead")
+    expects = "Defaults are quiet."
+    happens = (
+        "A warning about an argument that nobody gave. norm_first=True, an odd number of heads, bias=False and another "
+        "activation draw it too."
+    )
+    why = "enable_nested_tensor=True is the default, and the layer's own defaults rule it out."
+    places = (Place(TransformerEncoder.__init__, "if enable_nested_tensor"),)
+    instead = (
+        "batch_first=True, which is most often what the data has; or build the encoder with enable_nested_tensor=False."
+    )
+    issues = ("pytorch/pytorch#137173", "pytorch/pytorch#138552")
+    warns = "enable_nested_tensor is True, but self.use_nested_tensor is False"
+
+    def wrong(self) -> None:
+        nn.Transformer(12, 2, num_encoder_layers=1, num_decoder_layers=1)
+
+    def right(self) -> list[nn.Module]:
+        model = nn.Transformer(12, 2, 1, 1, batch_first=True)
+        layer = nn.TransformerEncoderLayer(12, 3, norm_first=True)
+        encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        print("no warning")
+        return [model, encoder]
+
+    def helps(self, right: list[nn.Module]) -> bool:
+        return len(right) == 2
+
+
+class AllKeysPaddedFastPath(Trap):
+    """A sample that is all padding is NaN in eval without gradients."""
+
+    number = 28
+    name = "all_keys_padded_fast_path"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("TransformerEncoderLayer.src_key_padding_mask", "TransformerEncoder.src_key_padding_mask")
+    expects = "What was finite in training is finite in evaluation."
+    happens = "All outputs of that sample are NaN; the other sample is unharmed."
+    why = (
+        f"The fused layer takes softmax over nothing but -inf. The plain path gives such queries 0. {WHEN} By hand every mode "
+        "gives 0."
+    )
+    places = (Place(functional.attention, "if score_bias is not None and not need_weights"),)
+    instead = "Leave one key to every sample, and throw the output of empty samples away."
+    since = "1.12"
+
+    def wrong(self) -> tuple[list[int], list[int]]:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+        x = torch.randn(2, 3, 12)
+        is_padding = torch.tensor([[False, False, True], [True, True, True]])
+        plain = layer(x, src_key_padding_mask=is_padding)
+        with torch.no_grad():
+            fast = layer(x, src_key_padding_mask=is_padding)
+        nan_plain = plain.isnan().sum(dim=(1, 2)).tolist()
+        nan_fast = fast.isnan().sum(dim=(1, 2)).tolist()
+        print("NaN in each sample, with gradients:", nan_plain)
+        print("NaN in each sample, under no_grad: ", nan_fast)
+        return nan_plain, nan_fast
+
+    def right(self) -> tuple[list[int], list[int]]:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+        x = torch.randn(2, 3, 12)
+        is_padding = torch.tensor([[False, False, True], [True, True, True]])
+        is_padding[:, 0] &= ~is_padding.all(dim=-1)
+        plain = layer(x, src_key_padding_mask=is_padding)
+        with torch.no_grad():
+            fast = layer(x, src_key_padding_mask=is_padding)
+        nan_plain = plain.isnan().sum(dim=(1, 2)).tolist()
+        nan_fast = fast.isnan().sum(dim=(1, 2)).tolist()
+        print("NaN in each sample, with gradients:", nan_plain)
+        print("NaN in each sample, under no_grad: ", nan_fast)
+        return nan_plain, nan_fast
+
+    def holds(self, wrong: tuple[list[int], list[int]]) -> bool:
+        return wrong == ([0, 0], [0, 36])
+
+    def helps(self, right: tuple[list[int], list[int]]) -> bool:
+        return right == ([0, 0], [0, 0])
+
+
+class EncoderZeroesPadding(Trap):
+    """nn.Transformer answers differently with and without gradients."""
+
+    number = 29
+    name = "encoder_zeroes_padding"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("Transformer.src_key_padding_mask", "Transformer.memory_key_padding_mask")
+    expects = "The source's padding mask is enough, and eval() gives one answer."
+    happens = "The output moves under no_grad."
+    why = (
+        "The decoder looks at padded places of the memory unless it is told not to. With gradients they hold numbers, "
+        "without gradients the fast path has put zeros there: two memories, two answers."
+    )
+    places = (Place(TransformerEncoder.forward, "for layer in self.layers"),)
+    instead = "Pass the source's padding mask once more as memory_key_padding_mask."
+    since = "1.12"
+
+    def wrong(self) -> float:
+        model = nn.Transformer(12, 2, 1, 1, 20, batch_first=True).eval()
+        src, tgt = torch.randn(1, 7, 12), torch.randn(1, 5, 12)
+        is_padding = torch.tensor([[False] * 4 + [True] * 3])
+        plain = model(src, tgt, src_key_padding_mask=is_padding)
+        with torch.no_grad():
+            fast = model(src, tgt, src_key_padding_mask=is_padding)
+        difference = (plain - fast).abs().max().item()
+        print(f"difference that no_grad makes: {difference:.2g}")
+        return difference
+
+    def right(self) -> float:
+        model = nn.Transformer(12, 2, 1, 1, 20, batch_first=True).eval()
+        src, tgt = torch.randn(1, 7, 12), torch.randn(1, 5, 12)
+        is_padding = torch.tensor([[False] * 4 + [True] * 3])
+        names = "src_key_padding_mask", "memory_key_padding_mask"
+        padding = dict.fromkeys(names, is_padding)
+        plain = model(src, tgt, **padding)
+        with torch.no_grad():
+            fast = model(src, tgt, **padding)
+        difference = (plain - fast).abs().max().item()
+        print(f"difference that no_grad makes: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+class FloatBiasBecomesMask(Trap):
+    """In eval without gradients a float bias becomes a hard mask."""
+
+    number = 33
+    name = "float_bias_becomes_mask"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("src_mask", "TransformerEncoder.mask", "TransformerEncoderLayer.src_key_padding_mask")
+    expects = "A bias on the scores, such as a distance penalty, is added in every mode."
+    happens = (
+        "Under no_grad the output is that of the bool mask bias != 0. Here each token is left with itself alone. A bias without "
+        "any 0 gives NaN."
+    )
+    why = (
+        "The fused kernel knows bool masks only and casts what it is given. nn.MultiheadAttention steps aside for float "
+        f"masks; the layer does not. {WHEN} By hand a float mask is added, always."
+    )
+    places = (
+        Place(masks.score_bias_from_module, "module_mask is None"),
+        Place(functional.masked_scores, "+ score_bias"),
+    )
+    instead = "Switch the fast path off while such a bias is in use."
+    issues = ("pytorch/pytorch#118628", "pytorch/pytorch#107084")
+
+    def wrong(self) -> tuple[float, float]:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+        x, place = torch.randn(2, 5, 12), torch.arange(5.0)
+        bias = -0.5 * (place[:, None] - place).abs()  # the farther, the less
+        plain = layer(x, src_mask=bias)
+        with torch.no_grad():
+            fast = layer(x, src_mask=bias)
+            masked = layer(x, src_mask=bias != 0)
+        difference = (plain - fast).abs().max().item()
+        print(f"difference that no_grad makes: {difference:.2g}")
+        from_mask = (fast - masked).abs().max().item()
+        print(f"difference from the mask bias != 0: {from_mask:.2g}")
+        return difference, from_mask
+
+    def right(self) -> tuple[float, float]:
+        torch.backends.mha.set_fastpath_enabled(False)
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+        x, place = torch.randn(2, 5, 12), torch.arange(5.0)
+        bias = -0.5 * (place[:, None] - place).abs()  # the farther, the less
+        plain = layer(x, src_mask=bias)
+        with torch.no_grad():
+            fast = layer(x, src_mask=bias)
+            masked = layer(x, src_mask=bias != 0)
+        difference = (plain - fast).abs().max().item()
+        print(f"difference that no_grad makes: {difference:.2g}")
+        from_mask = (fast - masked).abs().max().item()
+        print(f"difference from the mask bias != 0: {from_mask:.2g}")
+        return difference, from_mask
+
+    def holds(self, wrong: tuple[float, float]) -> bool:
+        return wrong[0] > 0.01 and wrong[1] < 1e-5
+
+    def helps(self, right: tuple[float, float]) -> bool:
+        return right[0] < 1e-5 and right[1] > 0.01
+
+
+class ActivationReplacedLater(Trap):
+    """An activation set later is used in training, not in evaluation."""
+
+    number = 34
+    name = "activation_replaced_later"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("activation",)
+    expects = "layer.activation is what the layer applies."
+    happens = "With gradients it is; without, the layer still applies the ReLU that it was built with."
+    why = (
+        "The constructor notes down whether the activation is ReLU or GELU, and the fused path goes by the note. By hand "
+        "the attribute is called, in every mode."
+    )
+    places = (Place(TransformerEncoderLayer._ff_block, "self.activation("),)
+    instead = "Pass the activation to the constructor; any but ReLU and GELU then keeps the fast path away."
+    since = "1.12"
+
+    def wrong(self) -> float:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+        layer.activation = F.silu
+        x = torch.randn(2, 5, 12)
+        plain = layer(x)
+        with torch.no_grad():
+            fast = layer(x)
+        difference = (plain - fast).abs().max().item()
+        print(f"difference that no_grad makes: {difference:.2g}")
+        return difference
+
+    def right(self) -> float:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, 0.1, F.silu, batch_first=True)
+        layer.eval()
+        x = torch.randn(2, 5, 12)
+        plain = layer(x)
+        with torch.no_grad():
+            fast = layer(x)
+        difference = (plain - fast).abs().max().item()
+        print(f"difference that no_grad makes: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+class PartsBypassed(Trap):
+    """In eval without gradients a layer does not call its parts."""
+
+    number = 35
+    name = "parts_bypassed"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("dim_feedforward", "TransformerEncoderLayer.d_model")
+    expects = "A linear layer with an adapter in it is used in evaluation as it was in training."
+    happens = "Without gradients the adapter is left out: the weight inside is read and the module is not called."
+    why = (
+        "The fused operation takes linear1.weight, not linear1. Hooks are noticed and keep it away; a subclass of nn.Linear "
+        "and an overridden _sa_block are not. By hand the parts are called."
+    )
+    places = (
+        Place(TransformerEncoderLayer._ff_block, "self.linear1("),
+        Place(TransformerEncoderLayer._sa_block, "self.self_attn("),
+    )
+    instead = "Switch the fast path off, or merge the adapter into the weight first."
+    issues = ("pytorch/pytorch#118628", "pytorch/pytorch#128413", "pytorch/pytorch#132700")
+    since = "1.12"
+
+    def wrong(self) -> float:
+        class Adapted(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) + x[..., :1]  # what an adapter adds
+
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+        layer.linear1 = Adapted(12, 20)
+        x = torch.randn(2, 5, 12)
+        plain = layer(x)
+        with torch.no_grad():
+            fast = layer(x)
+        difference = (plain - fast).abs().max().item()
+        print(f"difference that no_grad makes: {difference:.2g}")
+        return difference
+
+    def right(self) -> float:
+        class Adapted(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) + x[..., :1]  # what an adapter adds
+
+        torch.backends.mha.set_fastpath_enabled(False)
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
+        layer.linear1 = Adapted(12, 20)
+        x = torch.randn(2, 5, 12)
+        plain = layer(x)
+        with torch.no_grad():
+            fast = layer(x)
+        difference = (plain - fast).abs().max().item()
+        print(f"difference that no_grad makes: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+TRAPS: tuple[type[Trap], ...] = (
+    FastPathPadding,
+    FastPathSlowerOnCpu,
+    NestedTensorWarning,
+    AllKeysPaddedFastPath,
+    EncoderZeroesPadding,
+    FloatBiasBecomesMask,
+    ActivationReplacedLater,
+    PartsBypassed,
+)

@@ -1,0 +1,402 @@
+"""Masks: which way True points, what a number in one does, and rows without any key."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.excerpts import Place
+from equivalence_tests.traps.entry import Severity, Trap
+from scratch import MultiheadAttention, functional, validation
+from scratch import masks as scratch_masks
+
+__all__ = ["MASKS", "PADDING_MASKS", "TRAPS"]
+
+MASKS = ("attn_mask", "mask", "src_mask", "tgt_mask", "memory_mask")
+PADDING_MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+
+
+class MaskPolarity(Trap):
+    """A module's mask says who may not look, the function's who may."""
+
+    number = 1
+    name = "mask_polarity"
+    severity = Severity.WRONG_NUMBERS
+    concerns = (*MASKS, *PADDING_MASKS)
+    expects = "Queries look at the real tokens and leave the padding alone."
+    happens = "The other way round: all of the weight is on padding. The numbers are finite and nothing complains."
+    why = (
+        "Two conventions live in one library. The modules' masks say what to leave out, and become -inf where they "
+        "are True. The function's mask says what to keep, and becomes -inf where it is False."
+    )
+    places = (
+        Place(scratch_masks.score_bias_from_module, "masked_fill_(module_mask"),
+        Place(scratch_masks.to_score_bias, "masked_fill_(~may_attend"),
+    )
+    instead = "Negate the mask for a module. Name masks after what True means: may_attend, is_padding."
+    issues = ("pytorch/pytorch#170400", "pytorch/pytorch#120668", "rasbt/LLMs-from-scratch#1061")
+
+    def wrong(self) -> Tensor:
+        token_ids = torch.tensor([[7, 4, 9, 0], [5, 8, 0, 0]])  # 0 pads
+        is_real = token_ids != 0
+        x = torch.randn(2, 4, 12)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        output, weights = attention(x, x, x, key_padding_mask=is_real)
+        print("weights of the first query of each sample:")
+        print(weights[:, 0].detach())
+        return (weights * ~is_real[:, None]).sum(-1)
+
+    def right(self) -> Tensor:
+        token_ids = torch.tensor([[7, 4, 9, 0], [5, 8, 0, 0]])  # 0 pads
+        is_padding = token_ids == 0
+        x = torch.randn(2, 4, 12)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        output, weights = attention(x, x, x, key_padding_mask=is_padding)
+        print("weights of the first query of each sample:")
+        print(weights[:, 0].detach())
+        return (weights * is_padding[:, None]).sum(-1)
+
+    def holds(self, wrong: Tensor) -> bool:
+        return torch.allclose(wrong, torch.ones_like(wrong))
+
+    def helps(self, right: Tensor) -> bool:
+        return not right.any()
+
+
+class FullyMaskedRow(Trap):
+    """A query that may look at nothing gets NaN, a bias or 0."""
+
+    number = 2
+    name = "fully_masked_row"
+    severity = Severity.WRONG_NUMBERS
+    concerns = (*MASKS, *PADDING_MASKS, "need_weights")
+    expects = "One answer for that query, and no harm to the others."
+    happens = (
+        "With weights: NaN. Without: the bias of out_proj (made 1 here to be seen). Without weights and without "
+        "gradients: NaN again, from the fused path. The function: 0. And the NaN spreads: the loss leaves query 0 "
+        "out, and its gradient is NaN all the same."
+    )
+    why = (
+        "softmax over nothing but -inf is 0/0. The function takes such rows out first and gives them 0; the module "
+        "does not when it has to show the weights, for a query without keys has none."
+    )
+    places = (
+        Place(functional.attention, "if score_bias is not None and not need_weights"),
+        Place(functional.open_blind_rows, "row_sees = "),
+        Place(functional.open_blind_rows, "masked_fill(~row_sees"),
+    )
+    instead = (
+        "Let every query see some key, its own for example, and leave the outputs of blind queries out of the loss."
+    )
+    issues = ("pytorch/pytorch#41508", "pytorch/pytorch#160064", "pytorch/pytorch#133882")
+
+    def wrong(self) -> dict[str, Tensor]:
+        hide = torch.ones(3, 3, dtype=torch.bool).triu(1)
+        hide[0] = True  # query 0 may look at nothing
+        x = torch.randn(1, 3, 12)
+        attention = nn.MultiheadAttention(12, 2, batch_first=True).eval()
+        nn.init.ones_(attention.out_proj.bias)
+        with_weights, _ = attention(x, x, x, attn_mask=hide)
+        without, _ = attention(x, x, x, attn_mask=hide, need_weights=False)
+        with torch.no_grad():
+            fused, _ = attention(x, x, x, attn_mask=hide, need_weights=False)
+        function = F.scaled_dot_product_attention(x, x, x, attn_mask=~hide)
+        print("query 0, need_weights=True:  ", with_weights[0, 0, :4].detach())
+        print("need_weights=False:          ", without[0, 0, :4].detach())
+        print("the same under no_grad:      ", fused[0, 0, :4])
+        print("scaled_dot_product_attention:", function[0, 0, :4])
+        with_weights[0, 1:].sum().backward()  # query 0 is not in the loss
+        gradient = attention.in_proj_weight.grad
+        assert gradient is not None
+        print("NaN in the gradient:", gradient.isnan().any().item())
+        return {
+            "with_weights": with_weights[0, 0],
+            "without": without[0, 0],
+            "fused": fused[0, 0],
+            "function": function[0, 0],
+            "gradient": gradient,
+        }
+
+    def right(self) -> dict[str, Tensor]:
+        hide = torch.ones(3, 3, dtype=torch.bool).triu(1)
+        hide[0] = True  # query 0 may look at nothing
+        hide &= ~hide.all(dim=-1, keepdim=True)  # let blind queries see all
+        x = torch.randn(1, 3, 12)
+        attention = nn.MultiheadAttention(12, 2, batch_first=True).eval()
+        nn.init.ones_(attention.out_proj.bias)
+        with_weights, _ = attention(x, x, x, attn_mask=hide)
+        without, _ = attention(x, x, x, attn_mask=hide, need_weights=False)
+        with torch.no_grad():
+            fused, _ = attention(x, x, x, attn_mask=hide, need_weights=False)
+        print("query 1, need_weights=True:  ", with_weights[0, 1, :4].detach())
+        print("need_weights=False:          ", without[0, 1, :4].detach())
+        print("the same under no_grad:      ", fused[0, 1, :4])
+        with_weights[0, 1:].sum().backward()
+        gradient = attention.in_proj_weight.grad
+        assert gradient is not None
+        print("NaN in the gradient:", gradient.isnan().any().item())
+        return {
+            "with_weights": with_weights[0],
+            "without": without[0],
+            "fused": fused[0],
+            "function": without[0],
+            "gradient": gradient,
+        }
+
+    def holds(self, wrong: dict[str, Tensor]) -> bool:
+        return bool(
+            wrong["with_weights"].isnan().all()
+            and (wrong["without"] == 1).all()
+            and wrong["fused"].isnan().all()
+            and (wrong["function"] == 0).all()
+            and wrong["gradient"].isnan().any()
+        )
+
+    def helps(self, right: dict[str, Tensor]) -> bool:
+        same = all(torch.allclose(right["with_weights"], right[path], atol=1e-5) for path in ("without", "fused"))
+        return same and all(bool(x.isfinite().all()) for x in right.values())
+
+
+class FloatMaskAdded(Trap):
+    """A float mask is added to the scores: 0.0 and 1.0 hide nothing."""
+
+    number = 6
+    name = "float_mask_added"
+    severity = Severity.WRONG_NUMBERS
+    concerns = (*MASKS, *PADDING_MASKS)
+    expects = "1.0 marks padding, which then gets no weight."
+    happens = "The padded keys get more weight than without a mask: 1.0 is added to their scores. Nothing complains."
+    why = (
+        "Only a bool mask is read as yes and no. A float mask is a bias: each number is added to a score, and only -inf "
+        "hides a key. Integers, which could mean either, are refused."
+    )
+    places = (
+        Place(scratch_masks.score_bias_from_module, "module_mask.is_floating_point()"),
+        Place(functional.masked_scores, "+ score_bias"),
+        Place(validation.check_mask_dtype, "if mask.dtype != torch.bool"),
+    )
+    instead = "Turn 0/1 masks into bool."
+    issues = ("pytorch/pytorch#95702", "pytorch/pytorch#92554", "pytorch/pytorch#147209")
+
+    def wrong(self) -> Tensor:
+        is_padding = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0]])
+        x = torch.randn(2, 4, 12)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        output, weights = attention(x, x, x, key_padding_mask=is_padding)
+        print("weights of the first query of each sample:")
+        print(weights[:, 0].detach())
+        return weights[is_padding.bool()[:, None].expand_as(weights)]
+
+    def right(self) -> Tensor:
+        is_padding = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0]])
+        x = torch.randn(2, 4, 12)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        output, weights = attention(x, x, x, key_padding_mask=is_padding.bool())
+        print("weights of the first query of each sample:")
+        print(weights[:, 0].detach())
+        return weights[is_padding.bool()[:, None].expand_as(weights)]
+
+    def holds(self, wrong: Tensor) -> bool:
+        return bool((wrong > 0).all())
+
+    def helps(self, right: Tensor) -> bool:
+        return bool((right == 0).all())
+
+
+class SquareSubsequentFloat32(Trap):
+    """generate_square_subsequent_mask is float32, whatever the model is."""
+
+    number = 7
+    name = "square_subsequent_float32"
+    severity = Severity.ERROR
+    concerns = ("sz", "Transformer.dtype", *MASKS)
+    expects = "The library's own causal mask fits the library's own module."
+    happens = (
+        "Beside a bool padding mask it draws a warning, for the two are of different kinds. In a model that is not "
+        "float32 it is an error, and only where weights are asked for: without, the function inside takes float32."
+    )
+    why = (
+        "The mask is a float tensor of 0 and -inf that is added to the scores. With weights the sum is one call of "
+        "baddbmm, which wants a single dtype."
+    )
+    places = (
+        Place(functional.masked_scores, "torch.baddbmm"),
+        Place(validation._check_mask_precision, "allowed = "),
+    )
+    instead = (
+        "Use a bool mask: it has no precision, and fits beside bool padding. Where the float form is wanted, give "
+        "generate_square_subsequent_mask the dtype."
+    )
+    issues = ("pytorch/pytorch#28272", "pytorch/pytorch#116170", "pytorch/pytorch#137186")
+    raises = "Input dtypes must be the same"
+    warns = "mismatched key_padding_mask and attn_mask is deprecated"
+
+    def wrong(self) -> None:
+        causal = nn.Transformer.generate_square_subsequent_mask(5)
+        print("dtype of the mask:", causal.dtype)
+        is_padding = torch.zeros(2, 5, dtype=torch.bool)
+        x = torch.randn(2, 5, 12)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        attention(x, x, x, attn_mask=causal, key_padding_mask=is_padding)
+        attention, x = attention.bfloat16(), x.bfloat16()
+        attention(x, x, x, attn_mask=causal, need_weights=False)
+        print("bfloat16 without weights: fine")
+        attention(x, x, x, attn_mask=causal)
+
+    def right(self) -> list[Tensor]:
+        causal = torch.ones(5, 5, dtype=torch.bool).triu(1)  # True = may not look
+        is_padding = torch.zeros(2, 5, dtype=torch.bool)
+        x = torch.randn(2, 5, 12)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        output, _ = attention(x, x, x, attn_mask=causal, key_padding_mask=is_padding)
+        attention, x = attention.bfloat16(), x.bfloat16()
+        half, _ = attention(x, x, x, attn_mask=causal)
+        print("float32 and bfloat16: fine")
+        return [output, half]
+
+    def helps(self, right: list[Tensor]) -> bool:
+        return all(bool(x.isfinite().all()) for x in right)
+
+
+class Mask3dOrder(Trap):
+    """A 3-D attn_mask holds all heads of sample 0, then those of sample 1."""
+
+    number = 8
+    name = "mask_3d_order"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("MultiheadAttention.attn_mask", "mask", "src_mask", "tgt_mask", "memory_mask")
+    expects = "Each sample's mask is used for all heads of that sample."
+    happens = (
+        "The shape is right and the order is not: masks of one sample reach heads of the other, and both samples put "
+        "weight on keys that their own mask hides. Nothing complains."
+    )
+    why = "Heads are folded into the batch with the sample outside: row i * num_heads + j is head j of sample i."
+    places = (
+        Place(functional.split_heads, "return x.reshape"),
+        Place(MultiheadAttention.score_bias, "padding = padding.view"),
+    )
+    instead = "repeat_interleave(num_heads, dim=0), which keeps the heads of one sample together."
+    issues = ("pytorch/pytorch#64706", "pytorch/pytorch#28884")
+
+    def wrong(self) -> Tensor:
+        hide = torch.zeros(2, 3, 3, dtype=torch.bool)
+        hide[0, :, 2] = True  # sample 0 may not look at its last key
+        hide[1, :, 0] = True  # sample 1 may not look at its first
+        x = torch.randn(2, 3, 8)
+        attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        _, weights = attention(x, x, x, attn_mask=hide.repeat(2, 1, 1))
+        print("weights of the first query of each sample:")
+        print(weights[:, 0].detach())
+        return weights[hide]
+
+    def right(self) -> Tensor:
+        hide = torch.zeros(2, 3, 3, dtype=torch.bool)
+        hide[0, :, 2] = True  # sample 0 may not look at its last key
+        hide[1, :, 0] = True  # sample 1 may not look at its first
+        x = torch.randn(2, 3, 8)
+        attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        _, weights = attention(x, x, x, attn_mask=hide.repeat_interleave(2, dim=0))
+        print("weights of the first query of each sample:")
+        print(weights[:, 0].detach())
+        return weights[hide]
+
+    def holds(self, wrong: Tensor) -> bool:
+        return bool((wrong > 0).all())
+
+    def helps(self, right: Tensor) -> bool:
+        return bool((right == 0).all())
+
+
+class PaddedQueriesCarryNumbers(Trap):
+    """Padded queries still give numbers, which mean nothing."""
+
+    number = 27
+    name = "padded_queries_carry_numbers"
+    severity = Severity.WRONG_NUMBERS
+    concerns = PADDING_MASKS
+    expects = "A sentence gets the same mean whether it is padded or not."
+    happens = "The mean moves with the amount of padding, for the outputs at padded places are in it."
+    why = (
+        "The mask is spread over the queries, so it hides columns of the weights and no row. A padded token asks its "
+        "question like any other and gets an answer."
+    )
+    places = (Place(MultiheadAttention.score_bias, "padding = padding.view"),)
+    instead = "Average, compare and take the loss over real places only."
+    issues = ("pytorch/pytorch#41508",)
+
+    def wrong(self) -> float:
+        layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).eval()
+        sentence = torch.randn(1, 4, 12)
+        padded = torch.cat([sentence, torch.zeros(1, 3, 12)], dim=1)
+        is_padding = torch.tensor([[False] * 4 + [True] * 3])
+        mean = layer(sentence).mean(dim=1)
+        padded_mean = layer(padded, src_key_padding_mask=is_padding).mean(dim=1)
+        difference = (mean - padded_mean).abs().max().item()
+        print(f"greatest difference of the means: {difference:.2g}")
+        return difference
+
+    def right(self) -> float:
+        layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).eval()
+        sentence = torch.randn(1, 4, 12)
+        padded = torch.cat([sentence, torch.zeros(1, 3, 12)], dim=1)
+        is_padding = torch.tensor([[False] * 4 + [True] * 3])
+        mean = layer(sentence).mean(dim=1)
+        output = layer(padded, src_key_padding_mask=is_padding)
+        is_real = ~is_padding[..., None]
+        padded_mean = (output * is_real).sum(dim=1) / is_real.sum(dim=1)
+        difference = (mean - padded_mean).abs().max().item()
+        print(f"greatest difference of the means: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+class IntegerTgtMask(Trap):
+    """An integer tgt_mask ends in an error about overflow."""
+
+    number = 41
+    name = "integer_tgt_mask"
+    severity = Severity.ERROR
+    concerns = ("TransformerDecoder.tgt_mask", "Transformer.tgt_mask")
+    expects = "A mask of 0 and 1 is taken, or refused by name."
+    happens = (
+        "The decoder looks whether the mask is causal before it looks at the dtype, and fails in its own question."
+    )
+    why = (
+        "To find out, torch builds the causal mask of 0 and -inf in the dtype of yours, and no integer is -inf. Here the "
+        "dtype is checked first, with a message that names the argument."
+    )
+    places = (Place(validation.check_mask_dtype, "if mask.dtype != torch.bool"),)
+    instead = "Turn 0/1 masks into bool."
+    raises = "without overflow"
+
+    def wrong(self) -> None:
+        decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(12, 3, 20), 1)
+        tgt, memory = torch.randn(5, 2, 12), torch.randn(7, 2, 12)
+        hide = torch.ones(5, 5, dtype=torch.int64).triu(1)
+        decoder(tgt, memory, tgt_mask=hide)
+
+    def right(self) -> Tensor:
+        decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(12, 3, 20), 1)
+        tgt, memory = torch.randn(5, 2, 12), torch.randn(7, 2, 12)
+        hide = torch.ones(5, 5, dtype=torch.int64).triu(1)
+        output = decoder(tgt, memory, tgt_mask=hide.bool())
+        print(tuple(output.shape))
+        return output
+
+    def helps(self, right: Tensor) -> bool:
+        return bool(right.isfinite().all())
+
+
+TRAPS: tuple[type[Trap], ...] = (
+    MaskPolarity,
+    FullyMaskedRow,
+    FloatMaskAdded,
+    SquareSubsequentFloat32,
+    Mask3dOrder,
+    PaddedQueriesCarryNumbers,
+    IntegerTgtMask,
+)

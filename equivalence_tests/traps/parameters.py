@@ -1,0 +1,285 @@
+"""Parameters: how they start, under which names they are kept, and who calls them."""
+
+import torch
+from torch import nn
+
+from equivalence_tests.excerpts import Place
+from equivalence_tests.traps.entry import Severity, Trap
+from scratch import MultiheadAttention, Transformer, TransformerEncoder
+
+__all__ = ["TRAPS"]
+
+
+class PackedInit(Trap):
+    """A packed projection starts smaller than three separate ones."""
+
+    number = 13
+    name = "packed_init"
+    severity = Severity.SURPRISING
+    concerns = ("embed_dim", "kdim", "vdim", "MultiheadAttention.bias")
+    expects = "Projections start alike, packed or not, as xavier_uniform_ of (embed_dim, embed_dim)."
+    happens = (
+        "With kdim given the projections are three matrices; packed they are one of three times the height, whose spread "
+        "is smaller by the square root of 2. All biases start at exactly 0, so that a forgotten bias goes unseen."
+    )
+    why = (
+        "xavier_uniform_ draws from +-sqrt(6 / (rows + columns)): sqrt(6 / 4e) for the packed matrix, sqrt(6 / 2e) for "
+        "each of three. The same seed must give the same model, so it is done so here too."
+    )
+    places = (
+        Place(MultiheadAttention._register_parameters, 'register("in_proj_weight"'),
+        Place(MultiheadAttention._reset_parameters, "for weight in"),
+    )
+    instead = "Initialise each third by itself if you compare with an implementation that has three matrices."
+    issues = ("pytorch/pytorch#166378", "pytorch/pytorch#171409")
+
+    def wrong(self) -> float:
+        packed = nn.MultiheadAttention(128, 8)
+        separate = nn.MultiheadAttention(128, 8, kdim=129)
+        packed_spread = packed.in_proj_weight[:128].std().item()
+        separate_spread = separate.q_proj_weight.std().item()
+        print(f"spread of the query projection, packed:   {packed_spread:.4f}")
+        print(f"spread of the query projection, separate: {separate_spread:.4f}")
+        print("greatest bias:", packed.in_proj_bias.abs().max().item())
+        return separate_spread / packed_spread
+
+    def right(self) -> float:
+        packed = nn.MultiheadAttention(128, 8)
+        separate = nn.MultiheadAttention(128, 8, kdim=129)
+        for third in packed.in_proj_weight.chunk(3):
+            nn.init.xavier_uniform_(third)
+        packed_spread = packed.in_proj_weight[:128].std().item()
+        separate_spread = separate.q_proj_weight.std().item()
+        print(f"spread of the query projection, packed:   {packed_spread:.4f}")
+        print(f"spread of the query projection, separate: {separate_spread:.4f}")
+        return separate_spread / packed_spread
+
+    def holds(self, wrong: float) -> bool:
+        return 1.38 < wrong < 1.45
+
+    def helps(self, right: float) -> bool:
+        return 0.97 < right < 1.03
+
+
+class StateDictForks(Trap):
+    """With kdim or vdim three other weights stand for the packed one."""
+
+    number = 14
+    name = "state_dict_forks"
+    severity = Severity.ERROR
+    concerns = ("kdim", "vdim", "bias")
+    expects = "in_proj_weight is there, to be cut into three."
+    happens = (
+        "It is None. The weights are q_proj_weight, k_proj_weight and v_proj_weight then, beside a bias that is still "
+        "packed. And bias=False drops out_proj.bias too."
+    )
+    why = "One matrix can only hold all three projections if they read vectors of one width."
+    places = (
+        Place(MultiheadAttention._register_parameters, 'register("in_proj_weight"'),
+        Place(MultiheadAttention._register_parameters, 'register("q_proj_weight"'),
+        Place(MultiheadAttention._register_parameters, 'register("in_proj_bias"'),
+        Place(MultiheadAttention.projection_weights, "if self.in_proj_weight is None"),
+    )
+    instead = "Ask which form it is. copy_weights of this project does, in both directions."
+    raises = "'NoneType' object has no attribute 'chunk'"
+
+    def wrong(self) -> None:
+        for arguments in ({}, {"kdim": 7, "vdim": 5}, {"bias": False}):
+            attention = nn.MultiheadAttention(12, 3, **arguments)
+            print(arguments, "->", *attention.state_dict())
+        attention = nn.MultiheadAttention(12, 3, kdim=7, vdim=5)
+        query_weight, key_weight, value_weight = attention.in_proj_weight.chunk(3)
+
+    def right(self) -> list[tuple[int, ...]]:
+        attention = nn.MultiheadAttention(12, 3, kdim=7, vdim=5)
+        if attention.in_proj_weight is not None:
+            q, k, v = attention.in_proj_weight.chunk(3)
+        else:
+            q = attention.q_proj_weight
+            k = attention.k_proj_weight
+            v = attention.v_proj_weight
+        print("shapes:", tuple(q.shape), tuple(k.shape), tuple(v.shape))
+        return [tuple(q.shape), tuple(k.shape), tuple(v.shape)]
+
+    def helps(self, right: list[tuple[int, ...]]) -> bool:
+        return right == [(12, 12), (12, 7), (12, 5)]
+
+
+class OutProjNeverCalled(Trap):
+    """out_proj is never called: hooks and adapters on it do not run."""
+
+    number = 15
+    name = "out_proj_never_called"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("embed_dim",)
+    expects = "A module in the module tree runs when its parent does, and a hook on it with it."
+    happens = "The hook is not run once. An adapter that replaces or wraps out_proj trains nothing."
+    why = (
+        "torch.nn takes out_proj.weight and out_proj.bias and multiplies them in a function of its own. By hand out_proj is "
+        "called."
+    )
+    places = (Place(MultiheadAttention.forward, "self.out_proj("),)
+    instead = "Hook the attention itself. If out_proj has to be a module that runs, scratch's is."
+    issues = ("huggingface/peft#761",)
+
+    def wrong(self) -> int:
+        calls = []
+        x = torch.randn(2, 5, 12)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        attention.out_proj.register_forward_hook(lambda *_: calls.append(1))
+        attention(x, x, x)
+        print("calls of the hook:", len(calls))
+        return len(calls)
+
+    def right(self) -> int:
+        calls = []
+        x = torch.randn(2, 5, 12)
+        attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        attention.register_forward_hook(lambda *_: calls.append(1))
+        attention(x, x, x)
+        print("calls of the hook:", len(calls))
+        return len(calls)
+
+    def holds(self, wrong: int) -> bool:
+        return wrong == 0
+
+    def helps(self, right: int) -> bool:
+        return right == 1
+
+
+class BiasKvIsAToken(Trap):
+    """add_bias_kv adds no bias: it appends a learnt key and value."""
+
+    number = 19
+    name = "bias_kv_is_a_token"
+    severity = Severity.SURPRISING
+    concerns = ("add_bias_kv",)
+    expects = "A bias in the projections of key and value."
+    happens = "The weights have one column more than there are keys: a learnt token that everybody can look at."
+    why = "bias_k and bias_v are put behind the projected keys and values, once for each sample."
+    places = (Place(MultiheadAttention.append_tokens, "if self.bias_k is not None"),)
+    instead = "The bias of the projections is bias=True, which is the default."
+
+    def wrong(self) -> tuple[int, ...]:
+        query, memory = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+        attention = nn.MultiheadAttention(12, 3, add_bias_kv=True, batch_first=True)
+        output, weights = attention(query, memory, memory)
+        print("7 keys; shape of the weights:", tuple(weights.shape))
+        return tuple(weights.shape)
+
+    def right(self) -> tuple[int, ...]:
+        query, memory = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+        attention = nn.MultiheadAttention(12, 3, bias=True, batch_first=True)
+        output, weights = attention(query, memory, memory)
+        print("7 keys; shape of the weights:", tuple(weights.shape))
+        print("bias of the projections:", tuple(attention.in_proj_bias.shape))
+        return tuple(weights.shape)
+
+    def holds(self, wrong: tuple[int, ...]) -> bool:
+        return wrong == (2, 5, 8)
+
+    def helps(self, right: tuple[int, ...]) -> bool:
+        return right == (2, 5, 7)
+
+
+class ClonesStartIdentical(Trap):
+    """The layers of a stack all start with the same weights."""
+
+    number = 21
+    name = "clones_start_identical"
+    severity = Severity.SURPRISING
+    concerns = ("encoder_layer", "decoder_layer", "TransformerEncoder.num_layers", "TransformerDecoder.num_layers")
+    expects = "Six layers, each with random weights of its own."
+    happens = "All weights of the first layer are equal to those of the last. And the layer passed in is none of them."
+    why = "The stack makes deep copies, random numbers and all. nn.Transformer draws new ones afterwards; the stacks do not."
+    places = (
+        Place(TransformerEncoder.__init__, "copy.deepcopy"),
+        Place(Transformer._reset_parameters, "for parameter in"),
+    )
+    instead = "Draw again after building the stack, as nn.Transformer does."
+    issues = ("pytorch/pytorch#72253", "pytorch/pytorch#86274")
+
+    def wrong(self) -> bool:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, num_layers=6)
+        first, *others = (layer.linear1.weight for layer in encoder.layers)
+        same = all(torch.equal(first, other) for other in others)
+        print("all layers have the same weights:", same)
+        return same
+
+    def right(self) -> bool:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, num_layers=6)
+        for parameter in encoder.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        first, *others = (layer.linear1.weight for layer in encoder.layers)
+        same = all(torch.equal(first, other) for other in others)
+        print("all layers have the same weights:", same)
+        return same
+
+    def holds(self, wrong: bool) -> bool:
+        return wrong
+
+    def helps(self, right: bool) -> bool:
+        return not right
+
+
+class FinalNormPostNorm(Trap):
+    """nn.Transformer has a LayerNorm more than a stack by itself."""
+
+    number = 22
+    name = "final_norm_post_norm"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("norm", "norm_first", "num_encoder_layers", "num_decoder_layers", "custom_encoder", "custom_decoder")
+    expects = "The encoder of nn.Transformer is the same as a TransformerEncoder with as many layers."
+    happens = (
+        "Its weights have two keys more, norm.weight and norm.bias. Without them the outputs differ. At the start nearly "
+        "not, for LayerNorm twice is LayerNorm once; after training they do, here played by random gains."
+    )
+    why = (
+        "A final norm is needed with norm_first, where nothing else normalises the last sum. It is added in both cases."
+    )
+    places = (Place(Transformer.__init__, "custom_encoder = "), Place(TransformerEncoder.forward, "self.norm is None"))
+    instead = "Pass norm=nn.LayerNorm(d_model) to a stack that takes weights from nn.Transformer."
+    issues = ("pytorch/pytorch#55270",)
+
+    def wrong(self) -> float:
+        model = nn.Transformer(12, 2, 1, 1, 20, dropout=0.0, batch_first=True)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        layer = nn.TransformerEncoderLayer(12, 2, 20, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 1)
+        print(encoder.load_state_dict(model.encoder.state_dict(), strict=False))
+        x = torch.randn(2, 5, 12)
+        difference = (encoder(x) - model.encoder(x)).abs().max().item()
+        print(f"greatest difference: {difference:.2g}")
+        return difference
+
+    def right(self) -> float:
+        model = nn.Transformer(12, 2, 1, 1, 20, dropout=0.0, batch_first=True)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        layer = nn.TransformerEncoderLayer(12, 2, 20, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 1, norm=nn.LayerNorm(12))
+        print(encoder.load_state_dict(model.encoder.state_dict()))
+        x = torch.randn(2, 5, 12)
+        difference = (encoder(x) - model.encoder(x)).abs().max().item()
+        print(f"greatest difference: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right == 0
+
+
+TRAPS: tuple[type[Trap], ...] = (
+    PackedInit,
+    StateDictForks,
+    OutProjNeverCalled,
+    BiasKvIsAToken,
+    ClonesStartIdentical,
+    FinalNormPostNorm,
+)

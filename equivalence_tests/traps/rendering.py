@@ -1,0 +1,167 @@
+"""The list of traps, one trap in full, and both as data."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from equivalence_tests import pages
+from equivalence_tests.excerpts import body_of, imports_of
+from equivalence_tests.traps.entry import Severity, Trap
+from equivalence_tests.traps.registry import CHECKED_ON
+from equivalence_tests.traps.running import Finding, Outcome, State
+
+__all__ = ["as_data", "in_full", "listing", "typed_code"]
+
+COLOURS = {State.HOLDS: "red", State.MENDED: "green", State.ADVICE_FAILS: "yellow"}
+COUNTED = {State.HOLDS: "hold", State.MENDED: "mended", State.ADVICE_FAILS: "with advice that fails"}
+SEED = "torch.manual_seed(0)"
+
+
+def listing(findings: Sequence[Finding]) -> Group:
+    """List traps in one table for each severity, worst first.
+
+    Args:
+        findings: The traps and what they did.
+
+    Returns:
+        Something to print.
+    """
+    tables: list[RenderableType] = []
+    for severity in Severity:
+        table = Table(title=severity.value.capitalize(), title_justify="left", box=None, expand=True, show_header=False)
+        table.add_column("number", justify="right", width=2)
+        table.add_column("name", no_wrap=True, width=max(len(finding.trap.name) for finding in findings))
+        table.add_column("trap", ratio=1)
+        table.add_column("state")
+        for finding in findings:
+            if finding.trap.severity is severity:
+                state = Text(finding.state.value, style=COLOURS[finding.state])
+                table.add_row(str(finding.trap.number), finding.trap.name, finding.trap.title, state)
+        if table.row_count:
+            tables += [table, ""]
+    states = [finding.state for finding in findings]
+    counts = [f"{states.count(state)} {words}" for state, words in COUNTED.items() if state in states]
+    summary = f"{len(findings)} traps, run on torch {torch.__version__}: {', '.join(counts)}."
+    return Group(
+        *tables, Text(summary), Text("One in full: sidebyside traps NAME. All in full: sidebyside traps --all.")
+    )
+
+
+def in_full(finding: Finding) -> Group:
+    """Show one trap from end to end.
+
+    Args:
+        finding: The trap and what it did.
+
+    Returns:
+        Something to print.
+    """
+    trap, here = finding.trap, f"torch {torch.__version__}"
+    first, second = typed_code(trap)
+    happens = trap.happens
+    if finding.state is State.MENDED:
+        happens = f"This is not the trap any more: it is mended in {here}. What it was: {trap.happens}"
+    head = Text.assemble(
+        (f"Trap {trap.number}: {trap.name}", "bold"),
+        f"  {trap.severity.value}, ",
+        (finding.state.value, COLOURS[finding.state]),
+    )
+    return Group(
+        head,
+        Text(trap.title),
+        "",
+        pages.section("What a person writes", pages.code_block(first)),
+        pages.section("What they expect", pages.paragraph(trap.expects)),
+        pages.section(
+            f"What happens here, now ({here}, on CPU)",
+            pages.output_block(finding.wrong.lines),
+            pages.paragraph(happens),
+        ),
+        pages.section("Why", pages.paragraph(trap.why), pages.quote(place.excerpt() for place in trap.places)),
+        pages.section(
+            "What to write instead",
+            pages.paragraph(trap.instead),
+            pages.code_block(second),
+            pages.output_block(finding.right.lines),
+        ),
+        *([pages.section("Where it is discussed", *map(issue_url, trap.issues))] if trap.issues else []),
+        pages.section("Versions", pages.paragraph(versions(trap))),
+    )
+
+
+def typed_code(trap: Trap) -> tuple[str, str]:
+    """Give the wrong and the right code of a trap as one would type them, one after the other, in one session.
+
+    Args:
+        trap: An entry.
+
+    Returns:
+        The wrong code with its imports, and the right code with those that it needs besides.
+    """
+    first = imports_of(trap.wrong)
+    if "import torch" not in first:
+        first.insert(0, "import torch")  # for the seed
+    second = [line for line in imports_of(trap.right) if line not in first]
+    wrong = "\n".join([*first, "", SEED, body_of(trap.wrong)])
+    return wrong, "\n".join([*second, *([""] if second else []), SEED, body_of(trap.right)])
+
+
+def versions(trap: Trap) -> str:
+    """Say what is known of the versions that have the trap."""
+    known = [f"since torch {trap.since}"] if trap.since else []
+    known += [f"mended in torch {trap.mended_in}"] if trap.mended_in else []
+    known.append(f"checked on {', '.join(CHECKED_ON)}")
+    text = "; ".join(known)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def issue_url(issue: str) -> str:
+    """Turn "owner/repository#number" into an address."""
+    repository, number = issue.split("#")
+    return f"https://github.com/{repository}/issues/{number}"
+
+
+def as_data(finding: Finding) -> dict[str, Any]:
+    """Give all that is known of a trap as plain data, for JSON.
+
+    Args:
+        finding: The trap and what it did.
+
+    Returns:
+        Strings, numbers, lists and dictionaries.
+    """
+    trap = finding.trap
+    wrong_code, right_code = typed_code(trap)
+    excerpts = [place.excerpt() for place in trap.places]
+    return {
+        "number": trap.number,
+        "name": trap.name,
+        "trap": trap.title,
+        "severity": trap.severity.value,
+        "state": finding.state.value,
+        "torch": str(torch.__version__),
+        "concerns": list(trap.concerns),
+        "expects": trap.expects,
+        "wrong": _outcome_data(wrong_code, finding.wrong),
+        "happens": trap.happens,
+        "why": trap.why,
+        "scratch": [{"file": e.file, "line": e.line, "function": e.owner, "code": e.code} for e in excerpts],
+        "instead": trap.instead,
+        "right": _outcome_data(right_code, finding.right),
+        "issues": [issue_url(issue) for issue in trap.issues],
+        "since": trap.since or None,
+        "mended_in": trap.mended_in or None,
+    }
+
+
+def _outcome_data(code: str, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "code": code,
+        "printed": list(outcome.printed),
+        "warnings": list(outcome.warnings),
+        "error": outcome.error or None,
+    }
