@@ -1,8 +1,10 @@
 """``sidebyside compare``, the main job: both packages compared, trained and timed, with a verdict."""
 
 import dataclasses
+import itertools
 import json
 import platform
+import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from equivalence_tests.compare_components import Component, Row, compare_component, compare_masks, components
+from equivalence_tests.compare_components import CALL, Component, Row, compare_component, compare_masks, components
 from equivalence_tests.compare_timing import Timing, TimingSizes, time_side_by_side
 from equivalence_tests.compare_training import SettledTraining, train_side_by_side
 from scratch import validation
@@ -25,8 +27,14 @@ from scratch.translation import PAIRS, Pair, read_pairs
 
 __all__ = ["compare", "compare_all_components"]
 
-PAPER_SIZES = "Seq2SeqTransformer, sizes of the paper"
 EPOCHS = 30
+QUANTITIES = {
+    "output": "output",
+    "attention maps": "maps",
+    "masks": "masks",
+    "input gradients": "d input",
+    "parameter gradients": "d weights",
+}
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -49,14 +57,15 @@ def compare(
         if json_file is not None:
             validation.check_writable(json_file)
     console = Console(highlight=False)
-    console.print(f"scratch and builtin, side by side: {about_this_machine(place)}\n")
+    console.print(f"scratch and builtin, side by side, on {about_this_machine(place)}\n")
     rows = compare_all_components(getattr(torch, dtype), place, seed)
-    console.print(component_table(rows))
+    console.print(component_table(rows), "")
     show_failures(console, rows)
     trainings = train_all(sentences, place, seed, quick)
     show_trainings(console, trainings)
     timings = time_all(TimingSizes.quick() if quick else TimingSizes(), place)
-    console.print(timing_table(timings))
+    console.print(timing_table(timings), "")
+    show_decoding(console, timings[-1])
     agree, verdict = verdict_on(rows, trainings)
     if json_file is not None:
         write_json(
@@ -76,8 +85,8 @@ def about_this_machine(device: torch.device) -> str:
     """Name versions, device and threads, so that results can be placed."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {device} ({name}), "
-        f"{torch.get_num_threads()} threads"
+        f"{device} ({name}), {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
     )
 
 
@@ -88,6 +97,18 @@ def progress(title: str, total: int | None) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda what=title: bar.update(task, advance=1, description=what)
+
+
+def new_table(title: str) -> Table:
+    """Make an empty table in the look of all of them."""
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
 
 
 def compare_all_components(dtype: torch.dtype, device: torch.device, seed: int) -> list[Row]:
@@ -111,31 +132,27 @@ def compare_all_components(dtype: torch.dtype, device: torch.device, seed: int) 
 
 
 def component_table(rows: Sequence[Row]) -> Table:
-    """Show each component's quantities: identical, or the greatest difference, and the verdict."""
-    table = Table(title="The same weights in both", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("component")
-    for name in ("quantity", "difference", "ulp", ""):
-        table.add_column(name, justify="right" if name in ("difference", "ulp") else "left", no_wrap=True)
-    before = ""
-    for row in rows:
-        name = "" if row.component == before else row.component
-        if name and before:
-            table.add_section()
-        before = row.component
-        verdict = "[green]equal[/]" if row.passed else "[bold red]DIFFERS[/]"
-        if row.identical:
-            table.add_row(name, row.quantity, "identical", "", verdict)
-        else:
-            ulps = f"{row.greatest_difference_ulps:.3g}"
-            table.add_row(name, row.quantity, difference_in_words(row), ulps, verdict)
+    """Show a line for each component, and in each cell "identical", or the greatest difference and its size."""
+    below = "errors of scratch : builtin" if any(row.error_ratio for row in rows) else "in units in the last place"
+    table = new_table(f"The same weights in both: greatest difference, and below it {below}")
+    table.add_column("", overflow="fold")
+    for heading in QUANTITIES.values():
+        table.add_column(heading, no_wrap=True)
+    for component, group in itertools.groupby(rows, key=lambda row: row.component):
+        shown = {row.quantity.replace(CALL, "output"): in_a_cell(row) for row in group}
+        table.add_row(component, *(shown.get(quantity, "") for quantity in QUANTITIES))
     return table
 
 
-def difference_in_words(row: Row) -> str:
-    """Give the difference, and in lower precision the ratio of the two errors."""
-    if row.error_ratio is None:
-        return f"{row.greatest_difference:.1e}"
-    return f"{row.greatest_difference:.1e}, errors {row.error_ratio:.2f} : 1"
+def in_a_cell(row: Row) -> str:
+    """Give the difference, and below it its ulp, or in lower precision the ratio of the two errors."""
+    if row.identical:
+        return "identical"
+    if row.quantity == CALL:
+        return "[bold red]RAISES[/]"
+    below = f"{row.greatest_difference_ulps:.3g} ulp" if row.error_ratio is None else f"{row.error_ratio:.2f} : 1"
+    text = f"{row.greatest_difference:.1e}\n{below}"
+    return text if row.passed else f"[bold red]DIFFERS\n{text}[/]"
 
 
 def show_failures(console: Console, rows: Sequence[Row]) -> None:
@@ -161,7 +178,7 @@ def train_all(pairs: Sequence[Pair], device: torch.device, seed: int, quick: boo
 
 def show_trainings(console: Console, trainings: Sequence[SettledTraining]) -> None:
     """Print losses and parameters of each training, and the translations of the first."""
-    table = Table(title="Trained from the same seed, dropout on, float64", title_justify="left", box=box.SIMPLE_HEAD)
+    table = new_table("Trained from the same seed, dropout on, float64")
     for name in ("", "loss: scratch", "builtin", "greatest difference", "parameters", "allowed", ""):
         table.add_column(name)
     for x in trainings:
@@ -169,15 +186,15 @@ def show_trainings(console: Console, trainings: Sequence[SettledTraining]) -> No
         differences = (f"{x.greatest_loss_difference:.1e}", f"{x.greatest_parameter_difference:.1e}")
         losses = (f"{x.scratch_loss:.6f}", f"{x.builtin_loss:.6f}")
         table.add_row(x.optimizer, *losses, *differences, f"{x.parameter_bound:.0e}", verdict)
-    console.print(table)
-    translations = Table(title="Translated by both", title_justify="left", box=box.SIMPLE_HEAD)
+    console.print(table, "")
+    translations = new_table("Translated by both")
     for name in ("", "source", "scratch", "builtin", ""):
         translations.add_column(name)
     for beam_size, source, wanted, ours, theirs in trainings[0].translations:
         verdict = "same" if ours == theirs else "[bold red]DIFFERS[/]"
         verdict += ", right" if ours == theirs == wanted else ", not as wanted"
         translations.add_row("greedy" if beam_size == 1 else f"beam {beam_size}", source, ours, theirs, verdict)
-    console.print(translations)
+    console.print(translations, "")
 
 
 def time_all(sizes: TimingSizes, device: torch.device) -> list[Timing]:
@@ -192,18 +209,21 @@ def time_all(sizes: TimingSizes, device: torch.device) -> list[Timing]:
 
 def timing_table(timings: Sequence[Timing]) -> Table:
     """Show medians with their spread, and the ratio of each thing that was timed."""
-    table = Table(
-        title="Timed in turns, float32: medians (least–greatest), ratio scratch / builtin",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
+    table = new_table("Timed in turns, float32: medians (least–greatest) of the rounds")
     table.add_column("")
-    for name in ("scratch ms", "builtin ms", "rounds", "ratio"):
+    for name in ("scratch ms", "builtin ms", "scratch / builtin"):
         table.add_column(name, justify="right", no_wrap=True)
     for x in timings:
         ratio = f"{x.ratio:.2f} ({min(x.ratios):.2f}–{max(x.ratios):.2f})"
-        table.add_row(x.name, in_words(x.scratch_ms), in_words(x.builtin_ms), str(len(x.ratios)), ratio)
+        table.add_row(x.name, in_words(x.scratch_ms), in_words(x.builtin_ms), ratio)
     return table
+
+
+def show_decoding(console: Console, decoding: Timing) -> None:
+    """Say what the cache of scratch gains over recomputing all tokens at each step."""
+    speed = decoding.tokens / statistics.median(decoding.scratch_ms) * 1e3
+    gain = 1 / decoding.ratio
+    console.print(f"With its cache scratch decodes {speed:,.0f} tokens/s, {gain:.1f} times what recomputation does.\n")
 
 
 def in_words(times: Sequence[float]) -> str:
@@ -219,7 +239,11 @@ def verdict_on(rows: Sequence[Row], trainings: Sequence[SettledTraining]) -> tup
     if wrong:
         return False, f"[bold red]They differ:[/] {', '.join(wrong)}."
     identical = sum(row.identical for row in rows)
-    return True, f"[bold green]They agree:[/] {len(rows)} comparisons, {identical} of them identical to the last bit."
+    wanted = sum(x.right for x in trainings), sum(2 * len(x.translations) for x in trainings)
+    return True, (
+        f"[bold green]They agree:[/] {len(rows)} comparisons, {identical} of them identical to the last bit; "
+        f"{wanted[0]} of {wanted[1]} translations are right."
+    )
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:

@@ -25,8 +25,9 @@ from equivalence_tests.comparing import (
 )
 from scratch.masks import Alignment
 
-__all__ = ["Component", "Row", "compare_component", "compare_masks", "components"]
+__all__ = ["CALL", "Component", "Row", "compare_component", "compare_masks", "components"]
 
+CALL = "call"  # the quantity of a package that could not be called at all
 BATCH, NUM_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, FF_DIM = 2, 3, 5, 7, 11, 13
 EMBED_DIM = NUM_HEADS * HEAD_DIM
 # 0 is padding: at the end of a sentence, and inside of one too.
@@ -59,7 +60,7 @@ class Row:
 
     Args:
         component: Name of the component.
-        quantity: "output", "attention maps", "masks", "input gradients" or "parameter gradients"; "call" if a package
+        quantity: "output", "attention maps", "masks", "input gradients" or "parameter gradients"; ``CALL`` if scratch
             could not be called at all.
         elements: Number of elements of all tensors.
         differing: Number of those that differ.
@@ -151,7 +152,7 @@ def _free_attentions(draw: _Drawing) -> Iterator[Component]:
             "value": draw.normal(BATCH, NUM_HEADS, KEY_LEN, HEAD_DIM),
             "attn_mask": draw.holes(BATCH, 1, QUERY_LEN, KEY_LEN, true_means_hidden=False),
         }
-        name = f"scaled_dot_product_attention, {kernel}"
+        name = f"scaled dot-product attention, {kernel}"
         yield Component(name, draw.case("scaled_dot_product_attention", {}, inputs), backend is not None, backend)
 
 
@@ -268,7 +269,7 @@ def compare_component(component: Component, device: torch.device) -> list[Row]:
         candidate = case.construct(scratch, weights_of=weights, device=device)
         actual = _results(candidate, component, case.dtype, device)
     except Exception as error:  # whatever goes wrong inside scratch is what this command is there to report
-        return [Row(component.name, "call", detail=f"scratch raises {type(error).__name__}: {error}")]
+        return [Row(component.name, CALL, detail=f"scratch raises {type(error).__name__}: {error}")]
     promised = component.identical and device.type == "cpu"
     return [
         _judge(component.name, quantity, actual.get(quantity, {}), tensors, (reference or {}).get(quantity), promised)
@@ -389,7 +390,7 @@ def compare_masks(device: torch.device) -> list[Row]:
         ],
     }
     rows = []
-    for quantity, build in builders.items():
+    for name, build in builders.items():
         actual, expected = ({str(i): x for i, x in enumerate(build(package))} for package in (scratch, builtin))
-        rows.append(_judge("masks", quantity, actual, expected, None, promised=True))
+        rows.append(_judge(f"mask: {name}", "masks", actual, expected, None, promised=True))
     return rows

@@ -16,10 +16,11 @@ import scratch
 from equivalence_tests.weights import copy_weights
 from scratch.decoding import greedy_decode, new_cache
 
-__all__ = ["NUM_TIMINGS", "Timing", "TimingSizes", "time_side_by_side"]
+__all__ = ["DECODING", "NUM_TIMINGS", "Timing", "TimingSizes", "time_side_by_side"]
 
 VOCABULARY = 1000
 NUM_TIMINGS = 4
+DECODING = "decoding, cache / none"
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
 
 
@@ -30,7 +31,8 @@ class TimingSizes:
     Args:
         batch: Number of sentences.
         length: Number of tokens of each, source and target alike.
-        decoded: Number of tokens that are decoded, of one sentence.
+        sentences: Number of sentences that are decoded at a time.
+        decoded: Number of tokens that are decoded, of each of them.
         d_model: Width; the feed-forward networks are four times as wide.
         num_layers: Number of layers, of encoder and decoder each.
         seconds: Time for the rounds of each thing that is timed, about.
@@ -38,6 +40,7 @@ class TimingSizes:
 
     batch: int = 16
     length: int = 128
+    sentences: int = 4
     decoded: int = 128
     d_model: int = 512
     num_layers: int = 6
@@ -98,8 +101,8 @@ def time_side_by_side(sizes: TimingSizes, dtype: torch.dtype, device: torch.devi
             yield _in_turns(f"forward, fast path {'on' if enabled else 'off'}", tokens, forwards, sizes.seconds / 2)
     steps = [_training_step(model, src_ids, tgt_ids) for model in models]
     yield _in_turns("training step", tokens, steps, sizes.seconds)
-    decodings = [_decoding(model, src_ids[:1], sizes.decoded) for model in models]
-    yield _in_turns("decoding, cached / recomputed", sizes.decoded, decodings, sizes.seconds)
+    decodings = [_decoding(model, src_ids[: sizes.sentences], sizes.decoded) for model in models]
+    yield _in_turns(DECODING, sizes.sentences * sizes.decoded, decodings, sizes.seconds)
 
 
 def _same_models(sizes: TimingSizes, dtype: torch.dtype, device: torch.device) -> list[Any]:
@@ -147,7 +150,9 @@ def _decoding(model: Any, src_ids: Tensor, length: int) -> Callable[[], Tensor]:
             return model.decode(token_ids, memory, src_ids, cache=cache)[:, -1]
 
         never = VOCABULARY  # no token has this id, so none ends the sentence
-        return greedy_decode(next_logits, src_ids.new_ones(1, 1), end_id=never, pad_id=model.pad_id, max_len=length)
+        return greedy_decode(
+            next_logits, src_ids.new_ones(src_ids.size(0), 1), end_id=never, pad_id=model.pad_id, max_len=length
+        )
 
     return run
 

@@ -36,7 +36,7 @@ def test_every_component_passes_in_every_dtype(name: str, dtype: torch.dtype) ->
     for seed in (0, 1):
         rows = compared(name, dtype, seed)
         assert broken_in(rows) == set(), rows
-        expected = [x for x in QUANTITIES if not (x == "parameter gradients" and name.startswith("scaled_dot"))]
+        expected = [x for x in QUANTITIES if not (x == "parameter gradients" and name.startswith("scaled dot"))]
         expected = [x for x in expected if not (x == "input gradients" and name.startswith("Seq2Seq"))]
         assert list(rows) == expected
         assert all(row.elements > 100 for row in rows.values())
@@ -176,7 +176,7 @@ def test_free_attention_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(functional, "masked_scores", lambda q, k, bias: original(q, k * (1 + 1e-9), bias))
     for name in ("MATH kernel", "torch's choice of kernel"):
         assert {"output", "attention maps", "input gradients"} == broken_in(
-            compared(f"scaled_dot_product_attention, {name}")
+            compared(f"scaled dot-product attention, {name}")
         )
 
 
@@ -205,8 +205,8 @@ def test_masks_are_compared_builder_by_builder(monkeypatch: pytest.MonkeyPatch) 
     assert all(row.identical and row.passed for row in compare_masks(CPU))
     original = masks.causal
     monkeypatch.setattr(masks, "causal", lambda *args, **options: original(*args, **options).tril(-1))
-    broken = {row.quantity for row in compare_masks(CPU) if not row.passed}
-    assert broken == {"causal, upper left", "causal, lower right"}
+    broken = {row.component for row in compare_masks(CPU) if not row.passed}
+    assert broken == {"mask: causal, upper left", "mask: causal, lower right"}
 
 
 def test_the_seed_changes_weights_inputs_and_masks() -> None:
