@@ -87,7 +87,7 @@ class TransformerEncoder(nn.TransformerEncoder):
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
             ``is_causal`` masks nothing by itself: see trap `is_causal_is_a_hint`.
             Finding out whether the mask is causal waits for the device: see trap `causal_detection_syncs`.
-            Padded queries carry numbers too: see trap `padded_queries`.
+            Padded queries carry numbers too: see trap `padded_queries_carry_numbers`.
         """
         validation.check_stack_input("src", src, mask, "mask", src_key_padding_mask)
         return super().forward(src, mask, src_key_padding_mask, is_causal)

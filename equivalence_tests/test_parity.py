@@ -583,11 +583,3 @@ def test_what_mirrors_torch_says_how_and_names_its_source(name: str) -> None:
 )
 def test_functions_name_their_counterpart_in_torch(name: str) -> None:
     assert "\nIn torch.nn: " in (inspect.getdoc(DOCUMENTED[name]) or "")
-
-
-def test_traps_are_named_alike() -> None:
-    """``see trap `name` `` is how a docstring points at a trap."""
-    text = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "builtin").glob("*.py"))
-    names = re.findall(r"traps? `(\w+)`", text) + re.findall(r"traps `\w+`, `(\w+)`", text)
-    assert len(set(names)) >= 20
-    assert text.count("trap `") + 2 * text.count("traps `") == len(names)

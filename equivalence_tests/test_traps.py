@@ -1,6 +1,9 @@
 """Every trap holds on the installed torch, and what it advises helps."""
 
 import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +12,10 @@ from equivalence_tests.__main__ import app
 from equivalence_tests.traps.entry import Trap
 from equivalence_tests.traps.registry import TRAPS, find_trap
 from equivalence_tests.traps.running import State, examine
+
+ROOT = Path(__file__).parents[1]
+# How a docstring points at traps: "see trap `NAME`" or "see traps `NAME`, `NAME`", on one line or over two.
+REFERENCE = re.compile(r"\bsee\s+traps?\s+(`[^`]*`(?:,\s+`[^`]*`)*)")
 
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
@@ -20,6 +27,22 @@ def test_the_trap_is_as_told(trap: Trap) -> None:
 
 def test_numbers_and_names_are_unique() -> None:
     assert len({trap.number for trap in TRAPS}) == len({trap.name for trap in TRAPS}) == len(TRAPS)
+
+
+def references() -> Iterator[tuple[str, str]]:
+    for file in sorted(path for room in ("scratch", "builtin") for path in (ROOT / room).glob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        found = REFERENCE.findall(text)
+        assert len(found) == len(re.findall(r"\btraps?\b", text)), f"{file.name} points at a trap in another form"
+        for names in found:
+            yield from ((file.name, name) for name in re.findall("`([^`]*)`", names))
+
+
+def test_docstrings_point_at_traps_that_exist() -> None:
+    found = set(references())
+    names = {trap.name for trap in TRAPS}
+    assert len(found) >= 50
+    assert {(file, name) for file, name in found if name not in names} == set()
 
 
 def test_a_trap_that_is_told_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
