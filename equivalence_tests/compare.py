@@ -5,7 +5,6 @@ import itertools
 import json
 import platform
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from equivalence_tests.compare_timing import Timing, TimingSizes, time_side_by_s
 from equivalence_tests.compare_training import SettledTraining, train_side_by_side
 from scratch import validation
 from scratch.command_line import one_line_errors
-from scratch.translation import PAIRS, Pair, read_pairs
+from scratch.translation import PAIRS, Pair, read_pairs, replacing
 
 __all__ = ["compare", "compare_all_components"]
 
@@ -247,7 +246,6 @@ def verdict_on(rows: Sequence[Row], trainings: Sequence[SettledTraining]) -> tup
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Write results to a temporary file beside ``path`` and then put it in its place."""
-    with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, delete=False, encoding="utf-8") as file:
-        json.dump(results, file, indent=2)
-    Path(file.name).replace(path)
+    """Write results, all or nothing."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(results, indent=2), encoding="utf-8")

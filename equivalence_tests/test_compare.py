@@ -1,6 +1,7 @@
 """Tests of ``sidebyside compare`` as a user runs it: what it prints, writes and exits with."""
 
 import json
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -8,22 +9,28 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import scratch.attention
-import scratch.layers
+import scratch
 from equivalence_tests import compare as compare_module
 from equivalence_tests.__main__ import app
+from equivalence_tests.compare_components import Component, components
 from equivalence_tests.compare_timing import TimingSizes
+from scratch import attention as attention_module
+from scratch import functional
 
 TINY = TimingSizes(batch=2, length=5, sentences=2, decoded=3, d_model=16, num_layers=1, seconds=0.0)
+
+
+def all_but_the_largest(dtype: torch.dtype, seed: int) -> list[Component]:
+    kept = [component for component in components(dtype, seed) if "paper" not in component.name]
+    assert len(kept) == len(components(dtype, seed)) - 1
+    return kept
 
 
 @pytest.fixture(autouse=True)
 def _few_epochs_and_tiny_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_module, "EPOCHS", 2)
-    monkeypatch.setattr(TimingSizes, "quick", classmethod(lambda cls: TINY))
-    small = [x for x in compare_module.components(torch.float64, 0) if "paper" not in x.name]
-    assert len(small) == len(compare_module.components(torch.float64, 0)) - 1
-    monkeypatch.setattr(compare_module, "components", lambda dtype, seed: small)
+    monkeypatch.setattr(TimingSizes, "quick", lambda: TINY)
+    monkeypatch.setattr(compare_module, "components", all_but_the_largest)
 
 
 def run(*arguments: Any, columns: int = 120) -> Any:
@@ -44,12 +51,12 @@ def test_a_run_that_agrees_says_so_and_exits_with_0(tmp_path: Path) -> None:
 
 
 def test_a_wrong_scale_is_reported_with_the_components_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = scratch.attention.attention
+    original = functional.attention
 
     def scaled_twice(q: torch.Tensor, *args: Any) -> Any:
         return original(q / q.size(-1) ** 0.5, *args)
 
-    monkeypatch.setattr(scratch.attention, "attention", scaled_twice)
+    monkeypatch.setattr(attention_module, "attention", scaled_twice)
     result = run("--quick")
     assert result.exit_code == 1
     assert "MultiheadAttention, self-attention, output:" in result.stdout
@@ -60,19 +67,19 @@ def test_a_wrong_scale_is_reported_with_the_components_that_differ(monkeypatch: 
 
 
 def test_a_package_that_raises_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> None:
-        raise ZeroDivisionError("no heads")
+    original = scratch.MultiheadAttention.forward
 
-    monkeypatch.setattr(scratch.attention, "split_heads", broken)
-    monkeypatch.setattr(compare_module, "train_all", lambda *args: [])
-    monkeypatch.setattr(compare_module, "show_trainings", lambda *args: None)
-    monkeypatch.setattr(compare_module, "time_all", lambda *args: [])
-    monkeypatch.setattr(compare_module, "show_decoding", lambda *args: None)
-    monkeypatch.setattr(compare_module, "timing_table", lambda *args: "")
+    @wraps(original)
+    def forward(self: scratch.MultiheadAttention, *args: Any, **options: Any) -> Any:
+        if self.bias_k is not None:
+            raise ZeroDivisionError("no heads")
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(scratch.MultiheadAttention, "forward", forward)
     result = run("--quick")
     assert result.exit_code == 1
     assert "RAISES" in result.stdout
-    assert "MultiheadAttention, self-attention, call: scratch raises ZeroDivisionError: no heads" in result.stdout
+    assert "bias_kv, zero_attn, call: scratch raises ZeroDivisionError: no heads" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize("columns", [80, 120])

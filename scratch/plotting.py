@@ -55,7 +55,8 @@ def attention_figure(maps: Mapping[str, Tensor], tokens: Mapping[str, tuple[Sequ
         tokens: For each path the tokens of the queries and of the keys.
 
     Returns:
-        A matplotlib figure: dark = much weight; each row of a map sums to 1.
+        A matplotlib figure: white = no weight, darkest = the greatest weight of all maps; each row of a map sums
+        to 1.
 
     Raises:
         ValueError: If there are no maps, or matplotlib is missing.
@@ -64,18 +65,20 @@ def attention_figure(maps: Mapping[str, Tensor], tokens: Mapping[str, tuple[Sequ
     """
     validation.check_maps_to_draw(maps)
     num_heads = max(weights.size(0) for weights in maps.values())
-    figure = _new_figure((2.3 * num_heads + 1.5, 2.4 * len(maps) + 0.6))
+    greatest = max(float(weights.max()) for weights in maps.values())
+    figure = _new_figure((1.7 * num_heads + 2.5, 2.2 * len(maps) + 0.6))
     axes = figure.subplots(len(maps), num_heads, squeeze=False)
     for row, (path, heads) in zip(axes, maps.items(), strict=True):
         queries, keys = tokens[path]
         for head, (cell, weights) in enumerate(zip(row, heads.detach().cpu().numpy(), strict=False)):
-            image = cell.imshow(weights, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+            image = cell.imshow(weights, cmap="Blues", vmin=0, vmax=greatest, interpolation="nearest", aspect="auto")
             cell.set_xticks(range(len(keys)), keys, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
             cell.set_yticks(range(len(queries)), queries if head == 0 else [], fontsize=8)
-            cell.set_title(f"{path}\nhead {head}" if head == 0 else f"head {head}", fontsize=8)
+            cell.set_title(f"head {head}", fontsize=8)
+        row[0].set_ylabel(path, fontsize=8)
         for cell in row[heads.size(0) :]:
             cell.axis("off")
-    figure.colorbar(image, ax=axes, shrink=0.6, label="weight")
+    figure.colorbar(image, ax=axes, aspect=40, label="weight")
     return figure
 
 

@@ -16,8 +16,8 @@ be trained in turns, epoch by epoch, and a resumed training goes on as if it had
 import dataclasses
 import difflib
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,7 @@ __all__ = [
     "cross_entropy",
     "load_checkpoint",
     "read_pairs",
+    "replacing",
     "save_checkpoint",
     "smoothed_divergence",
     "translate",
@@ -417,6 +418,26 @@ def translate(
     return [task.target.decode(row) for row in generated.tolist()]
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the name of a temporary file beside ``path`` that takes its place in the end, all or nothing.
+
+    Args:
+        path: The file to be written.
+
+    Yields:
+        Where to write. If that raises, ``path`` stays as it was.
+
+    In torch.nn: nothing.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def save_checkpoint(path: Path, training: Training, sizes: ModelSizes) -> None:
     """Write a checkpoint to a temporary file beside ``path`` and then put it in its place, all or nothing.
 
@@ -441,13 +462,8 @@ def save_checkpoint(path: Path, training: Training, sizes: ModelSizes) -> None:
         "model": training.model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
+    with replacing(path) as temporary:
         torch.save(checkpoint, temporary)
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def load_checkpoint(
