@@ -47,7 +47,7 @@ def test_the_python_of_readme_runs(
     sys.modules.pop("my_attention", None)
     assert "output" in capsys.readouterr().out
     assert names["maps"]["encoder.layers.0.self_attn"].shape == (2, 4, 7, 7)
-    assert list(names["stages"]) == "q k v scores masked_scores weights context merged output".split()
+    assert list(names["stages"]) == ["q", "k", "v", "scores", "masked_scores", "weights", "context", "merged", "output"]
 
 
 def test_the_sessions_of_readme_print_what_they_show() -> None:
