@@ -4,12 +4,14 @@ import typer
 
 from equivalence_tests.checker.command import verify_command
 from equivalence_tests.compare import compare
+from equivalence_tests.explain.command import explain
 from equivalence_tests.traps.command import traps
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 app.command()(compare)
 app.command("verify")(verify_command)
 app.command()(traps)
+app.command()(explain)
 
 
 @app.callback()

@@ -3,12 +3,14 @@
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Excerpt", "Place", "body_of", "imports_of"]
+__all__ = ["Excerpt", "Place", "as_typed", "body_of", "imports_of"]
+
+SEED = "torch.manual_seed(0)"
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,11 @@ class Excerpt:
     line: int
     owner: str
     code: str
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """All that it is, for JSON."""
+        return {"file": self.file, "line": self.line, "function": self.owner, "code": self.code}
 
     @property
     def where(self) -> str:
@@ -113,7 +120,10 @@ def imports_of(function: Callable[..., Any]) -> list[str]:
     >>> imports_of(body_of)
     ['import ast', 'import inspect', 'import textwrap']
     """
-    used = {node.id for node in ast.walk(ast.parse(body_of(function))) if isinstance(node, ast.Name)}
+    nodes = list(ast.walk(ast.parse(body_of(function))))
+    own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} - own
     module = inspect.getmodule(function)
     assert isinstance(module, ModuleType)  # as promised
     needed = []
@@ -125,3 +135,29 @@ def imports_of(function: Callable[..., Any]) -> list[str]:
             elif isinstance(node, ast.ImportFrom) and names:
                 needed.append(ast.unparse(ast.ImportFrom(node.module, names, node.level)))
     return needed
+
+
+def as_typed(function: Callable[..., Any], known: Collection[str] = ()) -> str:
+    """Give the code of a function as one would type it in a session: imports, seed, body.
+
+    Args:
+        function: Any function written in Python.
+        known: Lines of the session so far. Imports among them are not repeated.
+
+    Returns:
+        Lines of Python that run by themselves, or after what is known.
+
+    >>> print(as_typed(body_of))
+    import torch
+    import ast
+    import inspect
+    import textwrap
+    <BLANKLINE>
+    torch.manual_seed(0)
+    lines, _ = inspect.getsourcelines(function)
+    ...
+    """
+    needed = imports_of(function)
+    needed = needed if "import torch" in needed else ["import torch", *needed]  # for the seed
+    new = [line for line in needed if line not in known]
+    return "\n".join([*new, *([""] if new else []), SEED, body_of(function)])

@@ -62,6 +62,7 @@ def code_block(code: str, first_line: int | None = None) -> Table:
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
     for offset, line in enumerate(syntax.highlight(code).split("\n", allow_blank=False)):
         indentation = len(line.plain) - len(line.plain.lstrip())
+        line.overflow = "fold"  # a name that is longer than the page goes on below, too
         number = [] if first_line is None else [str(first_line + offset)]
         block.add_row(*number, Padding(line[indentation:], (0, 0, 0, indentation), expand=False))
     return block

@@ -307,7 +307,12 @@ class CausalDetectionSyncs(Trap):
     number = 25
     name = "causal_detection_syncs"
     severity = Severity.SLOW
-    concerns = ("TransformerEncoder.is_causal", "TransformerDecoder.tgt_is_causal", "src_is_causal", "tgt_is_causal")
+    concerns = (
+        "TransformerEncoder.is_causal",
+        "TransformerDecoder.tgt_is_causal",
+        "src_is_causal",
+        "Transformer.tgt_is_causal",
+    )
     expects = "A mask is a tensor for the device, and Python goes on without waiting."
     happens = (
         "_local_scalar_dense is among the operations: a number is carried from the device to Python, which on a GPU "

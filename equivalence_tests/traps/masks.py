@@ -11,7 +11,8 @@ from scratch import masks as scratch_masks
 
 __all__ = ["MASKS", "PADDING_MASKS", "TRAPS"]
 
-MASKS = ("attn_mask", "mask", "src_mask", "tgt_mask", "memory_mask")
+MODEL_MASKS = ("mask", "src_mask", "tgt_mask", "memory_mask")
+MASKS = ("attn_mask", *MODEL_MASKS)
 PADDING_MASKS = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 
 
@@ -208,7 +209,7 @@ class SquareSubsequentFloat32(Trap):
     number = 7
     name = "square_subsequent_float32"
     severity = Severity.ERROR
-    concerns = ("sz", "Transformer.dtype", *MASKS)
+    concerns = ("sz", "generate_square_subsequent_mask.dtype", "MultiheadAttention.attn_mask", *MODEL_MASKS)
     expects = "The library's own causal mask fits the library's own module."
     happens = (
         "Beside a bool padding mask it draws a warning, for the two are of different kinds. In a model that is not "
@@ -263,7 +264,7 @@ class Mask3dOrder(Trap):
     number = 8
     name = "mask_3d_order"
     severity = Severity.WRONG_NUMBERS
-    concerns = ("MultiheadAttention.attn_mask", "mask", "src_mask", "tgt_mask", "memory_mask")
+    concerns = ("MultiheadAttention.attn_mask", *MODEL_MASKS)
     expects = "Each sample's mask is used for all heads of that sample."
     happens = (
         "The shape is right and the order is not: masks of one sample reach heads of the other, and both samples put "

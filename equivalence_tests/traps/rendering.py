@@ -9,16 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from equivalence_tests import pages
-from equivalence_tests.excerpts import body_of, imports_of
+from equivalence_tests.excerpts import as_typed
 from equivalence_tests.traps.entry import Severity, Trap
 from equivalence_tests.traps.registry import CHECKED_ON
-from equivalence_tests.traps.running import Finding, Outcome, State
+from equivalence_tests.traps.running import Finding, State
 
 __all__ = ["as_data", "in_full", "listing", "typed_code"]
 
 COLOURS = {State.HOLDS: "red", State.MENDED: "green", State.ADVICE_FAILS: "yellow"}
 COUNTED = {State.HOLDS: "hold", State.MENDED: "mended", State.ADVICE_FAILS: "with advice that fails"}
-SEED = "torch.manual_seed(0)"
 
 
 def listing(findings: Sequence[Finding]) -> Group:
@@ -102,12 +101,8 @@ def typed_code(trap: Trap) -> tuple[str, str]:
     Returns:
         The wrong code with its imports, and the right code with those that it needs besides.
     """
-    first = imports_of(trap.wrong)
-    if "import torch" not in first:
-        first.insert(0, "import torch")  # for the seed
-    second = [line for line in imports_of(trap.right) if line not in first]
-    wrong = "\n".join([*first, "", SEED, body_of(trap.wrong)])
-    return wrong, "\n".join([*second, *([""] if second else []), SEED, body_of(trap.right)])
+    wrong = as_typed(trap.wrong)
+    return wrong, as_typed(trap.right, known=wrong.splitlines())
 
 
 def versions(trap: Trap) -> str:
@@ -136,7 +131,6 @@ def as_data(finding: Finding) -> dict[str, Any]:
     """
     trap = finding.trap
     wrong_code, right_code = typed_code(trap)
-    excerpts = [place.excerpt() for place in trap.places]
     return {
         "number": trap.number,
         "name": trap.name,
@@ -146,22 +140,13 @@ def as_data(finding: Finding) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "concerns": list(trap.concerns),
         "expects": trap.expects,
-        "wrong": _outcome_data(wrong_code, finding.wrong),
+        "wrong": {"code": wrong_code, **finding.wrong.data},
         "happens": trap.happens,
         "why": trap.why,
-        "scratch": [{"file": e.file, "line": e.line, "function": e.owner, "code": e.code} for e in excerpts],
+        "scratch": [place.excerpt().data for place in trap.places],
         "instead": trap.instead,
-        "right": _outcome_data(right_code, finding.right),
+        "right": {"code": right_code, **finding.right.data},
         "issues": [issue_url(issue) for issue in trap.issues],
         "since": trap.since or None,
         "mended_in": trap.mended_in or None,
-    }
-
-
-def _outcome_data(code: str, outcome: Outcome) -> dict[str, Any]:
-    return {
-        "code": code,
-        "printed": list(outcome.printed),
-        "warnings": list(outcome.warnings),
-        "error": outcome.error or None,
     }

@@ -29,6 +29,11 @@ class Outcome:
         """All that a person would see."""
         return (*self.printed, *self.warnings, *((self.error,) if self.error else ()))
 
+    @property
+    def data(self) -> dict[str, Any]:
+        """The same, for JSON."""
+        return {"printed": list(self.printed), "warnings": list(self.warnings), "error": self.error or None}
+
 
 class State(Enum):
     """What has become of a trap on the installed torch."""

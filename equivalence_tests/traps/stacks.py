@@ -21,7 +21,7 @@ class BatchFirstDefault(Trap):
     number = 9
     name = "batch_first_default"
     severity = Severity.WRONG_NUMBERS
-    concerns = ("batch_first", "query", "src")
+    concerns = ("batch_first", "MultiheadAttention.query", "src")
     expects = "Samples do not know of each other."
     happens = "The output of sample 0 moves when sample 1 changes. The shapes look right and nothing complains."
     why = (
@@ -249,7 +249,7 @@ class DropoutByDefault(Trap):
     number = 42
     name = "dropout_by_default"
     severity = Severity.SURPRISING
-    concerns = ("dropout",)
+    concerns = ("TransformerEncoderLayer.dropout", "TransformerDecoderLayer.dropout", "Transformer.dropout")
     expects = "Same weights, same input, same output. nn.MultiheadAttention, with dropout=0.0 by default, keeps to it."
     happens = "The two outputs differ."
     why = "The layers' default is dropout=0.1, the paper's value, and modules start in training."
