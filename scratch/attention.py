@@ -270,30 +270,33 @@ class MultiheadAttention(nn.Module):
             need_weights: Likewise.
 
         Returns:
-            (1 or batch * num_heads, 1 or query_len, key_len), -inf where a query may not look; None without masks.
+            (1 or batch, 1 or num_heads, 1 or query_len, key_len), -inf where a query may not look; None without masks.
         """
         query_len, key_len, batch, heads = q.size(0), k.size(0), q.size(1), self.num_heads
         if is_causal and key_padding_mask is None and not need_weights:
-            return masks.to_score_bias(masks.causal(query_len, key_len, device=q.device), q.dtype).unsqueeze(0)
+            return masks.to_score_bias(masks.causal(query_len, key_len, device=q.device), q.dtype)[None, None]
         bias = masks.score_bias_from_module(attn_mask, q.dtype)
         if bias is not None:
             bias = F.pad(bias, (0, key_len - bias.size(-1)))  # the appended tokens are always seen
-            bias = bias.unsqueeze(0) if bias.dim() == 2 else bias  # (1 or b * h, q, k)
+            bias = bias[None, None] if bias.dim() == 2 else bias.unflatten(0, (batch, heads))  # (b, h, q, k)
         padding = masks.score_bias_from_module(key_padding_mask, q.dtype)
         if padding is not None:
-            padding = F.pad(padding, (0, key_len - padding.size(-1)))
-            padding = padding.view(batch, 1, 1, key_len).expand(-1, heads, -1, -1).reshape(batch * heads, 1, key_len)
+            padding = F.pad(padding, (0, key_len - padding.size(-1))).view(batch, 1, 1, key_len)
+            # For each head apart, as torch.nn sums the gradient of a float mask; else once is enough.
+            padding = padding.expand(-1, heads, -1, -1) if need_weights else padding
             bias = padding if bias is None else bias + padding
         return bias
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        dtype = q.dtype
-        if not need_weights:
-            q, k, v = upcast_half(q, k, v)
-            score_bias = None if score_bias is None else score_bias.to(q.dtype)
         # The scale on the queries alone, as torch.nn's module rounds it: the two agree to the last bit.
-        q = q * math.sqrt(1.0 / self.head_dim)
-        context, weights = attention(q, k, v, score_bias, self.dropout if self.training else 0.0, need_weights)
-        return context.to(dtype), weights
+        scale, dropout_p = math.sqrt(1.0 / self.head_dim), self.dropout if self.training else 0.0
+        if need_weights:
+            folded = None if score_bias is None else score_bias.flatten(0, 1)
+            return attention(q * scale, k, v, folded, dropout_p, need_weights)
+        dtype, lead = q.dtype, (q.size(0) // self.num_heads, self.num_heads)
+        q, k, v = (x.unflatten(0, lead) for x in upcast_half(q, k, v))  # (b, h, len, d)
+        score_bias = None if score_bias is None else score_bias.to(q.dtype)
+        context, _ = attention(q * scale, k, v, score_bias, dropout_p)
+        return context.flatten(0, 1).to(dtype), None

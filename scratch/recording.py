@@ -246,8 +246,8 @@ def _weigh(
     k, v = attention.append_tokens(k, v)
     score_bias = attention.score_bias(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
     lead = (q.size(1), attention.num_heads) if batched else (attention.num_heads,)
-    if score_bias is not None and score_bias.size(0) != 1:
-        score_bias = score_bias.unflatten(0, lead)
+    if score_bias is not None and not batched:
+        score_bias = score_bias.squeeze(0)
     q, k, v = (split_heads(x, attention.num_heads).unflatten(0, lead) for x in (q, k, v))  # (b, h, len, d)
     stages = {"q": q, "k": k, "v": v}
 
