@@ -33,8 +33,9 @@ setup: $(STAMP) ## Build .venv with the tested versions; reused while nothing ch
 	@$(BIN)/python -c 'import sys, importlib.metadata as m; \
 	  print(".venv is ready: Python", sys.version.split()[0] + ", torch", m.version("torch"))'
 
-compare: $(STAMP) ## Show, on this machine, that scratch and builtin give the same numbers
+compare: $(STAMP) ## Show, on this machine, that scratch and builtin give the same numbers, and time them
 	$(BIN)/sidebyside compare $(ARGS)
+	$(BIN)/sidebyside-bench --quick
 
 # One thread a worker: the tests are many and small.
 test: $(STAMP) ## Run every test and every example in the docstrings

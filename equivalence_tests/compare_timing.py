@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,11 @@ from torch.utils.benchmark import timer
 
 import builtin
 import scratch
+from equivalence_tests.side_by_side import fast_path
 from equivalence_tests.weights import copy_weights
 from scratch.decoding import greedy_decode, new_cache
 
-__all__ = ["DECODING", "NUM_TIMINGS", "Timing", "TimingSizes", "time_side_by_side"]
+__all__ = ["DECODING", "NUM_TIMINGS", "VOCABULARY", "Timing", "TimingSizes", "decoding", "time_side_by_side"]
 
 VOCABULARY = 1000
 NUM_TIMINGS = 4
@@ -97,11 +97,14 @@ def time_side_by_side(sizes: TimingSizes, dtype: torch.dtype, device: torch.devi
 
     forwards = [_forward(model, src_ids, tgt_ids) for model in models]
     for enabled in (False, True):
-        with _fast_path(enabled):
+        with fast_path(enabled):
             yield _in_turns(f"forward, fast path {'on' if enabled else 'off'}", tokens, forwards, sizes.seconds / 2)
     steps = [_training_step(model, src_ids, tgt_ids) for model in models]
     yield _in_turns("training step", tokens, steps, sizes.seconds)
-    decodings = [_decoding(model, src_ids[: sizes.sentences], sizes.decoded) for model in models]
+    decodings = [
+        decoding(model, src_ids[: sizes.sentences], sizes.decoded, cached=isinstance(model, scratch.Seq2SeqTransformer))
+        for model in models
+    ]
     yield _in_turns(DECODING, sizes.sentences * sizes.decoded, decodings, sizes.seconds)
 
 
@@ -136,23 +139,31 @@ def _training_step(model: Any, src_ids: Tensor, tgt_ids: Tensor) -> Callable[[],
     return run
 
 
-def _decoding(model: Any, src_ids: Tensor, length: int) -> Callable[[], Tensor]:
-    """Decode greedily, to the last token: with the cache where there is one, else by recomputation."""
-    has_cache = isinstance(model, scratch.Seq2SeqTransformer)
+def decoding(model: Any, src_ids: Tensor, length: int, *, cached: bool) -> Callable[[], Tensor]:
+    """Give a function that decodes greedily, to the last token.
+
+    Args:
+        model: A ``Seq2SeqTransformer`` of either package.
+        src_ids: (batch, src_len).
+        length: Number of tokens that are decoded.
+        cached: Whether keys and values are remembered; only scratch can. Else every step computes all tokens anew.
+
+    Returns:
+        A function without arguments that gives the token ids, (batch, length).
+    """
 
     @torch.no_grad()
     def run() -> Tensor:
         model.eval()
         memory = model.encode(src_ids)
-        cache = new_cache(model.transformer.decoder.num_layers) if has_cache else None
+        cache = new_cache(model.transformer.decoder.num_layers) if cached else None
 
         def next_logits(token_ids: Tensor) -> Tensor:
             return model.decode(token_ids, memory, src_ids, cache=cache)[:, -1]
 
         never = VOCABULARY  # no token has this id, so none ends the sentence
-        return greedy_decode(
-            next_logits, src_ids.new_ones(src_ids.size(0), 1), end_id=never, pad_id=model.pad_id, max_len=length
-        )
+        start = src_ids.new_ones(len(src_ids), 1)
+        return greedy_decode(next_logits, start, end_id=never, pad_id=model.pad_id, max_len=length)
 
     return run
 
@@ -170,13 +181,3 @@ def _milliseconds(run: Callable[[], object]) -> float:
     start = timer()
     run()
     return 1e3 * (timer() - start)
-
-
-@contextmanager
-def _fast_path(enabled: bool) -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

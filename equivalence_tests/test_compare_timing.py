@@ -9,7 +9,7 @@ import torch
 import builtin
 import scratch
 from equivalence_tests import compare_timing
-from equivalence_tests.compare_timing import Timing, TimingSizes, time_side_by_side
+from equivalence_tests.compare_timing import Timing, TimingSizes, decoding, time_side_by_side
 
 CPU = torch.device("cpu")
 TINY = TimingSizes(batch=2, length=5, sentences=2, decoded=7, d_model=16, num_layers=1, seconds=0.0)
@@ -53,7 +53,8 @@ def test_both_models_hold_the_same_weights_and_decode_the_same_tokens() -> None:
     assert isinstance(ours, scratch.Seq2SeqTransformer)
     assert isinstance(theirs, builtin.Seq2SeqTransformer)
     src_ids = torch.tensor([[5, 3, 7, 4]])
-    by_cache, by_recomputation = (compare_timing._decoding(model, src_ids, 7)() for model in (ours, theirs))
+    by_cache = decoding(ours, src_ids, 7, cached=True)()
+    by_recomputation = decoding(theirs, src_ids, 7, cached=False)()
     assert by_cache.shape == (1, 7)
     assert torch.equal(by_cache, by_recomputation)
 
@@ -68,9 +69,9 @@ def test_only_scratch_decodes_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> N
             return _original(self, *args, cache=cache)
 
         monkeypatch.setattr(package.Seq2SeqTransformer, "decode", decode)
-    for model in compare_timing._same_models(TINY, torch.float32, CPU):
-        compare_timing._decoding(model, torch.tensor([[5, 3]]), 7)()
-    assert used == [True] * 7 + [False] * 7
+    *_, timing = time_side_by_side(TINY, torch.float32, CPU)
+    rounds = 1 + len(timing.ratios)
+    assert used[-2 * 7 * rounds :] == ([True] * 7 + [False] * 7) * rounds
 
 
 def test_the_training_step_trains_and_the_forward_does_not() -> None:

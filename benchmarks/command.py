@@ -1,0 +1,136 @@
+"""The command line: run is what happens without a command; compare and report read what it kept."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.cases import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Grid, cases_of
+from benchmarks.contenders import CONTENDERS
+from benchmarks.session import Plan, measure
+from scratch import validation
+from scratch.command_line import one_line_errors
+
+__all__ = ["app"]
+
+SECONDS = {"quick": 0.4, "standard": 1.5, "full": 4.0}
+
+app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode=None)
+
+
+def _listed(help_text: str, names: Sequence[str] = ()) -> Any:
+    choices = f" ({', '.join(names)})" if names else ""
+    return typer.Option(help=f"{help_text}{choices}; several with commas between.")
+
+
+@app.callback()
+def run(
+    context: typer.Context,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes; under a minute. What happens by default.")
+    ] = False,
+    standard: Annotated[bool, typer.Option("--standard", help="Lengths to 4096; under ten minutes.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All axes, lengths to 16384; hours.")] = False,
+    component: Annotated[str | None, _listed("What is timed", COMPONENTS)] = None,
+    mode: Annotated[str | None, _listed("How", MODES)] = None,
+    batch: Annotated[str | None, _listed("Numbers of sequences")] = None,
+    length: Annotated[str | None, _listed("Lengths, of queries and keys")] = None,
+    key_length: Annotated[str | None, _listed("Lengths of keys or source, where they are others")] = None,
+    width: Annotated[str | None, _listed("embed_dim or d_model")] = None,
+    heads: Annotated[str | None, _listed("Numbers of heads")] = None,
+    layers: Annotated[str | None, _listed("Numbers of layers, of encoder and decoder each")] = None,
+    dtype: Annotated[str | None, _listed("Of parameters and inputs", DTYPES)] = None,
+    mask: Annotated[str | None, _listed("Which", MASKS)] = None,
+    need_weights: Annotated[str | None, _listed("Whether attention returns its weights (no, yes)")] = None,
+    compiled: Annotated[str | None, _listed("Whether torch.compile is used (no, yes)")] = None,
+    threads: Annotated[str | None, _listed("Numbers of threads on the CPU; else as many as torch takes")] = None,
+    device: Annotated[str, _listed("Where: cpu, cuda, ...")] = "cpu",
+    contender: Annotated[str | None, _listed("Who, besides builtin", list(CONTENDERS))] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for rows, plots and the page; else nothing is kept.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the folder.")] = False,
+) -> None:
+    """Time scratch, torch.nn and your own attention side by side, after comparing their numbers.
+
+    Any axis replaces that of the preset. The exit status is 0 if all contenders are equal, 1 if one is not, 2 for bad
+    arguments.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    with one_line_errors():
+        preset = _preset(quick, standard, full)
+        axes: dict[str, Any] = {
+            "component": _names(component),
+            "mode": _names(mode),
+            "batch": _numbers("batch", batch),
+            "length": _numbers("length", length),
+            "key_len": _numbers("key-length", key_length),
+            "width": _numbers("width", width),
+            "heads": _numbers("heads", heads),
+            "layers": _numbers("layers", layers),
+            "dtype": _names(dtype),
+            "mask": _names(mask),
+            "need_weights": _switches("need-weights", need_weights),
+            "compiled": _switches("compiled", compiled),
+        }
+        grids = [
+            replace(grid, **{k: v for k, v in axes.items() if v}) for grid in _chosen_grids(preset, axes["component"])
+        ]
+        counts = _numbers("threads", threads) or (torch.get_num_threads(),)
+        devices = [str(validation.check_device(name)) for name in _names(device)]
+        cases = cases_of(grids, counts, devices)
+        plan = Plan(cases, _chosen_contenders(contender, preset, devices), SECONDS[preset], output)
+        done = plan.begin(resume)
+    raise typer.Exit(measure(plan, done))
+
+
+def _preset(quick: bool, standard: bool, full: bool) -> str:
+    chosen = [name for name, given in (("quick", quick), ("standard", standard), ("full", full)) if given]
+    if len(chosen) > 1:
+        raise validation.ArgumentValueError(f"one preset can be given, got --{' --'.join(chosen)}")
+    return chosen[0] if chosen else "quick"
+
+
+def _chosen_grids(preset: str, components: tuple[str, ...]) -> list[Grid]:
+    """Keep the grids of the preset that have these components; one of their own for those that it lacks."""
+    grids = [grid for grid in PRESETS[preset] if not components or set(grid.component) & set(components)]
+    missing = set(components) - {name for grid in grids for name in grid.component}
+    grids = [
+        replace(grid, component=tuple(x for x in grid.component if x in components or not components)) for grid in grids
+    ]
+    return grids + [Grid(tuple(x for x in components if x in missing))] * bool(missing)
+
+
+def _chosen_contenders(given: str | None, preset: str, devices: Sequence[str]) -> tuple[str, ...]:
+    for name in _names(given):
+        validation.check_choice("contender", name, list(CONTENDERS))
+    only_on_cuda = {"efficient", "cudnn"} if not any(x.startswith("cuda") for x in devices) else set()
+    slow_to_compile = {"flex"} if preset == "quick" else set()
+    return _names(given) or tuple(name for name in CONTENDERS if name not in only_on_cuda | slow_to_compile)
+
+
+def _split(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(_split(text))
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in _split(text))
+    except ValueError as error:
+        raise validation.ArgumentValueError(
+            f"{name} must be whole numbers with commas between, got {text!r}"
+        ) from error
+
+
+def _switches(name: str, text: str | None) -> tuple[bool, ...]:
+    for part in _split(text):
+        validation.check_choice(name, part, ("no", "yes"))
+    return tuple(part == "yes" for part in _split(text))

@@ -1,0 +1,127 @@
+"""A run over many cases: progress, rows kept as they come, and what is shown and written at the end."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.cases import Case
+from benchmarks.contenders import contenders_of
+from benchmarks.environment import environment_of
+from benchmarks.results import Row, append_rows, read_rows, without_cut_line, write_csv
+from benchmarks.running import run_case
+from benchmarks.tables import result_tables
+from scratch.validation import ArgumentValueError, check_writable
+
+__all__ = ["RESULTS", "Plan", "measure"]
+
+RESULTS = "results.jsonl"
+INTERRUPTED = 130  # what a shell says of a command that was ended by ctrl-c
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured, and where it is kept.
+
+    Args:
+        cases: What.
+        chosen: Names of the contenders.
+        seconds: Time for the rounds of each case, about.
+        output: A folder, or None to keep nothing.
+    """
+
+    cases: Sequence[Case]
+    chosen: Sequence[str]
+    seconds: float
+    output: Path | None
+
+    def begin(self, resume: bool) -> list[Row]:
+        """Make the folder, and read what an earlier run has left in it.
+
+        Args:
+            resume: Whether to go on with that.
+
+        Returns:
+            The rows that are there.
+
+        Raises:
+            ValueError: If the folder cannot be written, if it has results and they are not to be gone on with, or if
+                they cannot be read.
+        """
+        if self.output is None:
+            if resume:
+                raise ArgumentValueError("--resume needs --output, the folder of the run that it goes on with")
+            return []
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentValueError(f"output must be a folder that can be made, got {self.output}: {error}") from error
+        path = self.output / RESULTS
+        check_writable(path)
+        if not path.exists():
+            return []
+        if not resume:
+            raise ArgumentValueError(f"{path} is there already: go on with --resume, or name another folder")
+        without_cut_line(path)
+        return read_rows(path)
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Add rows to the file."""
+        if self.output is not None:
+            append_rows(self.output / RESULTS, rows)
+
+    def missing(self, done: Iterable[Row]) -> list[Case]:
+        """List the cases of which a contender was not measured yet."""
+        have = {(row.case, row.contender) for row in done}
+        return [
+            case for case in self.cases if any((case, x.name) not in have for x in contenders_of(case, self.chosen))
+        ]
+
+
+def measure(plan: Plan, done: Sequence[Row]) -> int:
+    """Measure what is missing, show everything, and write what is made of it.
+
+    Args:
+        plan: What is to be measured.
+        done: What was measured before.
+
+    Returns:
+        The exit status: 0 if all contenders are equal, 1 if one is not, 130 if interrupted.
+    """
+    console = Console(highlight=False)
+    for device in dict.fromkeys(case.device for case in plan.cases):
+        console.print(f"[bold]{environment_of(torch.device(device))}[/]")
+    rows, interrupted = _measured(plan, done)
+    for table in result_tables(rows):
+        console.print(table)
+    console.print("Each cell: median time, ratio to builtin, peak memory. ~ is unstable; yellow may be equal.")
+    if plan.output is None:
+        console.print("Nothing is kept; --output FOLDER keeps rows, plots and a page.")
+    else:
+        write_csv(plan.output / "results.csv", rows)
+        console.print(f"Kept in {plan.output}.")
+    if interrupted:
+        return INTERRUPTED
+    return int(any(row.status == "unequal" for row in rows))
+
+
+def _measured(plan: Plan, done: Sequence[Row]) -> tuple[list[Row], bool]:
+    """Measure case by case; ctrl-c ends it early."""
+    rows = {(row.case, row.contender): row for row in done}
+    missing = plan.missing(done)
+    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            bar = progress.add_task("", total=len(missing))
+            for case in missing:
+                progress.update(bar, description=str(case))
+                found = run_case(case, plan.chosen, plan.seconds)
+                plan.keep(found)
+                rows |= {(row.case, row.contender): row for row in found}
+                progress.advance(bar)
+    except KeyboardInterrupt:
+        return list(rows.values()), True
+    return list(rows.values()), False

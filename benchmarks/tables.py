@@ -1,0 +1,174 @@
+"""Results as tables for the terminal: a row for each case, a column for each contender."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.cases import Case
+from benchmarks.contenders import BASELINE, CONTENDERS
+from benchmarks.growth import Growth, growths
+from benchmarks.results import Row
+from benchmarks.summarising import Ratio
+
+__all__ = ["bytes_in_words", "groups_of", "label_of", "result_tables", "time_in_words", "varying_settings"]
+
+WORDS = {"out of memory": "no memory", "unavailable": "not here", "unequal": "UNEQUAL"}
+
+
+def result_tables(rows: Sequence[Row]) -> Iterator[RenderableType]:
+    """Show all rows, a table for each component and mode.
+
+    Args:
+        rows: Results.
+
+    Yields:
+        Tables, each followed by the growth of its costs and by what could not be timed.
+    """
+    for (component, mode), group in groups_of(rows).items():
+        title = f"[bold]{component.replace('_', ' ')}, {mode.replace('_', ' ')}[/]: {_shared_settings(group)}"
+        yield Group(title, _table(group), *_growth_lines(group), *_problem_lines(group))
+
+
+def groups_of(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Sort rows by component and mode."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.case.component, row.case.mode), []).append(row)
+    return groups
+
+
+def varying_settings(cases: Iterable[Case]) -> tuple[str, ...]:
+    """Name the settings in which cases differ, besides component and mode.
+
+    >>> varying_settings([Case("attention", query_len=64), Case("attention", query_len=128)])
+    ('query_len',)
+    """
+    found = list(cases)
+    names = [x.name for x in fields(Case) if x.name not in ("component", "mode")]
+    return tuple(name for name in names if len({getattr(case, name) for case in found}) > 1)
+
+
+def time_in_words(microseconds: float) -> str:
+    """Write a time with three digits.
+
+    >>> time_in_words(12.345), time_in_words(123456), time_in_words(2.5e6)
+    ('12.3 µs', '123 ms', '2.5 s')
+    """
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            return f"{microseconds / size:.3g} {unit}"
+    return f"{microseconds:.3g} µs"
+
+
+def bytes_in_words(count: int) -> str:
+    """Write a number of bytes.
+
+    >>> bytes_in_words(1536), bytes_in_words(20 * 2**20)
+    ('1.5 KiB', '20 MiB')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.{0 if count >= 10 * size else 1}f} {unit}"
+    return f"{count} B"
+
+
+def label_of(case: Case, settings: Sequence[str], usual: bool = True) -> str:
+    """Write some settings of a case.
+
+    Args:
+        case: Any.
+        settings: Names of fields.
+        usual: Whether to say what goes without saying, too: "no mask", "eager".
+
+    Returns:
+        Words with commas between.
+
+    >>> label_of(Case("attention", mask="none"), ("query_len", "mask")), label_of(Case("attention"), ("mask",), False)
+    ('length 512, no mask', '')
+    """
+    words = {
+        "batch": f"batch {case.batch}",
+        "query_len": f"length {case.query_len}",
+        "key_len": "" if case.key_len == case.query_len else f"{case.key_len} keys",
+        "embed_dim": f"width {case.embed_dim}",
+        "num_heads": f"{case.num_heads} heads",
+        "num_layers": f"{case.num_layers} layers" if case.num_layers else "",
+        "dtype": case.dtype,
+        "mask": {"none": "no mask" if usual else "", "both": "causal, padding"}.get(case.mask, case.mask),
+        "need_weights": "weights" if case.need_weights else "no weights" if usual else "",
+        "compiled": "compiled" if case.compiled else "eager" if usual else "",
+        "threads": "1 thread" if case.threads == 1 else f"{case.threads} threads",
+        "device": case.device,
+    }
+    return ", ".join(words[name] for name in settings if words[name])
+
+
+def _shared_settings(rows: Sequence[Row]) -> str:
+    varying = varying_settings(row.case for row in rows)
+    shared = [x.name for x in fields(Case) if x.name not in ("component", "mode", *varying)]
+    return label_of(rows[0].case, shared, usual=False)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    cases = list(dict.fromkeys(row.case for row in rows))
+    by_cell = {(row.case, row.contender): row for row in rows}
+    settings = varying_settings(cases)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("")
+    names = _contender_names(rows)
+    for name in names:
+        table.add_column(name, justify="right")
+    for case in cases:
+        cells = [_cell(by_cell.get((case, name))) for name in names]
+        table.add_row(label_of(case, settings), *cells, end_section=len(cases) > 1)
+    return table
+
+
+def _contender_names(rows: Sequence[Row]) -> list[str]:
+    present = {row.contender for row in rows}
+    return [*(name for name in CONTENDERS if name in present), *sorted(present - set(CONTENDERS))]
+
+
+def _cell(row: Row | None) -> Text:
+    """Give time, ratio to the built-in and memory, one below the other."""
+    if row is None:
+        return Text("")
+    if row.status != "timed" or row.median_us is None:
+        return Text(WORDS[row.status], style="bold red" if row.status == "unequal" else "dim")
+    lines = Text(time_in_words(row.median_us) + ("~" if row.is_unstable else ""))
+    if row.contender != BASELINE and row.ratio_to_builtin is not None:
+        lines.append(f"\n× {row.ratio_to_builtin:.2f}", style=_colour(row))
+    if row.peak_memory_bytes is not None:
+        lines.append(f"\n{bytes_in_words(row.peak_memory_bytes)}", style="dim")
+    return lines
+
+
+def _colour(row: Row) -> str:
+    assert row.ratio_to_builtin is not None
+    assert row.ratio_low is not None
+    assert row.ratio_high is not None
+    ratio = Ratio(row.ratio_to_builtin, row.ratio_low, row.ratio_high)
+    return "yellow" if not ratio.is_clear else "red" if ratio.value > 1 else "green"
+
+
+def _growth_lines(rows: Sequence[Row]) -> Iterator[Text]:
+    by_settings: dict[str, list[Growth]] = {}
+    found = growths(rows)
+    settings = [name for name in varying_settings(row.case for row in rows) if name not in ("query_len", "key_len")]
+    for growth in found:
+        by_settings.setdefault(label_of(growth.case, settings), []).append(growth)
+    for label, group in by_settings.items():
+        prefix = f"{label}: " if label else ""
+        times = ", ".join(f"{x.contender} {x.time:.2f}" for x in group)
+        memory = ", ".join(f"{x.contender} {x.memory:.2f}" for x in group if x.memory is not None)
+        yield Text(f"  {prefix}time grows as length to the power of: {times}; memory: {memory}", style="cyan")
+
+
+def _problem_lines(rows: Sequence[Row]) -> Iterator[Text]:
+    problems = dict.fromkeys(f"{row.contender}, {row.status}: {row.detail}" for row in rows if row.status != "timed")
+    for problem in problems:
+        yield Text(f"  {problem}", style="red")

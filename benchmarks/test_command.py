@@ -1,0 +1,109 @@
+"""Tests of the command line: what it prints, keeps, resumes and refuses; never how long anything takes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from benchmarks import measuring, running, session
+from benchmarks.cases import Case
+from benchmarks.command import app
+from benchmarks.results import Row, read_rows
+
+TINY = ["--batch", "2", "--width", "32", "--heads", "2", "--layers", "1", "--threads", "1", "--length", "5"]
+ONE = [*TINY, "--component", "attention", "--contender", "scratch"]
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take as few rounds as there can be, of one run each."""
+    monkeypatch.setattr(measuring, "FEWEST_ROUNDS", 2)
+    monkeypatch.setattr(measuring, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(measuring, "TURN_SECONDS", 0.0)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_quick_preset_runs_every_component() -> None:
+    result = invoke("--quick", *TINY)
+    assert result.exit_code == 0, result.output
+    for title in ("attention, forward", "encoder layer, backward", "seq2seq, training step", "generate, forward"):
+        assert f"\n{title}: " in result.output
+    assert "Nothing is kept" in result.output
+    assert "unavailable" not in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_axes_replace_those_of_the_preset(tmp_path: Path) -> None:
+    axes = ["--component", "attention,decoder_layer", "--mode", "forward,backward", "--mask", "both"]
+    axes += ["--length", "3,5", "--key-length", "7"]
+    folder = tmp_path / "new" / "folder"
+    result = invoke(*TINY, *axes, "--contender", "scratch", "--output", str(folder))
+    assert result.exit_code == 0, result.output
+    rows = read_rows(folder / "results.jsonl")
+    assert len(rows) == 2 * 2 * 2 * 2
+    assert {(x.case.component, x.case.mode, x.case.query_len, x.case.key_len, x.case.mask) for x in rows} == {
+        (component, mode, length, 7, "both")
+        for component in ("attention", "decoder_layer")
+        for mode in ("forward", "backward")
+        for length in (3, 5)
+    }
+    assert (folder / "results.csv").read_text().count("\n") == 1 + len(rows)
+
+
+def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    run_case = running.run_case
+
+    def interrupted(case: Case, chosen: Sequence[str], seconds: float) -> list[Row]:
+        if len(measured) == 1:
+            measured.append(0)
+            raise KeyboardInterrupt
+        measured.append(case.query_len)
+        return run_case(case, chosen, seconds)
+
+    monkeypatch.setattr(session, "run_case", interrupted)
+    arguments = [*ONE, "--length", "3,5,7", "--output", str(tmp_path)]
+    first = invoke(*arguments)
+    assert first.exit_code == 130
+    assert "attention, forward" in first.output
+    kept = (tmp_path / "results.jsonl").read_bytes()
+    assert [row.case.query_len for row in read_rows(tmp_path / "results.jsonl")] == [3, 3]
+    again = invoke(*arguments)
+    assert again.exit_code == 2
+    assert "is there already: go on with --resume" in again.output
+    (tmp_path / "results.jsonl").write_bytes(kept + kept[:50])
+    resumed = invoke(*arguments, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert measured == [3, 0, 5, 7]
+    assert (tmp_path / "results.jsonl").read_bytes().startswith(kept)
+    assert [row.case.query_len for row in read_rows(tmp_path / "results.jsonl")] == [3, 3, 5, 5, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--component elephant", "component must be one of 'attention'"),
+        ("--mode sideways", "mode must be one of"),
+        ("--length 0", "length must be greater than 0, got length=0"),
+        ("--length many", "length must be whole numbers with commas between, got 'many'"),
+        ("--need-weights perhaps", "need-weights must be one of 'no', 'yes', got 'perhaps'"),
+        ("--heads 7", "embed_dim must be divisible by num_heads, got embed_dim=32 and num_heads=7"),
+        ("--device nowhere", "device must be one that torch can use here"),
+        ("--contender nobody", "contender must be one of"),
+        ("--threads 0", "threads must be greater than 0"),
+        ("--quick --full", "one preset can be given, got --quick --full"),
+        ("--resume", "--resume needs --output"),
+        ("--output /proc/nothing", "output must be a folder that can be made, got /proc/nothing"),
+    ],
+)
+def test_bad_arguments_get_one_line_and_status_2(arguments: str, message: str) -> None:
+    result = invoke(*ONE, *arguments.split())
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.startswith("error: ")
+    assert result.output.count("\n") == 1

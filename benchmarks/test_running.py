@@ -1,0 +1,322 @@
+"""Tests of cases, contenders, gate and rows: what is timed is equal and what it says; no time is asserted."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import builtin
+import scratch
+from benchmarks import contenders, measuring, running
+from benchmarks.cases import COMPONENTS, MASKS, PRESETS, Case, Grid, cases_of
+from benchmarks.contenders import CONTENDERS, Contender, contenders_of
+from benchmarks.equality import Gate, compared_case
+from benchmarks.measuring import Runner, peak_memory_bytes, rounds_in_turns
+from benchmarks.running import run_case
+from benchmarks.workloads import Workload, gradients_of, runnable, workload
+
+# torch.nn's own encoder says that an odd number of heads keeps it off a part of its fast path.
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+
+ON_CPU = [name for name in CONTENDERS if name not in ("efficient", "cudnn", "flex")]
+
+
+def case_of(component: str, **settings: Any) -> Case:
+    """Make the case that a grid would."""
+    grid = Grid((component,), batch=(2,), length=(5,), key_len=(7,), width=(33,), heads=(3,), layers=(1,))
+    (case,) = cases_of([replace(grid, **{name: (value,) for name, value in settings.items()})], [1], ["cpu"])
+    return case
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take as few rounds as there can be, of one run each."""
+    monkeypatch.setattr(measuring, "FEWEST_ROUNDS", 2)
+    monkeypatch.setattr(measuring, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(measuring, "TURN_SECONDS", 0.0)
+
+
+class TestCases:
+    def test_every_preset_gives_each_case_once(self) -> None:
+        for grids in PRESETS.values():
+            cases = cases_of(grids, [1], ["cpu"])
+            assert len(set(cases)) == len(cases)
+            assert {case.component for case in cases} == set(COMPONENTS)
+
+    def test_what_a_component_does_not_have_is_turned_off(self) -> None:
+        assert not case_of("encoder_layer", need_weights=True).need_weights
+        assert case_of("encoder_layer").key_len == 5
+        assert case_of("self_attention").num_layers == 0
+        assert case_of("generate", mode="backward").mode == "forward"
+        assert [case_of("seq2seq", mask=mask).mask for mask in MASKS] == ["causal", "causal", "both", "both"]
+
+    def test_a_function_has_no_training_step(self) -> None:
+        assert case_of("attention", mode="training_step").mode == "backward"
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"component": ("elephant",)}, "component must be one of 'attention', .*got 'elephant'"),
+            ({"mode": ("sideways",)}, "mode must be one of .*got 'sideways'"),
+            ({"dtype": ("int8",)}, "dtype must be one of .*got 'int8'"),
+            ({"mask": ("some",)}, "mask must be one of .*got 'some'"),
+            ({"length": (0,)}, "length must be greater than 0"),
+            ({"batch": (-1,)}, "batch must be greater than 0"),
+            ({"heads": (7,)}, "embed_dim must be divisible by num_heads, got embed_dim=512 and num_heads=7"),
+        ],
+    )
+    def test_what_cannot_be_is_named(self, settings: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            cases_of([replace(Grid(("attention",)), **settings)], [1], ["cpu"])
+
+
+class TestWorkloads:
+    @pytest.mark.parametrize("component", COMPONENTS)
+    def test_both_packages_hold_the_same_weights_and_inputs(self, component: str) -> None:
+        ours, theirs = (workload(case_of(component), package) for package in (scratch, builtin))
+        left, right = ours.leaves(), theirs.leaves()
+        assert list(left) == list(right)
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+    @pytest.mark.parametrize("mask", ["causal", "padding", "both"])
+    @pytest.mark.parametrize("component", [x for x in COMPONENTS if x not in ("seq2seq", "generate")])
+    def test_masks_hide_what_they_say(self, component: str, mask: str) -> None:
+        case = case_of(component, mask=mask, dtype="float64")
+        work = workload(case, builtin)
+        seen_from_first = torch.autograd.grad(work_output(work, requires=True)[0, ..., 0, :].sum(), leaf(work))[0]
+        keys = seen_from_first.abs().sum(-1)[0]  # of sample 0
+        keys = keys.sum(0) if component == "attention" else keys
+        if case.is_causal and component in ("attention", "cross_attention", "self_attention", "encoder_layer"):
+            assert (keys[1:] == 0).all()
+        if mask == "padding":
+            hidden = case.key_len // 4  # a quarter of sample 0, a half of sample 1
+            assert (keys[case.key_len - hidden :] == 0).all()
+            assert (keys[: case.key_len - hidden] != 0).all()
+
+    def test_modes_do_what_they_say(self) -> None:
+        case = case_of("self_attention", mode="training_step")
+        work = workload(case, scratch)
+        before = {name: x.clone() for name, x in work.leaves().items()}
+        runnable(case, work)()
+        changed = {name for name, x in work.leaves().items() if not torch.equal(x, before[name])}
+        assert all(x.grad is None for x in work.leaves().values())
+        assert changed == {name for name in before if name != "query"}
+        gradients = gradients_of(replace(case, mode="backward"), work)
+        assert set(gradients) == set(before)
+        assert all(x is not None for x in gradients.values())
+
+    def test_weights_come_out_where_they_are_asked_for(self) -> None:
+        shapes = [
+            [tuple(x.shape) for x in workload(case_of("cross_attention", need_weights=wanted), scratch).call()]
+            for wanted in (False, True)
+        ]
+        assert shapes == [[(2, 5, 33)], [(2, 5, 33), (2, 5, 7)]]
+
+
+def leaf(work: Workload) -> Tensor:
+    """Give the input that is attended to."""
+    return list(work.inputs.values())[0 if "src" in work.inputs else min(1, len(work.inputs) - 1)]
+
+
+def work_output(work: Workload, requires: bool) -> Tensor:
+    leaf(work).requires_grad_(requires)
+    return work.call()[0]
+
+
+class TestContenders:
+    def test_who_takes_part(self) -> None:
+        def names(component: str, **settings: Any) -> list[str]:
+            return [x.name for x in contenders_of(case_of(component, **settings), ON_CPU)]
+
+        assert names("attention") == ["builtin", "scratch", "math", "flash", "sdpa"]
+        assert names("self_attention") == ["builtin", "scratch", "no fast path", "math", "flash"]
+        assert names("self_attention", need_weights=True) == ["builtin", "scratch", "no fast path"]
+        assert names("encoder_layer", mode="backward") == ["builtin", "scratch"]
+        assert names("generate") == ["builtin", "scratch", "scratch recomputed", "no fast path"]
+        assert [x.name for x in contenders_of(case_of("attention"), ["scratch"])] == ["builtin", "scratch"]
+
+    def test_the_fast_path_is_taken_by_one_and_not_by_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        taken: list[bool] = []
+        native = torch._native_multi_head_attention
+
+        def record(*arguments: Any, **keywords: Any) -> Any:
+            taken.append(True)
+            return native(*arguments, **keywords)
+
+        monkeypatch.setattr(torch, "_native_multi_head_attention", record)
+        case = Case("self_attention", batch=2, query_len=5, key_len=5, embed_dim=32, num_heads=2)
+        counts = []
+        for name in ("builtin", "no fast path", "math", "scratch"):
+            taken.clear()
+            with CONTENDERS[name].switches():
+                runnable(case, CONTENDERS[name].prepare(case))()
+            counts.append(len(taken))
+        assert counts == [1, 0, 0, 0]
+
+    def test_a_kernel_is_held_to(self) -> None:
+        case = case_of("attention")
+        with torch.profiler.profile() as profiler:
+            for name in ("math", "flash"):
+                with CONTENDERS[name].switches():
+                    runnable(case, CONTENDERS[name].prepare(case))()
+        called = [x.name for x in profiler.events() if x.name.startswith("aten::_scaled_dot_product")]
+        assert [name.removeprefix("aten::_scaled_dot_product_") for name in called] == [
+            "attention_math",
+            "flash_attention_for_cpu",
+        ]
+
+
+def broken(change: Callable[[Tensor], Tensor]) -> Contender:
+    """Make a contender of scratch whose output is changed, gradients included."""
+
+    def prepare(case: Case) -> Workload:
+        work = workload(case, scratch)
+        call = work.call
+        return replace(work, call=lambda: tuple(change(x) for x in call()))
+
+    return Contender("broken", "", prepare)
+
+
+class TestGate:
+    @pytest.mark.parametrize("mask", ["none", "both"])
+    @pytest.mark.parametrize("mode", ["forward", "backward"])
+    @pytest.mark.parametrize("component", COMPONENTS)
+    def test_all_contenders_are_equal(self, component: str, mode: str, mask: str) -> None:
+        case = case_of(component, mode=mode, mask=mask)
+        gate = Gate(case)
+        assert {x.name: gate.objection(x) for x in contenders_of(case, ON_CPU)} == dict.fromkeys(
+            (x.name for x in contenders_of(case, ON_CPU)), ""
+        )
+
+    @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+    def test_in_every_dtype(self, dtype: str) -> None:
+        case = case_of("encoder_layer", mode="backward", dtype=dtype)
+        assert Gate(case).objection(CONTENDERS["scratch"]) == ""
+
+    @pytest.mark.parametrize(("dtype", "error"), [("float64", 1e-9), ("float32", 1e-4), ("bfloat16", 0.2)])
+    def test_a_wrong_output_is_found(self, dtype: str, error: float) -> None:
+        gate = Gate(case_of("self_attention", dtype=dtype))
+        assert gate.objection(broken(lambda x: x * (1 + error))).startswith("output")
+
+    def test_a_wrong_gradient_behind_a_right_output_is_found(self) -> None:
+        gate = Gate(case_of("self_attention", mode="backward"))
+        objection = gate.objection(broken(lambda x: x.detach() + 0.5 * (x - x.detach())))
+        assert objection.startswith("gradient of ")
+
+    def test_a_missing_gradient_and_another_shape_are_found(self) -> None:
+        gate = Gate(case_of("cross_attention", mode="backward"))
+        assert "shape" in gate.objection(broken(lambda x: x[:1]))
+
+    def test_very_long_sequences_are_compared_at_a_shorter_length(self) -> None:
+        case = Case("attention", batch=1, num_heads=8, query_len=4096, key_len=512)
+        assert compared_case(case).query_len == 2048
+        assert compared_case(case).key_len == 512
+        assert compared_case(replace(case, query_len=512)) == replace(case, query_len=512)
+
+
+class TestRunCase:
+    def test_rows_hold_all_that_was_measured(self) -> None:
+        case = case_of("cross_attention")
+        rows = {row.contender: row for row in run_case(case, ["scratch"], 0.0)}
+        assert list(rows) == ["builtin", "scratch"]
+        for row in rows.values():
+            assert row.status == "timed"
+            assert len(row.rounds_us) in (2, 4)
+            assert min(row.rounds_us) > 0
+            assert row.median_us == pytest.approx(statistics.median(row.rounds_us), rel=1e-3)
+            assert row.peak_memory_bytes is not None
+            assert row.peak_memory_bytes >= 4 * 2 * 5 * 33
+            assert row.flops_per_s == pytest.approx(row.flops / (row.median_us or 1) * 1e6, rel=1e-3)
+            assert row.compared_query_len == 5
+            assert row.environment.torch == torch.__version__
+        assert rows["builtin"].ratio_to_builtin == 1.0
+        ratios = [a / b for a, b in zip(rows["scratch"].rounds_us, rows["builtin"].rounds_us, strict=True)]
+        ours = rows["scratch"]
+        assert ours.ratio_to_builtin is not None
+        assert min(ratios) * 0.99 <= ours.ratio_to_builtin <= max(ratios) * 1.01
+
+    def test_what_is_not_equal_is_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        called: list[int] = []
+
+        def change(x: Tensor) -> Tensor:
+            called.append(1)
+            return x + 1
+
+        monkeypatch.setitem(contenders.CONTENDERS, "broken", broken(change))
+        rows = run_case(case_of("self_attention"), ["scratch", "broken"], 0.0)
+        assert [row.status for row in rows] == ["timed", "timed", "unequal"]
+        assert rows[-1].median_us is None
+        assert "output" in rows[-1].detail
+        assert len(called) == 1
+
+    def test_too_little_memory_and_what_cannot_run_are_results(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def greedy(case: Case) -> Workload:
+            torch.empty(2**60, dtype=torch.uint8)
+            raise AssertionError
+
+        def absent(case: Case) -> Workload:
+            raise NotImplementedError("no kernel for this\nand more")
+
+        monkeypatch.setitem(contenders.CONTENDERS, "greedy", Contender("greedy", "", greedy))
+        monkeypatch.setitem(contenders.CONTENDERS, "absent", Contender("absent", "", absent))
+        rows = run_case(case_of("attention"), ["greedy", "absent"], 0.0)
+        assert [row.status for row in rows] == ["timed", "out of memory", "unavailable"]
+        assert rows[2].detail == "NotImplementedError: no kernel for this"
+
+    def test_without_the_built_in_nothing_can_be_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(self: Any, *arguments: Any, **keywords: Any) -> None:
+            raise RuntimeError("not on Tuesdays")
+
+        monkeypatch.setattr(nn.MultiheadAttention, "forward", fail)
+        rows = run_case(case_of("self_attention"), ["scratch"], 0.0)
+        assert [(row.contender, row.status) for row in rows] == [("builtin", "unavailable"), ("scratch", "unavailable")]
+
+    def test_the_number_of_threads_is_put_back(self) -> None:
+        before = torch.get_num_threads()
+        running.run_case(replace(case_of("attention"), threads=before + 1), ["scratch"], 0.0)
+        assert torch.get_num_threads() == before
+
+
+class TestMeasuring:
+    def runner(self, run: Callable[[], object]) -> Runner:
+        return Runner(run, measuring._no_switches, 1, torch.device("cpu"))
+
+    def test_rounds_are_taken_in_turns(self) -> None:
+        order: list[str] = []
+        runners = [self.runner(lambda name=name: order.append(name)) for name in "AB"]  # type: ignore[misc]
+        times = rounds_in_turns(runners, 0.0)
+        turns = "".join(name for i, name in enumerate(order) if i == 0 or order[i - 1] != name)
+        assert turns.startswith("ABAB")
+        assert set(turns[::2]) == {"A"}
+        assert len(times[0]) == len(times[1])
+
+    def test_unstable_timings_are_taken_again_with_twice_the_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seconds = iter([1.0, 1.0, 1.0, 1.0, 3.0] + [1.0] * 10)
+        monkeypatch.setattr(measuring, "turn_seconds", lambda *_: next(seconds))
+        assert rounds_in_turns([self.runner(int)], 0.0) == [[1.0] * 4]
+
+    def test_peak_memory_is_what_lives_at_a_time(self) -> None:
+        def run() -> Tensor:
+            for _ in range(3):
+                kept = torch.empty(1000, dtype=torch.float64)
+                freed = kept + 1
+                del freed
+            return kept
+
+        assert 16_000 <= peak_memory_bytes(self.runner(run)) < 33_000
+        assert peak_memory_bytes(self.runner(lambda: None)) == 0
+
+    @pytest.mark.cuda
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+    @pytest.mark.parametrize("component", ["attention", "self_attention", "encoder_layer"])
+    def test_on_cuda(self, component: str) -> None:
+        case = replace(case_of(component, dtype="float16"), device="cuda", embed_dim=192)
+        rows = run_case(case, [name for name in CONTENDERS if name != "flex"], 0.1)
+        assert {row.status for row in rows} <= {"timed", "unavailable"}
+        assert [row.status for row in rows[:2]] == ["timed", "timed"]
+        assert all(row.peak_memory_bytes for row in rows if row.status == "timed")
+        assert "clocks.sm" in rows[0].environment.gpu_state
