@@ -1,7 +1,7 @@
 # Everything runs in .venv. `make setup` builds it; the other targets bring it up to date first.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare test lint format clean
+.PHONY: help setup compare test mutants lint format clean
 
 # What an earlier `make setup PYTHON=... CONSTRAINTS=... TORCH=...` chose stays chosen.
 -include .venv/choices.mk
@@ -40,6 +40,9 @@ compare: $(STAMP) ## Show, on this machine, that scratch and builtin give the sa
 # One thread a worker: the tests are many and small.
 test: $(STAMP) ## Run every test and every example in the docstrings
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n auto --maxprocesses 8 $(ARGS)
+
+mutants: $(STAMP) ## Break scratch in every small way and see that a test fails; takes long
+	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.mutation $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .

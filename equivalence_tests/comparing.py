@@ -253,6 +253,8 @@ def compare_errors(
     *,
     name: str = "output",
     largest: float | None = None,
+    rounded_to: torch.dtype | None = None,
+    error_nearby: float = 0.0,
 ) -> ErrorRatio:
     """Compare two errors: the candidate's may be at most twice the built-in's, plus a few units in the last place.
 
@@ -265,6 +267,10 @@ def compare_errors(
         reference64: The result in float64 on the upcast inputs.
         name: What it is.
         largest: The largest value of the group that the tensor belongs to; its own by default.
+        rounded_to: The dtype whose units count, if it is not that of ``builtin``: under autocast a float32 output
+            may carry the rounding of bfloat16.
+        error_nearby: The built-in's greatest error on numbers close by, which counts where it is greater: a few numbers
+            may come out well by chance.
 
     Returns:
         An ``ErrorRatio``. A difference in shape or dtype is a difference, not an error.
@@ -285,8 +291,9 @@ def compare_errors(
     if not misfit:
         differences = _distances(builtin.double(), reference64)
         known = differences < math.inf
-        errors = _max(_distances(candidate.double(), reference64)[known]), _max(differences[known])
-    floor = FLOOR_ULPS * ulp_size(largest, builtin.dtype)
+        builtin_error = max(_max(differences[known]), error_nearby)
+        errors = _max(_distances(candidate.double(), reference64)[known]), builtin_error
+    floor = FLOOR_ULPS * ulp_size(largest, rounded_to or builtin.dtype)
     bound = ERROR_FACTOR * errors[1] + floor
     return ErrorRatio(name, *errors, floor, bound, misfit, passed=not misfit and errors[0] <= bound)
 

@@ -1,7 +1,8 @@
 """How many examples hypothesis draws, and the table at the end of a run.
 
-The default profile draws the same examples in every run. ``HYPOTHESIS_PROFILE=thorough pytest`` draws ten times as
-many, new ones each time; those that fail stay in ``.hypothesis`` and are tried first in the next run.
+The default profile draws new examples in every run; those that fail stay in ``.hypothesis`` and are tried first in the
+next run. ``HYPOTHESIS_PROFILE=ci pytest`` draws the same ones in every run, ``HYPOTHESIS_PROFILE=thorough`` ten times
+as many.
 """
 
 import os
@@ -20,7 +21,8 @@ COMMON: dict[str, Any] = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
     "print_blob": True,
 }
-settings.register_profile("default", max_examples=EXAMPLES, derandomize=True, **COMMON)
+settings.register_profile("default", max_examples=EXAMPLES, **COMMON)
+settings.register_profile("ci", max_examples=EXAMPLES, derandomize=True, **COMMON)
 settings.register_profile("thorough", max_examples=10 * EXAMPLES, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -52,7 +54,7 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     found = config.stash[LEDGER]
     if found.tallies:
-        console = Console(width=max(100, terminalreporter._tw.fullwidth), force_terminal=False)
+        console = Console(width=max(80, terminalreporter._tw.fullwidth), force_terminal=False)
         with console.capture() as capture:
             console.print(found.table())
         terminalreporter.write_line(capture.get())

@@ -1,0 +1,125 @@
+"""Run the tests that look at a file against each of its mutants, each in a process of its own.
+
+torch is imported once: every mutant is a fork of this process, in which one module is imported from the broken code.
+"""
+
+import importlib.abc
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, Literal
+
+import pytest
+
+import scratch
+from equivalence_tests.mutation.breaking import Mutant
+
+__all__ = ["ROOT", "TESTS", "Verdict", "run_mutants", "tests_of", "time_of_whole_code"]
+
+ROOT = Path(scratch.__file__).parents[1]
+PROJECT = ("scratch", "builtin", "equivalence_tests")
+Verdict = Literal["killed", "timed out", "survived"]
+
+ATTENTION = ["functional", "attention", "property_edges", "properties", "property_invariants", "layers"]
+LAYERS = ["layers", "transformer", "errors", "parity", "properties", "seq2seq"]
+# The tests that look at a file, quick ones first; the examples in its docstrings go before them.
+TESTS = {
+    "functional.py": ["errors", *ATTENTION],
+    "masks.py": ["masks", "errors", "functional", "attention", "properties", "seq2seq"],
+    "attention.py": ["attention", "parity", "errors", "decoding", *ATTENTION],
+    "layers.py": LAYERS,
+    "transformer.py": ["transformer", *LAYERS],
+    "positional.py": ["positional", "errors", "parity", "seq2seq"],
+    "seq2seq.py": ["errors", "parity", "seq2seq", "decoding"],
+    "decoding.py": ["decoding", "errors", "seq2seq"],
+    "recording.py": ["recording", "errors", "seq2seq"],
+    "validation.py": ["errors", "parity", "masks", "positional", "decoding", "recording", "seq2seq", "layers"],
+}
+
+
+def tests_of(file: Path) -> list[str]:
+    """Name what is run for a file of ``scratch``: the examples in its docstrings, and the tests that look at it."""
+    tests = [f"equivalence_tests/test_{name}.py" for name in dict.fromkeys(TESTS[file.name])]
+    return [str(file.relative_to(ROOT)), *tests]
+
+
+def time_of_whole_code(file: Path) -> float:
+    """Give the seconds that the tests of a file take while nothing is broken.
+
+    Raises:
+        RuntimeError: If a test fails already.
+    """
+    before = time.monotonic()
+    process = _FORK.Process(target=_test, args=(file, None, 0))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(f"{file.name}: tests fail before anything is broken: pytest {' '.join(tests_of(file))}")
+    return time.monotonic() - before
+
+
+def run_mutants(
+    file: Path, mutants: Sequence[Mutant], jobs: int, timeout_seconds: int
+) -> Iterator[tuple[Mutant, Verdict]]:
+    """Test every mutant of a file, several at a time, and give each verdict as it falls."""
+    waiting = list(reversed(mutants))
+    running: dict[Any, tuple[BaseProcess, Mutant]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            mutant = waiting.pop()
+            broken = _FORK.Process(target=_test, args=(file, mutant.code, timeout_seconds))
+            broken.start()
+            running[broken.sentinel] = broken, mutant
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            process, mutant = running.pop(sentinel)
+            process.join()
+            yield mutant, _verdict(process.exitcode)
+
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def _verdict(exit_code: int | None) -> Verdict:
+    if exit_code == -signal.SIGALRM:
+        return "timed out"
+    return "survived" if exit_code == 0 else "killed"
+
+
+def _test(file: Path, code: CodeType | None, timeout_seconds: int) -> None:
+    """Run the tests in this process, which ends here; the first that fails is enough."""
+    signal.alarm(timeout_seconds)
+    os.chdir(ROOT)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+    for name in [name for name in sys.modules if name.partition(".")[0] in PROJECT]:
+        del sys.modules[name]
+    if code is not None:
+        sys.meta_path.insert(0, _Broken(f"scratch.{file.stem}", file, code))
+    sys.exit(pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *tests_of(file)]))
+
+
+class _Broken(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports one module from its broken code."""
+
+    def __init__(self, name: str, file: Path, code: CodeType) -> None:
+        self.name, self.file, self.code = name, file, code
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
+        if fullname != self.name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.file, loader=self)
+
+    def get_source(self, fullname: str) -> str:  # noqa: ARG002
+        return self.file.read_text(encoding="utf-8")
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(self.code, module.__dict__)
