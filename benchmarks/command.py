@@ -7,9 +7,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
 
 from benchmarks.cases import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Grid, cases_of
+from benchmarks.comparison import change_table, changes_between
 from benchmarks.contenders import CONTENDERS
+from benchmarks.results import read_rows
 from benchmarks.session import Plan, measure
 from scratch import validation
 from scratch.command_line import one_line_errors
@@ -49,6 +52,7 @@ def run(
     threads: Annotated[str | None, _listed("Numbers of threads on the CPU; else as many as torch takes")] = None,
     device: Annotated[str, _listed("Where: cpu, cuda, ...")] = "cpu",
     contender: Annotated[str | None, _listed("Who, besides builtin", list(CONTENDERS))] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB that a large case may take on the CPU; else all.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for rows, plots and the page; else nothing is kept.")
     ] = None,
@@ -83,9 +87,36 @@ def run(
         counts = _numbers("threads", threads) or (torch.get_num_threads(),)
         devices = [str(validation.check_device(name)) for name in _names(device)]
         cases = cases_of(grids, counts, devices)
-        plan = Plan(cases, _chosen_contenders(contender, preset, devices), SECONDS[preset], output)
+        plan = Plan(cases, _chosen_contenders(contender, preset, devices), SECONDS[preset], output, _bytes(memory))
         done = plan.begin(resume)
     raise typer.Exit(measure(plan, done))
+
+
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="Results of the earlier run.")],
+    new: Annotated[Path, typer.Argument(help="Results of the later run.")],
+    threshold: Annotated[float, typer.Option(help="Relative change that counts, beside the noise.")] = 0.05,
+) -> None:
+    """Say what became faster or slower beyond noise between two files of results.
+
+    The exit status is 1 if anything became slower, takes more memory or is not timed any more.
+    """
+    with one_line_errors():
+        before, after = read_rows(old), read_rows(new)
+        changes = changes_between(before, after, threshold)
+    console = Console(highlight=False)
+    machines = [str(rows[0].environment) for rows in (before, after)]
+    if machines[0] != machines[1]:
+        console.print(f"[yellow]Measured on different grounds:[/]\n  before: {machines[0]}\n  after: {machines[1]}")
+    changed = [x for x in changes if x.verdict != "same"]
+    if changed:
+        console.print(change_table(changes))
+    worse = sum(x.is_regression for x in changes)
+    console.print(
+        f"{len(changes)} cells: {worse} worse, {len(changed) - worse} better, {len(changes) - len(changed)} the same."
+    )
+    raise typer.Exit(int(worse > 0))
 
 
 def _preset(quick: bool, standard: bool, full: bool) -> str:
@@ -111,6 +142,12 @@ def _chosen_contenders(given: str | None, preset: str, devices: Sequence[str]) -
     only_on_cuda = {"efficient", "cudnn"} if not any(x.startswith("cuda") for x in devices) else set()
     slow_to_compile = {"flex"} if preset == "quick" else set()
     return _names(given) or tuple(name for name in CONTENDERS if name not in only_on_cuda | slow_to_compile)
+
+
+def _bytes(gib: float | None) -> int | None:
+    if gib is not None and gib <= 0:
+        raise validation.ArgumentValueError(f"memory must be greater than 0, got memory={gib}")
+    return None if gib is None else int(gib * 2**30)
 
 
 def _split(text: str | None) -> list[str]:

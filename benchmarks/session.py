@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.cases import Case
+from benchmarks.children import run_case_safely
 from benchmarks.contenders import contenders_of
 from benchmarks.environment import environment_of
 from benchmarks.results import Row, append_rows, read_rows, without_cut_line, write_csv
-from benchmarks.running import run_case
 from benchmarks.tables import result_tables
 from scratch.validation import ArgumentValueError, check_writable
 
@@ -31,12 +31,14 @@ class Plan:
         chosen: Names of the contenders.
         seconds: Time for the rounds of each case, about.
         output: A folder, or None to keep nothing.
+        limit_bytes: Memory that a large case may take on the CPU; what is available if not given.
     """
 
     cases: Sequence[Case]
     chosen: Sequence[str]
     seconds: float
     output: Path | None
+    limit_bytes: int | None = None
 
     def begin(self, resume: bool) -> list[Row]:
         """Make the folder, and read what an earlier run has left in it.
@@ -118,7 +120,7 @@ def _measured(plan: Plan, done: Sequence[Row]) -> tuple[list[Row], bool]:
             bar = progress.add_task("", total=len(missing))
             for case in missing:
                 progress.update(bar, description=str(case))
-                found = run_case(case, plan.chosen, plan.seconds)
+                found = run_case_safely(case, plan.chosen, plan.seconds, plan.limit_bytes)
                 plan.keep(found)
                 rows |= {(row.case, row.contender): row for row in found}
                 progress.advance(bar)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks import measuring, running, session
+from benchmarks import children, measuring, running
 from benchmarks.cases import Case
 from benchmarks.command import app
 from benchmarks.results import Row, read_rows
@@ -66,7 +66,7 @@ def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkey
         measured.append(case.query_len)
         return run_case(case, chosen, seconds)
 
-    monkeypatch.setattr(session, "run_case", interrupted)
+    monkeypatch.setattr(children, "run_case", interrupted)
     arguments = [*ONE, "--length", "3,5,7", "--output", str(tmp_path)]
     first = invoke(*arguments)
     assert first.exit_code == 130
@@ -95,6 +95,7 @@ def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkey
         ("--heads 7", "embed_dim must be divisible by num_heads, got embed_dim=32 and num_heads=7"),
         ("--device nowhere", "device must be one that torch can use here"),
         ("--contender nobody", "contender must be one of"),
+        ("--memory 0", "memory must be greater than 0, got memory=0.0"),
         ("--threads 0", "threads must be greater than 0"),
         ("--quick --full", "one preset can be given, got --quick --full"),
         ("--resume", "--resume needs --output"),
