@@ -400,7 +400,7 @@ EXPLANATIONS = (
         "Which keys are padding: True is not looked at. It is (batch, key_len), one row for each sample, and holds "
         "for every query. A float mask is added to the scores instead. The padded queries are computed all the same.",
         (
-            Place(MultiheadAttention.score_bias, "padding = padding.view"),
+            Place(MultiheadAttention.score_bias, ".view(batch, 1, 1, key_len)"),
             Place(masks.score_bias_from_module, "masked_fill_(module_mask"),
         ),
         padding,

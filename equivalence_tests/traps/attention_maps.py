@@ -21,8 +21,8 @@ class NeedWeightsSlowPath(Trap):
     concerns = ("need_weights",)
     expects = "The plain call is the fast call."
     happens = (
-        "The scores are written out, one number for each head, query and key, then softmax, then another product. The "
-        "fused kernel does all of it in one operation and never holds the weights."
+        "Among the operations are bmm, _softmax and bmm: the scores are written out, one number for each head, query and "
+        "key. Without weights one fused operation does all three and never holds the scores."
     )
     why = "To hand the weights back they have to exist. By hand there is one path for both; only what is returned differs."
     places = (

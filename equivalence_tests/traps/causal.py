@@ -83,11 +83,11 @@ class IsCausalWithoutMask(Trap):
     )
     why = (
         "A hint cannot stand in for the mask that it is about. The check for this sits in the plain path only; the fused "
-        "path of evaluation never sees is_causal. Here one check stands at the door of every path."
+        "path of evaluation never sees is_causal. By hand one check stands before every path."
     )
     places = (Place(validation._check_mask_kinds, "if is_causal and attn_mask is None"),)
     instead = "Pass the mask; the hint beside it is for speed."
-    issues = ("pytorch/pytorch#96941", "pytorch/pytorch#108517")
+    issues = ("pytorch/pytorch#96941", "pytorch/pytorch#108517", "pytorch/pytorch#118972")
     since = "2.0"
 
     def wrong(self) -> tuple[Tensor, str]:
@@ -187,6 +187,7 @@ class PromiseDropsMask(Trap):
     why = "The hint is acted upon before the mask's shape is checked."
     places = (THE_HINT_WINS, Place(validation.check_attention_inputs, "replaced = "))
     instead = "Build the mask from the length of the input. While looking for a mistake, leave the hint off: then shapes are checked."
+    issues = ("pytorch/pytorch#131254",)
     since = "2.0"
 
     def wrong(self) -> str:

@@ -13,7 +13,8 @@ __all__ = ["TRAPS"]
 
 # In one sentence, when it is taken: read off torch/nn/modules/transformer.py.
 WHEN = (
-    "It is taken in eval without gradients, with batch_first=True, an even number of heads, biases, and ReLU or GELU."
+    "The fast path is taken in eval without gradients, with batch_first=True, an even number of heads, biases, and ReLU "
+    "or GELU."
 )
 
 
@@ -28,7 +29,8 @@ class FastPathPadding(Trap):
     happens = "Whatever averages over all places answers differently under no_grad."
     why = (
         "The encoder packs the real tokens into a nested tensor, runs the fused layers on it and fills up with zeros. "
-        f"{WHEN} The padding has to stand at the end, and no other mask may be given. By hand there is one path."
+        f"{WHEN} For the "
+        "packing the padding has to stand at the end, and no other mask may be given. By hand there is one path."
     )
     places = (Place(TransformerEncoder.forward, "for layer in self.layers"),)
     instead = (
@@ -36,7 +38,7 @@ class FastPathPadding(Trap):
         "torch.backends.mha.set_fastpath_enabled(False)."
     )
     issues = ("pytorch/pytorch#86120", "pytorch/pytorch#97111")
-    since = "1.12"
+    since = "1.13"
 
     def wrong(self) -> float:
         layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
@@ -72,7 +74,7 @@ class FastPathPadding(Trap):
 
 
 class FastPathSlowerOnCpu(Trap):
-    """On CPU the fast path multiplies the attention weights out."""
+    """On CPU the fast path writes all attention weights out."""
 
     number = 17
     name = "fast_path_slower_on_cpu"
@@ -85,7 +87,7 @@ class FastPathSlowerOnCpu(Trap):
     )
     why = f"The fast path is older than scaled_dot_product_attention, and on CPU it was not moved over. {WHEN}"
     places = (Place(functional.attention, "weights = torch.softmax"),)
-    instead = "Measure your own sizes with the switch on and off; sidebyside-bench does."
+    instead = "Measure your own sizes with the switch on and off. Off, the kernel runs that holds no weights."
     issues = ("pytorch/pytorch#94428", "pytorch/pytorch#91305")
     since = "1.12"
 
@@ -97,7 +99,7 @@ class FastPathSlowerOnCpu(Trap):
         print("one fused layer:", "_transformer_encoder_layer_fwd" in called)
         print("weights written out:", "_softmax" in called)
         fused = [name for name in called if "scaled_dot_product" in name]
-        print("fused attention:", *sorted(fused))
+        print("fused attention:", *(sorted(fused) or ["none"]))
         return called
 
     def right(self) -> set[str]:
@@ -109,7 +111,7 @@ class FastPathSlowerOnCpu(Trap):
         print("one fused layer:", "_transformer_encoder_layer_fwd" in called)
         print("weights written out:", "_softmax" in called)
         fused = [name for name in called if "scaled_dot_product" in name]
-        print("fused attention:", *sorted(fused))
+        print("fused attention:", *(sorted(fused) or ["none"]))
         return called
 
     def holds(self, wrong: set[str]) -> bool:
@@ -134,7 +136,7 @@ class NestedTensorWarning(Trap):
     why = "enable_nested_tensor=True is the default, and the layer's own defaults rule it out."
     places = (Place(TransformerEncoder.__init__, "if enable_nested_tensor"),)
     instead = (
-        "batch_first=True, which is most often what the data has; or build the encoder with enable_nested_tensor=False."
+        "Say batch_first=True, if that is how the data lies; or build the encoder with enable_nested_tensor=False."
     )
     issues = ("pytorch/pytorch#137173", "pytorch/pytorch#138552")
     warns = "enable_nested_tensor is True, but self.use_nested_tensor is False"
@@ -219,7 +221,7 @@ class EncoderZeroesPadding(Trap):
     )
     places = (Place(TransformerEncoder.forward, "for layer in self.layers"),)
     instead = "Pass the source's padding mask once more as memory_key_padding_mask."
-    since = "1.12"
+    since = "1.13"
 
     def wrong(self) -> float:
         model = nn.Transformer(12, 2, 1, 1, 20, batch_first=True).eval()
@@ -274,6 +276,7 @@ class FloatBiasBecomesMask(Trap):
     )
     instead = "Switch the fast path off while such a bias is in use."
     issues = ("pytorch/pytorch#118628", "pytorch/pytorch#107084")
+    since = "2.0"
 
     def wrong(self) -> tuple[float, float]:
         layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval()
@@ -416,6 +419,61 @@ class PartsBypassed(Trap):
         return right < 1e-5
 
 
+class MaskCheckOff(Trap):
+    """mask_check=False with padding in front: the last tokens are lost."""
+
+    number = 43
+    name = "mask_check_off"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("mask_check", "TransformerEncoder.src_key_padding_mask")
+    expects = "mask_check=False saves a look at the mask and changes no number."
+    happens = (
+        "Under no_grad one padded place in front costs the last token: its output is 0. The padding is read in its place, "
+        "so the outputs of the other tokens move too."
+    )
+    why = (
+        "To pack the real tokens, torch counts them and takes as many from the start. That is right for padding at the end. "
+        f"The check is what sees that it stands elsewhere, and then packs nothing. {WHEN} By hand nothing is packed."
+    )
+    places = (Place(TransformerEncoder.forward, "for layer in self.layers"),)
+    instead = "Leave mask_check=True, its default, unless all padding is at the end."
+    issues = ("pytorch/pytorch#90866",)
+    since = "1.13"
+
+    def wrong(self) -> tuple[float, Tensor]:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, mask_check=False).eval()
+        x = torch.randn(1, 4, 12)
+        is_padding = torch.tensor([[True, False, False, False]])
+        plain = encoder(x, src_key_padding_mask=is_padding).detach()
+        with torch.no_grad():
+            fast = encoder(x, src_key_padding_mask=is_padding)
+        print("the last token, with gradients:", plain[0, 3, :4])
+        print("the same under no_grad:        ", fast[0, 3, :4])
+        difference = (plain - fast)[~is_padding].abs().max().item()
+        print(f"greatest difference at real places: {difference:.2g}")
+        return difference, fast[0, 3]
+
+    def right(self) -> float:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2).eval()
+        x = torch.randn(1, 4, 12)
+        is_padding = torch.tensor([[True, False, False, False]])
+        plain = encoder(x, src_key_padding_mask=is_padding).detach()
+        with torch.no_grad():
+            fast = encoder(x, src_key_padding_mask=is_padding)
+        difference = (plain - fast)[~is_padding].abs().max().item()
+        print(f"greatest difference at real places: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: tuple[float, Tensor]) -> bool:
+        difference, last_token = wrong
+        return difference > 0.01 and not last_token.any()
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
 TRAPS: tuple[type[Trap], ...] = (
     FastPathPadding,
     FastPathSlowerOnCpu,
@@ -425,4 +483,5 @@ TRAPS: tuple[type[Trap], ...] = (
     FloatBiasBecomesMask,
     ActivationReplacedLater,
     PartsBypassed,
+    MaskCheckOff,
 )

@@ -86,7 +86,8 @@ class FullyMaskedRow(Trap):
         Place(functional.open_blind_rows, "masked_fill(~row_sees"),
     )
     instead = (
-        "Let every query see some key, its own for example, and leave the outputs of blind queries out of the loss."
+        "Let every query see some key. Which one does not matter: here a blind query sees all, and its output is left "
+        "out of the loss."
     )
     issues = ("pytorch/pytorch#41508", "pytorch/pytorch#160064", "pytorch/pytorch#133882")
 
@@ -105,9 +106,8 @@ class FullyMaskedRow(Trap):
         print("need_weights=False:          ", without[0, 0, :4].detach())
         print("the same under no_grad:      ", fused[0, 0, :4])
         print("scaled_dot_product_attention:", function[0, 0, :4])
-        with_weights[0, 1:].sum().backward()  # query 0 is not in the loss
-        gradient = attention.in_proj_weight.grad
-        assert gradient is not None
+        loss = with_weights[0, 1:].sum()  # query 0 is not in it
+        (gradient,) = torch.autograd.grad(loss, attention.in_proj_weight)
         print("NaN in the gradient:", gradient.isnan().any().item())
         return {
             "with_weights": with_weights[0, 0],
@@ -131,9 +131,8 @@ class FullyMaskedRow(Trap):
         print("query 1, need_weights=True:  ", with_weights[0, 1, :4].detach())
         print("need_weights=False:          ", without[0, 1, :4].detach())
         print("the same under no_grad:      ", fused[0, 1, :4])
-        with_weights[0, 1:].sum().backward()
-        gradient = attention.in_proj_weight.grad
-        assert gradient is not None
+        loss = with_weights[0, 1:].sum()  # query 0 is not in it
+        (gradient,) = torch.autograd.grad(loss, attention.in_proj_weight)
         print("NaN in the gradient:", gradient.isnan().any().item())
         return {
             "with_weights": with_weights[0],
@@ -212,12 +211,12 @@ class SquareSubsequentFloat32(Trap):
     concerns = ("sz", "generate_square_subsequent_mask.dtype", "MultiheadAttention.attn_mask", *MODEL_MASKS)
     expects = "The library's own causal mask fits the library's own module."
     happens = (
-        "Beside a bool padding mask it draws a warning, for the two are of different kinds. In a model that is not "
-        "float32 it is an error, and only where weights are asked for: without, the function inside takes float32."
+        "Beside a bool padding mask it draws a warning, for the two are of different kinds. In a bfloat16 model it is an "
+        "error where weights are asked for, and fine where they are not."
     )
     why = (
         "The mask is a float tensor of 0 and -inf that is added to the scores. With weights the sum is one call of "
-        "baddbmm, which wants a single dtype."
+        "baddbmm, which wants a single dtype. Without, scaled_dot_product_attention adds it, which takes float32 too."
     )
     places = (
         Place(functional.masked_scores, "torch.baddbmm"),
@@ -273,7 +272,7 @@ class Mask3dOrder(Trap):
     why = "Heads are folded into the batch with the sample outside: row i * num_heads + j is head j of sample i."
     places = (
         Place(functional.split_heads, "return x.reshape"),
-        Place(MultiheadAttention.score_bias, "padding = padding.view"),
+        Place(MultiheadAttention.score_bias, "bias.unflatten(0, (batch, heads))"),
     )
     instead = "repeat_interleave(num_heads, dim=0), which keeps the heads of one sample together."
     issues = ("pytorch/pytorch#64706", "pytorch/pytorch#28884")
@@ -320,7 +319,7 @@ class PaddedQueriesCarryNumbers(Trap):
         "The mask is spread over the queries, so it hides columns of the weights and no row. A padded token asks its "
         "question like any other and gets an answer."
     )
-    places = (Place(MultiheadAttention.score_bias, "padding = padding.view"),)
+    places = (Place(MultiheadAttention.score_bias, ".view(batch, 1, 1, key_len)"),)
     instead = "Average, compare and take the loss over real places only."
     issues = ("pytorch/pytorch#41508",)
 
@@ -367,7 +366,7 @@ class IntegerTgtMask(Trap):
         "The decoder looks whether the mask is causal before it looks at the dtype, and fails in its own question."
     )
     why = (
-        "To find out, torch builds the causal mask of 0 and -inf in the dtype of yours, and no integer is -inf. Here the "
+        "To find out, torch builds the causal mask of 0 and -inf in the dtype of yours, and no integer is -inf. By hand the "
         "dtype is checked first, with a message that names the argument."
     )
     places = (Place(validation.check_mask_dtype, "if mask.dtype != torch.bool"),)
@@ -392,6 +391,46 @@ class IntegerTgtMask(Trap):
         return bool(right.isfinite().all())
 
 
+class EmptyBatchWithPadding(Trap):
+    """An empty batch with a padding mask fails in training."""
+
+    number = 44
+    name = "empty_batch_with_padding"
+    severity = Severity.ERROR
+    concerns = PADDING_MASKS
+    expects = "A batch without samples gives an output without samples, as it does without the mask."
+    happens = (
+        "It passes in eval without gradients, and without a padding mask. In training it is an error about a reshape, which "
+        "strikes where batches are filtered or routed and once in a while nothing is left."
+    )
+    why = (
+        "On the way without weights the mask is reshaped to (batch, num_heads, -1, key_len), and in a tensor without "
+        "elements -1 may be any number. By hand every size of the reshape is given."
+    )
+    places = (Place(MultiheadAttention.score_bias, ".view(batch, 1, 1, key_len)"),)
+    instead = "Pass by the layer where the batch is empty."
+    raises = "cannot reshape tensor of 0 elements"
+
+    def wrong(self) -> None:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        x, is_padding = torch.randn(0, 5, 12), torch.zeros(0, 5, dtype=torch.bool)
+        print("without a mask:", tuple(layer(x).shape))
+        with torch.no_grad():
+            output = layer.eval()(x, src_key_padding_mask=is_padding)
+        print("in eval without gradients:", tuple(output.shape))
+        layer.train()(x, src_key_padding_mask=is_padding)
+
+    def right(self) -> tuple[int, ...]:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        x, is_padding = torch.randn(0, 5, 12), torch.zeros(0, 5, dtype=torch.bool)
+        output = layer(x, src_key_padding_mask=is_padding) if len(x) else x
+        print(tuple(output.shape))
+        return tuple(output.shape)
+
+    def helps(self, right: tuple[int, ...]) -> bool:
+        return right == (0, 5, 12)
+
+
 TRAPS: tuple[type[Trap], ...] = (
     MaskPolarity,
     FullyMaskedRow,
@@ -400,4 +439,5 @@ TRAPS: tuple[type[Trap], ...] = (
     Mask3dOrder,
     PaddedQueriesCarryNumbers,
     IntegerTgtMask,
+    EmptyBatchWithPadding,
 )

@@ -70,8 +70,8 @@ class StateDictForks(Trap):
     concerns = ("kdim", "vdim", "bias")
     expects = "in_proj_weight is there, to be cut into three."
     happens = (
-        "It is None. The weights are q_proj_weight, k_proj_weight and v_proj_weight then, beside a bias that is still "
-        "packed. And bias=False drops out_proj.bias too."
+        "With kdim or vdim it is None: the weights are q_proj_weight, k_proj_weight and v_proj_weight, beside a bias that "
+        "is still packed. And bias=False drops out_proj.bias too."
     )
     why = "One matrix can only hold all three projections if they read vectors of one width."
     places = (
@@ -234,8 +234,8 @@ class FinalNormPostNorm(Trap):
     concerns = ("norm", "norm_first", "num_encoder_layers", "num_decoder_layers", "custom_encoder", "custom_decoder")
     expects = "The encoder of nn.Transformer is the same as a TransformerEncoder with as many layers."
     happens = (
-        "Its weights have two keys more, norm.weight and norm.bias. Without them the outputs differ. At the start nearly "
-        "not, for LayerNorm twice is LayerNorm once; after training they do, here played by random gains."
+        "Its state_dict has two keys more, norm.weight and norm.bias. Without them the outputs differ: hardly at the start, "
+        "where the second LayerNorm changes nothing, and much after training, which random gains stand for here."
     )
     why = (
         "A final norm is needed with norm_first, where nothing else normalises the last sum. It is added in both cases."

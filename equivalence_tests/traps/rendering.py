@@ -87,7 +87,11 @@ def in_full(finding: Finding) -> Group:
             pages.code_block(second),
             pages.output_block(finding.right.lines),
         ),
-        *([pages.section("Where it is discussed", *map(issue_url, trap.issues))] if trap.issues else []),
+        *(
+            [pages.section("Where it is discussed", Text("\n".join(map(issue_url, trap.issues))))]
+            if trap.issues
+            else []
+        ),
         pages.section("Versions", pages.paragraph(versions(trap))),
     )
 

@@ -102,8 +102,8 @@ class SdpaMaskAndCausal(Trap):
     expects = "The error that the documents promise, whatever the shape."
     happens = "With four axes on CPU: no error, and both masks at once. With three axes: the error."
     why = (
-        "Four axes without dropout go to the fused CPU kernel, which does not ask. Everything else goes to the plain one, "
-        "which does. By hand one check stands before both."
+        "Four axes without dropout go to the fused CPU kernel, which does not ask. Three axes go to the plain one, which "
+        "does. By hand one check stands before all."
     )
     places = (Place(validation.check_scaled_dot_product_attention, "Explicit attn_mask"),)
     instead = "Put the two masks together yourself, and leave is_causal off."
@@ -156,6 +156,7 @@ class SdpaLengthsUnchecked(Trap):
     why = "The fused CPU kernel takes the number of keys from the values and does not compare. By hand the two are compared first."
     places = (Place(validation._check_sdpa_shapes, "if value.size(-2) != key.size(-2)"),)
     instead = "Check it yourself, or call scratch, which does."
+    issues = ("pytorch/pytorch#193728",)
 
     def wrong(self) -> str:
         query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)

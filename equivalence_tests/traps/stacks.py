@@ -8,7 +8,7 @@ import scratch
 from equivalence_tests.excerpts import Place
 from equivalence_tests.traps.entry import Severity, Trap
 from equivalence_tests.traps.watching import operations
-from scratch import MultiheadAttention, Transformer, TransformerEncoderLayer, functional
+from scratch import MultiheadAttention, Transformer, TransformerEncoderLayer, functional, transformer, validation
 from scratch.decoding import GrowingCache, new_cache
 from scratch.positional import sinusoidal_encoding
 
@@ -280,6 +280,46 @@ class DropoutByDefault(Trap):
         return right == 0
 
 
+class NoLayers(Trap):
+    """A stack of 0 layers is built and fails at its first call."""
+
+    number = 45
+    name = "no_layers"
+    severity = Severity.ERROR
+    concerns = ("num_layers", "num_encoder_layers", "num_decoder_layers")
+    expects = "No layers: the input comes out again. Or else an error where the 0 is written."
+    happens = "The stack is built without a word. The first call ends in an error about an index, with no argument's name in it."
+    why = (
+        "The forward pass asks the first layer for its layout before it goes through the layers. By hand the number is "
+        "checked when the stack is built."
+    )
+    places = (
+        Place(transformer.sequence_len, "first_layer: Any"),
+        Place(validation.check_num_layers, "check_positive("),
+    )
+    instead = "Take nn.Identity() where a configuration asks for no layers. A stack of scratch says so at once."
+    raises = "out of range"
+
+    def wrong(self) -> None:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, num_layers=0)
+        print("layers:", len(encoder.layers))
+        encoder(torch.randn(2, 5, 12))
+
+    def right(self) -> str:
+        layer = scratch.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        try:
+            scratch.TransformerEncoder(layer, num_layers=0)
+            message = ""
+        except ValueError as error:
+            message = str(error)
+        print(message)
+        return message
+
+    def helps(self, right: str) -> bool:
+        return "num_layers must be greater than 0" in right
+
+
 TRAPS: tuple[type[Trap], ...] = (
     BatchFirstDefault,
     NoCache,
@@ -287,4 +327,5 @@ TRAPS: tuple[type[Trap], ...] = (
     NoPositions,
     UnbatchedProjectsThrice,
     DropoutByDefault,
+    NoLayers,
 )
