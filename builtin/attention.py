@@ -125,10 +125,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
             A query that may look at no key: NaN, 0 or a bias, by the path taken: see trap `fully_masked_row`.
             ``is_causal`` masks nothing by itself: see trap `is_causal_is_a_hint`.
+            torch.nn itself lets it pass without a mask on the fast path: see trap `is_causal_without_mask`.
+            Beside it the mask may have any shape, for it is not read: see trap `promise_drops_mask`.
             With appended tokens the hint changes the output: see trap `is_causal_with_extra_tokens`.
             A mask of 0.0 and 1.0 hides nothing: see trap `float_mask_added`.
             Three-dimensional masks run through the heads first: see trap `mask_3d_order`.
             The default need_weights=True is the slow path: see trap `need_weights_slow_path`.
+            Without a batch axis self-attention costs three projections: see trap `unbatched_projects_thrice`.
             The weights are the mean over heads, after dropout: see traps `weights_averaged`, `weights_after_dropout`.
             Padded queries carry numbers too: see trap `padded_queries_carry_numbers`.
         """

@@ -50,6 +50,8 @@ def scaled_dot_product_attention(
     Traps:
         True means the opposite in torch.nn's modules: see trap `mask_polarity`.
         ``is_causal`` starts at the upper left corner, however many keys there are: see trap `sdpa_top_left`.
+        torch's function lets a mask beside it pass on some paths: see trap `sdpa_mask_and_causal`.
+        torch's function lets fewer values than keys pass on CPU: see trap `sdpa_lengths_unchecked`.
         There is no training mode: see trap `sdpa_dropout_in_eval`.
         A mask of 0.0 and 1.0 hides nothing: see trap `float_mask_added`.
 

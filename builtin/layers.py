@@ -48,7 +48,11 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
         The attention's weights are not to be had: see trap `no_maps_from_layers`.
+        It drops from the start, until ``eval()``: see trap `dropout_by_default`.
         The fast path treats padding in its own way: see trap `fast_path_padding`.
+        It takes the weights of the parts and does not call them: see trap `parts_bypassed`.
+        It goes by the activation that the layer was built with: see trap `activation_replaced_later`.
+        It is not always the faster one: see trap `fast_path_slower_on_cpu`.
 
     Source: Vaswani et al. 2017, sections 3.1 and 3.3; Xiong et al. 2020, figure 1 (pre-norm);
     https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoderLayer.html
@@ -120,6 +124,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
             A query that may look at no key: see trap `fully_masked_row`.
             ``is_causal`` masks nothing by itself: see trap `is_causal_is_a_hint`.
+            On the fast path a float bias is read as a bool mask: see trap `float_bias_becomes_mask`.
+            In training an empty batch with a padding mask fails: see trap `empty_batch_with_padding`.
         """
         # In eval nn.TransformerEncoder hands padded input down as a nested tensor, which torch.nn's layer takes.
         if self.training or not src.is_nested:

@@ -37,6 +37,8 @@ class TransformerEncoder(nn.TransformerEncoder):
         All layers start with the same parameters: see trap `clones_start_identical`.
         A warning tells why the input will not become a nested tensor: see trap `nested_tensor_warning`.
         Padded places of the output are 0 or not, by the path taken: see trap `fast_path_padding`.
+        With mask_check=False padding in front costs the last tokens: see trap `mask_check_off`.
+        torch.nn itself refuses 0 layers at the first call only: see trap `no_layers`.
         The layers' attention weights are not to be had: see trap `no_maps_from_layers`.
 
     Source: Vaswani et al. 2017, section 3.1;
@@ -166,6 +168,7 @@ class TransformerDecoder(nn.TransformerDecoder):
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
             ``tgt_is_causal`` and ``memory_is_causal`` mask nothing by themselves: see trap `is_causal_is_a_hint`.
             Finding out whether the mask is causal waits for the device: see trap `causal_detection_syncs`.
+            torch.nn itself fails at that on an integer mask: see trap `integer_tgt_mask`.
         """
         validation.check_no_cache(cache)
         validation.check_stack_input("tgt", tgt, tgt_mask, "tgt_mask", tgt_key_padding_mask)
@@ -312,6 +315,7 @@ class Transformer(nn.Transformer):
 
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
+            The target looks at later places unless ``tgt_mask`` says no: see trap `not_causal_by_default`.
             The is_causal promises mask nothing by themselves: see trap `is_causal_is_a_hint`.
             Without memory_key_padding_mask the decoder looks at padding, which carries other numbers on the fast path:
             see trap `memory_padding_forgotten`.

@@ -15,7 +15,7 @@ __all__ = ["explain"]
 def explain(
     argument: Annotated[
         str | None,
-        typer.Argument(metavar="[ARGUMENT]", help="is_causal, key_padding_mask, norm_first, ...", show_default=False),
+        typer.Argument(metavar="ARGUMENT", help="is_causal, key_padding_mask, norm_first, ...", show_default=False),
     ] = None,
     owner: Annotated[
         str | None,
@@ -27,9 +27,10 @@ def explain(
         bool, typer.Option("--json", help="Print a list with all that is known as JSON, one entry for each way.")
     ] = False,
 ) -> None:
-    """Explain an argument of torch.nn's attention by the code that does it by hand, with an example that is run now.
+    """Explain an argument of torch.nn's attention, with live code.
 
-    Where classes treat it in different ways, all are shown one after the other. Without an ARGUMENT all of them are
+    It is told in words, drawn where that helps, and shown by the lines of scratch that do it and by an example on
+    torch.nn that is run now. Where classes treat it in different ways, all are shown one after the other. Without an ARGUMENT all of them are
     listed.
     """
     try:

@@ -20,7 +20,7 @@ __all__ = ["traps"]
 
 def traps(
     name_or_number: Annotated[
-        str | None, typer.Argument(metavar="[NAME|NUMBER]", help="One trap, shown in full.", show_default=False)
+        str | None, typer.Argument(metavar="NAME|NUMBER", help="One trap, shown in full.", show_default=False)
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every trap in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that is known of them as JSON.")] = False,

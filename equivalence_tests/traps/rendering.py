@@ -63,7 +63,7 @@ def in_full(finding: Finding) -> Group:
     first, second = typed_code(trap)
     happens = trap.happens
     if finding.state is State.MENDED:
-        happens = f"This is not the trap any more: it is mended in {here}. What it was: {trap.happens}"
+        happens = f"The trap is gone: it is mended in {here}. What it was: {trap.happens}"
     head = Text.assemble(
         (f"Trap {trap.number}: {trap.name}", "bold"),
         f"  {trap.severity.value}, ",
