@@ -1,7 +1,7 @@
 # Everything runs in .venv. `make setup` builds it; the other targets bring it up to date first.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare test mutants lint format clean
+.PHONY: help setup compare benchmark test mutants lint format clean
 
 # What an earlier `make setup PYTHON=... CONSTRAINTS=... TORCH=...` chose stays chosen.
 -include .venv/choices.mk
@@ -9,6 +9,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 TORCH ?=
 ARGS ?=
+RESULTS ?= cpu
 
 BIN := .venv/bin
 STAMP := .venv/up-to-date
@@ -36,6 +37,12 @@ setup: $(STAMP) ## Build .venv with the tested versions; reused while nothing ch
 compare: $(STAMP) ## Show, on this machine, that scratch and builtin give the same numbers, and time them
 	$(BIN)/sidebyside compare $(ARGS)
 	$(BIN)/sidebyside-bench --quick
+
+benchmark: $(STAMP) ## Measure this machine, and renew what is in benchmarks/results and README's table
+	$(BIN)/sidebyside-bench --standard --resume --output build/benchmark-$(RESULTS) $(ARGS)
+	rm -rf benchmarks/results/$(RESULTS)
+	mv build/benchmark-$(RESULTS) benchmarks/results/$(RESULTS)
+	$(BIN)/sidebyside-bench readme
 
 # One thread a worker: the tests are many and small.
 test: $(STAMP) ## Run every test and every example in the docstrings

@@ -141,9 +141,11 @@ PRESETS: dict[str, tuple[Grid, ...]] = {
         Grid(("generate",), batch=(1,), length=(32,), width=(256,)),
     ),
     "standard": (
-        Grid(("attention",), ("forward", "backward"), batch=(1,), length=(64, 256, 1024, 4096)),
-        Grid(("attention",), batch=(1,), length=(1024,), mask=("causal", "padding", "both")),
-        Grid(("self_attention",), ("forward",), batch=(1,), length=(64, 256, 1024, 4096), need_weights=(False, True)),
+        Grid(("attention",), batch=(1,), length=(64, 256, 1024, 4096)),
+        Grid(("attention",), ("backward",), batch=(1,), length=(64, 256, 1024)),
+        Grid(("attention",), batch=(1,), length=(1024,), mask=("causal", "both")),
+        Grid(("self_attention",), batch=(1,), length=(64, 256, 1024, 4096)),
+        Grid(("self_attention",), batch=(1,), length=(64, 256, 1024), need_weights=(True,)),
         Grid(("self_attention",), ("backward",), batch=(4,), length=(256,), need_weights=(False, True)),
         Grid(("self_attention",), batch=(4,), length=(256,), dtype=("bfloat16",)),
         Grid(("cross_attention",), ("forward", "backward"), batch=(4,), length=(256,)),
@@ -151,7 +153,7 @@ PRESETS: dict[str, tuple[Grid, ...]] = {
         Grid(("encoder_layer",), batch=(4,), length=(256,), mask=("padding",)),
         Grid(("encoder_layer",), batch=(4,), length=(256,), compiled=(True,)),
         Grid(("transformer",), batch=(4,), length=(128,), mask=("causal", "both")),
-        Grid(("seq2seq",), ("forward", "training_step"), batch=(8,), length=(64,), mask=("causal",)),
+        Grid(("seq2seq",), ("forward", "training_step"), batch=(4,), length=(64,)),
         Grid(("generate",), batch=(1,), length=(16, 64, 128)),
     ),
     "full": (

@@ -9,17 +9,19 @@ import torch
 import typer
 from rich.console import Console
 
+from benchmarks.advice import advice_by_case
 from benchmarks.cases import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Grid, cases_of
 from benchmarks.comparison import change_table, changes_between
 from benchmarks.contenders import CONTENDERS
+from benchmarks.readme import README, renewed_readme
 from benchmarks.results import read_rows
-from benchmarks.session import Plan, measure
+from benchmarks.session import Plan, measure, write_report
 from scratch import validation
 from scratch.command_line import one_line_errors
 
 __all__ = ["app"]
 
-SECONDS = {"quick": 0.4, "standard": 1.5, "full": 4.0}
+SECONDS = {"quick": 0.4, "standard": 1.0, "full": 4.0}
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode=None)
 
@@ -117,6 +119,36 @@ def compare(
         f"{len(changes)} cells: {worse} worse, {len(changed) - worse} better, {len(changes) - len(changed)} the same."
     )
     raise typer.Exit(int(worse > 0))
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="A file of results.")],
+    output: Annotated[Path | None, typer.Option(help="Folder; that of the results if not given.")] = None,
+) -> None:
+    """Write CSV, plots and a page that needs nothing else, and say what to use for each shape."""
+    with one_line_errors():
+        rows = read_rows(results)
+        folder = results.parent if output is None else output
+        validation.check_writable(folder / "report.html")
+    console = Console(highlight=False)
+    for case, sentence in advice_by_case(rows):
+        console.print(f"[bold]{case}[/]\n  {sentence}")
+    write_report(rows, folder, console)
+
+
+@app.command()
+def readme(
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit status 1 if README is not current.")
+    ] = False,
+) -> None:
+    """Renew the table in README from the results that are committed."""
+    with one_line_errors():
+        text = renewed_readme()
+    if check:
+        raise typer.Exit(int(text != README.read_text(encoding="utf-8")))
+    README.write_text(text, encoding="utf-8")
 
 
 def _preset(quick: bool, standard: bool, full: bool) -> str:

@@ -15,10 +15,8 @@ from benchmarks.summarising import is_unstable
 __all__ = ["MachineRates", "Runner", "machine_rates", "peak_memory_bytes", "rounds_in_turns", "turn_seconds"]
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 25
-TURN_SECONDS = 0.01  # a turn repeats short calls until it takes about so long
-CUDA_WARM_UP_RUNS = 3
-
-Clock = Callable[["Runner", int], float]
+TURN_SECONDS = 0.01
+MOST_CUDA_REPEATS = 100
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Runner:
 def rounds_in_turns(runners: Sequence[Runner], seconds: float) -> list[list[float]]:
     """Time several contenders in turns, A B C A B C, so that other work on the machine slows all of them.
 
-    If any is unstable, everything is timed once more, with twice as many rounds, and the first timing is thrown away.
+    If any is unstable, all are timed once more, and the first timing is thrown away.
 
     Args:
         runners: What is timed.
@@ -50,50 +48,47 @@ def rounds_in_turns(runners: Sequence[Runner], seconds: float) -> list[list[floa
     Returns:
         For each runner the seconds of one run, round by round.
     """
-    repeats = [_repeats(runner) for runner in runners]
-    one_round = sum(turn_seconds(x, n) * (n + 2) for x, n in zip(runners, repeats, strict=True))  # Timer warms up twice
+    start = benchmark.timer()
+    _time_rounds(runners, 1)  # warms up
+    one_round = benchmark.timer() - start
     rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(seconds / one_round)))
-    times = _time_rounds(runners, repeats, rounds)
-    if any(is_unstable(x) for x in times):
-        times = _time_rounds(runners, repeats, 2 * rounds)
-    return times
+    times = _time_rounds(runners, rounds)
+    return _time_rounds(runners, rounds) if any(is_unstable(x) for x in times) else times
 
 
-def _time_rounds(runners: Sequence[Runner], repeats: Sequence[int], rounds: int) -> list[list[float]]:
-    by_round = [[turn_seconds(x, n) for x, n in zip(runners, repeats, strict=True)] for _ in range(rounds)]
+def _time_rounds(runners: Sequence[Runner], rounds: int) -> list[list[float]]:
+    by_round = [[turn_seconds(runner) for runner in runners] for _ in range(rounds)]
     return [list(times) for times in zip(*by_round, strict=True)]
 
 
-def _repeats(runner: Runner) -> int:
-    """Run once to warm up, then see how many runs fill a turn."""
-    turn_seconds(runner, 1)
-    return max(1, round(TURN_SECONDS / turn_seconds(runner, 1)))
-
-
-def turn_seconds(runner: Runner, repeats: int) -> float:
-    """Time one turn.
+def turn_seconds(runner: Runner) -> float:
+    """Time one turn: a run to warm up, then runs for about ten milliseconds, at least one.
 
     Args:
         runner: What is timed.
-        repeats: Number of runs.
 
     Returns:
-        Seconds of one run: the mean of a turn on the CPU, the median of a turn on CUDA.
+        Seconds of one run, the median of the turn.
     """
     with runner.switches():
         if runner.device.type == "cuda":
-            return _cuda_turn(runner, repeats)
+            return _cuda_turn(runner)
         timer = benchmark.Timer("run()", globals={"run": runner.run}, num_threads=runner.threads)
-        return timer.timeit(repeats).median
+        return timer.blocked_autorange(min_run_time=TURN_SECONDS).median
 
 
-def _cuda_turn(runner: Runner, repeats: int) -> float:
-    """Put events around each run; the cache is emptied before, outside of the events."""
-    for _ in range(CUDA_WARM_UP_RUNS):
-        runner.run()
+def _cuda_turn(runner: Runner) -> float:
+    """Put events around each run."""
+    runner.run()
+    one_run = _cuda_seconds(runner, 1)
+    repeats = max(1, min(MOST_CUDA_REPEATS, round(TURN_SECONDS / one_run)))
+    return _cuda_seconds(runner, repeats)
+
+
+def _cuda_seconds(runner: Runner, repeats: int) -> float:
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in events:
-        _l2_filler(runner.device).zero_()
+        _l2_filler(runner.device).zero_()  # empties the cache, outside of the events
         start.record()
         runner.run()
         end.record()
@@ -175,7 +170,7 @@ def machine_rates(dtype: str, threads: int, device: torch.device) -> MachineRate
     source = torch.zeros(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     products, copies = (
-        min(turn_seconds(runner, 2) for _ in range(FEWEST_ROUNDS))
+        min(turn_seconds(runner) for _ in range(FEWEST_ROUNDS))
         for runner in (
             Runner(lambda: torch.mm(left, right, out=product), _no_switches, threads, device),
             Runner(lambda: target.copy_(source), _no_switches, threads, device),

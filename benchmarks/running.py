@@ -83,7 +83,7 @@ def _prepare(case: Case, contender: Contender, gate: Gate, environment: Environm
         with contender.switches():
             run = runnable(case, contender.prepare(case))
         runner = Runner(run, contender.switches, case.threads, torch.device(case.device))
-        turn_seconds(runner, 1)
+        turn_seconds(runner)
         return _Ready(runner, replace(row, peak_memory_bytes=peak_memory_bytes(runner), **_work(case)))
     except Exception as error:  # likewise
         status, detail = _status_of(error)

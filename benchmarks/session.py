@@ -12,11 +12,13 @@ from benchmarks.cases import Case
 from benchmarks.children import run_case_safely
 from benchmarks.contenders import contenders_of
 from benchmarks.environment import environment_of
+from benchmarks.plots import Picture, pictures, save_pictures
+from benchmarks.report import html_page
 from benchmarks.results import Row, append_rows, read_rows, without_cut_line, write_csv
 from benchmarks.tables import result_tables
 from scratch.validation import ArgumentValueError, check_writable
 
-__all__ = ["RESULTS", "Plan", "measure"]
+__all__ = ["RESULTS", "Plan", "measure", "write_report"]
 
 RESULTS = "results.jsonl"
 INTERRUPTED = 130  # what a shell says of a command that was ended by ctrl-c
@@ -103,11 +105,31 @@ def measure(plan: Plan, done: Sequence[Row]) -> int:
     if plan.output is None:
         console.print("Nothing is kept; --output FOLDER keeps rows, plots and a page.")
     else:
-        write_csv(plan.output / "results.csv", rows)
-        console.print(f"Kept in {plan.output}.")
+        write_report(rows, plan.output, console)
     if interrupted:
         return INTERRUPTED
     return int(any(row.status == "unequal" for row in rows))
+
+
+def write_report(rows: Sequence[Row], folder: Path, console: Console) -> None:
+    """Write the CSV, the plots and the page; the page has no plots where matplotlib is missing.
+
+    Args:
+        rows: Results.
+        folder: Where.
+        console: Told what was written.
+    """
+    if not rows:
+        return
+    write_csv(folder / "results.csv", rows)
+    drawn: list[Picture] = []
+    try:
+        drawn += pictures(rows)
+        save_pictures(drawn, folder / "plots")
+    except ArgumentValueError as error:
+        console.print(f"[yellow]No plots:[/] {error}")
+    (folder / "report.html").write_text(html_page(rows, drawn), encoding="utf-8")
+    console.print(f"Written to {folder}: rows, results.csv, report.html{', plots' if drawn else ''}.")
 
 
 def _measured(plan: Plan, done: Sequence[Row]) -> tuple[list[Row], bool]:

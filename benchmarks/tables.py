@@ -14,7 +14,17 @@ from benchmarks.growth import Growth, growths
 from benchmarks.results import Row
 from benchmarks.summarising import Ratio
 
-__all__ = ["bytes_in_words", "groups_of", "label_of", "result_tables", "time_in_words", "varying_settings"]
+__all__ = [
+    "bytes_in_words",
+    "contenders_in",
+    "groups_of",
+    "label_of",
+    "result_tables",
+    "shared_settings",
+    "time_in_words",
+    "varying_label",
+    "varying_settings",
+]
 
 WORDS = {"out of memory": "no memory", "unavailable": "not here", "unequal": "UNEQUAL"}
 
@@ -29,7 +39,7 @@ def result_tables(rows: Sequence[Row]) -> Iterator[RenderableType]:
         Tables, each followed by the growth of its costs and by what could not be timed.
     """
     for (component, mode), group in groups_of(rows).items():
-        title = f"[bold]{component.replace('_', ' ')}, {mode.replace('_', ' ')}[/]: {_shared_settings(group)}"
+        title = f"[bold]{component.replace('_', ' ')}, {mode.replace('_', ' ')}[/]: {shared_settings(group)}"
         yield Group(title, _table(group), *_growth_lines(group), *_problem_lines(group))
 
 
@@ -107,7 +117,8 @@ def label_of(case: Case, settings: Sequence[str], usual: bool = True) -> str:
     return ", ".join(words[name] for name in settings if words[name])
 
 
-def _shared_settings(rows: Sequence[Row]) -> str:
+def shared_settings(rows: Sequence[Row]) -> str:
+    """Write the settings that all rows of a table have."""
     varying = varying_settings(row.case for row in rows)
     shared = [x.name for x in fields(Case) if x.name not in ("component", "mode", *varying)]
     return label_of(rows[0].case, shared, usual=False)
@@ -116,19 +127,24 @@ def _shared_settings(rows: Sequence[Row]) -> str:
 def _table(rows: Sequence[Row]) -> Table:
     cases = list(dict.fromkeys(row.case for row in rows))
     by_cell = {(row.case, row.contender): row for row in rows}
-    settings = varying_settings(cases)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
-    names = _contender_names(rows)
+    names = contenders_in(rows)
     for name in names:
         table.add_column(name, justify="right")
     for case in cases:
         cells = [_cell(by_cell.get((case, name))) for name in names]
-        table.add_row(label_of(case, settings), *cells, end_section=len(cases) > 1)
+        table.add_row(varying_label(case, rows), *cells, end_section=len(cases) > 1)
     return table
 
 
-def _contender_names(rows: Sequence[Row]) -> list[str]:
+def varying_label(case: Case, rows: Sequence[Row]) -> str:
+    """Write the settings in which a case differs from others of its table."""
+    return label_of(case, varying_settings(row.case for row in rows))
+
+
+def contenders_in(rows: Sequence[Row]) -> list[str]:
+    """Name the contenders of some rows, the built-in first and the user's own last."""
     present = {row.contender for row in rows}
     return [*(name for name in CONTENDERS if name in present), *sorted(present - set(CONTENDERS))]
 

@@ -225,7 +225,7 @@ class TestRunCase:
         assert list(rows) == ["builtin", "scratch"]
         for row in rows.values():
             assert row.status == "timed"
-            assert len(row.rounds_us) in (2, 4)
+            assert len(row.rounds_us) == 2
             assert min(row.rounds_us) > 0
             assert row.median_us == pytest.approx(statistics.median(row.rounds_us), rel=1e-3)
             assert row.peak_memory_bytes is not None
@@ -294,10 +294,10 @@ class TestMeasuring:
         assert set(turns[::2]) == {"A"}
         assert len(times[0]) == len(times[1])
 
-    def test_unstable_timings_are_taken_again_with_twice_the_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        seconds = iter([1.0, 1.0, 1.0, 1.0, 3.0] + [1.0] * 10)
+    def test_unstable_timings_are_taken_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seconds = iter([9.0, 1.0, 3.0, 1.0, 1.01])  # the first is to warm up
         monkeypatch.setattr(measuring, "turn_seconds", lambda *_: next(seconds))
-        assert rounds_in_turns([self.runner(int)], 0.0) == [[1.0] * 4]
+        assert rounds_in_turns([self.runner(int)], 0.0) == [[1.0, 1.01]]
 
     def test_peak_memory_is_what_lives_at_a_time(self) -> None:
         def run() -> Tensor:

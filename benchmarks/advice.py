@@ -1,0 +1,87 @@
+"""What to use: one sentence for each shape."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from benchmarks.cases import Case
+from benchmarks.contenders import BASELINE, CONTENDERS
+from benchmarks.results import Row
+from benchmarks.tables import bytes_in_words, time_in_words
+
+__all__ = ["advice", "advice_by_case", "fastest"]
+
+NOTICEABLE = 1.05  # what takes up to a twentieth longer is as good
+
+
+def fastest(rows: Sequence[Row]) -> Row | None:
+    """Choose among the contenders of one case.
+
+    Args:
+        rows: Of one case.
+
+    Returns:
+        The fastest; the built-in, or else scratch, if it takes at most a twentieth longer. None if nothing was timed.
+    """
+    timed = {row.contender: row for row in rows if row.median_us is not None}
+    if not timed:
+        return None
+    best = min(timed.values(), key=_time)
+    for name in (BASELINE, "scratch"):
+        if name in timed and _time(timed[name]) <= NOTICEABLE * _time(best):
+            return timed[name]
+    return best
+
+
+def advice(rows: Sequence[Row]) -> str:
+    """Say in one sentence what to use.
+
+    Args:
+        rows: Of one case.
+
+    Returns:
+        The sentence.
+    """
+    best = fastest(rows)
+    if best is None:
+        return "Nothing could be timed."
+    words = (
+        f"Use {_in_full(best.contender)}: {time_in_words(_time(best))}, {bytes_in_words(best.peak_memory_bytes or 0)}"
+    )
+    others = [row for row in rows if row.contender in (BASELINE, "scratch") and row is not best]
+    return "; ".join([words, *(_compared(row, best) for row in others)]) + "."
+
+
+def advice_by_case(rows: Iterable[Row]) -> Iterator[tuple[Case, str]]:
+    """Say for each case what to use.
+
+    Args:
+        rows: Results.
+
+    Yields:
+        The case and the sentence.
+    """
+    by_case: dict[Case, list[Row]] = {}
+    for row in rows:
+        by_case.setdefault(row.case, []).append(row)
+    for case, found in by_case.items():
+        yield case, advice(found)
+
+
+def _in_full(contender: str) -> str:
+    if contender in (BASELINE, "scratch") or contender not in CONTENDERS:
+        return contender
+    return f"{contender} ({CONTENDERS[contender].meaning})"
+
+
+def _compared(row: Row, best: Row) -> str:
+    if row.median_us is None:
+        return f"{row.contender} is {row.status}"
+    ratio = _time(row) / _time(best)
+    memory = bytes_in_words(row.peak_memory_bytes or 0)
+    if ratio <= NOTICEABLE:
+        return f"{row.contender} is as fast, with {memory}"
+    return f"{row.contender} takes {ratio:.2g} times as long, with {memory}"
+
+
+def _time(row: Row) -> float:
+    assert row.median_us is not None
+    return row.median_us
