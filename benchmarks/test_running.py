@@ -106,7 +106,7 @@ class TestWorkloads:
         assert all(x.grad is None for x in work.leaves().values())
         assert changed == {name for name in before if name != "query"}
         gradients = gradients_of(replace(case, mode="backward"), work)
-        assert set(gradients) == set(before)
+        assert set(gradients) == {f"gradient of {name}" for name in before}
         assert all(x is not None for x in gradients.values())
 
     def test_weights_come_out_where_they_are_asked_for(self) -> None:
@@ -210,6 +210,17 @@ class TestGate:
     def test_a_missing_gradient_and_another_shape_are_found(self) -> None:
         gate = Gate(case_of("cross_attention", mode="backward"))
         assert "shape" in gate.objection(broken(lambda x: x[:1]))
+
+    def test_gradients_behind_a_relu_are_compared_in_float64(self) -> None:
+        """In float32 rounding moves a few of many hidden units across 0, and their gradient jumps."""
+        dtypes = {
+            component: [x.case.dtype for x in Gate(case_of(component, mode="backward"))._yardsticks]
+            for component in ("self_attention", "encoder_layer")
+        }
+        assert dtypes == {"self_attention": ["float32", "float32"], "encoder_layer": ["float32", "float64"]}
+        gate = Gate(case_of("encoder_layer", mode="backward"))
+        slightly = broken(lambda x: x.detach() + (1 + 1e-9) * (x - x.detach()))
+        assert gate.objection(slightly).startswith("gradient of ")
 
     def test_very_long_sequences_are_compared_at_a_shorter_length(self) -> None:
         case = Case("attention", batch=1, num_heads=8, query_len=4096, key_len=512)

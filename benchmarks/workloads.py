@@ -112,7 +112,7 @@ def gradients_of(case: Case, work: Workload) -> dict[str, Tensor | None]:
     leaves = _requiring_gradients(work)
     loss = _loss(case, work, work.call()[0])
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return dict(zip(leaves, found, strict=True))
+    return {f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}
 
 
 def _requiring_gradients(work: Workload) -> dict[str, Tensor]:
