@@ -82,6 +82,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         validation.check_no_head_dims(qk_head_dim, v_head_dim)
         validation.check_attention_sizes(d_model, nhead, None, None, None, None)
         validation.check_activation(activation)
+        validation.check_not_negative(dim_feedforward=dim_feedforward)
         super().__init__(
             d_model,
             nhead,
@@ -198,6 +199,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         validation.check_no_head_dims(qk_head_dim, v_head_dim)
         validation.check_attention_sizes(d_model, nhead, None, None, None, None)
         validation.check_activation(activation)
+        validation.check_not_negative(dim_feedforward=dim_feedforward)
         super().__init__(
             d_model,
             nhead,

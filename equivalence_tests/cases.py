@@ -23,7 +23,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 
 from equivalence_tests.weights import copy_weights, randomize_parameters
 
-__all__ = ["Case", "CausalBiasMask", "Mask", "Normal", "Part", "SameAs", "TokenIds"]
+__all__ = ["Case", "Cast", "CausalBiasMask", "Mask", "Normal", "Part", "SameAs", "TokenIds"]
 
 Layout = Literal["contiguous", "transposed", "expanded"]
 MaskForm = Literal["bool", "float", "bias"]
@@ -110,6 +110,22 @@ class Mask:
 
     def _bias(self) -> Normal:
         return Normal(self.shape, self.seed)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A tensor in another dtype than the case has."""
+
+    argument: Normal | Mask
+    dtype: torch.dtype
+
+    def build(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """Build the argument and convert it."""
+        return self.argument.build(dtype, device).to(self.dtype)
+
+    def code(self, dtype: torch.dtype) -> str:
+        """Write the expression that gives the same tensor."""
+        return f"({self.argument.code(dtype)}).to({self.dtype})"
 
 
 @dataclass(frozen=True)
@@ -253,6 +269,8 @@ class Case:
         for name, argument in self.arguments.items():
             if isinstance(argument, SameAs):
                 built[name] = built[argument.name]
+            elif isinstance(argument, Cast):
+                built[name] = argument.build(self.dtype, device)
             elif isinstance(argument, Normal | Mask):
                 x = argument.build(self.dtype, device)
                 is_bias = isinstance(argument, Mask) and argument.form == "bias"
@@ -267,7 +285,7 @@ class Case:
         for name, argument in self.arguments.items():
             if isinstance(argument, SameAs):
                 lines += [f"{name} = {argument.name}"]
-            elif isinstance(argument, Normal | Mask):
+            elif isinstance(argument, Normal | Mask | Cast):
                 lines += [f"{name} = {argument.code(self.dtype)}"]
             elif isinstance(argument, TokenIds | CausalBiasMask):
                 lines += [f"{name} = {argument.code()}"]
@@ -306,7 +324,7 @@ def _arguments_code(arguments: Mapping[str, Any]) -> str:
 
 
 def _call_code(arguments: Mapping[str, Any]) -> str:
-    built = (SameAs, Normal, Mask, TokenIds, CausalBiasMask)
+    built = (SameAs, Normal, Mask, Cast, TokenIds, CausalBiasMask)
     return ", ".join(f"{name}={name if isinstance(x, built) else _value_code(x)}" for name, x in arguments.items())
 
 

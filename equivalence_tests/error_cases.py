@@ -218,6 +218,12 @@ CONSTRUCTORS = [
         for component in (ENCODER_LAYER, DECODER_LAYER, TRANSFORMER)
     ),
     *(
+        bad_construction(
+            component, "hidden layer negative", {"dim_feedforward": -1}, "dim_feedforward must not be", "-1"
+        )
+        for component in (ENCODER_LAYER, DECODER_LAYER, TRANSFORMER)
+    ),
+    *(
         bad_construction(component, "unknown activation", {"activation": "abc"}, *ACTIVATION)
         for component in (ENCODER_LAYER, DECODER_LAYER, TRANSFORMER)
     ),
@@ -440,6 +446,12 @@ MHA_SHAPES = [
         {**UNBATCHED, "attn_mask": mask(5, 5, 7)},
         "(num_heads, query_len, key_len) = (3, 5, 7), got (5, 5, 7)",
         "Expected `attn_mask` shape to be (3, 5, 7)",
+    ),
+    bad_call(
+        MHA,
+        "attn_mask for other heads without a batch, replaced by is_causal",
+        {**UNBATCHED, "attn_mask": mask(5, 5, 7), "is_causal": True, "need_weights": False},
+        "(num_heads, query_len, key_len) = (3, 5, 7), got (5, 5, 7)",
     ),
     bad_call(
         MHA,
@@ -855,6 +867,13 @@ SDPA_CASES = [
         "Number of heads in key and value must divide the number of",
     ),
     bad_call(
+        SDPA,
+        "grouped values without heads",
+        {"value": floats(2, 0, 7, 13), "enable_gqa": True},
+        "the heads of value must divide the heads of query",
+        torch_accepts="torch looks at nothing more where a tensor is empty",
+    ),
+    bad_call(
         SDPA, "dropout_p 1.5", {"dropout_p": 1.5}, "dropout probability has to be between 0 and 1", "dropout_p=1.5"
     ),
     bad_call(
@@ -1009,6 +1028,7 @@ ACCEPTED_CASES: tuple[AcceptedCase, ...] = (
         "65 heads over 5",
         {"query": floats(2, 65, 5, 11), "key": floats(2, 5, 7, 11), "value": floats(2, 5, 7, 13), "enable_gqa": True},
     ),
+    accepted(SDPA, "no grouped heads", {name: x[:, :0] for name, x in HEADS.items()} | {"enable_gqa": True}),
     accepted(
         SDPA,
         "keys and values grouped apart",

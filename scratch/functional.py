@@ -77,7 +77,7 @@ def scaled_dot_product_attention(
     validation.check_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     q, k, v = upcast_half(query, key, value)
     if enable_gqa:  # after the upcast, so that the gradients of a group are summed in float32
-        k, v = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (k, v))
+        k, v = (x.repeat_interleave(query.size(-3) // max(x.size(-3), 1), -3) for x in (k, v))
     score_bias = masks.score_bias_from_sdpa(attn_mask, is_causal, q, key.size(-2))
     scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
     # Half of the scale on either side keeps float16 in range and is how torch's MATH backend rounds.

@@ -116,6 +116,7 @@ class TransformerEncoderLayer(nn.Module):
             v_head_dim=v_head_dim,
             **factory,
         )
+        validation.check_not_negative(dim_feedforward=dim_feedforward)
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias, **factory)
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias, **factory)
@@ -242,6 +243,7 @@ class TransformerDecoderLayer(nn.Module):
 
         self.self_attn = attention()
         self.multihead_attn = attention()
+        validation.check_not_negative(dim_feedforward=dim_feedforward)
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias, **factory)
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias, **factory)

@@ -199,11 +199,10 @@ def check_attention_inputs(
     batch = query.size(1 - time_dim) if query.dim() == 3 else None
     _check_padding_shape(key_padding_mask, batch, key_len, names)
     replaced = is_causal and key_padding_mask is None and not need_weights and cache is None
-    if attn_mask is not None and not replaced:
+    # Without a batch torch.nn looks at the shape of a 3-D mask even where it replaces it.
+    if attn_mask is not None and (not replaced or (batch is None and attn_mask.dim() == 3)):
         _check_mask_shape(attn_mask, batch, attention.num_heads, query.size(time_dim), key_len, names)
-        _check_mask_precision(key_padding_mask, attn_mask, query, need_weights, names)
-    elif key_padding_mask is not None:
-        _check_mask_precision(key_padding_mask, None, query, need_weights, names)
+    _check_mask_precision(key_padding_mask, None if replaced else attn_mask, query, need_weights, names)
     check_projection_dtypes(attention, query, key, value, names)
     if attention.training:  # torch.nn looks only when it drops
         check_dropout("dropout", attention.dropout)
@@ -395,12 +394,16 @@ def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
     scores_leading = _check_leading("key", key, query.shape[:-skip], skip)
     _check_leading("value", value, scores_leading, skip)
     for name, x in (("key", key), ("value", value)):
-        if enable_gqa and (query.dim() < 3 or x.dim() < 3 or query.size(-3) % max(x.size(-3), 1)):
+        if enable_gqa and (query.dim() < 3 or x.dim() < 3 or not _divides(x.size(-3), query.size(-3))):
             raise ArgumentValueError(
                 f"the heads of {name} must divide the heads of query (Number of heads in key and value must divide the "
                 f"number of heads in query), got shapes {shape(x)} and {shape(query)}"
             )
     return (*scores_leading, *query.shape[-skip:-2])
+
+
+def _divides(part: int, whole: int) -> bool:
+    return whole % part == 0 if part else whole == 0
 
 
 def _check_leading(name: str, x: Tensor, leading: Sequence[int], skip: int) -> tuple[int, ...]:
