@@ -67,7 +67,7 @@ def test_torchs_own_samples_give_the_same(name: str, training: bool) -> None:
         assert_equal(actual, expected, relative_bound=0.0 if name == "MultiheadAttention" else 1e-12)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", [name for name in SAMPLED if name != "TransformerEncoder"])
 def test_samples_without_a_batch_agree_with_a_batch_of_one(name: str) -> None:
     """torch's samples bring the function that gives the expected output."""
     checked = 0
