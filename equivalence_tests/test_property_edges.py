@@ -1,13 +1,16 @@
 """Sizes and arguments that random draws seldom hit, each against torch; mutants of ``scratch`` called for them."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import scratch
-from equivalence_tests.side_by_side import random_tensor
+from equivalence_tests.side_by_side import assert_equal, outputs_and_gradients, random_tensor, with_same_weights
 from scratch import masks
 
 META = torch.device("meta")
@@ -49,3 +52,84 @@ class TestMasks:
     def test_a_window_over_negative_keys_is_refused(self) -> None:
         with pytest.raises(ValueError, match="key_len must not be negative, got -1"):
             masks.sliding_window(3, -1, window=2)
+
+
+class TestMultiheadAttention:
+    def test_query_and_key_may_be_one_tensor_and_the_value_another(self) -> None:
+        theirs, ours = nn.MultiheadAttention(33, 3), scratch.MultiheadAttention(33, 3)
+        with_same_weights(ours, theirs)
+        x = random_tensor(5, 2, 33)
+        inputs = {"query": x, "key": x, "value": random_tensor(5, 2, 33, seed=1)}
+        actual, expected = (outputs_and_gradients(module, inputs) for module in (ours, theirs))
+        assert_equal(actual, expected, relative_bound=0)
+
+    def test_the_mask_of_a_promise_is_built_where_the_queries_are(self) -> None:
+        attention, x = scratch.MultiheadAttention(33, 3, device=META), torch.empty(5, 2, 33, device=META)
+        hidden = masks.to_module_mask(masks.causal(5, device=META))
+        output, _ = attention(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)
+        assert output.device == META
+
+
+class TestLayers:
+    @pytest.mark.parametrize("name", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
+    def test_head_sizes_reach_every_attention(self, name: str) -> None:
+        layer = getattr(scratch, name)(12, 3, 5, qk_head_dim=5, v_head_dim=7)
+        attentions = [x for x in layer.modules() if isinstance(x, scratch.MultiheadAttention)]
+        sizes = [(x.head_dim, x.v_head_dim, len(x.state_dict()["in_proj_weight"])) for x in attentions]
+        assert sizes == [(5, 7, 3 * (5 + 5 + 7))] * (1 if name == "TransformerEncoderLayer" else 2)
+
+    def test_the_blocks_that_subclasses_call_promise_nothing_by_default(self) -> None:
+        ours = scratch.TransformerDecoderLayer(12, 3, 5, dtype=torch.float64)
+        hidden = torch.ones(5, 5, dtype=torch.bool).tril(-1)
+        x = random_tensor(5, 2, 12)
+        for with_default, without in (
+            (ours.eval()._sa_block(x, hidden, None), ours._sa_block(x, hidden, None, False)),
+            (ours._mha_block(x, x, hidden, None), ours._mha_block(x, x, hidden, None, False)),
+        ):
+            assert torch.equal(with_default, without)
+
+
+class SaysWhatItIsTold(nn.Module):
+    """A layer that remembers the hint it is called with."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.self_attn = nn.Identity()
+        self.self_attn.batch_first = batch_first  # type: ignore[assignment]
+        self.hints: list[bool] = []
+
+    def forward(self, x: torch.Tensor, *_: torch.Tensor, **told: Any) -> torch.Tensor:
+        self.hints.append(told["is_causal"] if "is_causal" in told else told["tgt_is_causal"])
+        return x
+
+
+class TestStacks:
+    @pytest.mark.parametrize("package", [scratch, nn], ids=["scratch", "torch.nn"])
+    @pytest.mark.parametrize(
+        ("shape", "batch_first"), [((5, 2, 3), False), ((2, 5, 3), True), ((5, 3), True), ((5, 3), False)]
+    )
+    def test_a_causal_mask_is_recognised_in_every_layout(
+        self, package: Any, shape: tuple[int, ...], batch_first: bool
+    ) -> None:
+        hidden = masks.to_module_mask(masks.causal(5))
+        encoder = package.TransformerEncoder(SaysWhatItIsTold(batch_first), 1, enable_nested_tensor=False)
+        decoder = package.TransformerDecoder(SaysWhatItIsTold(batch_first), 1)
+        encoder(torch.zeros(shape), hidden)
+        decoder(torch.zeros(shape), torch.zeros(shape), hidden)
+        assert encoder.layers[0].hints == decoder.layers[0].hints == [True]
+
+    def test_the_warning_about_nested_tensors_points_at_the_caller(self) -> None:
+        layer = scratch.TransformerEncoderLayer(12, 3, 5, bias=False)
+        with pytest.warns(UserWarning, match=r"encoder_layer.self_attn was passed bias=False$") as warned:
+            scratch.TransformerEncoder(layer, 1)
+        assert warned[0].filename == __file__
+
+    def test_the_float_mask_is_built_on_its_device(self) -> None:
+        assert scratch.Transformer.generate_square_subsequent_mask(3, device=META).device == META
+
+
+class TestPositionalEncoding:
+    def test_it_has_5000_places_and_moves_with_its_model(self) -> None:
+        encoding = scratch.PositionalEncoding(4)
+        assert encoding.table.shape == (5000, 4)
+        assert encoding.to(META).table.device == META

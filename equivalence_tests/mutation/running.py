@@ -30,15 +30,15 @@ PROJECT = ("scratch", "builtin", "equivalence_tests")
 Verdict = Literal["killed", "timed out", "survived"]
 
 ATTENTION = ["functional", "attention", "property_edges", "properties", "property_invariants", "layers"]
-LAYERS = ["layers", "transformer", "errors", "parity", "properties", "seq2seq"]
+LAYERS = ["layers", "property_edges", "transformer", "errors", "parity", "decoding", "properties", "seq2seq"]
 # The tests that look at a file, quick ones first; the examples in its docstrings go before them.
 TESTS = {
     "functional.py": ["errors", *ATTENTION],
-    "masks.py": ["masks", "errors", "functional", "attention", "properties", "seq2seq"],
+    "masks.py": ["masks", "property_edges", "errors", "functional", "attention", "properties", "seq2seq"],
     "attention.py": ["attention", "parity", "errors", "decoding", *ATTENTION],
     "layers.py": LAYERS,
     "transformer.py": ["transformer", *LAYERS],
-    "positional.py": ["positional", "errors", "parity", "seq2seq"],
+    "positional.py": ["positional", "property_edges", "errors", "parity", "seq2seq"],
     "seq2seq.py": ["errors", "parity", "seq2seq", "decoding"],
     "decoding.py": ["decoding", "errors", "seq2seq"],
     "recording.py": ["recording", "errors", "seq2seq"],
