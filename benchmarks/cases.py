@@ -45,6 +45,7 @@ class Case:
         mask: "causal" masks what looks at the queries' own sequence, "padding" the keys that fill shorter sequences up.
         need_weights: Whether ``MultiheadAttention`` returns its weights.
         compiled: Whether ``torch.compile`` is used.
+        bias: Whether projections have biases.
         threads: Number of threads on the CPU.
         device: Where.
     """
@@ -61,6 +62,7 @@ class Case:
     mask: str = "none"
     need_weights: bool = False
     compiled: bool = False
+    bias: bool = True
     threads: int = 1
     device: str = "cpu"
 
@@ -93,6 +95,7 @@ class Case:
             "" if self.mask == "none" else f"{self.mask} mask" if self.mask != "both" else "causal and padding mask",
             "with weights" if self.need_weights else "",
             "compiled" if self.compiled else "",
+            "" if self.bias else "no bias",
         ]
         return ", ".join(word for word in words if word)
 
@@ -114,6 +117,7 @@ class Grid:
         mask: Likewise.
         need_weights: Likewise.
         compiled: Likewise.
+        bias: Likewise.
     """
 
     component: tuple[str, ...]
@@ -128,6 +132,7 @@ class Grid:
     mask: tuple[str, ...] = ("none",)
     need_weights: tuple[bool, ...] = (False,)
     compiled: tuple[bool, ...] = (False,)
+    bias: tuple[bool, ...] = (True,)
 
 
 PRESETS: dict[str, tuple[Grid, ...]] = {
@@ -224,6 +229,7 @@ def _meaningful(case: Case) -> Case:
         mode=_meaningful_mode(case),
         mask=mask if case.component in TOKEN_LEVEL else case.mask,
         num_layers=case.num_layers if case.component in STACKS else 0,
+        bias=case.bias or case.component == "attention",
         need_weights=case.need_weights and case.component in WITH_WEIGHTS,
         key_len=case.query_len if case.component in ("self_attention", "encoder_layer") else case.key_len,
     )

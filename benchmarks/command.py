@@ -13,6 +13,7 @@ from benchmarks.advice import advice_by_case
 from benchmarks.cases import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Grid, cases_of
 from benchmarks.comparison import change_table, changes_between
 from benchmarks.contenders import CONTENDERS
+from benchmarks.own import check_own, own_takes_part
 from benchmarks.readme import README, renewed_readme
 from benchmarks.results import read_rows
 from benchmarks.session import Plan, measure, write_report
@@ -21,6 +22,7 @@ from scratch.command_line import one_line_errors
 
 __all__ = ["app"]
 
+WITH_OWN = ("attention", "self_attention", "cross_attention")
 SECONDS = {"quick": 0.4, "standard": 1.0, "full": 4.0}
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode=None)
@@ -51,9 +53,13 @@ def run(
     mask: Annotated[str | None, _listed("Which", MASKS)] = None,
     need_weights: Annotated[str | None, _listed("Whether attention returns its weights (no, yes)")] = None,
     compiled: Annotated[str | None, _listed("Whether torch.compile is used (no, yes)")] = None,
+    bias: Annotated[str | None, _listed("Whether projections have biases (no, yes)")] = None,
     threads: Annotated[str | None, _listed("Numbers of threads on the CPU; else as many as torch takes")] = None,
     device: Annotated[str, _listed("Where: cpu, cuda, ...")] = "cpu",
     contender: Annotated[str | None, _listed("Who, besides builtin", list(CONTENDERS))] = None,
+    implementation: Annotated[
+        str | None, _listed("Your own attention, my.py:MyAttention, read as sidebyside verify does")
+    ] = None,
     memory: Annotated[float | None, typer.Option(help="GiB that a large case may take on the CPU; else all.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for rows, plots and the page; else nothing is kept.")
@@ -70,7 +76,7 @@ def run(
     with one_line_errors():
         preset = _preset(quick, standard, full)
         axes: dict[str, Any] = {
-            "component": _names(component),
+            "component": _names(component) or (WITH_OWN if implementation else ()),
             "mode": _names(mode),
             "batch": _numbers("batch", batch),
             "length": _numbers("length", length),
@@ -82,6 +88,7 @@ def run(
             "mask": _names(mask),
             "need_weights": _switches("need-weights", need_weights),
             "compiled": _switches("compiled", compiled),
+            "bias": _switches("bias", bias),
         }
         grids = [
             replace(grid, **{k: v for k, v in axes.items() if v}) for grid in _chosen_grids(preset, axes["component"])
@@ -89,7 +96,10 @@ def run(
         counts = _numbers("threads", threads) or (torch.get_num_threads(),)
         devices = [str(validation.check_device(name)) for name in _names(device)]
         cases = cases_of(grids, counts, devices)
-        plan = Plan(cases, _chosen_contenders(contender, preset, devices), SECONDS[preset], output, _bytes(memory))
+        own = _own(implementation)
+        cases = [case for case in cases if component or not own or any(own_takes_part(name, case) for name in own)]
+        chosen = (*_chosen_contenders(contender, preset, devices), *own)
+        plan = Plan(cases, chosen, SECONDS[preset], output, _bytes(memory))
         done = plan.begin(resume)
     raise typer.Exit(measure(plan, done))
 
@@ -174,6 +184,12 @@ def _chosen_contenders(given: str | None, preset: str, devices: Sequence[str]) -
     only_on_cuda = {"efficient", "cudnn"} if not any(x.startswith("cuda") for x in devices) else set()
     slow_to_compile = {"flex"} if preset == "quick" else set()
     return _names(given) or tuple(name for name in CONTENDERS if name not in only_on_cuda | slow_to_compile)
+
+
+def _own(given: str | None) -> tuple[str, ...]:
+    for name in _names(given):
+        check_own(name)
+    return _names(given)
 
 
 def _bytes(gib: float | None) -> int | None:

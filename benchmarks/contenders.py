@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import builtin
 import scratch
 from benchmarks.cases import Case
+from benchmarks.own import is_own, own_takes_part, own_workload
 from benchmarks.workloads import Workload, seen_lengths, workload
 from equivalence_tests.side_by_side import fast_path
 
@@ -136,4 +138,9 @@ def contenders_of(case: Case, chosen: Sequence[str]) -> list[Contender]:
     Returns:
         Those of the chosen for which the case means something.
     """
-    return [x for name, x in CONTENDERS.items() if (name in chosen or name == BASELINE) and x.takes_part(case)]
+    known = [x for name, x in CONTENDERS.items() if name in chosen or name == BASELINE]
+    return [x for x in (*known, *map(_own, filter(is_own, chosen))) if x.takes_part(case)]
+
+
+def _own(name: str) -> Contender:
+    return Contender(name, "your own", partial(own_workload, name), partial(own_takes_part, name))

@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 import builtin
 from benchmarks.cases import Case
 from benchmarks.contenders import BASELINE, CONTENDERS, Contender
-from benchmarks.workloads import Workload, gradients_of, workload
+from benchmarks.workloads import Results, Workload, gradients_of, workload
 from equivalence_tests.comparing import compare_errors, compare_group, largest_value
 
 __all__ = ["LARGEST_COMPARED_SCORES", "Gate", "compared_case"]
@@ -19,7 +18,6 @@ LARGEST_COMPARED_SCORES = 2**23
 
 WITHOUT_RELU = ("attention", "self_attention", "cross_attention")
 
-Results = dict[str, Tensor | None]
 Compute = Callable[[Case, Workload], Results]
 
 
@@ -57,9 +55,7 @@ class Gate:
         if case.mode != "forward":
             # Where rounding moves a hidden unit across the kink of ReLU, its gradient jumps: float64 decides there.
             exact = case.component not in WITHOUT_RELU
-            self._yardsticks.append(
-                _Yardstick(replace(self.case, dtype="float64") if exact else self.case, gradients_of)
-            )
+            self._yardsticks.append(_Yardstick(replace(self.case, dtype="float64") if exact else self.case, _gradients))
 
     def objection(self, contender: Contender) -> str:
         """Say how a contender's outputs or gradients differ from the built-in's more than rounding explains.
@@ -98,6 +94,10 @@ class _Yardstick:
                 ratio = compare_errors(found.get(name), expected, self.exact[name], name=name, largest=largest)
                 if not ratio.passed:
                     yield str(ratio)
+
+
+def _gradients(case: Case, work: Workload) -> Results:
+    return work.translated(gradients_of(case, work))
 
 
 def _outputs(_case: Case, work: Workload) -> Results:

@@ -133,7 +133,8 @@ def _filled(row: Row, rounds: Sequence[float], baseline: Sequence[float] | None,
 def _status_of(error: Exception) -> tuple[Status, str]:
     text = str(error)
     lines = text.strip().splitlines()
-    detail = f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+    first_line = lines[0][:300] if lines else ""
+    detail = first_line if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {first_line}"
     no_memory = isinstance(error, MemoryError) or any(words in text.lower() for words in OUT_OF_MEMORY)
     return ("out of memory" if no_memory else "unavailable"), detail
 

@@ -111,6 +111,7 @@ def label_of(case: Case, settings: Sequence[str], usual: bool = True) -> str:
         "mask": {"none": "no mask" if usual else "", "both": "causal, padding"}.get(case.mask, case.mask),
         "need_weights": "weights" if case.need_weights else "no weights" if usual else "",
         "compiled": "compiled" if case.compiled else "eager" if usual else "",
+        "bias": "no bias" if not case.bias else "bias" if usual else "",
         "threads": "1 thread" if case.threads == 1 else f"{case.threads} threads",
         "device": case.device,
     }
@@ -131,7 +132,7 @@ def _table(rows: Sequence[Row]) -> Table:
     table.add_column("")
     names = contenders_in(rows)
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name.rpartition("/")[2], justify="right")  # of the user's own the file, without folders
     for case in cases:
         cells = [_cell(by_cell.get((case, name))) for name in names]
         table.add_row(varying_label(case, rows), *cells, end_section=len(cases) > 1)

@@ -94,7 +94,7 @@ def bytes_moved(case: Case) -> int | None:
         return None
     b, q, k, e = case.batch, case.query_len, case.key_len, case.embed_dim
     keys_read = {"attention": 2 * k, "self_attention": 0, "cross_attention": k}[case.component]
-    parameters = 0 if case.component == "attention" else 4 * e**2 + 4 * e
+    parameters = 0 if case.component == "attention" else 4 * e**2 + 4 * e * case.bias
     weights = b * q * k if case.need_weights else 0
     itemsize: int = getattr(torch, case.dtype).itemsize
     return (b * e * (2 * q + keys_read) + parameters + weights) * itemsize

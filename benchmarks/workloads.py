@@ -14,10 +14,22 @@ from equivalence_tests.compare_timing import VOCABULARY, decoding
 from equivalence_tests.weights import randomize_parameters
 from scratch import masks
 
-__all__ = ["VOCABULARY", "Attend", "Workload", "gradients_of", "runnable", "seen_lengths", "workload"]
+__all__ = [
+    "VOCABULARY",
+    "Attend",
+    "Results",
+    "Workload",
+    "compiled",
+    "gradients_of",
+    "may_attend_of",
+    "runnable",
+    "seen_lengths",
+    "workload",
+]
 
 # The function of "attention", called with q, k, v and the keywords attn_mask and is_causal.
 Attend = Callable[..., Tensor]
+Results = dict[str, Tensor | None]
 
 PAD_ID, FIRST_WORD = 0, 3
 LEARNING_RATE = 1e-6  # so small that a thousand steps leave the numbers, and with them the speed, as they are
@@ -31,11 +43,13 @@ class Workload:
         call: Gives the outputs; gradients are taken of the first.
         module: What holds the parameters; None for a function.
         inputs: What is attended from and to, by name.
+        translated: Gives gradients of other parameters the built-in's names and shapes.
     """
 
     call: Callable[[], tuple[Tensor, ...]]
     module: nn.Module | None = None
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    translated: Callable[[Results], Results] = lambda gradients: gradients
 
     def leaves(self) -> dict[str, Tensor]:
         """Give inputs and parameters by name, those that gradients are taken of."""
@@ -60,7 +74,7 @@ def workload(
     """
     inputs = {name: _to_device(x, case, upcast) for name, x in _inputs(case).items()}
     if case.component == "attention":
-        attend = _compiled(attend or package.scaled_dot_product_attention, case)
+        attend = compiled(attend or package.scaled_dot_product_attention, case)
         options = _function_masks(case)
         return Workload(lambda: (attend(*inputs.values(), **options),), None, inputs)
     module = _module(case, package).train(case.mode != "forward")
@@ -68,7 +82,7 @@ def workload(
     if case.component == "generate":
         run = decoding(module, inputs["src_ids"], case.query_len, cached=cached)
         return Workload(lambda: (run(),), module, inputs)
-    call, positional, options = _compiled(module, case), _positional(case, inputs), _module_masks(case)
+    call, positional, options = compiled(module, case), _positional(case, inputs), _module_masks(case)
     return Workload(lambda: _as_tuple(call(*positional, **options)), module, inputs)
 
 
@@ -99,7 +113,7 @@ def runnable(case: Case, work: Workload) -> Callable[[], object]:
     return step
 
 
-def gradients_of(case: Case, work: Workload) -> dict[str, Tensor | None]:
+def gradients_of(case: Case, work: Workload) -> Results:
     """Run forward and backward.
 
     Args:
@@ -164,7 +178,7 @@ def _positional(case: Case, inputs: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _module(case: Case, package: ModuleType) -> nn.Module:
-    factory: dict[str, Any] = {"device": case.device, "dtype": getattr(torch, case.dtype)}
+    factory: dict[str, Any] = {"bias": case.bias, "device": case.device, "dtype": getattr(torch, case.dtype)}
     sizes = (case.embed_dim, case.num_heads)
     layer: dict[str, Any] = {"dim_feedforward": 4 * case.embed_dim, "dropout": 0.0, **factory}
     stack = {**layer, "num_encoder_layers": case.num_layers, "num_decoder_layers": case.num_layers}
@@ -199,6 +213,20 @@ def _seen_keys(case: Case) -> Tensor:
     return masks.from_lengths(seen_lengths(case), case.key_len).to(case.device)  # (b, k)
 
 
+def may_attend_of(case: Case) -> Tensor:
+    """Say which query may look at which key.
+
+    Args:
+        case: What is computed.
+
+    Returns:
+        (batch, query_len, key_len), True = may look.
+    """
+    may_attend = _seen_keys(case)[:, None, :].expand(-1, case.query_len, -1)
+    causal = masks.causal(case.query_len, case.key_len, device=case.device)
+    return may_attend & causal if case.is_causal else may_attend
+
+
 def _function_masks(case: Case) -> dict[str, Any]:
     if not case.is_padded:
         return {"is_causal": case.is_causal}
@@ -227,7 +255,8 @@ def _module_masks(case: Case) -> dict[str, Any]:
     return options
 
 
-def _compiled(function: Callable[..., Any], case: Case) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], case: Case) -> Callable[..., Any]:
+    """Compile a function if the case asks for it."""
     return torch.compile(function, dynamic=False) if case.compiled else function
 
 

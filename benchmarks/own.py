@@ -1,0 +1,249 @@
+"""The user's own attention as a contender: built and called as the checker reads it, with the built-in's weights."""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import builtin
+from benchmarks.cases import Case
+from benchmarks.workloads import Results, Workload, compiled, may_attend_of, workload
+from equivalence_tests.checker.attention import AttentionExamination, examine
+from equivalence_tests.checker.calling import Caller, from_layout
+from equivalence_tests.checker.construction import Sizes, argument_lists, prepare
+from equivalence_tests.checker.diagnosis import Effort, Match
+from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.loading import load, source_of
+from equivalence_tests.checker.masking import MaskForm
+from equivalence_tests.checker.projections import ProjectionReading
+from equivalence_tests.checker.reference import Inputs
+from equivalence_tests.checker.state import preserved_global_state
+from equivalence_tests.checker.subject import Adapter, Subject, subjects
+from equivalence_tests.checker.tracing import tensors_in
+from scratch.validation import ArgumentValueError
+
+__all__ = ["check_own", "is_own", "own_takes_part", "own_workload"]
+
+SEARCH_SECONDS = 20.0
+
+
+def is_own(name: str) -> bool:
+    """Whether a contender's name is where the user's code stands: "my.py:MyAttention"."""
+    return ":" in name
+
+
+def check_own(name: str) -> None:
+    """Ask for code that can be imported.
+
+    Args:
+        name: "my.py:MyAttention" or "package.module:MyAttention".
+
+    Raises:
+        ValueError: If there is none.
+    """
+    try:
+        if not is_own(name):
+            raise CannotCheckError("no colon")
+        _load(name)
+    except CannotCheckError as error:
+        reason = " ".join(str(error).split())
+        raise ArgumentValueError(f"implementation must be such as my.py:MyAttention, got {name}: {reason}") from error
+
+
+def own_takes_part(name: str, case: Case) -> bool:
+    """Whether the user's code is a function for "attention", or a module for ``MultiheadAttention`` without weights.
+
+    Args:
+        name: Where it stands.
+        case: What is computed.
+    """
+    components = ("attention",) if _is_function(_load(name)) else ("self_attention", "cross_attention")
+    return case.component in components and not case.need_weights
+
+
+def own_workload(name: str, case: Case) -> Workload:
+    """Build the user's attention at the sizes of a case, with the weights of the built-in.
+
+    Args:
+        name: Where it stands.
+        case: What is computed.
+
+    Returns:
+        A ``Workload``, in eval mode always, because nothing else is known to hold its dropout back.
+
+    Raises:
+        NotImplementedError: If it cannot be built, called or masked as the case asks, with the reason.
+    """
+    own = _examined(name, case.num_heads, case.head_dim)
+    if own is None:
+        raise NotImplementedError("what it computes could not be read at this width; sidebyside verify says more")
+    theirs = workload(case, builtin)
+    if own.subject.module is None:
+        return _bound(own, case, own.subject.function, theirs)
+    module = prepare(copy.deepcopy(own.subject.module), getattr(torch, case.dtype)).to(case.device)
+    reading = _match(own).reading.projections
+    assert theirs.module is not None  # only the function has none
+    if reading is None:
+        raise NotImplementedError("its projections could not be read")
+    places = _Places(module, reading, case.num_heads, theirs.module)
+    places.fill(module, theirs.module)
+    return replace(_bound(own, case, module, theirs), module=module, translated=places.translated)
+
+
+@cache
+def _load(name: str) -> Any:
+    with preserved_global_state():
+        return load(name)
+
+
+def _is_function(found: Any) -> bool:
+    is_module = inspect.isclass(found) or isinstance(found, nn.Module)
+    return not is_module and bool(inspect.signature(found).parameters)
+
+
+@cache
+def _examined(name: str, num_heads: int, head_dim: int) -> AttentionExamination | None:
+    """Let the checker read the code, at the width of the case and at short lengths."""
+    with preserved_global_state():
+        torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
+        torch.set_default_dtype(torch.float64)
+        for subject in _subjects(name, Sizes(num_heads=num_heads, head_dim=head_dim)):
+            if subject.module is not None:
+                prepare(subject.module)
+            found = examine(subject, Effort(SEARCH_SECONDS), errors=[])
+            if found is not None and found.match is not None:
+                return found
+    return None
+
+
+def _subjects(name: str, sizes: Sizes) -> list[Subject]:
+    found = _load(name)
+    if not inspect.isclass(found):
+        listed = subjects(found, name, Adapter())
+        return [x for x in listed if _is_function(found) or x.sizes.embed_dim == sizes.embed_dim][:1]
+    for arguments in argument_lists(found, sizes):
+        try:
+            instance: Any = found(**arguments)
+        except Exception:  # a guess at the arguments; the next may fit
+            continue
+        return [Subject(name, instance, sizes, source_of(found), Adapter())]
+    return []
+
+
+def _bound(own: AttentionExamination, case: Case, function: Callable[..., Any], theirs: Workload) -> Workload:
+    """Lay inputs and mask out as the code wants them, once: only its own work is timed."""
+    plan = _match(own).reading.plan
+    if case.component == "cross_attention" and plan.self_attention:
+        raise NotImplementedError("it takes one tensor, which is query, key and value")
+    form = _mask_form(own, case)
+    inputs = {name: x.requires_grad_(case.mode != "forward") for name, x in theirs.inputs.items()}
+    query, key, value = (_laid_out(x, plan.layout) for x in _query_key_value(inputs))
+    folded = case.num_heads if case.component == "attention" and plan.layout == "b l e" else 1
+    may_attend = may_attend_of(case).repeat_interleave(folded, 0)
+    plan = replace(plan, layout="b l e") if case.component == "attention" else plan  # laid out above
+    caller = Caller(function, case.num_heads, dtype=getattr(torch, case.dtype))
+    args, kwargs = caller.arguments(plan, Inputs(query, key, value, may_attend), form)
+    run = compiled(function, case)
+
+    def call() -> tuple[Tensor, ...]:
+        output = from_layout(list(tensors_in((run(*args, **kwargs),)))[plan.output], plan.layout)
+        return (output.unflatten(0, (-1, folded)) if folded > 1 else output,)
+
+    return Workload(call, None, inputs)
+
+
+def _match(own: AttentionExamination) -> Match:
+    assert own.match is not None  # else it was not read
+    return own.match
+
+
+def _query_key_value(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    query, *others = inputs.values()
+    key = others[0] if others else query
+    return query, key, others[1] if len(others) > 1 else key
+
+
+def _laid_out(x: Tensor, layout: str) -> Tensor:
+    """Fold the heads of a function's inputs into the batch where it was read as working on three dimensions."""
+    if x.dim() == 4 and layout not in ("b h l d", "b l e"):
+        raise NotImplementedError("it wants other inputs than (batch, heads, len, head_dim) or (batch, len, features)")
+    return x.flatten(0, 1) if x.dim() == 4 and layout == "b l e" else x
+
+
+def _mask_form(own: AttentionExamination, case: Case) -> MaskForm | None:
+    causal_by_itself = _match(own).choices.get("causal") == "yes"
+    if causal_by_itself and not case.is_causal:
+        raise NotImplementedError("it is causal by itself; --mask causal times it")
+    needs_queries = case.is_causal and not causal_by_itself
+    if not needs_queries and not case.is_padded:
+        return None
+    form = own.masks.form
+    if form is None:
+        raise NotImplementedError("it takes no mask that the checker understood")
+    if (needs_queries and form.pattern not in ("full", "shared")) or (case.is_padded and form.pattern == "shared"):
+        raise NotImplementedError(f"its mask, {form}, cannot say what this case hides")
+    return form
+
+
+class _Places:
+    """Where each element of the built-in's parameters lies among the user's, found by reading numbers in their place.
+
+    Args:
+        module: The user's.
+        reading: How the checker reads its projections.
+        num_heads: Number of heads.
+        theirs: The built-in.
+    """
+
+    def __init__(self, module: nn.Module, reading: ProjectionReading, num_heads: int, theirs: nn.Module) -> None:
+        numbered = copy.deepcopy(module).double()
+        self.parameters = [name for name, _ in module.named_parameters()]
+        self.sizes = [x.numel() for x in numbered.parameters()]
+        numbers = torch.arange(1, 1 + sum(self.sizes), dtype=torch.float64)  # 0 is where there is nothing
+        with torch.no_grad():
+            for x, values in zip(numbered.parameters(), numbers.split(self.sizes), strict=True):
+                x.copy_(values.view_as(x))
+        read = reading.read(numbered, num_heads)
+        packed = [read.query, read.key, read.value]
+        found = {
+            "in_proj_weight": _together([x.weight for x in packed]),
+            "in_proj_bias": _together([x.bias for x in packed]),
+            "out_proj.weight": _together([read.output.weight if read.output else None]),
+            "out_proj.bias": _together([read.output.bias if read.output else None]),
+        }
+        self.of = {name: _fitting(name, found[name], x) for name, x in theirs.named_parameters()}
+
+    def fill(self, module: nn.Module, theirs: nn.Module) -> None:
+        """Put the built-in's values into the user's parameters, and 0 where it has none."""
+        flat = torch.zeros(1 + sum(self.sizes), dtype=torch.float64)
+        for name, x in theirs.named_parameters():
+            flat[self.of[name]] = x.detach().cpu().double()
+        with torch.no_grad():
+            for x, values in zip(module.parameters(), flat[1:].split(self.sizes), strict=True):
+                x.copy_(values.view_as(x))
+
+    def translated(self, gradients: Results) -> Results:
+        """Give the gradients of the user's parameters the built-in's names and places."""
+        ours = [gradients[f"gradient of {name}"] for name in self.parameters]
+        inputs = {name: x for name, x in gradients.items() if name.removeprefix("gradient of ") not in self.parameters}
+        known = next(x for x in inputs.values() if x is not None)
+        pieces = [known.new_zeros(size) if x is None else x.flatten() for size, x in zip(self.sizes, ours, strict=True)]
+        flat = torch.cat([known.new_zeros(1), *pieces])
+        return inputs | {f"gradient of {name}": flat[places.to(flat.device)] for name, places in self.of.items()}
+
+
+def _fitting(name: str, places: Tensor | None, wanted: Tensor) -> Tensor:
+    if places is None and name.endswith("bias"):
+        raise NotImplementedError("a projection of it has no bias; --bias no times it if none has one")
+    if places is None or places.shape != wanted.shape:
+        raise NotImplementedError(f"what plays the part of {name} was not found in it")
+    return places
+
+
+def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
+    return None if any(x is None for x in parts) else torch.cat([x for x in parts if x is not None]).long()
