@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy, composite
 from torch.nn import functional as F
 
-from equivalence_tests.cases import Alignment, Case, CausalBiasMask, Layout, Mask, MaskForm, Normal, Part, SameAs
+from equivalence_tests.cases import (
+    Alignment,
+    Case,
+    CausalBiasMask,
+    Layout,
+    Mask,
+    MaskForm,
+    Normal,
+    Part,
+    SameAs,
+    TokenIds,
+)
 
 __all__ = [
     "COMPONENTS",
@@ -25,17 +36,20 @@ __all__ = [
     "encoder_cases",
     "encoder_layer_cases",
     "float_dtypes",
+    "fused_attention_cases",
     "layouts",
     "lengths",
     "multihead_attention_cases",
     "padding_masks",
     "scaled_dot_product_attention_cases",
+    "seq2seq_cases",
     "transformer_cases",
 ]
 
 FLOAT64 = st.just(torch.float64)
 BOOL_FORM: SearchStrategy[MaskForm] = st.just("bool")
 FLOAT_FORMS: list[MaskForm] = ["float", "bias"]
+IN_ONE_PIECE: list[Layout] = ["contiguous", "expanded"]
 ALIGNMENTS: list[Alignment] = ["upper_left", "lower_right"]
 
 
@@ -168,6 +182,27 @@ def scaled_dot_product_attention_cases(draw: DrawFn, *, dtypes: SearchStrategy[t
     if enable_gqa:
         arguments["enable_gqa"] = True
     return Case(Part("scaled_dot_product_attention", {}), arguments, draw(dtypes))
+
+
+@composite
+def fused_attention_cases(draw: DrawFn) -> Case:
+    """Calls of ``scaled_dot_product_attention`` that fused kernels take: 4-D, rows in one piece, masks without gradient.
+
+    Shrinks to one query, one key and heads of width 1, without a mask.
+    """
+    batch, num_heads, query_len, key_len = draw(st.tuples(*[st.integers(1, 3)] * 2, lengths(), lengths()))
+    head_dim = draw(st.integers(1, 8))
+    arguments: dict[str, Any] = {
+        name: Normal((batch, num_heads, length, head_dim), draw(seeds()), draw(st.sampled_from(IN_ONE_PIECE)))
+        for name, length in (("query", query_len), ("key", key_len), ("value", key_len))
+    }
+    kind = draw(st.sampled_from(["none", "is_causal", "mask"]))
+    if kind == "mask":
+        shape = draw(st.sampled_from([(query_len, key_len), (batch, 1, query_len, key_len)]))
+        arguments["attn_mask"] = draw(attention_masks(shape, forms=BOOL_FORM, true_means_hidden=False))
+    arguments |= {"is_causal": True} if kind == "is_causal" else {}
+    arguments |= draw(_some_of({"scale": st.sampled_from([None, 1.0, 0.25])}))
+    return Case(Part("scaled_dot_product_attention", {}), arguments)
 
 
 @composite
@@ -381,6 +416,34 @@ def _decoder_inputs(
         **draw(_module_masks(own, batch, num_heads, tgt_len, tgt_len, hints)),
         **draw(_module_masks(cross, batch, num_heads, tgt_len, src_len)),
     }
+
+
+@composite
+def seq2seq_cases(draw: DrawFn) -> Case:
+    """Calls of ``Seq2SeqTransformer``, which torch.nn does not have; shrinks to one source and one target token."""
+    constructor = {**draw(_layer_arguments()), "src_vocab_size": 7, "tgt_vocab_size": 5, "max_len": 9}
+    constructor.pop("batch_first", None)
+    constructor |= {name: draw(st.integers(1, 2)) for name in ("num_encoder_layers", "num_decoder_layers")}
+    options = {
+        "positional": st.sampled_from(["interleaved", "concatenated"]),
+        "scale_embeddings": st.booleans(),
+        "tie_weights": st.booleans(),
+    }
+    batch = draw(st.integers(1, 3))
+    arguments = {
+        "src_ids": draw(_sentences(batch, constructor["src_vocab_size"])),
+        "tgt_ids": draw(_sentences(batch, constructor["tgt_vocab_size"])),
+    }
+    part = Part("Seq2SeqTransformer", constructor | draw(_some_of(options)))
+    return draw(_cases(part, arguments, FLOAT64))
+
+
+@composite
+def _sentences(draw: DrawFn, batch: int, vocab_size: int) -> TokenIds:
+    """Any ids, padding among them, in any place; shrinks to nothing but padding."""
+    length = draw(lengths())
+    row = st.tuples(*[st.integers(0, vocab_size - 1)] * length)
+    return TokenIds(tuple(draw(row) for _ in range(batch)))
 
 
 # The cases of every class and function that the packages share with torch.nn.

@@ -5,6 +5,8 @@ float64, and the error-ratio rule in lower precision.
 """
 
 import math
+import warnings
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -86,13 +88,33 @@ def test_attention_is_the_math_backends_to_the_last_bit(package: str, ledger: Le
     ledger.add(f"{package}.scaled_dot_product_attention", "MATH backend", tally)
 
 
-@given(case=strategies.scaled_dot_product_attention_cases())
+def backends_of_the_cpu() -> list[SDPBackend]:
+    """Find out by trying which kernels torch has there, besides MATH."""
+    query, found = torch.ones(1, 1, 2, 2), []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(backend), warnings.catch_warnings(), suppress(RuntimeError):
+            warnings.simplefilter("ignore")  # torch tells why it does not take a kernel
+            F.scaled_dot_product_attention(query, query, query)
+            found.append(backend)
+    return found
+
+
+@given(case=strategies.scaled_dot_product_attention_cases() | strategies.fused_attention_cases())
 def test_attention_is_that_of_the_backend_torch_chooses(ledger: Ledger, case: Case) -> None:
-    if case.arguments.get("dropout_p"):
-        return  # another kernel, other entries dropped
+    assume(not case.arguments.get("dropout_p"))  # another kernel, other entries dropped
     actual = everything(case, scratch.scaled_dot_product_attention)
     tally = assert_same(case, actual, everything(case, F.scaled_dot_product_attention))
     ledger.add("scratch.scaled_dot_product_attention", "the backend torch chooses", tally)
+
+
+@pytest.mark.parametrize("backend", backends_of_the_cpu(), ids=lambda x: x.name)
+@given(case=strategies.fused_attention_cases())
+def test_attention_is_that_of_every_fused_backend(backend: SDPBackend, ledger: Ledger, case: Case) -> None:
+    actual = everything(case, scratch.scaled_dot_product_attention)
+    with sdpa_kernel(backend):
+        expected = everything(case, F.scaled_dot_product_attention)
+    tally = assert_same(case, actual, expected)
+    ledger.add("scratch.scaled_dot_product_attention", f"{backend.name} backend", tally)
 
 
 def valid_places(case: Case, output: Tensor) -> Tensor:
