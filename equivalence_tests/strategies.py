@@ -186,7 +186,7 @@ def scaled_dot_product_attention_cases(draw: DrawFn, *, dtypes: SearchStrategy[t
 
 @composite
 def fused_attention_cases(draw: DrawFn) -> Case:
-    """Calls of ``scaled_dot_product_attention`` that fused kernels take: 4-D, rows in one piece, masks without gradient.
+    """Calls that the fused kernels of ``scaled_dot_product_attention`` take: 4-D, rows in one piece, bool masks.
 
     Shrinks to one query, one key and heads of width 1, without a mask.
     """

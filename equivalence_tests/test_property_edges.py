@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 import scratch
 from equivalence_tests.side_by_side import assert_equal, outputs_and_gradients, random_tensor, with_same_weights
 from scratch import masks
+from scratch.decoding import FixedCache
 
 META = torch.device("meta")
 
@@ -133,3 +134,31 @@ class TestPositionalEncoding:
         encoding = scratch.PositionalEncoding(4)
         assert encoding.table.shape == (5000, 4)
         assert encoding.to(META).table.device == META
+
+
+class TestSeq2SeqTransformer:
+    def model(self) -> scratch.Seq2SeqTransformer:
+        return scratch.Seq2SeqTransformer(7, 5, 12, 3, num_encoder_layers=1, num_decoder_layers=1).eval()
+
+    def test_a_bad_target_is_refused_before_the_source_is_read(self) -> None:
+        model, read = self.model(), []
+        model.transformer.encoder.register_forward_hook(lambda *_: read.append(True))
+        with pytest.raises(TypeError, match="tgt_ids"):
+            model(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3))
+        assert not read
+
+    def test_generate_keeps_no_graph(self) -> None:
+        model, with_gradients = self.model(), []
+        model.projection.register_forward_hook(lambda *_: with_gradients.append(torch.is_grad_enabled()))
+        model.generate(torch.ones(2, 3, dtype=torch.int64), max_len=2)
+        assert with_gradients
+        assert not any(with_gradients)
+
+
+def test_masks_fit_the_memory_that_a_fixed_cache_holds_whatever_is_given_later() -> None:
+    attention, cache = scratch.MultiheadAttention(12, 3, dtype=torch.float64), FixedCache()
+    x, memory, other = (random_tensor(n, 2, 12, seed=n) for n in (5, 7, 3))
+    hidden = torch.tensor([[False] * 6 + [True], [False] * 7])
+    attention(x, memory, memory, cache=cache)
+    later, _ = attention(x, other, other, key_padding_mask=hidden, cache=cache)
+    assert torch.equal(later, attention(x, memory, memory, key_padding_mask=hidden)[0])

@@ -39,8 +39,8 @@ TESTS = {
     "layers.py": LAYERS,
     "transformer.py": ["transformer", *LAYERS],
     "positional.py": ["positional", "property_edges", "errors", "parity", "seq2seq"],
-    "seq2seq.py": ["errors", "parity", "seq2seq", "decoding"],
-    "decoding.py": ["decoding", "errors", "seq2seq"],
+    "seq2seq.py": ["errors", "property_edges", "parity", "seq2seq", "decoding"],
+    "decoding.py": ["decoding", "property_edges", "errors", "seq2seq"],
     "recording.py": ["recording", "errors", "seq2seq"],
     "validation.py": ["errors", "parity", "masks", "positional", "decoding", "recording", "seq2seq", "layers"],
 }
