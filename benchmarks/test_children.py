@@ -28,7 +28,7 @@ def end_itself() -> None:
 
 
 def test_a_child_is_held_to_its_memory() -> None:
-    assert in_child(allocate, [2**30], None) == f"got {2**30}"
+    assert in_child(allocate, [2**26], None) == f"got {2**26}"
     assert "can't allocate memory" in in_child(allocate, [2**34], 4 * 2**30)
 
 
