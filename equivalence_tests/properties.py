@@ -32,6 +32,8 @@ __all__ = ["Everything", "Ledger", "Tally", "assert_ratios", "assert_same", "eve
 Everything = dict[str, Tensor | None]
 # How many sets of parameters close by say how much rounding torch.nn has, where one set does not.
 NEIGHBOURS = 8
+# How many tensors a report lists: where one parts, its gradients do too.
+LISTED = 5
 
 
 def everything(case: Case, call: Any, *, dtype: torch.dtype | None = None, gradients: bool = True) -> Everything:
@@ -254,16 +256,12 @@ class _Call:
 
 def report_of(case: Case, failed: list[Any]) -> str:
     """Write what parted, the snippet that shows it, and the first place inside at which it does."""
-    lines = [f"{len(failed)} of the tensors part:", *map(_line, failed), "", repr(case)]
+    lines = [f"{len(failed)} of the tensors part:", *map(str, failed[:LISTED])]
+    lines += [f"... and {len(failed) - LISTED} more"] if len(failed) > LISTED else []
+    lines += ["", repr(case)]
     if not case.is_function and hasattr(nn, case.part.class_name):
         lines += ["", _where_they_part(case)]
     return "\n".join(lines)
-
-
-def _line(comparison: Any) -> str:
-    if isinstance(comparison, Comparison) and comparison.greatest:
-        return f"{comparison}; at most {comparison.ulps} numbers lie between two elements"
-    return str(comparison)
 
 
 def _where_they_part(case: Case) -> str:

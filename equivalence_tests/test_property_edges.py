@@ -1,5 +1,6 @@
 """Sizes and arguments that random draws seldom hit, each against torch; mutants of ``scratch`` called for them."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 import scratch
 from equivalence_tests.side_by_side import assert_equal, outputs_and_gradients, random_tensor, with_same_weights
 from scratch import masks
-from scratch.decoding import FixedCache
+from scratch.decoding import FixedCache, beam_search
 
 META = torch.device("meta")
 
@@ -162,3 +163,24 @@ def test_masks_fit_the_memory_that_a_fixed_cache_holds_whatever_is_given_later()
     attention(x, memory, memory, cache=cache)
     later, _ = attention(x, other, other, key_padding_mask=hidden, cache=cache)
     assert torch.equal(later, attention(x, memory, memory, key_padding_mask=hidden)[0])
+
+
+class TestBeamSearch:
+    def test_the_length_penalty_is_that_of_generate(self) -> None:
+        defaults = [
+            inspect.signature(call).parameters["length_penalty"].default
+            for call in (beam_search, scratch.Seq2SeqTransformer.generate)
+        ]
+        assert defaults == [0.6, 0.6]
+
+    def test_no_rows_give_no_tokens(self) -> None:
+        token_ids, scores = beam_search(
+            lambda token_ids: torch.zeros(len(token_ids), 5),
+            torch.ones(0, 1, dtype=torch.int64),
+            beam_size=2,
+            end_id=2,
+            pad_id=0,
+            max_len=3,
+        )
+        assert token_ids.shape == (0, 0)
+        assert scores.shape == (0,)
