@@ -164,10 +164,16 @@ PRESETS: dict[str, tuple[Grid, ...]] = {
     "full": (
         Grid(
             ("attention", "self_attention", "cross_attention"),
-            MODES,
+            ("forward", "backward"),
             batch=(1, 8),
             length=(64, 256, 1024, 4096, 16384),
             dtype=("float32", "bfloat16"),
+            mask=("none", "causal"),
+        ),
+        Grid(
+            ("attention", "self_attention", "cross_attention"),
+            MODES,
+            length=(256, 1024),
             mask=MASKS,
             need_weights=(False, True),
             compiled=(False, True),
@@ -175,10 +181,9 @@ PRESETS: dict[str, tuple[Grid, ...]] = {
         Grid(
             ("encoder_layer", "decoder_layer", "transformer", "seq2seq"),
             MODES,
-            batch=(1, 8),
             length=(64, 256, 1024),
             dtype=("float32", "bfloat16"),
-            mask=("none", "causal", "both"),
+            mask=("none", "both"),
             compiled=(False, True),
         ),
         Grid(("generate",), batch=(1, 8), length=(16, 64, 256), layers=(2, 6), mask=("causal", "both")),

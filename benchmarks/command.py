@@ -30,7 +30,7 @@ app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup
 
 def _listed(help_text: str, names: Sequence[str] = ()) -> Any:
     choices = f" ({', '.join(names)})" if names else ""
-    return typer.Option(help=f"{help_text}{choices}; several with commas between.")
+    return typer.Option(help=f"{help_text}{choices}.")
 
 
 @app.callback()
@@ -68,8 +68,8 @@ def run(
 ) -> None:
     """Time scratch, torch.nn and your own attention side by side, after comparing their numbers.
 
-    Any axis replaces that of the preset. The exit status is 0 if all contenders are equal, 1 if one is not, 2 for bad
-    arguments.
+    Any axis replaces that of the preset; several values stand with commas between, as in --length 512,2048. The exit
+    status is 0 if all contenders are equal, 1 if one is not, 2 for bad arguments.
     """
     if context.invoked_subcommand is not None:
         return
