@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 import scratch
 from equivalence_tests.side_by_side import assert_equal, outputs_and_gradients, random_tensor, with_same_weights
 from scratch import masks
-from scratch.decoding import FixedCache, beam_search
+from scratch.decoding import FixedCache, _first_beams, beam_search, without_padding
 
 META = torch.device("meta")
 
@@ -184,3 +184,25 @@ class TestBeamSearch:
         )
         assert token_ids.shape == (0, 0)
         assert scores.shape == (0,)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (3, 2, 5)])
+def test_padding_is_left_out_of_the_last_dimension_where_the_logits_are(shape: tuple[int, ...]) -> None:
+    logits = without_padding(torch.zeros(shape), pad_id=3)
+    assert (logits.isinf() == torch.tensor([False, False, False, True, False])).all()
+    assert without_padding(torch.empty(shape, device=META), pad_id=3).device == META
+
+
+def test_log_probabilities_of_half_precision_logits_are_summed_in_float32() -> None:
+    logits = random_tensor(2, 5, dtype=torch.bfloat16)
+    start = torch.ones(2, 1, dtype=torch.int64)
+    tokens, scores = beam_search(
+        lambda _: logits, start, beam_size=1, end_id=2, pad_id=0, max_len=1, length_penalty=0.0
+    )
+    expected = logits.float().log_softmax(dim=-1).gather(1, tokens).squeeze(1)
+    assert torch.equal(scores, expected)
+
+
+def test_beams_begin_where_the_prefix_is() -> None:
+    beams = _first_beams(torch.ones(2, 1, dtype=torch.int64, device=META), beam_size=3)
+    assert {x.device for x in beams} == {META}
