@@ -77,7 +77,7 @@ def break_file(name: str, reasons: Mapping[str, str], jobs: int, progress: Progr
 def score_table(outcomes: list[Outcome]) -> Table:
     """Draw one row for each file, and one for all."""
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("file")
+    table.add_column("file", no_wrap=True)
     for heading in ("mutants", "killed", "timed out", "equivalent", "survived", "score"):
         table.add_column(heading, justify="right")
     whole = Outcome("all", sum((x.counts for x in outcomes), Counter[str]()))
