@@ -1,7 +1,7 @@
 # Everything runs in .venv. `make setup` builds it; the other targets bring it up to date first.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare benchmark test mutants lint format clean
+.PHONY: help setup compare benchmark test mutants diagnose-report lint format clean
 
 # What an earlier `make setup PYTHON=... CONSTRAINTS=... TORCH=...` chose stays chosen.
 -include .venv/choices.mk
@@ -24,7 +24,7 @@ endif
 help:
 	@echo "Two Transformers with one API, and the command that proves them equal."
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "ARGS passes arguments on:        make compare ARGS='--quick --json report.json'"
 	@echo "Another Python (3.11 or newer):  make setup PYTHON=python3.12"
@@ -47,6 +47,9 @@ benchmark: $(STAMP) ## Measure this machine, and renew what is in benchmarks/res
 # One thread a worker: the tests are many and small.
 test: $(STAMP) ## Run every test and every example in the docstrings
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n auto --maxprocesses 8 $(ARGS)
+
+diagnose-report: $(STAMP) ## Verify every broken and right class of the zoo, and print what was found and named
+	$(BIN)/python -m equivalence_tests.checker.confusion
 
 mutants: $(STAMP) ## Break scratch in every small way and see that a test fails; takes long
 	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.mutation $(ARGS)

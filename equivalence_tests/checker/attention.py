@@ -20,6 +20,7 @@ from equivalence_tests.checker.diagnosis import (
     distance,
     search,
 )
+from equivalence_tests.checker.loading import Source, source_of
 from equivalence_tests.checker.masking import MaskForm, draw_masks, mask_forms
 from equivalence_tests.checker.mistakes import MASK_MISTAKES, Mistake, mistake_for
 from equivalence_tests.checker.projections import Leaf, ProjectionReading, leaves_of, projection_readings
@@ -32,6 +33,7 @@ __all__ = ["AttentionExamination", "MaskReading", "examine"]
 OTHER_LENGTHS = ((4, 6, 9), (1, 8, 8), (5, 4, 10))
 MOST_PROJECTIONS = 40
 NORM = re.compile(r"norm|^ln", re.IGNORECASE)
+TRIANGLE = re.compile(r"tril|triu|causal|subsequent|future|look_?ahead", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -216,10 +218,24 @@ def _independent_samples(caller: Caller, plan: CallPlan, lengths: Sizes) -> bool
 
 
 def _readings(subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes) -> Iterator[Reading]:
-    """List the readings; those that names suggest are marked as likely."""
+    """List the readings; those that names suggest are marked as likely.
+
+    Code may turn its tensors to the other layout inside: that matters to a wrong reshape only, and comes last.
+    """
+    found = list(_readings_as_called(subject, caller, plans, lengths))
+    yield from found
+    for reading in found:
+        if reading.likely and reading.plan.layout in ("b l e", "l b e"):
+            turned = replace(reading.setting, sequence_first=not reading.setting.sequence_first)
+            yield replace(reading, setting=turned)
+
+
+def _readings_as_called(subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes) -> Iterator[Reading]:
     norms = _norms(subject.module)[:3]
     for plan in plans:
         causal = _causal_behaviour(caller, plan, lengths)
+        if causal == ("no",) and _mentions_a_triangle(subject):
+            causal = ("no", "yes")  # a triangle that some mistake lets the future through
         unused = _never_used(subject.module, caller, plan, lengths)
         for projections, heads in _projections(subject, caller, plan, lengths):
             for norm in norms or [None]:
@@ -231,6 +247,13 @@ def _readings(subject: Subject, caller: Caller, plans: list[CallPlan], lengths: 
                     if plain or named:
                         implied = (*_implied(projections), *_unused(subject, projections, unused, options["wrap"]))
                         yield Reading(plan, projections, setting, conventions, implied, plain and named)
+
+
+def _mentions_a_triangle(subject: Subject) -> bool:
+    """Whether the code, or a class that it inherits from, speaks of a causal mask."""
+    owners = type(subject.module).__mro__ if subject.module is not None else ()
+    inherited = (source_of(owner).text for owner in owners if not owner.__module__.startswith(("torch", "builtins")))
+    return any(TRIANGLE.search(text) for text in (subject.source.text, *inherited))
 
 
 def _never_used(module: nn.Module | None, caller: Caller, plan: CallPlan, lengths: Sizes) -> set[str]:
@@ -385,30 +408,70 @@ def read_masks(examination: AttentionExamination, effort: Effort) -> MaskReading
 
     exact = examination.subject.dtype == torch.float64 and not match.float32_inside
     bound = 1e-10 if exact else 2e-5
-    understood = tuple(form for form, seen in observed if all(error(o, "right") <= bound for o in seen))
-    if understood or not observed:
-        return MaskReading(understood[0] if understood else None, accepted, understood)
-    for form, seen in observed:
+    understood = tuple(
+        form
+        for form, seen in observed
+        if any(all(error(o, use) <= bound for o in seen) for use in ("right", "fill_large"))
+    )
+    if not observed:
+        return MaskReading()
+    shared_only = bool(understood) and all(form.pattern == "shared" for form in understood)
+    suspects = observed if not understood else _per_sample(observed, understood) if shared_only else []
+    readings = []
+    for form, seen in suspects:
         explaining = [m for m in MASK_MISTAKES if all(error(o, m.option) <= bound for o in seen)]
-        ignored = [m for m in explaining if m.option == "ignored"]
-        if ignored and form is not observed[-1][0]:
-            if all(error(o, "ignored") <= bound for _, every in observed for o in every):
-                return MaskReading(form, accepted, (), tuple(ignored), 0.0, error(seen[0], "right"))
-            continue
+        if any(m.option == "ignored" for m in explaining):
+            if understood or any(error(o, "ignored") > bound for _, every in observed for o in every):
+                continue  # this form has no effect, another one has
+            explaining = [m for m in explaining if m.option == "ignored"]
         if explaining:
             worst = max(error(o, explaining[0].option) for o in seen)
-            return MaskReading(form, accepted, (), tuple(explaining), worst, error(seen[0], "right"))
-    return MaskReading(None, accepted)
+            readings.append(MaskReading(form, accepted, understood, tuple(explaining), worst, error(seen[0], "right")))
+    return (
+        _likeliest(readings, examination.subject.source)
+        if readings
+        else MaskReading(understood[0] if understood else None, accepted, understood)
+    )
+
+
+def _likeliest(readings: list[MaskReading], source: Source) -> MaskReading:
+    """Choose among readings that give the same numbers by what the source says; the others become alternatives."""
+
+    def told(reading: MaskReading) -> int:
+        return sum(bool(m.tell) and source.line_matching(m.tell) is not None for m in reading.mistakes)
+
+    best = max(readings, key=told)
+    others = (m for reading in readings for m in reading.mistakes)
+    return replace(best, mistakes=tuple(dict.fromkeys((*best.mistakes, *others))))
+
+
+def _per_sample(
+    observed: list[tuple[MaskForm, list[Observation]]], understood: tuple[MaskForm, ...]
+) -> list[tuple[MaskForm, list[Observation]]]:
+    """Forms with a mask for each sample, in the encodings that are understood where all samples share one."""
+    encodings = {form.encoding for form in understood}
+    return [(form, seen) for form, seen in observed if form.pattern == "full" and form.encoding in encodings]
 
 
 def _observed_forms(examination: AttentionExamination, match: Match) -> list[tuple[MaskForm, list[Observation]]]:
     """Call with every form of mask; keep those that ran and gave numbers."""
     forms = [MaskForm("(batch, query, key)", "look")] if examination.subject.adapter.call else list(mask_forms())
+    first, second = examination.lengths, other_sizes(examination.lengths)[0]
+    observed = _observe_forms(examination, match, forms, (first, second))
+    if observed or first.query_len == first.key_len:
+        return observed
+    square = [replace(sizes, key_len=sizes.query_len) for sizes in (first, second)]
+    return _observe_forms(examination, match, forms, (square[0], square[1]))
+
+
+def _observe_forms(
+    examination: AttentionExamination, match: Match, forms: list[MaskForm], lengths: tuple[Sizes, Sizes]
+) -> list[tuple[MaskForm, list[Observation]]]:
     observed = []
     for form in forms:
         seen = [
             observe(examination.caller, match.reading.plan, sizes, seed, form)
-            for seed, sizes in enumerate((examination.lengths, other_sizes(examination.lengths)[0]), start=7)
+            for seed, sizes in enumerate(lengths, start=7)
         ]
         kept = [o for o in seen if o is not None and o.output.isfinite().any()]
         if len(kept) == len(seen):

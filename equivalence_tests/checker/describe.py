@@ -116,13 +116,14 @@ def findings_of(examination: AttentionExamination, file_source: Source) -> list[
     match = examination.match
     if match is None:
         return []
+    match = max(examination.matches, key=lambda m: _told_by_source(m.mistakes, examination.subject.source))
     findings = [_structural(name, examination) for name in match.reading.implied]
     error, without, count = confirm(examination, match)
     evidence = (
         f"reproduces your output to {error:.0e} of its largest value on {count} fresh inputs and other weights; "
         f"without it the difference is {without:.2g}"
     )
-    others = [m for m in examination.matches[1:] if m.names != match.names]
+    others = [m for m in examination.matches if m.names != match.names]
     for index, mistake in enumerate(dict.fromkeys(match.mistakes)):
         alternatives = tuple(
             m.mistakes[index].sentence
@@ -134,11 +135,22 @@ def findings_of(examination: AttentionExamination, file_source: Source) -> list[
     return findings
 
 
+def _told_by_source(mistakes: tuple[Mistake, ...], source: Source) -> int:
+    """Count the mistakes whose most telling pattern is found in the source."""
+    return sum(bool(m.tell) and source.line_matching(m.tell) is not None for m in mistakes)
+
+
+def likeliest_first(mistakes: list[Mistake], source: Source) -> list[Mistake]:
+    """Order mistakes that give the same numbers by what the source says."""
+    return sorted(mistakes, key=lambda m: -_told_by_source((m,), source))
+
+
 def _mask_findings(examination: AttentionExamination, file_source: Source) -> list[Finding]:
     masks = examination.masks
     if not masks.mistakes:
         return []
-    first = masks.mistakes[0]
+    candidates = likeliest_first(list(masks.mistakes), examination.subject.source)
+    first = candidates[0]
     form = (
         f"with the mask as {masks.form}"
         if first.option != "ignored"
@@ -148,7 +160,7 @@ def _mask_findings(examination: AttentionExamination, file_source: Source) -> li
         f"reproduces your output to {masks.error:.0e} of its largest value {form}; "
         f"a mask that works differs by {masks.without:.2g}"
     )
-    alternatives = tuple(m.sentence for m in masks.mistakes[1:] if m.name != first.name)
+    alternatives = tuple(dict.fromkeys(m.sentence for m in candidates[1:] if m.name != first.name))
     return [_finding(first, evidence, examination.subject.source, file_source, alternatives)]
 
 

@@ -151,7 +151,7 @@ def search(
     others = [r for r in readings if not r.likely]
     stages = ((likely, 0), (others[:1500], 0), (likely[:40], 1), (others[:60], 1), (likely[:10], 2), (likely[:2], 3))
     for group, count in stages:
-        if count > most or effort.exhausted:
+        if count > most or (count and effort.exhausted):
             break
         effort.progress(f"{LEVELS[count]} under {len(group)} readings")
         found: list[Match] = []
@@ -173,7 +173,7 @@ def _search_reading(
     found: list[Match] = []
     options = applicable(reading, projections, observations[0]) if count else []
     for mistakes in combinations_of(options, count):
-        if effort.exhausted:
+        if mistakes and effort.exhausted:
             break
         effort.evaluated += 1
         match = Match(reading, mistakes)
@@ -224,7 +224,7 @@ def applicable(reading: Reading, projections: Projections, observation: Observat
             "causal_use": inputs.query.size(1) == inputs.key.size(1),
             "causal": inputs.query.size(1) == inputs.key.size(1),
         } | has_bias
-        if m.slot in ("split", "merge") and m.option == ("lbhd" if reading.plan.sequence_first else "blhd"):
+        if m.slot in ("split", "merge") and m.option == ("lbhd" if reading.setting.sequence_first else "blhd"):
             return False
         return rules.get(m.slot, True)
 

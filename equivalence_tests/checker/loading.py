@@ -84,11 +84,13 @@ def source_of(target: Any) -> Source:
         target = target.func
     if not (inspect.isclass(target) or inspect.isroutine(target)):
         target = type(target)
-    try:
-        lines, first = inspect.getsourcelines(target)
-        return Source(textwrap.dedent("".join(lines)), inspect.getsourcefile(target) or "", first)
-    except (OSError, TypeError, IndentationError, SyntaxError):
-        return Source()
+    for owner in target.__mro__ if inspect.isclass(target) else (target,):
+        try:
+            lines, first = inspect.getsourcelines(owner)
+            return Source(textwrap.dedent("".join(lines)), inspect.getsourcefile(owner) or "", first)
+        except (OSError, TypeError, IndentationError, SyntaxError):
+            continue  # a class made at run time has the source of the first base that has one
+    return Source()
 
 
 def _import_file(path: Path) -> ModuleType:

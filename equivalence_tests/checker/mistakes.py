@@ -22,6 +22,7 @@ class Mistake:
         fix: What would mend it.
         patterns: Regular expressions that the guilty line is likely to match, the most telling first.
         choice: Where well-known models do this on purpose: which ones and why; "" if nobody does.
+        tell: What in the source would single it out among mistakes that give the same numbers.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Mistake:
     fix: str
     patterns: tuple[str, ...] = ()
     choice: str = ""
+    tell: str = ""
 
 
 SCALE_WANTED = "scores = q kᵀ / sqrt(head_dim)"
@@ -44,6 +46,14 @@ SCALE_LINES = (
 SPLIT_LINES = (r"(view|reshape|rearrange)\(.*(head|h\b|\bd_?k)", r"view|reshape")
 MERGE_LINES = (r"(context|out|attn|x|z|y|values?)\w*\s*=.*(view|reshape|flatten|rearrange)\(", r"view|reshape")
 SOFTMAX_LINES = (r"softmax",)
+TELLS = {
+    "fill_tiny32": r"\btiny\b|\b1e-\d",
+    "fill_1e-9": r"\btiny\b|\b1e-\d",
+    "fill_-1e-9": r"-\s*1e-\d",
+    "fill_0": r"(masked_fill_?|where)\(.*,\s*(0|0\.0*|float\(.?0.?\))\s*\)",
+    "multiplied_visible": r"\*=?\s*\(?~?\w*mask|mask\w*\s*\*|hidden.*\*|\*.*hidden",
+    "multiplied_blocked": r"\*=?\s*\(?~?\w*mask|mask\w*\s*\*",
+}
 MASK_LINES = (r"masked_fill|where\(|mask", r"tril|triu")
 WRAP_LINES = (r"(layer_?)?norm\w*\(", r"return")
 
@@ -540,9 +550,9 @@ CAUSAL_MISTAKES = (
 
 
 def _causal_use(option: str, name: str, sentence: str, have: str, fix: str) -> Mistake:
-    return Mistake(
-        name, "causal_use", option, sentence, have, "scores.masked_fill(future, -inf)", fix, (*MASK_LINES, r"tril|triu")
-    )
+    patterns = (*MASK_LINES, r"tril|triu")
+    want = "scores.masked_fill(future, -inf)"
+    return Mistake(name, "causal_use", option, sentence, have, want, fix, patterns, tell=TELLS.get(option, ""))
 
 
 CAUSAL_USE_MISTAKES = (
@@ -622,7 +632,7 @@ MASK_WANTED = "scores.masked_fill(hidden, -inf), then softmax"
 
 
 def _mask(option: str, name: str, sentence: str, have: str, fix: str) -> Mistake:
-    return Mistake(name, "mask", option, sentence, have, MASK_WANTED, fix, MASK_LINES)
+    return Mistake(name, "mask", option, sentence, have, MASK_WANTED, fix, MASK_LINES, tell=TELLS.get(option, ""))
 
 
 MASK_MISTAKES = (

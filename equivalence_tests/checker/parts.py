@@ -24,14 +24,14 @@ from equivalence_tests.checker.report import CheckResult, Finding, Report
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.tracing import tensors_in
 
-__all__ = ["PART_KINDS", "examine_part", "guess_kind"]
+__all__ = ["PART_KINDS", "examine_part", "guess_kind", "kind_of_name"]
 
 PART_KINDS = ("layer_norm", "feed_forward", "positional_encoding", "layers")
 NAMES = (
-    (r"attention|attn|mha|head", "attention"),
+    (r"attention|attn|mhs?a|multi_?head|^head$", "attention"),
     (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
     (r"feed_?forward|ffn|^ff|mlp|position_?wise", "feed_forward"),
-    (r"pos\w*_?(enc|emb)|sinusoid|^pe$", "positional_encoding"),
+    (r"pos(ition(s|al)?)?_?(enc|emb)|sinusoid|^pe$", "positional_encoding"),
     (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
 )
 Shape = tuple[int, int, int]
@@ -39,14 +39,26 @@ SHAPES: tuple[Shape, ...] = ((2, 5, 0), (4, 6, 0), (1, 8, 0))
 
 
 def guess_kind(found: Any) -> str:
-    """Tell from the name what something is; an attention if the name says nothing.
+    """Tell from the name what something is, and a few of torch's containers by what they hold; "" if neither says.
 
     >>> guess_kind(nn.LayerNorm), guess_kind(nn.TransformerEncoderLayer), guess_kind(nn.MultiheadAttention)
     ('layer_norm', 'layers', 'attention')
+    >>> guess_kind(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))), guess_kind(nn.Linear(2, 2))
+    ('feed_forward', '')
     """
-    name = getattr(found, "__name__", type(found).__name__)
+    if isinstance(found, nn.Sequential):
+        return "feed_forward" if sum(isinstance(child, nn.Linear) for child in found) == 2 else ""
+    return kind_of_name(getattr(found, "__name__", type(found).__name__))
+
+
+def kind_of_name(name: str) -> str:
+    """Tell a kind from a name alone; "" if it says nothing.
+
+    >>> kind_of_name("CausalSelfAttention"), kind_of_name("mlp"), kind_of_name("Thing")
+    ('attention', 'feed_forward', '')
+    """
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    return next((kind for pattern, kind in NAMES if re.search(pattern, words)), "attention")
+    return next((kind for pattern, kind in NAMES if re.search(pattern, words)), "")
 
 
 @dataclass(frozen=True)
@@ -151,13 +163,18 @@ def _matched(
     plain = [r for r in readings if not r.mistakes]
     without = min((max(_error(r, x, y) for x, y in observations) for r in plain), default=float("inf"))
     count = sum(len(x) for x, _ in observations)
+    same_length = [r for r in readings if r.mistakes != reading.mistakes and len(r.mistakes) == len(reading.mistakes)]
+    others = [r.mistakes for r in same_length if max(_error(r, x, y) for x, y in observations) <= 3 * max(worst, 1e-12)]
+    alternatives = tuple(
+        dict.fromkeys(PART_MISTAKES[n].sentence for names in others for n in names if n not in reading.mistakes)
+    )
     for name in reading.mistakes:
         mistake = PART_MISTAKES[name]
         evidence = (
             f"reproduces your output to {worst:.0e} of its largest value on {count} inputs; "
             f"without it the difference is {without:.2g}"
         )
-        report.findings.append(_finding(mistake, evidence, subject, where))
+        report.findings.append(_finding(mistake, evidence, subject, where, alternatives))
     blamed = [name for name in reading.mistakes if not PART_MISTAKES[name].expressible]
     report.verdict = "deviates" if blamed else "equal"
     outcome: Literal["passed", "failed"] = "failed" if blamed else "passed"
@@ -169,7 +186,9 @@ def _matched(
     return report
 
 
-def _finding(mistake: PartMistake, evidence: str, subject: Subject, where: str) -> Finding:
+def _finding(
+    mistake: PartMistake, evidence: str, subject: Subject, where: str, alternatives: tuple[str, ...]
+) -> Finding:
     line = guilty_line(mistake.patterns, subject.source, subject.source)
     return Finding(
         mistake.name,
@@ -180,7 +199,7 @@ def _finding(mistake: PartMistake, evidence: str, subject: Subject, where: str) 
         evidence,
         line,
         mistake.choice,
-        (),
+        alternatives,
         where,
     )
 
@@ -320,15 +339,16 @@ def _position_readings(module: nn.Module, subject: Subject) -> Iterator[PartRead
     """Every sinusoidal table: frequencies, order of sines and cosines, first position, axis, scaling of the input."""
     width = subject.sizes.embed_dim
     scalings = {"x + pe": 1.0, "sqrt(d_model) x + pe": math.sqrt(width), "pe alone": 0.0}
+    bases = (10000.0, 1000.0, 100.0, 100000.0)
     options = itertools.product(
+        bases,
         POSITION_TABLES.items(),
         POSITION_EXPONENTS.items(),
-        (10000.0, 1000.0, 100.0, 100000.0),
         (0, 1),
         (1, 0),
         scalings.items(),
     )
-    for (layout, (order, swapped)), (exponent, exponents), base, start, axis, (scaling, factor) in options:
+    for base, (layout, (order, swapped)), (exponent, exponents), start, axis, (scaling, factor) in options:
         mistakes = [exponent] if exponent else []
         mistakes += ["position_sine_cosine_swapped"] if swapped else []
         mistakes += ["position_starts_at_one"] if start else []

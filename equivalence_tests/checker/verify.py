@@ -26,6 +26,7 @@ from scratch.validation import check_choice
 __all__ = ["KINDS", "verify"]
 
 KINDS = ("attention", *PART_KINDS)
+FALLBACKS = ("feed_forward", "positional_encoding", "layers", "attention")
 # What these find is worth knowing and no proof of a wrong number.
 NOT_JUDGED = ("check_every_parameter_gets_a_gradient", "check_fully_masked_rows")
 
@@ -89,10 +90,31 @@ def verify(
 def _verify(
     found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None], seconds: float
 ) -> Report:
-    kind = kind or guess_kind(found)
-    if kind != "attention":
-        return examine_part(found, name, kind, adapter)
-    return verify_found(found, name, adapter, progress, seconds)
+    """Check as the kind that is given, or that the name suggests; a name that misleads is seen through."""
+
+    def examined_as(one: str) -> Report:
+        if one == "attention":
+            return verify_found(found, name, adapter, progress, seconds)
+        return examine_part(found, name, one, adapter)
+
+    guess = kind or guess_kind(found) or "attention"
+    others = () if kind else [one for one in FALLBACKS if one != guess]
+    first = _or_unchecked(examined_as, guess, name)
+    if first.verdict != "unchecked":
+        return first
+    for other in others:
+        report = _or_unchecked(examined_as, other, name)
+        # What deviates from a part that its name does not speak of is most likely something else.
+        if report.verdict == "equal" or (other == FALLBACKS[-1] and report.verdict == "deviates"):
+            return report
+    return first
+
+
+def _or_unchecked(examined_as: Callable[[str], Report], kind: str, name: str) -> Report:
+    try:
+        return examined_as(kind)
+    except CannotCheckError as error:
+        return Report(name, reason=str(error))
 
 
 def verify_found(
@@ -105,9 +127,10 @@ def verify_found(
     """Check an attention that has been imported already; the caller preserves the global state."""
     errors: list[str] = []
     best: AttentionExamination | None = None
+    effort = Effort(seconds, progress)
     for subject in subjects(found, name, adapter or Adapter()):
         progress(f"built {name} with {subject.sizes.num_heads} heads of {subject.sizes.head_dim}")
-        examination = _examine(subject, Effort(seconds, progress), errors)
+        examination = _examine(subject, effort, errors)
         best = examination or best
         if examination is not None and examination.matches:
             break

@@ -19,7 +19,7 @@ from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.diagnosis import distance
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.part_mistakes import PART_MISTAKES
-from equivalence_tests.checker.parts import examine_part, guess_kind
+from equivalence_tests.checker.parts import examine_part, guess_kind, kind_of_name
 from equivalence_tests.checker.report import CheckResult, Finding, Report
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.tracing import ModuleCall, tensors_in, trace
@@ -82,13 +82,19 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
     return report
 
 
+def kind_of(path: str, child: nn.Module) -> str:
+    """Tell what a sub-module is, by its class, or else by the name of the attribute that holds it."""
+    attribute = "" if type(child).__module__.startswith("torch.") else path.rpartition(".")[2]
+    return guess_kind(child) or kind_of_name(attribute)
+
+
 def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """List the outermost sub-modules of a known kind, one of each class and shape; torch's own are right."""
     chosen: list[str] = []
     seen: set[tuple[type, tuple[torch.Size, ...]]] = set()
     for path, child in module.named_modules():
         inside = any(path.startswith(f"{other}.") for other in chosen)
-        kind = guess_kind(child)
+        kind = kind_of(path, child)
         leaf_kind = kind in EXAMINED and (any(True for _ in child.parameters()) or kind == "positional_encoding")
         if not path or inside or not leaf_kind or type(child).__module__.startswith("torch."):
             continue
@@ -102,7 +108,7 @@ def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _add_child(report: Report, path: str, child: nn.Module) -> None:
     from equivalence_tests.checker.verify import verify_found
 
-    kind = guess_kind(child)
+    kind = kind_of(path, child)
     try:
         part = verify_found(child, path) if kind == "attention" else examine_part(child, path, kind, Adapter(), path)
     except CannotCheckError as error:
@@ -153,9 +159,9 @@ def _first_layer(module: nn.Module) -> tuple[str, nn.Module | None]:
     """The innermost module that holds an attention and something else beside it."""
     found: tuple[str, nn.Module | None] = ("", None)
     for path, child in module.named_modules():
-        if guess_kind(child) == "attention" or type(child).__module__.startswith("torch."):
+        if kind_of(path, child) == "attention" or type(child).__module__.startswith("torch."):
             continue
-        kinds = [guess_kind(grandchild) for _, grandchild in child.named_children()]
+        kinds = [kind_of(name, grandchild) for name, grandchild in child.named_children()]
         if "attention" in kinds and len(kinds) > 1 and found[1] is None:
             found = (path, child)
     return found
@@ -170,9 +176,9 @@ def _wiring_mistakes(subject: Subject) -> Iterator[str]:
         return
     plan, lengths = found
     inputs = random_inputs(lengths, plan, 3, caller.dtype)
-    names = {id(child): name for name, child in module.named_children()}
+    names = {name for name, _ in module.named_children()}
     seen = trace(module, lambda: caller.returned(plan, inputs))
-    calls = [c for c in seen.calls if c.path in names.values() or guess_kind(module.get_submodule(c.path)) in EXAMINED]
+    calls = [c for c in seen.calls if c.path in names or kind_of(c.path, module.get_submodule(c.path)) in EXAMINED]
     nodes = [Node("x", inputs.query)] + ([] if plan.self_attention else [Node("memory", inputs.key)])
     steps = list(_steps(module, calls, nodes, plan))
     with torch.no_grad():
@@ -190,7 +196,7 @@ def _steps(module: nn.Module, calls: list[ModuleCall], nodes: list[Node], plan: 
         inputs = tuple(_as_sum(x, nodes, plan) for x in tensors_in((call.args, call.kwargs)))
         label = f"{call.path}#{index}"
         nodes.append(Node(label, _batch_first(output, plan)))
-        yield Step(call.path, guess_kind(child), inputs, label)
+        yield Step(call.path, kind_of(call.path, child), inputs, label)
 
 
 def _batch_first(x: Tensor, plan: CallPlan) -> Tensor:
@@ -212,7 +218,7 @@ def _judge_wiring(module: nn.Module, steps: list[Step], final: tuple[str, ...] |
     sublayers = [s for s in steps if s.kind in ("attention", "feed_forward")]
     sums = [s.inputs[0] for s in steps if s.inputs and s.inputs[0] is not None] + ([final] if final else [])
     called = {s.path for s in steps}
-    unused = [n for n, c in module.named_children() if guess_kind(c) == "layer_norm" and n not in called]
+    unused = [n for n, c in module.named_children() if kind_of(n, c) == "layer_norm" and n not in called]
     if unused and norms:
         yield "norm_missing"
     if len({s.path for s in norms.values()}) < len(norms):
@@ -250,7 +256,7 @@ def _residual_inside(step: Step) -> bool:
 def _judge_cross(module: nn.Module, sublayers: list[Step], called: set[str]) -> Iterator[str]:
     attentions = [s for s in sublayers if s.kind == "attention"]
     uses_memory = [any(part and "memory" in part for part in s.inputs) for s in attentions]
-    uncalled = [n for n, c in module.named_children() if guess_kind(c) == "attention" and n not in called]
+    uncalled = [n for n, c in module.named_children() if kind_of(n, c) == "attention" and n not in called]
     if uncalled:
         yield "cross_attention_left_out"
     elif attentions and not any(uses_memory):
@@ -266,7 +272,7 @@ def _returned_maps_mistakes(subject: Subject) -> list[str] | None:
     query_len, key_len = 5, 7
     returned = _call_with_two_lengths(module, subject.sizes, query_len, key_len)
     maps = [x for x in returned if x.dim() >= 3 and x.size(-2) == query_len and x.size(-1) in (query_len, key_len)]
-    cross_exists = sum(guess_kind(c) == "attention" for c in module.modules()) > 1
+    cross_exists = sum(kind_of(n, c) == "attention" for n, c in module.named_modules()) > 1
     if len(maps) < 2 or not cross_exists:
         return None
     return ["cross_maps_are_self_maps"] if all(x.size(-1) == query_len for x in maps) else []
@@ -324,7 +330,7 @@ def _position_axes(module: nn.Module) -> list[str]:
     """Name the positional encodings that change along axis 0 and not along axis 1."""
     found = []
     for path, child in module.named_modules():
-        if not path or guess_kind(child) != "positional_encoding" or type(child).__module__.startswith("torch."):
+        if not path or kind_of(path, child) != "positional_encoding" or type(child).__module__.startswith("torch."):
             continue
         width = next((x.size(-1) for x in (*child.buffers(), *child.parameters()) if x.dim() >= 2), 0)
         try:

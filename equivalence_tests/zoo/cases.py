@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from equivalence_tests.zoo import parts, source_defects
 from equivalence_tests.zoo.conventions import CONVENTIONS
 from equivalence_tests.zoo.defects import DEFECTS
 
-__all__ = ["Case", "cases", "combinations"]
+__all__ = ["Case", "cases", "combinations", "zoo"]
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,9 @@ def combinations() -> Iterator[Case]:
         mixins = tuple(by_name[name].mixin for name in names)
         broken = type("And".join(names) + "In" + convention.__name__, (*mixins, convention), {})
         yield Case(broken.__name__, broken, tuple(by_name[name].names for name in names), f"{len(names)} together")
+
+
+@cache
+def zoo() -> list[Case]:
+    """All of them, in one order."""
+    return [*cases(), *combinations()]

@@ -35,6 +35,10 @@ class Stages(nn.Module):
         """Mask and normalise."""
         return F.softmax(scores if hidden is None else self.hide(scores, hidden), dim=-1)
 
+    def drop(self, weights: Tensor) -> Tensor:
+        """Drop weights, where the class does."""
+        return weights
+
     def merge(self, context: Tensor) -> Tensor:
         """Put the heads side by side."""
         batch, heads, length, width = context.shape
@@ -48,7 +52,7 @@ class Stages(nn.Module):
         """The chain: split, compare, weigh, merge."""
         q, k, v = self.split(q), self.split(k), self.split(v)
         weights = self.weigh(self.scores(q, k), hidden)
-        return self.merge(weights @ v), weights
+        return self.merge(self.drop(weights) @ v), weights
 
     def join(self, x: Tensor, attended: Tensor, norm: nn.LayerNorm) -> Tensor:
         """Residual and LayerNorm."""
@@ -73,6 +77,10 @@ class SeparateLinears(Stages):
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three input projections."""
         return self.w_q(query), self.w_k(key), self.w_v(value)
+
+    def drop(self, weights: Tensor) -> Tensor:
+        """Drop weights."""
+        return self.dropout(weights)
 
     def out(self, merged: Tensor) -> Tensor:
         """The output projection."""

@@ -339,7 +339,7 @@ DEFECTS = (
     Defect(AddsResidualTwice, ("residual_added_twice",), "residual added twice", NORMED),
     Defect(
         MakesNormInForward,
-        ("norm_fresh_in_forward", "layer_made_in_forward"),
+        ("norm_fresh_in_forward", "layer_made_in_forward", "norm_never_used"),
         "LayerNorm fresh in every forward",
         NORMED,
     ),
