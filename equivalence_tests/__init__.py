@@ -1,5 +1,9 @@
 """Show that two implementations of attention compute the same, or where they part."""
 
+from equivalence_tests.checker.divergence import first_divergence
+from equivalence_tests.checker.pytest_checks import parametrize_with_checks
+from equivalence_tests.checker.subject import Adapter
+from equivalence_tests.checker.verify import verify
 from equivalence_tests.comparing import (
     Comparison,
     ErrorRatio,
@@ -12,6 +16,7 @@ from equivalence_tests.comparing import (
 from equivalence_tests.weights import CopiedWeights, WeightsDoNotMatchError, copy_weights, randomize_parameters
 
 __all__ = [
+    "Adapter",
     "Comparison",
     "CopiedWeights",
     "ErrorRatio",
@@ -20,7 +25,10 @@ __all__ = [
     "compare_group",
     "compare_tensors",
     "copy_weights",
+    "first_divergence",
     "first_stage_that_parts",
+    "parametrize_with_checks",
     "randomize_parameters",
     "ulp_distance",
+    "verify",
 ]

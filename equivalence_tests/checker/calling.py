@@ -240,7 +240,7 @@ def positional_only(parameters: list[inspect.Parameter], roles: tuple[tuple[str,
 
 def role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[tuple[str, str], ...], bool]]:
     """Propose what each parameter gets; also whether the names said so."""
-    roles = [(p.name, _role(p)) for p in parameters]
+    roles = _with_one_mask([(p.name, _role(p)) for p in parameters], parameters)
     kept = [(name, role) for name, role in roles if role not in ("", "default")]
     unknown = [name for name, role in roles if role == ""]
     known = {role for _, role in kept}
@@ -251,6 +251,14 @@ def role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[tupl
     for assignment in _assignments(len(tensors)):
         chosen = dict(zip(tensors, assignment, strict=True))
         yield tuple((n, chosen.get(n, r)) for n, r in roles if n in chosen or r == "mask" or r.startswith("=")), False
+
+
+def _with_one_mask(roles: list[tuple[str, str]], parameters: list[inspect.Parameter]) -> list[tuple[str, str]]:
+    """Of several masks pass one, the most general: not the one of the padding. The others are left out."""
+    names = [name for name, role in roles if role == "mask"]
+    chosen = next((name for name in names if not re.search(r"pad|len|causal", name.lower())), names[0] if names else "")
+    left_out = {name: "=None" if _required(name, parameters) else "default" for name in names if name != chosen}
+    return [(name, left_out.get(name, role)) for name, role in roles]
 
 
 def _complete(known: set[str]) -> bool:

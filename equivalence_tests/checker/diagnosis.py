@@ -21,6 +21,7 @@ from equivalence_tests.checker.reference import Inputs, Projection, Projections,
 __all__ = ["Match", "Observation", "Reading", "distance", "matches", "search"]
 
 # Differences below this part of the largest value are rounding; a true one stands far above it.
+FEWEST_READINGS = 100  # are tried however little time is left
 LEVELS = ("readings", "single mistakes", "pairs of mistakes", "triples of mistakes")
 # Code that computes a part in float32, whatever it is given, is that exact and no more.
 FLOAT32_INSIDE = 3e-6
@@ -155,7 +156,9 @@ def search(
             break
         effort.progress(f"{LEVELS[count]} under {len(group)} readings")
         found: list[Match] = []
-        for reading in group:
+        for index, reading in enumerate(group):
+            if effort.exhausted and (count or index >= FEWEST_READINGS):
+                break
             found += _search_reading(module, reading, count, observe(reading.plan), dtype, effort)
             if found and count == 0 and reading.likely:
                 break

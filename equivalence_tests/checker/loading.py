@@ -17,7 +17,7 @@ from torch import nn
 
 from equivalence_tests.checker.errors import CannotCheckError
 
-__all__ = ["Source", "load", "source_of"]
+__all__ = ["Source", "load", "source_of", "with_signature"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,37 @@ def load(target: Any) -> Any:
     for part in name.split("."):
         found = _member(found, part, place)
     return found
+
+
+def with_signature(target: Any) -> Any:
+    """Give a function written in C the signature that the first line of its docstring shows.
+
+    Args:
+        target: Any object.
+
+    Returns:
+        The object itself, or a function around it where Python cannot tell its arguments.
+
+    >>> inspect.signature(with_signature(nn.functional.scaled_dot_product_attention)).parameters["is_causal"]
+    <Parameter "is_causal=False">
+    """
+    if not inspect.isbuiltin(target):
+        return target
+    shown = re.search(r"(\w+)(\(.*?\))", (target.__doc__ or "").strip().partition("\n\n")[0], re.DOTALL)
+    try:
+        made = ast.parse(f"def {shown[1]}{shown[2]}: ..." if shown else "").body[0]
+        names: dict[str, Any] = {}
+        exec(compile(ast.Module([made], []), "<signature>", "exec"), names)
+        signature = inspect.signature(names[made.name])  # type: ignore[attr-defined]
+    except (SyntaxError, NameError, IndexError):
+        return target
+
+    @functools.wraps(target)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
 
 
 def source_of(target: Any) -> Source:

@@ -39,7 +39,7 @@ def parametrize_with_checks(
     *,
     adapter: Adapter | None = None,
     expected_failures: Mapping[str, str] | None = None,
-) -> Any:
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a pytest decorator that runs every check of every target as an item ``target-check_name``.
 
     Args:

@@ -141,9 +141,9 @@ class Report:
             parts.append(Padding(Text(self.reason), (0, 2)))
         if self.conventions:
             parts.append(self._conventions_table())
-        parts += [Padding(self._finding_text(f), (1, 2, 0, 2)) for f in self.findings]
+        parts += [Padding(self._finding_table(f), (1, 0, 0, 2)) for f in self.findings]
         if self.checks:
-            parts.append(Padding(self._checks_text(), (1, 0, 0, 0)))
+            parts.append(Padding(self._checks_table(), (1, 0, 0, 0)))
         parts += [Text(f"Note: {note}", style="dim") for note in self.notes]
         return Group(*parts)
 
@@ -163,25 +163,36 @@ class Report:
             table.add_row(*(Text(cell) for cell in row))
         return table
 
-    def _finding_text(self, finding: Finding) -> Text:
-        text = Text()
-        text.append((f"{finding.where}: " if finding.where else "") + finding.sentence + "\n", style="bold")
-        rows: tuple[tuple[str, str], ...] = (
+    def _finding_table(self, finding: Finding) -> Group:
+        sentence = (f"{finding.where}: " if finding.where else "") + finding.sentence
+        rows = _grid()
+        for label, value in (
             ("have", finding.have),
             ("want", finding.want),
             ("line", finding.line),
             ("mend", finding.fix),
             ("sure", finding.evidence),
-        )
-        rows += (("or", "; ".join(finding.alternatives)), ("choice", finding.choice))
-        text.append("\n".join(f"  {label:<7}{value}" for label, value in rows if value))
-        return text
+            ("or", "; ".join(finding.alternatives)),
+            ("choice", finding.choice),
+        ):
+            if value:
+                rows.add_row(label, Text(value))
+        return Group(Text(sentence, style="bold"), rows)
 
-    def _checks_text(self) -> Text:
+    def _checks_table(self) -> Group:
         passed = [c for c in self.checks if c.outcome == "passed"]
-        others = [c for c in self.checks if c.outcome != "passed"]
-        text = Text(f"{len(passed)} of {len(self.checks)} checks passed")
+        rows = _grid()
         styles = {"failed": "red", "skipped": "dim", "expected": "yellow"}
-        for check in others:
-            text.append(f"\n  {check.outcome:<9}{check.name}: {check.detail}", style=styles[check.outcome])
-        return text
+        for check in self.checks:
+            if check.outcome != "passed":
+                style = styles[check.outcome]
+                rows.add_row(Text(check.outcome, style), Text(f"{check.name}: {check.detail}", style))
+        return Group(Text(f"{len(passed)} of {len(self.checks)} checks passed"), Padding(rows, (0, 0, 0, 2)))
+
+
+def _grid() -> Table:
+    """Rows of a label and a text that is folded under itself."""
+    grid = Table.grid(padding=(0, 2, 0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid

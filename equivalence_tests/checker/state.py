@@ -14,7 +14,7 @@ __all__ = ["preserved_global_state"]
 
 @contextlib.contextmanager
 def preserved_global_state(quiet: bool = True) -> Iterator[io.StringIO]:
-    """Restore seeds, default dtype, grad mode, threads and deterministic flags, and keep what is printed.
+    """Restore seeds, default dtype and device, grad mode, threads and deterministic flags, and keep what is printed.
 
     Args:
         quiet: Catch what is written to the standard output.
@@ -29,6 +29,7 @@ def preserved_global_state(quiet: bool = True) -> Iterator[io.StringIO]:
     """
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
     dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+    device = torch.get_default_device()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     printed = io.StringIO()
@@ -37,6 +38,8 @@ def preserved_global_state(quiet: bool = True) -> Iterator[io.StringIO]:
             warnings.simplefilter("ignore")
             yield printed
     finally:
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)  # None takes the mode away
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)

@@ -127,14 +127,14 @@ def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
     if adapter.build is not None:
         instance = adapter.build()
         yield _instance(instance, name, source, adapter, trained=False)
-    elif inspect.isclass(target):
+    elif inspect.isclass(getattr(target, "func", target)):  # a class, or functools.partial of one
         for instance, sizes in build(target):
             found = source if source.text else source_of(instance)
             if callable(instance):
                 yield Subject(name, instance, sizes_of(instance, sizes, adapter), found, adapter)
     elif isinstance(target, nn.Module):
         yield _instance(target, name, source, adapter, trained=True)
-    elif callable(target) and not inspect.signature(target).parameters:
+    elif callable(target) and not _parameters(target):
         instance = target()
         yield _instance(instance, name, source_of(instance), adapter, trained=False)
     elif callable(target):
@@ -143,6 +143,13 @@ def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
             yield Subject(name, target, sizes, source, adapter)
     else:
         raise CannotCheckError(f"{name} is {type(target).__name__}, neither a class, nor a function, nor a module")
+
+
+def _parameters(target: Any) -> Any:
+    try:
+        return inspect.signature(target).parameters
+    except ValueError:
+        raise CannotCheckError("its arguments cannot be read; wrap it: verify(lambda q, k, v: ...)") from None
 
 
 def _factory_products(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:

@@ -14,13 +14,14 @@ from equivalence_tests.checker.construction import prepare
 from equivalence_tests.checker.describe import conventions_of, findings_of, guilty_line
 from equivalence_tests.checker.diagnosis import Effort
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.loading import Source, load
+from equivalence_tests.checker.loading import Source, load, with_signature
 from equivalence_tests.checker.mistakes import STRUCTURE
 from equivalence_tests.checker.parts import PART_KINDS, examine_part, guess_kind
 from equivalence_tests.checker.report import CheckResult, Finding, Report
 from equivalence_tests.checker.state import preserved_global_state
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.tracing import dropped_scores, modules_created
+from equivalence_tests.checker.walking import kind_of
 from scratch.validation import check_choice
 
 __all__ = ["KINDS", "verify"]
@@ -75,11 +76,13 @@ def verify(
     with preserved_global_state() as printed:
         try:
             torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
-            report = _verify(load(target), name, kind, adapter or Adapter(), progress, seconds)
+            report = _verify(with_signature(load(target)), name, kind, adapter or Adapter(), progress, seconds)
         except CannotCheckError as error:
             report = Report(name, reason=str(error))
         except SystemExit as error:
             report = Report(name, reason=f"It ends the process (SystemExit {error.code}).")
+        except Exception as error:  # code that changes torch under our feet can break anything of ours
+            report = Report(name, reason=f"The check broke off with {type(error).__name__}: {error}")
         finally:
             torch.set_num_threads(threads)
     if printed.getvalue().strip():
@@ -97,7 +100,7 @@ def _verify(
             return verify_found(found, name, adapter, progress, seconds)
         return examine_part(found, name, one, adapter)
 
-    guess = kind or guess_kind(found) or "attention"
+    guess = kind or guess_kind(found) or _kind_by_structure(found, name, adapter) or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
     first = _or_unchecked(examined_as, guess, name)
     if first.verdict != "unchecked":
@@ -108,6 +111,22 @@ def _verify(
         if report.verdict == "equal" or (other == FALLBACKS[-1] and report.verdict == "deviates"):
             return report
     return first
+
+
+def _kind_by_structure(found: Any, name: str, adapter: Adapter) -> str:
+    """Tell from its parts what something is whose name says nothing; "" if they do not either."""
+    try:
+        module = next(subjects(found, name, adapter)).module
+    except (CannotCheckError, StopIteration):
+        return ""
+    if module is None:
+        return ""
+    kinds = {kind_of(path, child) for path, child in module.named_modules() if path}
+    if "attention" in kinds and kinds & {"layer_norm", "feed_forward"}:
+        return "layers"
+    linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
+    there_and_back = len(linears) == 2 and linears[0].weight.shape == linears[1].weight.shape[::-1]
+    return "feed_forward" if there_and_back and linears[0].in_features != linears[0].out_features else ""
 
 
 def _or_unchecked(examined_as: Callable[[str], Report], kind: str, name: str) -> Report:

@@ -72,8 +72,12 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
         _add_child(report, path, child)
     _add_wiring(report, subject)
     _add_layout_clash(report, subject)
+    if not report.checks and type(subject.module).__module__.startswith("torch."):
+        report.checks.append(CheckResult("torch.nn's own modules", "passed", "what others are compared with"))
     if not report.checks:
-        raise CannotCheckError(f"{name} holds no attention, LayerNorm, feed-forward or positional encoding to check")
+        raise CannotCheckError(
+            f"{name} holds no attention, LayerNorm, feed-forward or positional encoding of its own to check"
+        )
     unchecked = [c for c in report.checks if c.outcome == "skipped"]
     failed = [c for c in report.checks if c.outcome == "failed"]
     report.verdict = "deviates" if failed else "unchecked" if unchecked else "equal"
@@ -130,12 +134,15 @@ def _add_wiring(report: Report, subject: Subject) -> None:
     if layer is None:
         return
     inner = Subject(layer_path or subject.name, layer, subject.sizes, subject.source, Adapter())
-    names = list(_wiring_mistakes(inner))
-    report.checks.append(CheckResult("wiring", "failed" if names else "passed", ", ".join(names)))
+    names = _wiring_mistakes(inner)
+    if names is None:
+        report.checks.append(CheckResult("wiring", "skipped", f"no way to call {layer_path or 'it'} was found"))
+    else:
+        report.checks.append(CheckResult("wiring", "failed" if names else "passed", ", ".join(names)))
     maps = _returned_maps_mistakes(subject)
     if maps is not None:
         report.checks.append(CheckResult("attention maps", "failed" if maps else "passed", ", ".join(maps)))
-    for name in dict.fromkeys([*names, *(maps or [])]):
+    for name in dict.fromkeys([*(names or []), *(maps or [])]):
         mistake = PART_MISTAKES[name]
         line = guilty_line(mistake.patterns, subject.source, subject.source)
         evidence = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
@@ -167,13 +174,13 @@ def _first_layer(module: nn.Module) -> tuple[str, nn.Module | None]:
     return found
 
 
-def _wiring_mistakes(subject: Subject) -> Iterator[str]:
+def _wiring_mistakes(subject: Subject) -> list[str] | None:
     module = subject.module
     assert module is not None  # made from a module
     caller, errors = subject.caller(), list[str]()
     found = next(iter(call_plans(caller, subject.sizes, errors)), None)
     if found is None:
-        return
+        return None
     plan, lengths = found
     inputs = random_inputs(lengths, plan, 3, caller.dtype)
     names = {name for name, _ in module.named_children()}
@@ -184,7 +191,7 @@ def _wiring_mistakes(subject: Subject) -> Iterator[str]:
     with torch.no_grad():
         output = caller.output(plan, inputs)
     final = _as_sum(output, nodes, plan)
-    yield from _judge_wiring(module, steps, final, plan)
+    return list(_judge_wiring(module, steps, final, plan))
 
 
 def _steps(module: nn.Module, calls: list[ModuleCall], nodes: list[Node], plan: CallPlan) -> Iterator[Step]:
@@ -205,10 +212,10 @@ def _batch_first(x: Tensor, plan: CallPlan) -> Tensor:
 
 def _as_sum(x: Tensor, nodes: list[Node], plan: CallPlan) -> tuple[str, ...] | None:
     """Write a tensor as a sum of one to three earlier ones, the latest first; None if it is none."""
-    candidates = [n for n in nodes if n.value.shape == x.shape] if x.dim() == 3 else []
     for tensor, count in itertools.product((x, _batch_first(x, plan)), (1, 2, 3)):
+        candidates = [n for n in nodes if n.value.shape == tensor.shape] if x.dim() == 3 else []
         for chosen in itertools.combinations_with_replacement(reversed(candidates[-8:] + candidates[:1]), count):
-            if tensor.shape == chosen[0].value.shape and distance(sum(n.value for n in chosen), tensor) < 1e-10:  # type: ignore[arg-type]
+            if distance(sum(n.value for n in chosen), tensor) < 1e-10:  # type: ignore[arg-type]
                 return tuple(n.name for n in chosen)
     return None
 
@@ -256,10 +263,11 @@ def _residual_inside(step: Step) -> bool:
 def _judge_cross(module: nn.Module, sublayers: list[Step], called: set[str]) -> Iterator[str]:
     attentions = [s for s in sublayers if s.kind == "attention"]
     uses_memory = [any(part and "memory" in part for part in s.inputs) for s in attentions]
+    read = all(part is not None for s in attentions for part in s.inputs)
     uncalled = [n for n, c in module.named_children() if kind_of(n, c) == "attention" and n not in called]
     if uncalled:
         yield "cross_attention_left_out"
-    elif attentions and not any(uses_memory):
+    elif attentions and read and not any(uses_memory):
         yield "cross_attention_from_decoder"
     elif attentions and uses_memory[0] and len(attentions) > 1:
         yield "sublayers_in_another_order"
