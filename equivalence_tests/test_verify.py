@@ -89,8 +89,9 @@ class TestCodeThatMisbehaves:
                 print("noise")
                 return super().forward(query, key, value)
 
+        careless = Careless(12, 3)
         state = torch.get_rng_state()
-        assert "broke off" in verify(Careless(12, 3)).reason
+        assert "broke off" in verify(careless).reason
         assert torch.equal(torch.get_rng_state(), state)
         assert torch.get_default_dtype() == torch.float32
         assert torch.get_default_device() == torch.device("cpu")
