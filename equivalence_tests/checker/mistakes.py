@@ -44,7 +44,12 @@ SCALE_LINES = (
     r"softmax",
 )
 SPLIT_LINES = (r"(view|reshape|rearrange)\(.*(head|h\b|\bd_?k)", r"view|reshape")
-MERGE_LINES = (r"(context|out|attn|x|z|y|values?)\w*\s*=.*(view|reshape|flatten|rearrange)\(", r"view|reshape")
+MERGE_LINES = (
+    r"(context|ctx|attended|merged)\w*(\.\w+\([^()]*\))*\.(view|reshape|flatten)\(",
+    r"(context|out|attn|x|z|y|values?)\w*\s*=.*(view|reshape|flatten|rearrange)\(",
+    r"return .*\.(view|reshape|flatten)\(",
+    r"view|reshape",
+)
 SOFTMAX_LINES = (r"softmax",)
 TELLS = {
     "fill_tiny32": r"\btiny\b|\b1e-\d",

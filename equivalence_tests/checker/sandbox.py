@@ -24,6 +24,7 @@ from equivalence_tests.checker.verify import verify
 
 __all__ = ["Request", "verify_in_child"]
 
+OURS = str(Path(__file__).resolve().parents[2])
 PROGRESS = "\x1eprogress "
 
 
@@ -68,7 +69,9 @@ def verify_in_child(
         answer = Path(folder) / "report.json"
         arguments = json.dumps(asdict(request) | {"answer": str(answer), "memory_mib": memory_mib})
         child = subprocess.Popen(
-            [sys.executable, "-m", "equivalence_tests.checker.sandbox", arguments],
+            # -P: a folder of the user's that is called scratch must not stand for ours.
+            [sys.executable, "-P", "-m", "equivalence_tests.checker.sandbox", arguments],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (OURS, os.environ.get("PYTHONPATH"))))},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
