@@ -291,7 +291,8 @@ class Language:
     Args:
         seed: Where the logits start.
         vocab_size: Number of tokens, padding, start and end included.
-        levels: 0 for normal numbers; otherwise that many whole numbers, so that many logits are equal.
+        levels: 0 for normal numbers; otherwise that many whole numbers, so that many logits are equal. One token lies
+            so far above them that log_softmax rounds nothing: sums that are equal are so in any order.
         dtype: Of the logits.
     """
 
@@ -306,7 +307,9 @@ class Language:
             number = number * (self.vocab_size + 1) + token + 1
         generator = torch.Generator().manual_seed(hash((self.seed, number)) % 2**63)
         if self.levels:
-            drawn = torch.randint(self.levels, (self.vocab_size,), generator=generator)
+            drawn = -128 - torch.randint(self.levels, (self.vocab_size,), generator=generator)
+            above = int(torch.randint(2 * self.vocab_size, (), generator=generator))
+            drawn[above if above < self.vocab_size else PAD] = 0  # padding is never said: then the others are equal
             return drawn.to(self.dtype)
         return (2 * torch.randn(self.vocab_size, generator=generator, dtype=torch.float64)).to(self.dtype)
 

@@ -387,5 +387,5 @@ def _grow(beams: Beams, logits: Tensor, end_id: int, pad_id: int) -> tuple[Beams
     rows = (parent + beam_size * torch.arange(batch, device=parent.device).unsqueeze(1)).flatten()
     token_ids = torch.cat([beams.token_ids[rows], token.view(-1, 1).to(beams.token_ids.dtype)], dim=1)
     log_probs = log_probs.gather(1, order)
-    ended = had_ended | ((token == end_id) & (log_probs > -math.inf))  # an empty place is no hypothesis
+    ended = (had_ended | (token == end_id)) & (log_probs > -math.inf)  # an empty place is no hypothesis
     return Beams(token_ids, log_probs, beams.lengths.gather(1, parent) + ~had_ended, ended), rows
