@@ -36,11 +36,13 @@ class Source:
 
     def line_matching(self, *patterns: str) -> tuple[int, str] | None:
         """Give the first line of code that one of the patterns is found in, with its number in the file."""
-        code = _without_docstrings(self.text).splitlines()
+        tree = _parsed(self.text)
+        lines = self.text.splitlines()
         for pattern in patterns:
-            for offset, line in enumerate(code):
-                if re.search(pattern, line.split("#")[0]):
-                    return self.first_line + offset, line.strip()
+            skipped = _docstring_lines(tree) | (set() if "def" in pattern else _signature_lines(tree))
+            for number, line in enumerate(lines, start=1):
+                if number not in skipped and re.search(pattern, line.split("#")[0]):
+                    return self.first_line + number - 1, line.strip()
         return None
 
 
@@ -168,14 +170,23 @@ def _member(owner: Any, name: str, place: str) -> Any:
         raise CannotCheckError(f"there is no {name} in {place}{hint}") from error
 
 
-def _without_docstrings(text: str) -> str:
-    """Blank out docstrings and keep the line numbers."""
+def _parsed(text: str) -> ast.Module:
     try:
-        tree = ast.parse(text)
+        return ast.parse(text)
     except SyntaxError:
-        return text
-    lines = text.splitlines()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
-    return "\n".join(lines)
+        return ast.Module([], [])
+
+
+def _docstring_lines(tree: ast.Module) -> set[int]:
+    return {
+        number
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+def _signature_lines(tree: ast.Module) -> set[int]:
+    """The lines of all def statements down to their bodies: an argument's name is not where it is misused."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {number for node in functions for number in range(node.lineno, node.body[0].lineno)}

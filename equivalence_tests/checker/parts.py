@@ -1,6 +1,6 @@
 """The other parts of a Transformer, each with its own small family: LayerNorm, feed-forward, positional encoding.
 
-A layer or a whole model is checked by walking its sub-modules (``walking``).
+A layer or a model is checked by walking its sub-modules (``walking``), code that builds masks in ``mask_builders``.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from equivalence_tests.checker.construction import prepare
 from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.diagnosis import FLOAT32_INSIDE, distance
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.mask_builders import builds_masks, examine_mask_builder
 from equivalence_tests.checker.part_mistakes import PART_MISTAKES, PartMistake
 from equivalence_tests.checker.projections import Leaf, leaves_of
 from equivalence_tests.checker.report import CheckResult, Finding, Report
@@ -26,7 +27,7 @@ from equivalence_tests.checker.tracing import tensors_in
 
 __all__ = ["PART_KINDS", "examine_part", "guess_kind", "kind_of_name"]
 
-PART_KINDS = ("layer_norm", "feed_forward", "positional_encoding", "layers")
+PART_KINDS = ("layer_norm", "feed_forward", "positional_encoding", "mask_builder", "layers")
 NAMES = (
     (r"attention|attn|mhs?a|multi_?head|^head$", "attention"),
     (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
@@ -48,6 +49,8 @@ def guess_kind(found: Any) -> str:
     """
     if isinstance(found, nn.Sequential):
         return "feed_forward" if sum(isinstance(child, nn.Linear) for child in found) == 2 else ""
+    if builds_masks(found):
+        return "mask_builder"
     return kind_of_name(getattr(found, "__name__", type(found).__name__))
 
 
@@ -90,6 +93,8 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
         from equivalence_tests.checker.walking import examine_layers
 
         return examine_layers(found, name, adapter)
+    if kind == "mask_builder":
+        return examine_mask_builder(found, name)
     last: Report | None = None
     for subject in subjects(found, name, adapter):
         report = _examine_instance(subject, kind, where)

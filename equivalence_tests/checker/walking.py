@@ -4,11 +4,12 @@ Every sub-module of a known kind is examined by itself, so that errors do not ad
 forward pass: what goes into each sub-module is written as a sum of what came before.
 """
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from equivalence_tests.checker.construction import VOCABULARY, Sizes, prepare
 from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.diagnosis import distance
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.part_mistakes import PART_MISTAKES
 from equivalence_tests.checker.parts import examine_part, guess_kind, kind_of_name
 from equivalence_tests.checker.report import CheckResult, Finding, Report
@@ -71,6 +73,7 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
     for path, child in _examined_children(subject.function):
         _add_child(report, path, child)
     _add_wiring(report, subject)
+    _add_mask_methods(report, subject.function)
     _add_layout_clash(report, subject)
     if not report.checks and type(subject.module).__module__.startswith("torch."):
         report.checks.append(CheckResult("torch.nn's own modules", "passed", "what others are compared with"))
@@ -124,6 +127,17 @@ def _add_child(report: Report, path: str, child: nn.Module) -> None:
     report.findings += [replace(f, where=path) for f in part.findings]
     report.conventions += [(f"{path}: {what}", here, there) for what, here, there in part.conventions[:1]]
     torch.set_default_dtype(torch.float64)
+
+
+def _add_mask_methods(report: Report, module: nn.Module) -> None:
+    """Check the methods that build masks, as far as they can be read."""
+    for name, method in mask_methods(module):
+        with contextlib.suppress(CannotCheckError):
+            part = examine_mask_builder(method, name)
+            if part.verdict != "unchecked":
+                outcome: Literal["passed", "failed"] = "failed" if part.findings else "passed"
+                report.checks.append(CheckResult(f"{name} (mask builder)", outcome, ", ".join(part.mistakes)))
+                report.findings += [replace(finding, where=name) for finding in part.findings]
 
 
 def _add_wiring(report: Report, subject: Subject) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from equivalence_tests.zoo import parts, source_defects
+from equivalence_tests.zoo import builders, parts, source_defects
 from equivalence_tests.zoo.conventions import CONVENTIONS
 from equivalence_tests.zoo.defects import DEFECTS
 
@@ -32,12 +32,18 @@ class Case:
 def cases() -> Iterator[Case]:
     """List the correct classes, every defect in every convention that can have it, and the parts."""
     yield from (Case(convention.__name__, convention) for convention in CONVENTIONS)
-    yield from (Case(found.__name__, found) for found in parts.CORRECT)
+    correct_parts: tuple[Any, ...] = (*parts.CORRECT, *builders.CORRECT)
+    yield from (Case(found.__name__, found) for found in correct_parts)
     for defect in DEFECTS:
         for convention in defect.conventions:
             broken = type(f"{defect.mixin.__name__}In{convention.__name__}", (defect.mixin, convention), {})
             yield Case(broken.__name__, broken, (defect.names,), defect.row)
-    for found, names, row in (*parts.BROKEN, *source_defects.BROKEN):
+    broken_parts: tuple[tuple[Any, tuple[str, ...], str], ...] = (
+        *parts.BROKEN,
+        *builders.BROKEN,
+        *source_defects.BROKEN,
+    )
+    for found, names, row in broken_parts:
         yield Case(found.__name__, found, tuple((name,) for name in names), row)
 
 
