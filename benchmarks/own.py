@@ -126,7 +126,7 @@ def _subjects(name: str, sizes: Sizes) -> list[Subject]:
     if not inspect.isclass(found):
         listed = subjects(found, name, Adapter())
         return [x for x in listed if _is_function(found) or x.sizes.embed_dim == sizes.embed_dim][:1]
-    for arguments in argument_lists(found, sizes):
+    for _, arguments in argument_lists(found, sizes):
         try:
             instance: Any = found(**arguments)
         except Exception:  # a guess at the arguments; the next may fit

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, random_inputs
+from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, cross_plans, random_inputs
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.diagnosis import (
     Effort,
@@ -45,6 +45,9 @@ class MaskReading:
         accepted: Forms that the code takes without an error.
         understood: Forms that hide what they say.
         mistakes: Masks mistakes that reproduce the output, all with the same numbers.
+        error: How well they do.
+        without: How far from it a mask that works is.
+        square: Whether masks work only with as many queries as keys.
     """
 
     form: MaskForm | None = None
@@ -53,6 +56,7 @@ class MaskReading:
     mistakes: tuple[Mistake, ...] = ()
     error: float = 0.0
     without: float = 0.0
+    square: bool = False
 
 
 @dataclass
@@ -67,10 +71,16 @@ class AttentionExamination:
     masks: MaskReading = field(default_factory=MaskReading)
     evaluated: int = 0
     tried: str = ""
+    cross: "AttentionExamination | None" = None  # with the second tensor that may be left out
 
     def inputs(self, plan: CallPlan) -> Inputs:
         """Draw inputs for a plan."""
         return random_inputs(self.lengths, plan, 11, self.subject.dtype)
+
+    @property
+    def masked_lengths(self) -> Sizes:
+        """Lengths on which masks work."""
+        return replace(self.lengths, key_len=self.lengths.query_len) if self.masks.square else self.lengths
 
     @property
     def match(self) -> Match | None:
@@ -94,14 +104,24 @@ def examine(subject: Subject, effort: Effort, errors: list[str]) -> AttentionExa
     if not plans:
         return None
     caller = _quietened(subject, caller, plans[0], lengths)
-    observations = _Observations(caller, lengths)
-    readings = list(_readings(subject, caller, plans, lengths))
-    found = search(subject.function, readings, observations, subject.dtype, effort)
-    examination = AttentionExamination(subject, caller, lengths, plans, found, evaluated=effort.evaluated)
-    examination.tried = f"{len(readings)} readings, {effort.evaluated} combinations of reading and mistakes"
+    examination = _searched(subject, caller, plans, lengths, effort)
     match = examination.match
     if match is not None and (match.reading.plan.mask_parameter or subject.adapter.call is not None):
         examination.masks = read_masks(examination, effort)
+    if match is not None and match.reading.plan.self_attention:
+        crossing = [(p, sizes) for p, sizes in cross_plans(caller, lengths) if p.layout == match.reading.plan.layout]
+        if crossing:
+            examination.cross = _searched(subject, caller, [crossing[0][0]], crossing[0][1], effort)
+    return examination
+
+
+def _searched(
+    subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, effort: Effort
+) -> AttentionExamination:
+    readings = list(_readings(subject, caller, plans, lengths))
+    found = search(subject.function, readings, _Observations(caller, lengths), subject.dtype, effort)
+    examination = AttentionExamination(subject, caller, lengths, plans, found, evaluated=effort.evaluated)
+    examination.tried = f"{len(readings)} readings, {effort.evaluated} combinations of reading and mistakes"
     return examination
 
 
@@ -204,14 +224,9 @@ def _independent_samples(caller: Caller, plan: CallPlan, lengths: Sizes) -> bool
     inputs = random_inputs(lengths, plan, 1, caller.dtype)
     if len(inputs.query) == 1:
         return True
-    changed = [x.clone() for x in (inputs.query, inputs.key, inputs.value)]
-    for x in changed:
-        x[0] += 1.0
-    if plan.self_attention:
-        changed = [changed[0]] * 3
     try:
         with torch.no_grad():
-            before, after = caller.output(plan, inputs), caller.output(plan, Inputs(*changed))
+            before, after = caller.output(plan, inputs), caller.output(plan, inputs.changed(sample=0))
     except Exception:
         return False
     return bool(torch.allclose(before[1:], after[1:], rtol=1e-9, atol=1e-12))
@@ -357,21 +372,20 @@ def _norms(module: nn.Module | None) -> list[Any]:
 
 
 def _causal_behaviour(caller: Caller, plan: CallPlan, lengths: Sizes) -> tuple[str, ...]:
-    """Whether the last token leaves all earlier outputs alone."""
+    """Whether the last token leaves all earlier outputs alone, and the first does not leave the later ones."""
     if not plan.self_attention and lengths.query_len != lengths.key_len:
         return ("no", "yes")
     inputs = random_inputs(lengths, plan, 1, caller.dtype)
-    changed = [x.clone() for x in (inputs.query, inputs.key, inputs.value)]
-    for x in changed:
-        x[:, -1] += 1.0
-    if plan.self_attention:
-        changed = [changed[0]] * 3
     try:
         with torch.no_grad():
-            before, after = caller.output(plan, inputs), caller.output(plan, Inputs(*changed))
+            before, last, first = (
+                caller.output(plan, x) for x in (inputs, inputs.changed(token=-1), inputs.changed(token=0))
+            )
     except Exception:
         return ("no", "yes")
-    return ("yes",) if torch.allclose(before[:, :-1], after[:, :-1], equal_nan=True) else ("no",)
+    causal = torch.allclose(before[:, :-1], last[:, :-1], equal_nan=True)
+    mixes = not torch.allclose(before[:, 1:], first[:, 1:], equal_nan=True)
+    return ("yes",) if causal and mixes else ("no",)
 
 
 def _implied(projections: ProjectionReading | None) -> tuple[str, ...]:
@@ -394,7 +408,7 @@ def read_masks(examination: AttentionExamination, effort: Effort) -> MaskReading
     """Find the forms of mask that hide what they say, or the mistake in how they are read."""
     match = examination.match
     assert match is not None  # masks are read only where the rest is understood
-    observed = _observed_forms(examination, match)
+    observed, square = _observed_forms(examination, match)
     accepted = tuple(form for form, _ in observed)
     projections = match.reading.read(examination.subject.function)
     effort.progress(f"{len(observed)} forms of mask")
@@ -427,11 +441,9 @@ def read_masks(examination: AttentionExamination, effort: Effort) -> MaskReading
         if explaining:
             worst = max(error(o, explaining[0].option) for o in seen)
             readings.append(MaskReading(form, accepted, understood, tuple(explaining), worst, error(seen[0], "right")))
-    return (
-        _likeliest(readings, examination.subject.source)
-        if readings
-        else MaskReading(understood[0] if understood else None, accepted, understood)
-    )
+    if readings:
+        return replace(_likeliest(readings, examination.subject.source), square=square)
+    return MaskReading(understood[0] if understood else None, accepted, understood, square=square)
 
 
 def _likeliest(readings: list[MaskReading], source: Source) -> MaskReading:
@@ -453,15 +465,17 @@ def _per_sample(
     return [(form, seen) for form, seen in observed if form.pattern == "full" and form.encoding in encodings]
 
 
-def _observed_forms(examination: AttentionExamination, match: Match) -> list[tuple[MaskForm, list[Observation]]]:
-    """Call with every form of mask; keep those that ran and gave numbers."""
+def _observed_forms(
+    examination: AttentionExamination, match: Match
+) -> tuple[list[tuple[MaskForm, list[Observation]]], bool]:
+    """Call with every form of mask; keep those that ran and gave numbers, if need be with equal lengths."""
     forms = [MaskForm("(batch, query, key)", "look")] if examination.subject.adapter.call else list(mask_forms())
     first, second = examination.lengths, other_sizes(examination.lengths)[0]
     observed = _observe_forms(examination, match, forms, (first, second))
     if observed or first.query_len == first.key_len:
-        return observed
+        return observed, False
     square = [replace(sizes, key_len=sizes.query_len) for sizes in (first, second)]
-    return _observe_forms(examination, match, forms, (square[0], square[1]))
+    return _observe_forms(examination, match, forms, (square[0], square[1])), True
 
 
 def _observe_forms(

@@ -19,7 +19,7 @@ from equivalence_tests.checker.masking import MaskForm
 from equivalence_tests.checker.reference import Inputs
 from equivalence_tests.checker.tracing import tensors_in, without_dropout
 
-__all__ = ["CallPlan", "Caller", "call_plans", "random_inputs"]
+__all__ = ["CallPlan", "Caller", "call_plans", "cross_plans", "random_inputs"]
 
 # "b l e": batch first; "l b e": sequence first; with heads given: "b h l d", "b l h d"; "l e": no batch.
 LAYOUTS = ("b l e", "l b e", "b h l d", "b l h d", "l e")
@@ -131,7 +131,7 @@ class Caller:
             return {"=None": None, "=False": False, "=True": True}.get(role, self._size(role[1:], inputs))
         tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
         x = tensors.get(role, inputs.query if role == "input" else inputs.key)
-        return to_layout(x.to(self.dtype), plan.layout, self.num_heads)
+        return to_layout(x.to(self.dtype, copy=True), plan.layout, self.num_heads)  # the code may write into it
 
     def _size(self, name: str, inputs: Inputs) -> Any:
         width = inputs.query.size(-1)
@@ -198,7 +198,9 @@ def role_of_parameter(name: str) -> str:
 
 def forward_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """List the arguments of a function, or of the forward of a module."""
-    target = function.forward if isinstance(function, nn.Module) else function
+    target: Callable[..., Any] = function
+    if isinstance(function, nn.Module) and type(function).forward is not nn.Module.forward:
+        target = function.forward  # some override __call__ instead
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     try:
         return [p for p in inspect.signature(target).parameters.values() if p.kind not in variadic]
@@ -230,6 +232,28 @@ def call_plans(caller: Caller, sizes: Sizes, errors: list[str]) -> Iterator[tupl
                     yield working, lengths
         if found:
             return
+
+
+def cross_plans(caller: Caller, sizes: Sizes) -> Iterator[tuple[CallPlan, Sizes]]:
+    """Give the ways to call with a second tensor that may be left out; masks are left to their defaults.
+
+    Args:
+        caller: Holds the code.
+        sizes: Of the tensors to try.
+
+    Yields:
+        As ``call_plans``.
+    """
+    parameters = forward_parameters(caller.function)
+    roles = [(p.name, _role(p)) for p in parameters]
+    memory = {name for name, role in roles if role in ("memory", "key", "value") and not _required(name, parameters)}
+    given = tuple((name, "query" if role == "input" else role) for name, role in roles if role not in ("", "default"))
+    kept = tuple((n, r) for n, r in given if n in memory or r.startswith("=") or _required(n, parameters))
+    if not memory or not any(role == "input" for _, role in roles):
+        return
+    for lengths, layout in itertools.product((sizes, replace(sizes, key_len=sizes.query_len)), LAYOUTS):
+        plan = CallPlan(kept, layout, positional_only(parameters, kept))
+        yield from ((working, lengths) for working in _working(caller, plan, lengths, []))
 
 
 def positional_only(parameters: list[inspect.Parameter], roles: tuple[tuple[str, str], ...]) -> bool:

@@ -53,7 +53,8 @@ class Examined:
     def observe(self, seed: int, masked: bool = False) -> Observation:
         """Call the code once on fresh inputs."""
         form = self.examination.masks.form if masked else None
-        found = observe(self.examination.caller, self.match.reading.plan, self.examination.lengths, seed, form)
+        lengths = self.examination.masked_lengths if masked else self.examination.lengths
+        found = observe(self.examination.caller, self.match.reading.plan, lengths, seed, form)
         if found is None:
             raise FailedError("the call raised")
         return found
@@ -64,10 +65,10 @@ class Examined:
         with torch.no_grad():
             return self.examination.caller.output(self.match.reading.plan, inputs, form).double()
 
-    def inputs(self, seed: int) -> Inputs:
+    def inputs(self, seed: int, masked: bool = False) -> Inputs:
         """Draw inputs."""
-        examination = self.examination
-        return random_inputs(examination.lengths, self.match.reading.plan, seed, examination.subject.dtype)
+        lengths = self.examination.masked_lengths if masked else self.examination.lengths
+        return random_inputs(lengths, self.match.reading.plan, seed, self.examination.subject.dtype)
 
 
 def attention_checks() -> Iterator[Check]:
@@ -78,6 +79,7 @@ def attention_checks() -> Iterator[Check]:
     """
     yield check_values_without_mask
     yield check_values_with_mask
+    yield check_cross_attention
     yield check_gradients
     yield check_float32_error
     yield check_returned_weights
@@ -86,6 +88,7 @@ def attention_checks() -> Iterator[Check]:
     yield check_hidden_keys_are_unseen
     yield check_order_of_keys_is_irrelevant
     yield check_eval_is_deterministic
+    yield check_arguments_are_left_alone
     yield check_fully_masked_rows
     yield check_dropout_in_training
     yield check_every_parameter_gets_a_gradient
@@ -135,6 +138,16 @@ def check_values_with_mask(examined: Examined) -> str:
     observations = [examined.observe(seed, masked=True) for seed in (31, 32)]
     worst = max(distance(o.output, examined.expected(o.inputs)) for o in observations)
     return _judge(worst, examined.bound, "output")
+
+
+def check_cross_attention(examined: Examined) -> str:
+    """With a second tensor that may be left out, the output is that of the built-in's cross-attention."""
+    cross = examined.examination.cross
+    if cross is None:
+        raise SkippedError("there is no second tensor that may be left out")
+    if cross.match is None:
+        raise SkippedError("nothing that is known reproduces the output with it")
+    return check_values_without_mask(Examined(cross, cross.match))
 
 
 def check_gradients(examined: Examined) -> str:
@@ -190,17 +203,27 @@ def check_returned_weights(examined: Examined) -> str:
     expected = attention_weights(
         reading.setting, reading.read(examination.subject.function), as_float64(inputs), dict(reading.conventions)
     )
+    words = _as_map(seen, expected, examined.bound)
+    if words:
+        return words
+    if torch.allclose(seen.sum(-1), torch.ones_like(seen.sum(-1)), atol=1e-6):
+        raise FailedError("the maps that come back are not the weights that were used")
+    if _as_map(seen.softmax(-1), expected, examined.bound):
+        raise FailedError("the scores come back, from before the softmax")
+    raise SkippedError("what comes back with the output is neither weights nor scores")
+
+
+def _as_map(seen: Tensor, expected: Tensor, bound: float) -> str:
+    """Say in which form the weights of all heads come back; "" if they do not."""
     forms = {
         "one map for each head": expected,
         "averaged over heads": expected.mean(1),
         "heads folded": expected.flatten(0, 1),
-    }
+    } | {f"the map of head {head} alone": expected[:, head] for head in range(expected.size(1))}
     for words, form in forms.items():
-        if seen.numel() == form.numel() and distance(seen.reshape(form.shape), form) <= examined.bound:
+        if seen.numel() == form.numel() and distance(seen.reshape(form.shape), form) <= bound:
             return words
-    if torch.allclose(seen.sum(-1), torch.ones_like(seen.sum(-1)), atol=1e-6):
-        raise FailedError("the maps that come back are not the weights that were used")
-    raise FailedError("the rows of what comes back do not sum to one (scores before the softmax?)")
+    return ""
 
 
 def check_samples_are_independent(examined: Examined) -> str:
@@ -208,7 +231,7 @@ def check_samples_are_independent(examined: Examined) -> str:
     inputs = examined.inputs(71)
     if len(inputs.query) == 1:
         raise SkippedError("there is no batch")
-    before, after = examined.output(inputs), examined.output(_changed(inputs, sample=0))
+    before, after = examined.output(inputs), examined.output(inputs.changed(sample=0))
     return _judge(distance(after[1:], before[1:]), examined.bound, "other samples", "changed by sample 0")
 
 
@@ -217,7 +240,7 @@ def check_future_is_unseen(examined: Examined) -> str:
     if dict(examined.match.reading.conventions).get("causal") != "yes":
         raise SkippedError("no causal mask is built in")
     inputs = examined.inputs(81)
-    before, after = examined.output(inputs), examined.output(_changed(inputs, token=-1))
+    before, after = examined.output(inputs), examined.output(inputs.changed(token=-1))
     return _judge(distance(after[:, :-1], before[:, :-1]), examined.bound, "earlier outputs", "changed by the future")
 
 
@@ -228,12 +251,13 @@ def check_hidden_keys_are_unseen(examined: Examined) -> str:
         raise SkippedError("no form of mask was understood")
     if plan.self_attention:
         raise SkippedError("keys cannot change without the queries")
-    inputs = examined.inputs(91)
+    inputs = examined.inputs(91, masked=True)
     pattern = "lengths" if "lengths" in examination.masks.form.encoding else "keys"
     may = draw_masks(pattern, len(inputs.query), inputs.query.size(1), inputs.key.size(1), 5)
     hidden = ~may[:, 0, :, None]
-    noise = inputs.key + 3.0 * hidden
-    changed = replace(inputs, key=noise, value=noise if plan.one_memory else inputs.value + 3.0 * hidden)
+    other = inputs.changed(sample=slice(None))
+    key = inputs.key.where(~hidden, other.key)
+    changed = replace(inputs, key=key, value=key if plan.one_memory else inputs.value.where(~hidden, other.value))
     if plan.one_memory:
         inputs = replace(inputs, value=inputs.key)
     before = examined.output(replace(inputs, may_attend=may), masked=True)
@@ -269,12 +293,37 @@ def check_eval_is_deterministic(examined: Examined) -> str:
     return ""
 
 
+def check_arguments_are_left_alone(examined: Examined) -> str:
+    """The tensors that are passed in are the same afterwards."""
+    examination, plan = examined.examination, examined.match.reading.plan
+    if examination.subject.adapter.call is not None:
+        raise SkippedError("an adapter stands between")
+    inputs = examined.inputs(161, masked=True)
+    if examination.masks.form is not None:
+        may = torch.ones(len(inputs.query), inputs.query.size(1), inputs.key.size(1), dtype=torch.bool)
+        inputs = replace(inputs, may_attend=may)
+    args, kwargs = examination.caller.arguments(plan, inputs, examination.masks.form)
+    before = copy.deepcopy((args, kwargs))
+    with torch.no_grad():
+        examination.caller.function(*args, **kwargs)
+    names = [str(name) for name, _ in plan.roles] if args else list(kwargs)
+    pairs = zip(names, (*args, *kwargs.values()), (*before[0], *before[1].values()), strict=True)
+    changed = [name for name, now, then in pairs if isinstance(now, Tensor) and not _same(now, then)]
+    if changed:
+        raise FailedError(f"{', '.join(changed)} is written into: the caller's own tensor changes")
+    return ""
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
+
+
 def check_fully_masked_rows(examined: Examined) -> str:
     """Say what a query gets that may look at no key; this is reported, not judged."""
     form = examined.examination.masks.form
     if form is None:
         raise SkippedError("no form of mask was understood")
-    inputs = examined.inputs(121)
+    inputs = examined.inputs(121, masked=True)
     may = torch.ones(len(inputs.query), inputs.query.size(1), inputs.key.size(1), dtype=torch.bool)
     may[0] = False
     output = examined.output(replace(inputs, may_attend=may), masked=True)[0]
@@ -311,8 +360,8 @@ def check_dropout_in_training(examined: Examined) -> str:
 def check_every_parameter_gets_a_gradient(examined: Examined) -> str:
     """Every parameter takes part."""
     module = examined.examination.subject.function
-    if not isinstance(module, nn.Module):
-        raise SkippedError("no module")
+    if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
+        raise SkippedError("no parameters")
     module.zero_grad(set_to_none=True)
     output = examined.examination.caller.output(examined.match.reading.plan, examined.inputs(141))
     (output * torch.arange(output.size(-1), dtype=output.dtype)).square().sum().backward()
@@ -343,7 +392,7 @@ def check_state_dict_round_trip(examined: Examined) -> str:
         for p in other.parameters():
             p.zero_()
     other.load_state_dict(module.state_dict())
-    inputs = examined.inputs(161)
+    inputs = examined.inputs(161, masked=True)
     with torch.no_grad():
         again = replace(examined.examination.caller, function=other).output(examined.match.reading.plan, inputs)
     return _judge(distance(again.double(), examined.output(inputs)), examined.bound, "output of the copy")
@@ -360,17 +409,6 @@ def _leaf_inputs(inputs: Inputs) -> Inputs:
     key = query if inputs.key is inputs.query else inputs.key.clone().requires_grad_()
     value = query if inputs.value is inputs.query else key if inputs.value is inputs.key else None
     return Inputs(query, key, inputs.value.clone().requires_grad_() if value is None else value)
-
-
-def _changed(inputs: Inputs, sample: int | None = None, token: int | None = None) -> Inputs:
-    """Change one sample or one token of every tensor, keeping equal tensors equal."""
-    changed: dict[int, Tensor] = {}
-    for x in (inputs.query, inputs.key, inputs.value):
-        if id(x) not in changed:
-            changed[id(x)] = x.clone()
-            part = changed[id(x)][sample] if sample is not None else changed[id(x)][:, token]
-            part += torch.linspace(0.5, 1.5, x.size(-1), dtype=x.dtype)
-    return Inputs(*(changed[id(x)] for x in (inputs.query, inputs.key, inputs.value)))
 
 
 def _with_equal_scores(inputs: Inputs) -> Inputs:

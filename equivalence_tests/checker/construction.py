@@ -95,6 +95,14 @@ NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         lambda s: s.embed_dim,
     ),
 )
+# Names that mean one thing here and another there.
+AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
+    (r"^(query|key|value)_?(dim|size)$", lambda s: [s.embed_dim, s.head_dim]),
+    (r"d_?hid|^(n_?|dim_?)?hid(den)?(_?dim|_?size)?$", lambda s: [s.embed_dim, s.ff_dim]),
+    (r"shape", lambda s: [s.embed_dim, [s.embed_dim]]),
+    (r"window", lambda s: [MAX_LEN, (2, 3)]),
+)
+ALTERNATIVES = 3
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
 ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
 
@@ -154,17 +162,13 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
     errors: list[str] = []
     built = False
     for sizes in SIZES:
-        for arguments in argument_lists(target, sizes):
-            try:
-                instance = target(**arguments)
-            except Exception as error:  # the user's constructor may raise anything
-                errors.append(f"{_call_text(target, arguments)} raised {type(error).__name__}: {error}")
-                continue
+        alternatives = itertools.groupby(argument_lists(target, sizes), key=lambda proposal: proposal[0])
+        made = (_first_that_builds(target, (arguments for _, arguments in group), errors) for _, group in alternatives)
+        for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
             if isinstance(instance, nn.Module):
                 materialise(instance, sizes)
             built = True
             yield instance, sizes
-            break
     if not built:
         raise CannotCheckError(
             f"{errors[0] if errors else getattr(target, '__name__', target)}\nCould not work out how to "
@@ -173,18 +177,35 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
         )
 
 
-def argument_lists(target: Any, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Propose keyword arguments for the constructor: by name first, then every guess for names that say nothing."""
+def _first_that_builds(target: Any, proposals: Iterator[dict[str, Any]], errors: list[str]) -> Any:
+    for arguments in proposals:
+        try:
+            return target(**arguments)
+        except Exception as error:  # the user's constructor may raise anything
+            errors.append(f"{_call_text(target, arguments)} raised {type(error).__name__}: {error}")
+    return None
+
+
+def argument_lists(target: Any, sizes: Sizes) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Propose keyword arguments for the constructor: by name first, then every guess for names that say nothing.
+
+    Args:
+        target: What is to be called.
+        sizes: What the arguments are to say.
+
+    Yields:
+        The number of the guess for the required ones, and all: with sizes for optional ones, then without.
+    """
     parameters = _parameters(target)
     required = [p for p in parameters if p.default is p.empty]
     optional = [p for p in parameters if p.default is not p.empty]
     extras = {p.name: value for p in optional for value in _override(p, sizes)}
     candidates = [_candidates(p, sizes) for p in required]
-    for values in itertools.islice(itertools.product(*candidates), 60):
+    for number, values in enumerate(itertools.islice(itertools.product(*candidates), 60)):
         chosen = dict(zip((p.name for p in required), values, strict=True))
-        yield chosen | extras
+        yield number, chosen | extras
         if extras:
-            yield chosen
+            yield number, chosen
 
 
 def materialise(module: nn.Module, sizes: Sizes) -> None:
@@ -235,6 +256,9 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     known, value = value_for(parameter.name, sizes)
     if annotation is not None and hasattr(annotation, "__dataclass_fields__"):
         return [*_configs(annotation, sizes), ImitatedConfig(sizes)]
+    for pattern, guesses in AMBIGUOUS:
+        if re.search(pattern, parameter.name.lower()):
+            return guesses(sizes)
     if known:
         return [value] if value != sizes.embed_dim else [value, (value,)]
     return [sizes.embed_dim, sizes.num_heads, sizes.head_dim, DROPOUT, False, None, ImitatedConfig(sizes)]
@@ -244,12 +268,8 @@ def _configs(annotation: type | None, sizes: Sizes) -> list[Any]:
     """Fill the user's own config class, if the constructor's annotation names one."""
     if annotation is None:
         return []
-    for arguments in argument_lists(annotation, sizes):
-        try:
-            return [annotation(**arguments)]
-        except Exception:
-            continue
-    return []
+    filled = _first_that_builds(annotation, (arguments for _, arguments in argument_lists(annotation, sizes)), [])
+    return [] if filled is None else [filled]
 
 
 def _call_text(target: Any, arguments: dict[str, Any]) -> str:

@@ -57,8 +57,8 @@ class MaskForm:
         return "keys" if self.shape in KEY_SHAPES else "shared" if self.shape in SHARED_SHAPES else "full"
 
     def build(self, may_attend: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-        """Write (b, q, k), True = may look, in this form."""
-        x = SHAPES[self.shape](may_attend, num_heads)
+        """Write (b, q, k), True = may look, in this form, into new memory."""
+        x = SHAPES[self.shape](may_attend, num_heads).clone()
         if self.encoding == "lengths":
             return x
         if self.encoding == "additive":

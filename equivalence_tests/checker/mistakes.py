@@ -351,6 +351,11 @@ ROLE_MISTAKES = (
     _swapped("vkq", "query_value_swapped", "Query and value are swapped."),
     _swapped("kvq", "arguments_rotated", "Query, key and value are used in another order."),
     _swapped("vqk", "arguments_rotated", "Query, key and value are used in another order."),
+    _swapped("qkq", "values_from_query", "The values are made from the queries' tensor."),
+    _swapped("qqv", "keys_from_query", "The keys are made from the queries' tensor."),
+    _swapped("qqq", "memory_unused", "Keys and values are made from the queries' tensor: it is self-attention."),
+    _swapped("qkk", "values_from_key", "The values are made from the keys' tensor."),
+    _swapped("qvv", "keys_from_value", "The keys are made from the values' tensor."),
 )
 
 

@@ -16,6 +16,7 @@ from equivalence_tests.checker.reference import Projection, Projections
 
 __all__ = ["Leaf", "ProjectionReading", "leaves_of", "projection_readings"]
 
+MOST_TRIED = 2000
 ROLE_LETTERS = {"q": "query", "k": "key", "v": "value", "o": "output"}
 WORDS = (
     (r"qkv|kqv|c_attn|in_proj|query_key_value|to_qkv|qvk|vkq|kvq", "qkv"),
@@ -143,7 +144,8 @@ def projection_readings(
         Readings by name first, then every assignment that the shapes allow.
     """
     seen: set[ProjectionReading] = set()
-    for reading in itertools.chain(_by_name(leaves, fed_by_inputs), _by_trying(leaves, fed_by_inputs)):
+    proposed = itertools.chain(_by_name(leaves, fed_by_inputs), _by_trying(leaves, fed_by_inputs))
+    for reading in itertools.islice(proposed, MOST_TRIED):
         if reading in seen or not _fits(reading, module, num_heads):
             continue
         seen.add(reading)
@@ -281,8 +283,9 @@ def _leaf(module: nn.Module, name: str, parameter: nn.Parameter) -> Leaf:
 def _stack(module: nn.Module, name: str, group: list[Leaf], num_heads: int, embed_dim: int) -> list[Leaf]:
     """Stack the head-sized matrices of one name: heads.0.key, heads.1.key, ..."""
     rows = [leaf.read(module).weight for leaf in group]
-    same = len(group) > 1 and len({None if r is None else r.shape for r in rows}) == 1 and rows[0] is not None
-    if not same or len(group) != num_heads or (rows[0] is not None and rows[0].size(0) >= embed_dim):
+    shapes = {tuple(r.shape) for r in rows if r is not None}
+    head_sized = len(shapes) == 1 and (next(iter(shapes))[0] < embed_dim or _joined(module, group, shapes))
+    if len(group) < 2 or len(group) != num_heads or not head_sized:
         return group
     first = group[0]
     return [
@@ -294,6 +297,13 @@ def _stack(module: nn.Module, name: str, group: list[Leaf], num_heads: int, embe
             first.role or role_of(name.replace("*", "")),
         )
     ]
+
+
+def _joined(module: nn.Module, group: list[Leaf], shapes: set[tuple[int, ...]]) -> bool:
+    """Whether another matrix takes in what all of a group give, side by side: heads as wide as the tokens."""
+    ours = {name for leaf in group for name in leaf.weights}
+    width = len(group) * next(iter(shapes))[0]
+    return any(width in p.shape for name, p in module.named_parameters() if p.dim() == 2 and name not in ours)
 
 
 def _shared(module: nn.Module, leaf: Leaf, num_heads: int, embed_dim: int) -> Leaf:

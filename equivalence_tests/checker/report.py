@@ -184,9 +184,16 @@ class Report:
         rows = _grid()
         styles = {"failed": "red", "skipped": "dim", "expected": "yellow"}
         for check in self.checks:
-            if check.outcome != "passed":
+            if check.outcome in ("failed", "expected"):
                 style = styles[check.outcome]
                 rows.add_row(Text(check.outcome, style), Text(f"{check.name}: {check.detail}", style))
+        skipped = [c for c in self.checks if c.outcome == "skipped"]
+        if skipped and self.verdict == "unchecked":
+            for check in skipped:
+                rows.add_row(Text("skipped", "dim"), Text(f"{check.name}: {check.detail}", "dim"))
+        elif skipped:
+            names = ", ".join(c.name.removeprefix("check_") for c in skipped)
+            rows.add_row(Text("skipped", "dim"), Text(f"what does not apply here: {names}", "dim"))
         return Group(Text(f"{len(passed)} of {len(self.checks)} checks passed"), Padding(rows, (0, 0, 0, 2)))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,7 @@ def _report(examination: AttentionExamination, name: str) -> Report:
         return _unexplained(report, examination)
     examined = Examined(examination, examination.match)
     report.findings += findings_of(examination, file_source)
+    report.findings += _cross_findings(examination, report, file_source)
     report.checks = [run_check(check, examined) for check in attention_checks()]
     report.findings += _check_findings(examination, report, file_source)
     report.notes += _notes(examination, report)
@@ -248,6 +250,16 @@ def _behaviour_findings(examination: AttentionExamination, file_source: Source) 
     return findings
 
 
+def _cross_findings(examination: AttentionExamination, report: Report, file_source: Source) -> list[Finding]:
+    """What is wrong only where the second tensor is given."""
+    cross = examination.cross
+    if cross is None or cross.match is None:
+        return []
+    where = f"with {', '.join(name for name, role in cross.plans[0].roles if role in ('memory', 'key', 'value'))}"
+    found = findings_of(cross, file_source)
+    return [replace(finding, where=where) for finding in found if finding.name not in report.mistakes]
+
+
 def _check_findings(examination: AttentionExamination, report: Report, file_source: Source) -> list[Finding]:
     """Name what a failed check alone shows."""
     failed = {c.name: c.detail for c in report.checks if c.outcome == "failed"}
@@ -284,6 +296,13 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
         and not examination.masks.mistakes
     ):
         notes.append("the mask is added to the scores: a bool or 0/1 mask would leak softly")
+    if examination.cross is not None and examination.cross.match is None:
+        names = ", ".join(name for name, role in examination.cross.plans[0].roles if role != "query")
+        notes.append(
+            f"with {names} given, nothing that is known reproduces the output: the verdict is about calls without"
+        )
+    if examination.masks.square:
+        notes.append("the mask was read with as many queries as keys; with other lengths the call raises")
     if examination.masks.form is not None and len(examination.masks.understood) > 1:
         notes.append(f"{len(examination.masks.understood)} forms of mask are understood")
     notes += [f"{c.name}: {c.detail}" for c in report.checks if c.name in NOT_JUDGED and c.outcome == "failed"]
