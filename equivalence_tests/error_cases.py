@@ -905,6 +905,20 @@ MASKS = [
     bad_call(
         "masks.from_lengths", "lengths of floats", {"lengths": floats(2)}, "lengths must hold integers", error=TypeError
     ),
+    bad_call(
+        "masks.from_lengths",
+        "lengths of bool",
+        {"lengths": mask(2)},
+        "lengths must hold integers, got torch.bool",
+        error=TypeError,
+    ),
+    bad_call(
+        "masks.from_lengths",
+        "lengths of complex numbers",
+        {"lengths": mask(2, dtype=torch.complex64)},
+        "lengths must hold integers, got torch.complex64",
+        error=TypeError,
+    ),
     bad_call("masks.from_lengths", "lengths 2-D", {"lengths": torch.tensor([[2]])}, "lengths must be 1-D, got 2-D"),
     bad_call(
         "masks.from_token_ids",
@@ -993,6 +1007,7 @@ ACCEPTED_CASES: tuple[AcceptedCase, ...] = (
     accepted(MHA, "kdim as wide as embed_dim", {}, build={"kdim": 33, "vdim": 33}),
     accepted(MHA, "one head as wide as all", {}, build={"num_heads": 1}),
     accepted(MHA, "heads of width 1", {}, build={"num_heads": 33}),
+    accepted(MHA, "width 1", {name: floats(5, 2, 1) for name in UNBATCHED}, build={"embed_dim": 1, "num_heads": 1}),
     accepted(ENCODER_LAYER, "no samples", {"src": floats(7, 0, 33)}),
     accepted(ENCODER_LAYER, "no tokens", {"src": floats(0, 2, 33)}),
     accepted(ENCODER_LAYER, "without a batch", {"src": floats(7, 33), "src_key_padding_mask": mask(7)}),

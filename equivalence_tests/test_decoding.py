@@ -561,6 +561,20 @@ class TestBeamSearch:
         assert [strip(row) for row in token_ids] == [best.tokens] * 2
         assert scores.isfinite().all()
 
+    def test_empty_places_crowd_no_hypothesis_out(self) -> None:
+        """Three tokens leave two of five places empty, one of them after an end; the fourth of the next step wins."""
+        after_start, after_one = [0.0, 0.3, 0.4, 0.3], [0.0, 0.5, 0.0, 0.5]
+
+        def next_logits(token_ids: Tensor) -> Tensor:
+            after_two = [
+                [0.0, 0.0, 1.0, 0.0] if row[1:] == [3, 3] else [0.0, 0.3, 0.4, 0.3] for row in token_ids.tolist()
+            ]
+            steps = [[after_start] * len(token_ids), [after_one] * len(token_ids), after_two]
+            return torch.tensor(steps[token_ids.size(1) - 1]).log()
+
+        token_ids, _ = search(next_logits, [[START]], beam_size=5, max_len=3, length_penalty=9.0)
+        assert token_ids.tolist() == [[3, 3, END]]
+
     def test_impossible_tokens_are_not_said(self) -> None:
         def next_logits(token_ids: Tensor) -> Tensor:
             return torch.tensor([NEVER, NEVER, NEVER, 0.0]).expand(len(token_ids), 4)

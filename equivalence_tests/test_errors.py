@@ -146,6 +146,35 @@ def test_builtin_refuses_head_sizes_with_the_reason(component: str, size: str) -
         getattr(PACKAGES["builtin"], component)(33, 3, **{size: 13})
 
 
+@pytest.mark.parametrize("size", ["qk_head_dim", "v_head_dim"])
+def test_head_sizes_are_positive_and_one_of_them_alone_leaves_the_other_to_be_divided(size: str) -> None:
+    attention = PACKAGES["scratch"].MultiheadAttention
+    with pytest.raises(ValueError, match=f"{size} must be greater than 0, got {size}=0"):
+        attention(33, 3, **{size: 0})
+    with pytest.raises(ValueError, match="embed_dim must be divisible by num_heads"):
+        attention(33, 5, **{size: 13})
+
+
+@pytest.mark.parametrize("width", ["kdim", "vdim"])
+@pytest.mark.parametrize(
+    ("component", "part", "argument"),
+    [
+        ("TransformerEncoderLayer", "self_attn", "src"),
+        ("TransformerDecoderLayer", "self_attn", "tgt"),
+        ("TransformerDecoderLayer", "multihead_attn", "memory"),
+    ],
+)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_exchanged_attention_names_the_arguments_of_its_layer(
+    package: str, component: str, part: str, argument: str, width: str
+) -> None:
+    case = next(case for case in ACCEPTED_CASES if case.component == component)
+    layer = construct(PACKAGES[package], component, case.build)
+    setattr(layer, part, PACKAGES[package].MultiheadAttention(33, 3, **{width: 13}))
+    with pytest.raises(ValueError, match=rf"^{argument} must have {width} = 13 features"):
+        layer(**case.call)
+
+
 @pytest.mark.parametrize("component", [*filter(takes_a_cache, CLASSES)])
 def test_builtin_refuses_a_cache_with_the_reason(component: str) -> None:
     case = next(case for case in ACCEPTED_CASES if case.component == component)

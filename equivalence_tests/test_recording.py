@@ -235,7 +235,7 @@ def test_a_query_without_keys_is_traced_as_the_call_treats_it(package: Any) -> N
     query, key, value = inputs = tuple(x.requires_grad_() for x in inputs_of(attention))
     hidden = torch.zeros(QUERY_LEN, KEY_LEN, dtype=torch.bool)
     hidden[3] = True
-    stages = trace_attention(attention, query, key, value, attn_mask=hidden, need_weights=True)
+    stages = trace_attention(attention, query, key, value, attn_mask=hidden)  # need_weights=True, as in the call
     assert stages["weights"][:, :, 3].isnan().all()
     assert stages["output"][:, 3].isnan().all()
 
@@ -688,6 +688,16 @@ def test_a_copy_made_inside_the_block_is_not_recorded(package: Any) -> None:
     assert not maps
 
 
+def test_a_copy_made_inside_the_block_is_given_the_very_cache() -> None:
+    model, cache, given = attention_of(scratch), GrowingCache(), []
+    inputs = inputs_of(model, "sequence-first")
+    with record_attention(model):
+        twin = copy.deepcopy(model)
+        twin.register_forward_pre_hook(lambda _, __, kwargs: given.append(kwargs["cache"]), with_kwargs=True)
+        twin(*inputs, cache=cache)
+    assert given == [cache]
+
+
 @packages
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_calls_again_only_inside_the_block(package: Any, use_reentrant: bool) -> None:
@@ -724,7 +734,7 @@ class SelfAttention(nn.MultiheadAttention):
     ("model", "error", "text"),
     [
         ([attention_of(scratch)], TypeError, r"model must be a torch\.nn\.Module, got list"),
-        (nn.Linear(2, 2), ValueError, "model must be or hold a MultiheadAttention of .*, got Linear with none"),
+        (nn.Linear(2, 2), ValueError, r"a MultiheadAttention of scratch, builtin or torch\.nn, got Linear with none"),
         (
             nn.Sequential(SelfAttention(4, 2)),
             TypeError,

@@ -31,7 +31,8 @@ Verdict = Literal["killed", "timed out", "survived"]
 
 ATTENTION = ["functional", "attention", "property_edges", "properties", "property_invariants", "layers"]
 LAYERS = ["layers", "property_edges", "transformer", "errors", "parity", "decoding", "properties", "seq2seq"]
-# The tests that look at a file, quick ones first; the examples in its docstrings go before them.
+# The tests that look at a file, quick ones first; the examples in its docstrings go before them. validation.py has the
+# most mutants by far: it gets the tests of what is refused, one class or function of a file where the rest is slow.
 TESTS = {
     "functional.py": ["errors", *ATTENTION],
     "masks.py": ["masks", "property_edges", "errors", "functional", "attention", "properties", "seq2seq"],
@@ -41,15 +42,41 @@ TESTS = {
     "positional.py": ["positional", "property_edges", "errors", "parity", "seq2seq"],
     "seq2seq.py": ["errors", "property_edges", "parity", "seq2seq", "decoding"],
     "decoding.py": ["decoding", "property_edges", "errors", "seq2seq"],
-    "recording.py": ["recording", "errors", "seq2seq"],
-    "validation.py": ["errors", "parity", "masks", "positional", "decoding", "recording", "seq2seq", "layers"],
+    "recording.py": ["recording", "errors", "property_edges"],
+    "validation.py": [
+        "errors",
+        "masks",
+        "property_edges",
+        "seq2seq::TestErrors",
+        "seq2seq::TestCache::test_a_target_without_new_tokens_is_refused",
+        "decoding::TestCaches",
+        "decoding::TestBeamSearch::test_bad_arguments_are_named",
+        "positional::TestSinusoidalEncoding::test_bad_arguments_are_named",
+        "positional::TestPositionalEncoding::test_the_last_position_may_be_used_and_no_later_one",
+        "positional::TestPositionalEncoding::test_other_shapes_are_refused",
+        "translation::TestVocabulary",
+        "translation::TestPairsFile",
+        "translation::TestBatch",
+        "translation::TestTraining::test_settings_out_of_range_are_refused",
+        "translation::TestCheckpoint",
+        "plotting::test_other_suffixes_and_no_maps_are_refused",
+        "plotting::test_a_missing_matplotlib_is_said",
+        "command_line::test_errors_are_one_line_and_status_2",
+        "recording::test_models_that_cannot_be_recorded_are_refused",
+        "recording::test_compiled_models_are_refused_and_compiled_parts_without_attention_are_not",
+        "recording::test_shared_repeated_and_idle_modules",
+        "recording::test_trace_refuses_what_it_cannot_read",
+    ],
 }
 
 
 def tests_of(file: Path) -> list[str]:
     """Name what is run for a file of ``scratch``: the examples in its docstrings, and the tests that look at it."""
-    tests = [f"equivalence_tests/test_{name}.py" for name in dict.fromkeys(TESTS[file.name])]
-    return [str(file.relative_to(ROOT)), *tests]
+    names = (name.partition("::") for name in dict.fromkeys(TESTS[file.name]))
+    return [
+        str(file.relative_to(ROOT)),
+        *(f"equivalence_tests/test_{stem}.py{colons}{part}" for stem, colons, part in names),
+    ]
 
 
 def time_of_whole_code(file: Path) -> float:
@@ -104,7 +131,11 @@ def _test(file: Path, code: CodeType | None, timeout_seconds: int) -> None:
         del sys.modules[name]
     if code is not None:
         sys.meta_path.insert(0, _Broken(f"scratch.{file.stem}", file, code))
-    sys.exit(pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *tests_of(file)]))
+    for tests in tests_of(file):  # one after another: what the first of them notices waits for no other
+        status = pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", tests])
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            sys.exit(status)
+    sys.exit()
 
 
 class _Broken(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
