@@ -455,6 +455,18 @@ MHA_SHAPES = [
     ),
     bad_call(
         MHA,
+        "attn_mask transposed beside is_causal",
+        {"attn_mask": mask(7, 5), "is_causal": True},
+        "attn_mask must have shape (query_len, key_len) = (5, 7)",
+    ),
+    bad_call(
+        MHA,
+        "attn_mask transposed beside is_causal and padding",
+        {"attn_mask": mask(7, 5), "is_causal": True, "need_weights": False, "key_padding_mask": mask(2, 7)},
+        "attn_mask must have shape (query_len, key_len) = (5, 7)",
+    ),
+    bad_call(
+        MHA,
         "is_causal without attn_mask",
         {"is_causal": True},
         "is_causal=True needs attn_mask",
@@ -537,6 +549,40 @@ MHA_DTYPES = [
         )
         for name, shape in (("attn_mask", (5, 7)), ("key_padding_mask", (2, 7)))
         for need_weights in (True, False)
+    ),
+    bad_call(
+        MHA,
+        "float64 attn_mask beside bool padding",
+        {"attn_mask": mask(5, 7, dtype=torch.float64), "key_padding_mask": mask(2, 7)},
+        "attn_mask must be bool or have the dtype of query, torch.float32, got torch.float64",
+        error=TypeError,
+    ),
+    bad_call(
+        MHA,
+        "bfloat16 attn_mask",
+        {"attn_mask": mask(5, 7, dtype=torch.bfloat16)},
+        "attn_mask must be bool or have the dtype of query, torch.float32, got torch.bfloat16",
+        error=TypeError,
+    ),
+    bad_call(
+        MHA,
+        "both masks bfloat16",
+        {"attn_mask": mask(5, 7, dtype=torch.bfloat16), "key_padding_mask": mask(2, 7, dtype=torch.bfloat16)},
+        "attn_mask must be bool or have the dtype of query, torch.float32, got torch.bfloat16",
+        error=TypeError,
+    ),
+    bad_call(
+        MHA,
+        "float32 attn_mask beside bfloat16",
+        {
+            "query": floats(5, 2, 33, dtype=torch.bfloat16),
+            "key": KEY.bfloat16(),
+            "value": KEY.bfloat16(),
+            "attn_mask": mask(5, 7, dtype=torch.float32),
+        },
+        "attn_mask must be bool or have the dtype of query, torch.bfloat16, got torch.float32",
+        error=TypeError,
+        build={"dtype": torch.bfloat16},
     ),
 ]
 
@@ -634,6 +680,15 @@ LAYER_INPUTS = [
         ENCODER_LAYER, "src too wide", {"src": floats(7, 2, 34)}, "src must have embed_dim = 33 features", "but got 34"
     ),
     bad_call(ENCODER_LAYER, "src 1-D", {"src": floats(33)}, "src", "but received 1-D query tensor"),
+    bad_call(
+        ENCODER,
+        "src no tensor",
+        {"src": [1.0]},
+        "src must be a tensor, got list",
+        error=TypeError,
+        torch_type=NO_SUCH_CHECK + "an AttributeError",
+    ),
+    bad_call(ENCODER, "mask no tensor", {"mask": [[True]]}, "mask must be a tensor, got list", error=TypeError),
     bad_call(ENCODER, "src too wide", {"src": floats(7, 2, 34)}, "src must have embed_dim = 33 features", "but got 34"),
     bad_call(ENCODER, "src 1-D", {"src": floats(33)}, "src must be 2-D (len, d_model) or 3-D with a batch, got 1-D"),
     bad_call(
@@ -700,6 +755,13 @@ LAYER_INPUTS = [
     ),
     bad_call(
         TRANSFORMER,
+        "tgt without a batch, as wide as the batch of src is large",
+        {"src": floats(7, 33, 33), "tgt": floats(5, 33)},
+        "the batch number of src and tgt must be equal",
+        "(7, 33, 33) and (5, 33)",
+    ),
+    bad_call(
+        TRANSFORMER,
         "src without a batch",
         {"src": floats(7, 33)},
         "expected `memory`",
@@ -751,7 +813,10 @@ SDPA_CASES = [
         "query must be at least 2-D (len, head_dim), got shape (4,)",
     ),
     bad_call(SDPA, "query no tensor", {"query": None}, "query must be a tensor, got NoneType", error=TypeError),
-    bad_call(SDPA, "query a list", {"query": [1.0]}, "query must be a tensor, got list", error=TypeError),
+    *(
+        bad_call(SDPA, f"{name} a list", {name: [1.0]}, f"{name} must be a tensor, got list", error=TypeError)
+        for name in HEADS
+    ),
     bad_call(
         SDPA,
         "half key and value",
@@ -852,6 +917,36 @@ SDPA_CASES = [
         {"key": floats(3, 3, 7, 11), "value": floats(3, 3, 7, 13)},
         "key must have the leading dimensions of query, (2, 3)",
         "(3, 3, 7, 11)",
+    ),
+    bad_call(
+        SDPA,
+        "batch of value differs",
+        {"value": floats(3, 3, 7, 13)},
+        "value must have the leading dimensions of query, (2, 3)",
+        "(3, 3, 7, 13)",
+    ),
+    bad_call(
+        SDPA,
+        "batches differ beside grouped heads",
+        {"query": floats(3, 6, 5, 11), "enable_gqa": True},
+        "key must have the leading dimensions of query, (3,)",
+        "(2, 3, 7, 11)",
+    ),
+    bad_call(
+        SDPA,
+        "query without heads to group",
+        {"query": floats(5, 11), "key": floats(3, 7, 11), "value": floats(3, 7, 13), "enable_gqa": True},
+        "the heads of key must divide the heads of query",
+        "(3, 7, 11) and (5, 11)",
+        torch_type=NO_SUCH_CHECK + "an IndexError",
+    ),
+    bad_call(
+        SDPA,
+        "key without grouped heads",
+        {"key": floats(7, 11), "enable_gqa": True},
+        "the heads of key must divide the heads of query",
+        "(7, 11) and (2, 3, 5, 11)",
+        torch_type=NO_SUCH_CHECK + "an IndexError",
     ),
     bad_call(
         SDPA,
@@ -995,6 +1090,29 @@ ACCEPTED_CASES: tuple[AcceptedCase, ...] = (
         },
     ),
     accepted(MHA, "without a batch", {**UNBATCHED, "attn_mask": CAUSAL.expand(3, 5, 7), "key_padding_mask": mask(7)}),
+    accepted(
+        MHA, "without a batch, batch first", {**UNBATCHED, "key_padding_mask": mask(7)}, build={"batch_first": True}
+    ),
+    accepted(
+        MHA,
+        "without a batch, widths of their own",
+        {"query": floats(5, 33), "key": floats(7, 19), "value": floats(7, 23)},
+        build={"kdim": 19, "vdim": 23},
+    ),
+    *(
+        accepted(MHA, f"{name}, replaced by is_causal", {**call, "is_causal": True, "need_weights": False})
+        for name, call in (
+            ("attn_mask transposed", {"attn_mask": mask(7, 5)}),
+            ("attn_mask transposed, without a batch", {**UNBATCHED, "attn_mask": mask(7, 5)}),
+            ("attn_mask for other heads", {"attn_mask": mask(5, 5, 7)}),
+            ("attn_mask of bfloat16", {"attn_mask": mask(5, 7, dtype=torch.bfloat16)}),
+        )
+    ),
+    accepted(
+        MHA,
+        "bfloat16 attn_mask beside bool padding",
+        {"attn_mask": INFINITE.bfloat16(), "key_padding_mask": mask(2, 7)},
+    ),
     accepted(MHA, "hint beside a float mask", {"attn_mask": INFINITE, "is_causal": True, "need_weights": False}),
     accepted(MHA, "a mask for each head", {"attn_mask": CAUSAL.repeat(6, 1, 1)}),
     accepted(MHA, "float padding", {"key_padding_mask": floats(2, 7)}),
@@ -1012,6 +1130,8 @@ ACCEPTED_CASES: tuple[AcceptedCase, ...] = (
     accepted(ENCODER_LAYER, "no tokens", {"src": floats(0, 2, 33)}),
     accepted(ENCODER_LAYER, "without a batch", {"src": floats(7, 33), "src_key_padding_mask": mask(7)}),
     accepted(ENCODER_LAYER, "activation a module", {}, build={"activation": nn.SiLU()}),
+    *(accepted(ENCODER_LAYER, f"activation {name}", {}, build={"activation": name}) for name in ("relu", "gelu")),
+    accepted(ENCODER_LAYER, "src_mask too small, replaced by is_causal", {"src_mask": mask(5, 5), "is_causal": True}),
     accepted(ENCODER, "both masks bool", {"mask": mask(7, 7), "src_key_padding_mask": mask(2, 7)}),
     accepted(DECODER_LAYER, "without a batch", {"tgt": floats(5, 33), "memory": floats(7, 33), "memory_mask": CAUSAL}),
     accepted(DECODER_LAYER, "no memory tokens", {"memory": floats(0, 2, 33)}),
@@ -1019,6 +1139,9 @@ ACCEPTED_CASES: tuple[AcceptedCase, ...] = (
         DECODER, "all masks", {"tgt_mask": mask(5, 5), "memory_mask": CAUSAL, "memory_key_padding_mask": mask(2, 7)}
     ),
     accepted(TRANSFORMER, "without a batch", {"src": floats(7, 33), "tgt": floats(5, 33)}),
+    accepted(
+        TRANSFORMER, "batch first", {"src": floats(2, 7, 33), "tgt": floats(2, 5, 33)}, build={"batch_first": True}
+    ),
     accepted(SQUARE_MASK, "size 0", {"sz": 0}),
     accepted(SQUARE_MASK, "dtype bool", {"dtype": torch.bool}),
     accepted(SDPA, "width 0", {"query": floats(2, 3, 5, 0), "key": floats(2, 3, 7, 0)}),
@@ -1048,6 +1171,22 @@ ACCEPTED_CASES: tuple[AcceptedCase, ...] = (
         SDPA,
         "keys and values grouped apart",
         {"query": floats(2, 6, 5, 11), "value": floats(2, 2, 7, 13), "enable_gqa": True},
+    ),
+    accepted(
+        SDPA,
+        "grouped heads with masks",
+        {"query": floats(2, 6, 5, 11), "attn_mask": ~mask(6, 5, 7), "enable_gqa": True},
+    ),
+    accepted(
+        SDPA,
+        "grouped heads without a batch",
+        {
+            "query": floats(6, 5, 11),
+            "key": floats(3, 7, 11),
+            "value": floats(3, 7, 13),
+            "attn_mask": ~mask(6, 5, 7),
+            "enable_gqa": True,
+        },
     ),
     *(
         accepted(SDPA, f"attn_mask of shape {tuple(shape)}", {"attn_mask": ~mask(*shape)})

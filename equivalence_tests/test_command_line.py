@@ -80,6 +80,7 @@ def test_plots_are_written(checkpoint: Path, tmp_path: Path) -> None:
         (["train", "-c", "none/c.pt"], "in a folder that exists"),
         (["train", "--pairs", "none.tsv"], "none.tsv must be a file that can be read"),
         (["train", "--device", "abacus"], "device must be one that torch can use here"),
+        (["train", "--device", "cuda:99"], "device must be one that torch can use here"),
         (["train", "--epochs", "0"], "num_epochs must be greater than 0, got num_epochs=0"),
         (["plot", "positional", "-o", "p.gif"], "must end in .png or .svg"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_upper_left
 from torch.torch_version import TorchVersion
 
 from equivalence_tests.comparing import compare_tensors
@@ -21,6 +22,7 @@ pytestmark = [
 
 # The encoder has done its work when the decoder's layers look at their masks.
 NOT_ALL_CHECKED_AT_THE_DOOR = {"Transformer"}
+NO_DROPOUT_IN_EVAL = "nothing is dropped in eval"
 IN_TORCH = [case for case in ERROR_CASES if case.in_torch]
 # These take the process with them.
 DEADLY = {
@@ -128,6 +130,43 @@ def test_torch_still_rejects_what_the_packages_accept_with_a_reason(case: Accept
         result(TORCH, case)
 
 
+@pytest.mark.parametrize("case", [case for case in ERROR_CASES if case.train_only == NO_DROPOUT_IN_EVAL], ids=str)
+def test_eval_takes_a_dropout_that_training_refuses(case: ErrorCase) -> None:
+    assert raised(PACKAGES["scratch"], case, train=False) is None
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("batch_first", "layout"),
+    [
+        (True, r"\(batch, len, features\)"),
+        (False, r"\(len, batch, features\), as batch_first=False reads it"),
+    ],
+)
+def test_batches_that_differ_are_shown_in_the_layout_they_were_read_in(
+    batch_first: bool, layout: str, package: str
+) -> None:
+    attention = PACKAGES[package].MultiheadAttention(33, 3, batch_first=batch_first)
+    key = torch.zeros(7, 2, 33)
+    with pytest.raises(ValueError, match=rf"read as {layout}$"):
+        attention(torch.zeros(5, 3, 33), key, key)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("attn_mask", "text"),
+    [
+        (torch.ones(5, 7, dtype=torch.bool), r"Explicit attn_mask should not be set when is_causal=True\)$"),
+        (causal_upper_left(5, 7), "CausalBias should not be used with causal=True$"),
+    ],
+    ids=["bool", "bias"],
+)
+def test_two_causal_masks_are_refused_in_torchs_words(attn_mask: Tensor, text: str, package: str) -> None:
+    q, k = torch.zeros(5, 11), torch.zeros(7, 11)
+    with pytest.raises(ValueError, match=text):
+        PACKAGES[package].scaled_dot_product_attention(q, k, k, attn_mask, is_causal=True)
+
+
 def test_cases_have_names_of_their_own() -> None:
     names = [str(case) for case in (*ERROR_CASES, *ACCEPTED_CASES)]
     assert len(set(names)) == len(names)
@@ -153,6 +192,7 @@ def test_head_sizes_are_positive_and_one_of_them_alone_leaves_the_other_to_be_di
         attention(33, 3, **{size: 0})
     with pytest.raises(ValueError, match="embed_dim must be divisible by num_heads"):
         attention(33, 5, **{size: 13})
+    attention(33, 5, qk_head_dim=13, v_head_dim=13)
 
 
 @pytest.mark.parametrize("width", ["kdim", "vdim"])
@@ -179,7 +219,7 @@ def test_an_exchanged_attention_names_the_arguments_of_its_layer(
 def test_builtin_refuses_a_cache_with_the_reason(component: str) -> None:
     case = next(case for case in ACCEPTED_CASES if case.component == component)
     module = construct(PACKAGES["builtin"], component, case.build)
-    with pytest.raises(ValueError, match=r"cache cannot be used with torch\.nn: its attention projects all keys"):
+    with pytest.raises(ValueError, match=r"cache cannot be used with torch\.nn: .*, or decode by recomputation$"):
         module(**case.call, cache=[])
 
 

@@ -40,11 +40,13 @@ def test_figures_are_saved_by_their_suffix(tmp_path: Path, suffix: str, begin: b
 def test_other_suffixes_and_no_maps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end in .png or .svg, got '.jpg'"):
         save_figure(positional_figure(8), tmp_path / "picture.jpg")
-    with pytest.raises(ValueError, match="at least one attention map"):
+    with pytest.raises(ValueError, match="in a folder that exists"):
+        save_figure(positional_figure(8), tmp_path / "none" / "picture.png")
+    with pytest.raises(ValueError, match=r"at least one attention map, got none$"):
         attention_figure({}, {})
 
 
 def test_a_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match="plots need matplotlib"):
+    with pytest.raises(ValueError, match=r"plots need matplotlib, .* 'attention-side-by-side\[plot\]'$"):
         positional_figure(8)

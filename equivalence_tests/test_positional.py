@@ -50,7 +50,7 @@ def table_of(encoding: PositionalEncoding, dtype: torch.dtype) -> Tensor:
 class TestSinusoidalEncoding:
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("d_model", WIDTHS)
-    @pytest.mark.parametrize("base", [10000.0, 7.0])
+    @pytest.mark.parametrize("base", [10000.0, 7.0, 0.5])
     def test_values_are_those_of_the_formula(self, layout: Layout, d_model: int, base: float) -> None:
         table = sinusoidal_encoding(MAX_LEN, d_model, layout, base=base, dtype=torch.float64)
         assert_close(table, slow_table(MAX_LEN, d_model, layout, base))

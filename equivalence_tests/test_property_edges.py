@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 import scratch
 from equivalence_tests.side_by_side import assert_equal, outputs_and_gradients, random_tensor, with_same_weights
 from scratch import masks
-from scratch.decoding import FixedCache, _first_beams, beam_search, without_padding
+from scratch.decoding import FixedCache, GrowingCache, LayerCache, _first_beams, beam_search, without_padding
 
 META = torch.device("meta")
 
@@ -71,8 +71,31 @@ class TestMultiheadAttention:
         output, _ = attention(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)
         assert output.device == META
 
+    def test_a_float32_mask_joins_lower_precision_where_no_weights_are_asked_for(self) -> None:
+        attention = scratch.MultiheadAttention(12, 3, dtype=torch.bfloat16)
+        x, nothing_hidden = random_tensor(5, 2, 12, dtype=torch.bfloat16), torch.zeros(5, 5)
+        masked, _ = attention(x, x, x, attn_mask=nothing_hidden, need_weights=False)
+        assert torch.equal(masked, attention(x, x, x, need_weights=False)[0])
+
+    @pytest.mark.parametrize("package", [scratch, nn], ids=["scratch", "torch.nn"])
+    def test_autocast_takes_inputs_and_masks_of_other_dtypes(self, package: Any) -> None:
+        attention = package.MultiheadAttention(12, 3)
+        x, nothing_hidden = random_tensor(5, 2, 12, dtype=torch.bfloat16), torch.zeros(5, 5)
+        with torch.autocast("cpu", torch.bfloat16):
+            output, weights = attention(x, x, x, attn_mask=nothing_hidden)
+        assert output.isfinite().all()
+        assert weights.shape == (2, 5, 5)
+
 
 class TestLayers:
+    def test_the_memory_mask_fits_the_memory_that_the_cache_holds(self) -> None:
+        layer, cache = scratch.TransformerDecoderLayer(12, 3, 13, dropout=0.0, dtype=torch.float64), LayerCache()
+        x, memory, other = (random_tensor(n, 2, 12, seed=n) for n in (1, 7, 3))
+        hidden = torch.tensor([[False] * 6 + [True], [False] * 7])
+        first = layer(x, memory, memory_key_padding_mask=hidden, cache=cache)
+        cache.self_attn = GrowingCache()
+        assert torch.equal(layer(x, other, memory_key_padding_mask=hidden, cache=cache), first)
+
     @pytest.mark.parametrize("name", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
     def test_head_sizes_reach_every_attention(self, name: str) -> None:
         layer = getattr(scratch, name)(12, 3, 5, qk_head_dim=5, v_head_dim=7)
@@ -147,6 +170,12 @@ class TestSeq2SeqTransformer:
         with pytest.raises(TypeError, match="tgt_ids"):
             model(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3))
         assert not read
+
+    def test_generate_asks_for_its_length_before_it_encodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = scratch.Seq2SeqTransformer(7, 7, d_model=12, nhead=3, num_encoder_layers=1, num_decoder_layers=1)
+        monkeypatch.setattr(model, "encode", None)
+        with pytest.raises(ValueError, match="max_len must be greater than 0, got max_len=0"):
+            model.generate(torch.ones(1, 2, dtype=torch.int64), max_len=0)
 
     def test_generate_keeps_no_graph(self) -> None:
         model, with_gradients = self.model(), []

@@ -552,6 +552,18 @@ def test_a_cache_holds_the_same_after_recording(cache_class: Any) -> None:
         assert caches[0].extended_len(1) == caches[1].extended_len(1)
 
 
+def test_a_promise_of_causality_beside_a_cache_is_recorded_as_its_mask_says() -> None:
+    attention, cache = attention_of(scratch), GrowingCache()
+    x, hidden = draw(KEY_LEN, BATCH, EMBED_DIM), torch.ones(KEY_LEN, KEY_LEN, dtype=torch.bool).triu(1)
+    _, whole = attention(x, x, x, attn_mask=hidden, average_attn_weights=False)
+    with record_attention(attention) as maps:
+        for begin, end in ((0, 5), (5, KEY_LEN)):
+            new = x[begin:end]
+            mask = hidden[begin:end, :end]
+            attention(new, new, new, attn_mask=mask, is_causal=True, need_weights=False, cache=cache)
+    assert_close(maps[""], whole[:, :, 5:])
+
+
 # --- record_attention: nothing else changes -------------------------------------------------------------------------
 
 

@@ -329,6 +329,10 @@ class TestCache:
         text = r"tgt_ids must hold the whole target so far, the 6 tokens of the cache .* got shape \(5, 1\)"
         with pytest.raises(ValueError, match=text):
             model.decode(tgt_ids[:, -1:], memory, src_ids, cache=cache)
+        with pytest.raises(ValueError, match=r"the 6 tokens of the cache .* got shape \(5, 6\)"):
+            model.decode(tgt_ids, memory, src_ids, cache=cache)
+        with pytest.raises(ValueError, match="cache must have one entry for each of 3 layers, got 0"):
+            model.decode(tgt_ids, memory, src_ids, cache=[])
         with pytest.raises(ValueError, match="cache must have one entry for each of 3 layers, got 2"):
             model.decode(tgt_ids, memory, src_ids, cache=new_cache(2))
 
@@ -604,6 +608,11 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
         lambda m: m.decode(TGT_IDS, torch.zeros(1, 4, 20), SRC_IDS),
         ValueError,
         r"memory must have shape \(batch, src_len, d_model\) = \(1, 3, 20\), as src_ids has it, got \(1, 4, 20\)",
+    ),
+    (
+        lambda m: m.decode(TGT_IDS.float(), torch.zeros(1, 3, 20), SRC_IDS),
+        TypeError,
+        "tgt_ids must hold token ids as int64 or int32, got torch.float32",
     ),
     (
         lambda m: call(m, src_ids=SRC_IDS[:, :0]),

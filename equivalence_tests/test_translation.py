@@ -56,6 +56,23 @@ class TestVocabulary:
         with pytest.raises(ValueError, match="got 'x'; known: ich, mochte"):
             TranslationTask(PAIRS).source.encode("x")
 
+    @pytest.mark.parametrize(
+        ("number", "sentence", "end"),
+        [
+            (20, "x", "word1000019$"),
+            (21, "x", "word1000019 and 1 more$"),
+            (21, "word100002", "; nearest: word10000[0-9, word]*$"),
+        ],
+    )
+    def test_of_many_known_words_twenty_are_named(self, number: int, sentence: str, end: str) -> None:
+        vocabulary = Vocabulary.from_sentences([f"word{1000000 + i}" for i in range(number)])
+        with pytest.raises(ValueError, match=end):
+            vocabulary.encode(sentence)
+
+    def test_a_sentence_without_words_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"sentence must hold at least one word, got an empty one$"):
+            TranslationTask(PAIRS).source.encode(" ")
+
 
 class TestPairsFile:
     def test_reads_what_was_written(self, tmp_path: Path) -> None:
@@ -171,6 +188,9 @@ class TestTraining:
         with pytest.raises(ValueError, match=message):
             TrainingSettings(**settings)
 
+    def test_settings_in_range_are_taken(self) -> None:
+        assert TrainingSettings(loss="kl", label_smoothing=0.1).label_smoothing == 0.1
+
 
 class TestCheckpoint:
     @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -204,10 +224,28 @@ class TestCheckpoint:
         torch.save({"weights": torch.zeros(2)}, path)
         with pytest.raises(ValueError, match=r"checkpoint of format .* got None"):
             load_checkpoint(path, scratch.Seq2SeqTransformer)
+        torch.save(["weights"], path)
+        with pytest.raises(ValueError, match=r"checkpoint of format .* got None"):
+            load_checkpoint(path, scratch.Seq2SeqTransformer)
+        torch.save({"format": Path("runs code of its own when it is read")}, path)
+        with pytest.raises(ValueError, match=r"a file that torch\.load refuses"):
+            load_checkpoint(path, scratch.Seq2SeqTransformer)
         save_checkpoint(path, begin(), TINY)
         path.write_bytes(path.read_bytes()[:1000])
         with pytest.raises(ValueError, match="a whole checkpoint"):
             load_checkpoint(path, scratch.Seq2SeqTransformer)
+
+    def test_it_is_read_to_the_device_that_is_asked_for(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.pt"
+        torch.save({"format": "f", "weights": torch.zeros(2)}, path)
+        assert validation.read_checkpoint(path, "f", "meta")["weights"].device.type == "meta"
+
+    def test_a_file_without_permission_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "c.pt"
+        path.write_bytes(b"old")
+        monkeypatch.setattr("os.access", lambda asked, _: asked != path)
+        with pytest.raises(ValueError, match="got a folder or no permission"):
+            save_checkpoint(path, begin(), TINY)
 
     def test_a_failed_save_leaves_the_old_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "c.pt"
