@@ -1,6 +1,8 @@
 """The guide shows what the checker says today, and its code runs."""
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,13 @@ def without_rounding(report: str) -> list[str]:
 
 
 @pytest.fixture
-def my_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def my_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my_attention.py").write_text(blocks("python")[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    monkeypatch.delitem(sys.modules, "my_attention", raising=False)
+    yield tmp_path
+    sys.modules.pop("my_attention", None)  # another test has a file of that name
 
 
 def test_the_report_is_the_one_that_is_shown(my_attention: Path) -> None:

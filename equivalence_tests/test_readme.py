@@ -39,6 +39,7 @@ def test_the_python_of_readme_runs(
 ) -> None:
     (tmp_path / "my_attention.py").write_text(MY_ATTENTION)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_attention", raising=False)
     names: dict[str, Any] = {}
     found = blocks("python")
     assert len(found) >= 4

@@ -249,6 +249,8 @@ def cross_plans(caller: Caller, sizes: Sizes) -> Iterator[tuple[CallPlan, Sizes]
     memory = {name for name, role in roles if role in ("memory", "key", "value") and not _required(name, parameters)}
     given = tuple((name, "query" if role == "input" else role) for name, role in roles if role not in ("", "default"))
     kept = tuple((n, r) for n, r in given if n in memory or r.startswith("=") or _required(n, parameters))
+    if {"key", "value"} - {role for name, role in kept}:  # one tensor for both, whatever it is called
+        kept = tuple((name, "memory" if name in memory else role) for name, role in kept)
     if not memory or not any(role == "input" for _, role in roles):
         return
     for lengths, layout in itertools.product((sizes, replace(sizes, key_len=sizes.query_len)), LAYOUTS):
