@@ -28,7 +28,7 @@ from equivalence_tests.checker.reference import Inputs, Setting, attend
 from equivalence_tests.checker.subject import Subject
 from equivalence_tests.checker.tracing import tensors_in, trace
 
-__all__ = ["AttentionExamination", "MaskReading", "examine"]
+__all__ = ["AttentionExamination", "MaskReading", "examine", "independent_samples"]
 
 OTHER_LENGTHS = ((4, 6, 9), (1, 8, 8), (5, 4, 10))
 MOST_PROJECTIONS = 40
@@ -192,7 +192,7 @@ def _plans(subject: Subject, caller: Caller, errors: list[str]) -> tuple[list[Ca
     found = list(_unique_plans(call_plans(caller, subject.sizes, errors)))
     if not found:
         return [], subject.sizes
-    independent = {plan: _independent_samples(caller, plan, lengths) for plan, lengths in found}
+    independent = {plan: independent_samples(caller, plan, lengths) for plan, lengths in found}
     ordered = sorted(found, key=lambda item: (not item[0].named, not independent[item[0]]))
     telling = [item for item in ordered if independent[item[0]]] or ordered
     return _with_distinct_outputs(caller, telling)[:12], telling[0][1]
@@ -219,7 +219,7 @@ def _unique_plans(found: Iterator[tuple[CallPlan, Sizes]]) -> Iterator[tuple[Cal
         yield plan, lengths
 
 
-def _independent_samples(caller: Caller, plan: CallPlan, lengths: Sizes) -> bool:
+def independent_samples(caller: Caller, plan: CallPlan, lengths: Sizes) -> bool:
     """Whether changing sample 0 leaves the other samples alone, and changing token 0 does not."""
     inputs = random_inputs(lengths, plan, 1, caller.dtype)
     if len(inputs.query) == 1:

@@ -32,7 +32,7 @@ ROLE_NAMES = (
     (r"^x$|hidden|input|^src$|emb|token|^h$|feature|seq|^inp$|^x_?\w*$|states?$|data", "input"),
 )
 SWITCH = re.compile(
-    r"^(is|use|need|return|output|average|training|train)_|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freq|kwargs|layer_idx|relative"
+    r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freq|kwargs|layer_idx|relative"
 )
 
 

@@ -208,27 +208,26 @@ def _counted_in_file(instance: Any) -> list[int]:
 
 
 def _width(instance: Any, asked: Sizes) -> int | None:
-    """Find the width of the tokens: what the first matrix takes in, or what a LayerNorm normalises."""
+    """Find the width of the tokens: what a matrix takes in, what a LayerNorm normalises, or what a table holds."""
     if not isinstance(instance, nn.Module):
         return None
-    if any(asked.embed_dim in p.shape for p in instance.parameters()):
+    tables = [x for x in instance.buffers() if x.dim() >= 2 and x.is_floating_point()]
+    if any(asked.embed_dim in x.shape for x in (*instance.parameters(), *tables)):
         return asked.embed_dim
     for child in instance.modules():
-        for name in ("embed_dim", "d_model", "in_features"):
+        for name in ("embed_dim", "d_model", "embedding_dim", "in_features"):
             value = getattr(child, name, None)
             if isinstance(value, int) and not _head_sized(instance, value):
                 return value
-    vectors = [p for p in instance.parameters() if p.dim() >= 1]
-    return int(vectors[0].size(0 if vectors[0].dim() == 1 else -1)) if vectors and vectors[0].dim() <= 2 else None
+    vectors = [p for p in instance.parameters() if p.dim() >= 1 and p.numel() > 1]
+    if vectors and vectors[0].dim() <= 2:
+        return int(vectors[0].size(0 if vectors[0].dim() == 1 else -1))
+    return int(tables[0].size(-1)) if tables else None
 
 
 def _head_sized(instance: nn.Module, width: int) -> bool:
-    """Whether a matrix that takes in so little works on one head at a time."""
-    widest = max((p.size(0) for p in instance.parameters() if p.dim() == 2), default=width)
-    multiples = [p.size(-1) for p in instance.parameters() if p.dim() == 2 and p.size(-1) > width]
-    return (
-        bool(multiples)
-        and widest > width
-        and all(m % width == 0 for m in multiples)
-        and any(p.dim() == 2 and tuple(p.shape) == (width, width) for p in instance.parameters())
-    )
+    """Whether a matrix that takes in so little works on one head at a time, and is no way into a feed-forward."""
+    matrices = [tuple(p.shape) for p in instance.parameters() if p.dim() == 2]
+    wider = [shape for shape in matrices if shape[1] > width]
+    whole_heads = all(columns % width == 0 and rows != width for rows, columns in wider)
+    return (width, width) in matrices and bool(wider) and whole_heads

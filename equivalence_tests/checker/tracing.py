@@ -4,6 +4,7 @@ What is seen here only guides the search. No verdict rests on it.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,20 +129,33 @@ def trace(module: nn.Module, call: Callable[[], Any]) -> Trace:
         What was seen; empty where the call raised at once.
     """
     seen = Trace()
-
-    def note(path: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            seen.calls.append(ModuleCall(path, args, kwargs, output))
-
-        return hook
-
     with contextlib.ExitStack() as stack:
         for path, child in module.named_modules():
-            if path:
-                stack.callback(child.register_forward_hook(note(path), with_kwargs=True).remove)
+            if path and type(child).forward is not nn.Module.forward:
+                stack.enter_context(_noting(child, path, seen))
         with contextlib.suppress(Exception), torch.no_grad(), _ParameterWatch(module, seen):
             call()
     return seen
+
+
+@contextlib.contextmanager
+def _noting(child: nn.Module, path: str, seen: Trace) -> Iterator[None]:
+    """Note the calls of a sub-module, also where its forward is called by name, which passes hooks by."""
+    own, forward = "forward" in vars(child), child.forward
+
+    @functools.wraps(forward)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        seen.calls.append(ModuleCall(path, args, kwargs, output))
+        return output
+
+    vars(child)["forward"] = noted
+    try:
+        yield
+    finally:
+        del vars(child)["forward"]
+        if own:
+            vars(child)["forward"] = forward
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def _verify(
     guess = kind or guess_kind(found) or _kind_by_structure(found, name, adapter) or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
     first = _or_unchecked(examined_as, guess, name)
-    if first.verdict != "unchecked":
+    if first.verdict != "unchecked" or any(check.outcome == "passed" for check in first.checks):
         return first
     for other in others:
         report = _or_unchecked(examined_as, other, name)

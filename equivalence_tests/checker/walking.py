@@ -1,52 +1,71 @@
-"""Check a layer, a stack or a model by walking its sub-modules, and read how they are wired together.
+"""Check a layer, a stack or a model: its parts one by one, then how they are put together.
 
-Every sub-module of a known kind is examined by itself, so that errors do not add up. The wiring is read off one
-forward pass: what goes into each sub-module is written as a sum of what came before.
+Every sub-module of a known kind is examined by itself, so that errors do not add up. The wiring of each kind of layer
+is followed from the input to the output (``wiring``), its masks are tried (``layer_masks``), and a model is run on
+token ids (``models``). What could not be looked at is said, and nothing is called equal on its account.
 """
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import CallPlan, call_plans, forward_parameters, random_inputs
-from equivalence_tests.checker.construction import VOCABULARY, Sizes, prepare
+from equivalence_tests.checker.attention import independent_samples
+from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, random_inputs
+from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.describe import guilty_line
-from equivalence_tests.checker.diagnosis import distance
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.layer_masks import read_layer_masks
+from equivalence_tests.checker.loading import Source, source_of
 from equivalence_tests.checker.mask_builders import examine_mask_builder, mask_methods
-from equivalence_tests.checker.part_mistakes import PART_MISTAKES
+from equivalence_tests.checker.mistakes import STRUCTURE
+from equivalence_tests.checker.models import judge_model, run_model
+from equivalence_tests.checker.part_mistakes import PART_MISTAKES, PartMistake
 from equivalence_tests.checker.parts import examine_part, guess_kind, kind_of_name
 from equivalence_tests.checker.report import CheckResult, Finding, Report
-from equivalence_tests.checker.subject import Adapter, Subject, subjects
-from equivalence_tests.checker.tracing import ModuleCall, tensors_in, trace
+from equivalence_tests.checker.subject import Adapter, Subject, sizes_of, subjects
+from equivalence_tests.checker.tracing import modules_created, tensors_in
+from equivalence_tests.checker.wiring import Wiring, read_wiring
+from equivalence_tests.checker.wiring_mistakes import WIRING_MISTAKES
 
-__all__ = ["examine_layers"]
+__all__ = ["examine_layers", "kind_of"]
 
 EXAMINED = ("attention", "layer_norm", "feed_forward", "positional_encoding")
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
 
-@dataclass(frozen=True)
-class Node:
-    """A tensor of the forward pass with a name: "x", "memory", or what a sub-module gave."""
+@dataclass
+class Walk:
+    """What is known while a model is walked through.
 
-    name: str
-    value: Tensor
+    Args:
+        report: Receives what is found.
+        module: The model, prepared.
+        sizes: Of the tensors.
+        contained: For each part that was examined, whether it adds its own residual; None if that is not known.
+    """
 
+    report: Report
+    module: nn.Module
+    sizes: Sizes
+    contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
 
-@dataclass(frozen=True)
-class Step:
-    """One call of a sub-module, what went into it as sums of earlier nodes, and what it is."""
+    def check(self, name: str, mistakes: list[str], place: str, evidence: str, source: Source) -> None:
+        """Add a row, and a finding for each mistake."""
+        outcome: Literal["passed", "failed"] = "failed" if mistakes else "passed"
+        self.report.checks.append(CheckResult(name, outcome, ", ".join(mistakes)))
+        for mistake in mistakes:
+            if (mistake, place) not in [(f.name, f.where) for f in self.report.findings]:
+                self.report.findings.append(_finding(mistake, place, evidence, source))
 
-    path: str
-    kind: str
-    inputs: tuple[tuple[str, ...] | None, ...]
-    output: str
+    def skip(self, name: str, reason: str) -> None:
+        """Say what could not be looked at."""
+        self.report.checks.append(CheckResult(name, "skipped", reason))
 
 
 def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
@@ -66,286 +85,288 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
     subject = next(subjects(found, name, adapter))
     if subject.module is None:
         raise CannotCheckError(f"{name} is no module")
-    subject.function = copy.deepcopy(subject.module)
+    module = copy.deepcopy(subject.module)
     torch.set_default_dtype(torch.float64)
-    prepare(subject.function)
-    report = Report(name, "layers")
-    for path, child in _examined_children(subject.function):
-        _add_child(report, path, child)
-    _add_wiring(report, subject)
-    _add_mask_methods(report, subject.function)
-    _add_layout_clash(report, subject)
+    prepare(module)
+    walk = Walk(Report(name, "layers"), module, subject.sizes)
+    for path, child in _examined_children(module):
+        _add_child(walk, path, child)
+    layers = list(_layers(module))
+    for path, layer in layers:
+        _add_layer(walk, path, layer)
+    if not layers and not set(atoms_of(module).values()) & {"attention", "layers"}:
+        walk.skip("wiring", "it holds no attention; if parts are handed to its constructor, pass an instance")
+    _add_mask_methods(walk)
+    _add_model(walk)
+    _add_layout_clash(walk)
+    return _concluded(walk.report, subject)
+
+
+def _concluded(report: Report, subject: Subject) -> Report:
     if not report.checks and type(subject.module).__module__.startswith("torch."):
         report.checks.append(CheckResult("torch.nn's own modules", "passed", "what others are compared with"))
     if not report.checks:
         raise CannotCheckError(
-            f"{name} holds no attention, LayerNorm, feed-forward or positional encoding of its own to check"
+            f"{report.target} holds no attention, LayerNorm, feed-forward or positional encoding of its own to check"
         )
     unchecked = [c for c in report.checks if c.outcome == "skipped"]
+    blamed = [f for f in report.findings if not _expressible(f.name)]
     failed = [c for c in report.checks if c.outcome == "failed"]
-    report.verdict = "deviates" if failed else "unchecked" if unchecked else "equal"
+    report.verdict = "deviates" if failed or blamed else "unchecked" if unchecked else "equal"
     if report.verdict == "unchecked":
         report.reason = "; ".join(f"{c.name}: {c.detail}" for c in unchecked)
     return report
 
 
+def _expressible(name: str) -> bool:
+    return name in PART_MISTAKES and PART_MISTAKES[name].expressible
+
+
 def kind_of(path: str, child: nn.Module) -> str:
-    """Tell what a sub-module is, by its class, or else by the name of the attribute that holds it."""
+    """Tell what a sub-module is, by its class, or else by the name of the attribute that holds it.
+
+    What is called a norm and holds other modules is none: it normalises for them, or adds a residual.
+
+    >>> kind_of("blocks.0.ln_1", nn.LayerNorm(3)), kind_of("mlp", nn.Identity()), kind_of("x", nn.Dropout())
+    ('layer_norm', '', '')
+    """
     attribute = "" if type(child).__module__.startswith("torch.") else path.rpartition(".")[2]
-    return guess_kind(child) or kind_of_name(attribute)
+    kind = guess_kind(child) or kind_of_name(attribute)
+    if kind == "layer_norm" and any(True for _ in child.children()):
+        linears = sum(isinstance(m, nn.Linear | nn.Conv1d) for m in child.modules())
+        return "feed_forward" if linears == 2 and "feed" in type(child).__name__.lower() else ""
+    return kind
+
+
+def _is_torchs(child: nn.Module) -> bool:
+    return type(child).__module__.startswith("torch.") and not isinstance(child, nn.Sequential)
+
+
+def atoms_of(module: nn.Module) -> dict[str, str]:
+    """List the outermost sub-modules that are looked at as wholes, by path, with their kind.
+
+    Args:
+        module: A layer or a model.
+
+    Returns:
+        Parts of a known kind, torch's own layers, and under "" every other module with parameters and no children.
+    """
+    chosen: dict[str, str] = {}
+    for path, child in module.named_modules():
+        if not path or any(path.startswith(f"{other}.") for other in chosen):
+            continue
+        kind = kind_of(path, child)
+        has_parameters = any(True for _ in child.parameters())
+        torchs_layer = kind == "layers" and _is_torchs(child)
+        if torchs_layer or (kind in EXAMINED and (has_parameters or kind == "positional_encoding")):
+            chosen[path] = kind
+        elif has_parameters and not any(True for _ in child.children()):
+            chosen[path] = ""
+    return chosen
+
+
+def _mark(child: nn.Module) -> tuple[Any, ...]:
+    """What two modules share that need not be examined twice."""
+    return (type(child), tuple(p.shape for p in child.parameters()), str(child) if _has_no_source(child) else "")
+
+
+def _has_no_source(child: nn.Module) -> bool:
+    return isinstance(child, nn.Sequential)
 
 
 def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """List the outermost sub-modules of a known kind, one of each class and shape; torch's own are right."""
-    chosen: list[str] = []
-    seen: set[tuple[type, tuple[torch.Size, ...]]] = set()
-    for path, child in module.named_modules():
-        inside = any(path.startswith(f"{other}.") for other in chosen)
-        kind = kind_of(path, child)
-        leaf_kind = kind in EXAMINED and (any(True for _ in child.parameters()) or kind == "positional_encoding")
-        if not path or inside or not leaf_kind or type(child).__module__.startswith("torch."):
-            continue
-        chosen.append(path)
-        mark = (type(child), tuple(p.shape for p in child.parameters()))
-        if mark not in seen:
-            seen.add(mark)
+    seen: set[tuple[Any, ...]] = set()
+    for path, kind in atoms_of(module).items():
+        child = module.get_submodule(path)
+        if kind in EXAMINED and not _is_torchs(child) and _mark(child) not in seen:
+            seen.add(_mark(child))
             yield path, child
 
 
-def _add_child(report: Report, path: str, child: nn.Module) -> None:
+def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     from equivalence_tests.checker.verify import verify_found
 
     kind = kind_of(path, child)
+    adapter = Adapter(embed_dim=walk.sizes.embed_dim)
     try:
-        part = verify_found(child, path) if kind == "attention" else examine_part(child, path, kind, Adapter(), path)
+        part = (
+            verify_found(child, path, adapter)
+            if kind == "attention"
+            else examine_part(child, path, kind, adapter, path)
+        )
     except CannotCheckError as error:
         part = Report(path, reason=str(error))
     outcome = {"equal": "passed", "deviates": "failed", "unchecked": "skipped"}[part.verdict]
     failed = [c.name for c in part.checks if c.outcome == "failed"]
-    detail = "" if part.verdict == "equal" else ", ".join(part.mistakes or failed) or part.reason.partition("\n")[0]
-    report.checks.append(CheckResult(f"{path} ({part.kind or kind})", outcome, detail))  # type: ignore[arg-type]
-    report.findings += [replace(f, where=path) for f in part.findings]
-    report.conventions += [(f"{path}: {what}", here, there) for what, here, there in part.conventions[:1]]
+    detail = "" if part.verdict == "equal" else ", ".join(part.mistakes or failed) or " ".join(part.reason.split())
+    walk.report.checks.append(CheckResult(f"{path} ({part.kind or kind})", outcome, detail))  # type: ignore[arg-type]
+    walk.report.findings += [replace(f, where=path) for f in part.findings]
+    walk.report.conventions += [(f"{path}: {what}", here, there) for what, here, there in part.conventions[:1]]
+    walk.contained[_mark(child)] = _adds_residual(part)
     torch.set_default_dtype(torch.float64)
 
 
-def _add_mask_methods(report: Report, module: nn.Module) -> None:
+def _adds_residual(part: Report) -> bool | None:
+    """Read in a report whether a part includes the residual; None where the part was not understood."""
+    if part.verdict == "unchecked":
+        return None
+    words = " ".join(here for what, here, _ in part.conventions if what == "includes")
+    return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in part.mistakes)
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """List one of each kind of layer: the innermost modules that hold an attention and a feed-forward.
+
+    Where there is no feed-forward at all, an attention with a norm or with another attention is a layer.
+    """
+    found = list(_holding(module, lambda kinds: "attention" in kinds and _has_feed_forward(kinds)))
+    found = found or list(
+        _holding(module, lambda kinds: kinds.count("attention") > 1 or set(kinds) >= {"attention", "layer_norm"})
+    )
+    seen: set[tuple[Any, ...]] = set()
+    for path, child in found:
+        innermost = not any(other != path and (other.startswith(f"{path}.") or not path) for other, _ in found)
+        if innermost and _mark(child) not in seen:
+            seen.add(_mark(child))
+            yield path, child
+
+
+def _has_feed_forward(kinds: list[str]) -> bool:
+    return "feed_forward" in kinds or kinds.count("") > 1
+
+
+def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
+    for path, child in module.named_modules():
+        if isinstance(child, CONTAINERS) or _is_torchs(child) or kind_of(path, child) in EXAMINED:
+            continue
+        kinds = list(atoms_of(child).values())
+        if wanted(kinds):
+            yield path, child
+
+
+def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
+    """Follow the wiring of one layer, and try its masks and the maps it returns."""
+    label = path or "layer"
+    source = source_of(type(layer).forward)
+    caller = Subject(label, layer, sizes_of(layer, walk.sizes, Adapter()), source, Adapter()).caller()
+    errors: list[str] = []
+    plans = list(call_plans(caller, sizes_of(layer, walk.sizes, Adapter()), errors))
+    found = next((item for item in plans if independent_samples(caller, *item)), plans[0] if plans else None)
+    if found is None:
+        said = f": {errors[0]}" if errors else ""
+        walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
+        return
+    plan, lengths = found
+    _add_fresh_parts(walk, path, caller, plan, lengths, source)
+    wiring = _wiring(walk, caller, plan, lengths, layer)
+    if wiring.mistakes or not wiring.unread:
+        walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, source)
+    else:
+        walk.skip(f"{label} (wiring)", "; ".join(wiring.unread))
+    crossed = any(name.startswith("cross_") for name in wiring.mistakes)
+    _add_layer_masks(walk, label, path, caller, plan, lengths, source, crossed)
+    _add_maps(walk, label, path, caller, plan, lengths, source)
+
+
+def _add_fresh_parts(walk: Walk, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, source: Source) -> None:
+    with modules_created() as created, torch.no_grad():
+        caller.returned(plan, random_inputs(lengths, plan, 9, caller.dtype))
+    trained = sorted(set(created) & {"Linear", "LayerNorm", "Embedding", "Conv1d"})
+    if trained and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
+        mistake = STRUCTURE["layer_made_in_forward"]
+        line = guilty_line(mistake.patterns, source, source)
+        evidence = f"each call constructs {', '.join(trained)}"
+        walk.report.findings.append(
+            Finding(mistake.name, mistake.sentence, mistake.have, mistake.want, mistake.fix, evidence, line, where=path)
+        )
+
+
+def _wiring(walk: Walk, caller: Caller, plan: CallPlan, lengths: Sizes, layer: nn.Module) -> Wiring:
+    atoms = atoms_of(layer)
+    contained = {path: walk.contained.get(_mark(layer.get_submodule(path)), False) for path in atoms}
+    wiring = read_wiring(caller, plan, lengths, atoms, contained)
+    called = {step.path for step in wiring.steps}
+    norms = [path for path, kind in atoms.items() if kind == "layer_norm"]
+    if any(norm in called for norm in norms) and any(norm not in called for norm in norms):
+        wiring.blame("norm_missing")
+    return wiring
+
+
+def _add_layer_masks(
+    walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, source: Source, crossed: bool
+) -> None:
+    for mask in read_layer_masks(caller, plan, lengths):
+        if crossed and not mask.hides:
+            continue  # without a cross-attention that works, its mask has nothing to hide
+        hidden = {"x": "the layer's own tokens", "memory": "tokens of the memory"}.get(mask.hides, "")
+        evidence = f"a mask that hides one token was given as {mask.parameter} in {mask.tried} forms"
+        walk.check(f"{label} ({mask.parameter})", [mask.mistake] if mask.mistake else [], path, evidence, source)
+        if mask.form is not None:
+            walk.report.conventions.append(
+                (f"{label}: {mask.parameter}", f"hides {hidden}: {mask.form}", "True = may not look, or added")
+            )
+
+
+def _add_maps(
+    walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, source: Source
+) -> None:
+    """A layer that returns the maps of its self-attention twice forgets those of the cross-attention."""
+    if plan.self_attention or lengths.query_len == lengths.key_len:
+        return
+    inputs = random_inputs(lengths, plan, 7, caller.dtype)
+    with torch.no_grad():
+        maps = [x for x in caller.returned(plan, inputs) if x.dim() >= 3 and x.size(-2) == lengths.query_len]
+    own = [x for x in maps if x.size(-1) == lengths.query_len]
+    crossed = [x for x in maps if x.size(-1) == lengths.key_len]
+    if own or crossed:
+        twice = not crossed and any(_same(x, y) for i, x in enumerate(own) for y in own[:i])
+        mistakes = ["cross_maps_are_self_maps"] if twice else []
+        walk.check(f"{label} (attention maps)", mistakes, path, "the same map comes back twice", source)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def _add_mask_methods(walk: Walk) -> None:
     """Check the methods that build masks, as far as they can be read."""
-    for name, method in mask_methods(module):
+    for name, method in mask_methods(walk.module):
         with contextlib.suppress(CannotCheckError):
             part = examine_mask_builder(method, name)
             if part.verdict != "unchecked":
                 outcome: Literal["passed", "failed"] = "failed" if part.findings else "passed"
-                report.checks.append(CheckResult(f"{name} (mask builder)", outcome, ", ".join(part.mistakes)))
-                report.findings += [replace(finding, where=name) for finding in part.findings]
+                walk.report.checks.append(CheckResult(f"{name} (mask builder)", outcome, ", ".join(part.mistakes)))
+                walk.report.findings += [replace(finding, where=name) for finding in part.findings]
 
 
-def _add_wiring(report: Report, subject: Subject) -> None:
-    """Read the wiring of the layer itself, or of the first layer inside a stack."""
-    module = subject.module
-    assert module is not None  # examine_layers asked
-    layer_path, layer = _first_layer(module)
-    if layer is None:
+def _add_model(walk: Walk) -> None:
+    """Run a model with embeddings on token ids."""
+    if not any(isinstance(m, nn.Embedding) for m in walk.module.modules()):
         return
-    inner = Subject(layer_path or subject.name, layer, subject.sizes, subject.source, Adapter())
-    names = _wiring_mistakes(inner)
-    if names is None:
-        report.checks.append(CheckResult("wiring", "skipped", f"no way to call {layer_path or 'it'} was found"))
-    else:
-        report.checks.append(CheckResult("wiring", "failed" if names else "passed", ", ".join(names)))
-    maps = _returned_maps_mistakes(subject)
-    if maps is not None:
-        report.checks.append(CheckResult("attention maps", "failed" if maps else "passed", ", ".join(maps)))
-    for name in dict.fromkeys([*(names or []), *(maps or [])]):
-        mistake = PART_MISTAKES[name]
-        line = guilty_line(mistake.patterns, subject.source, subject.source)
-        evidence = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
-        report.findings.append(
-            Finding(
-                name,
-                mistake.sentence,
-                mistake.have,
-                mistake.want,
-                mistake.fix,
-                evidence,
-                line,
-                mistake.choice,
-                (),
-                layer_path,
-            )
+    run = run_model(walk.module)
+    if run is None:
+        walk.report.notes.append(
+            "no way to run the whole model on token ids was found: the parts and layers were checked, not their order"
         )
-
-
-def _first_layer(module: nn.Module) -> tuple[str, nn.Module | None]:
-    """The innermost module that holds an attention and something else beside it."""
-    found: tuple[str, nn.Module | None] = ("", None)
-    for path, child in module.named_modules():
-        if kind_of(path, child) == "attention" or type(child).__module__.startswith("torch."):
-            continue
-        kinds = [kind_of(name, grandchild) for name, grandchild in child.named_children()]
-        if "attention" in kinds and len(kinds) > 1 and found[1] is None:
-            found = (path, child)
-    return found
-
-
-def _wiring_mistakes(subject: Subject) -> list[str] | None:
-    module = subject.module
-    assert module is not None  # made from a module
-    caller, errors = subject.caller(), list[str]()
-    found = next(iter(call_plans(caller, subject.sizes, errors)), None)
-    if found is None:
-        return None
-    plan, lengths = found
-    inputs = random_inputs(lengths, plan, 3, caller.dtype)
-    names = {name for name, _ in module.named_children()}
-    seen = trace(module, lambda: caller.returned(plan, inputs))
-    calls = [c for c in seen.calls if c.path in names or kind_of(c.path, module.get_submodule(c.path)) in EXAMINED]
-    nodes = [Node("x", inputs.query)] + ([] if plan.self_attention else [Node("memory", inputs.key)])
-    steps = list(_steps(module, calls, nodes, plan))
-    with torch.no_grad():
-        output = caller.output(plan, inputs)
-    final = _as_sum(output, nodes, plan)
-    return list(_judge_wiring(module, steps, final, plan))
-
-
-def _steps(module: nn.Module, calls: list[ModuleCall], nodes: list[Node], plan: CallPlan) -> Iterator[Step]:
-    for index, call in enumerate(calls):
-        child = module.get_submodule(call.path)
-        output = next(tensors_in((call.output,)), None)
-        if output is None or isinstance(child, nn.Dropout | nn.Identity):
-            continue
-        inputs = tuple(_as_sum(x, nodes, plan) for x in tensors_in((call.args, call.kwargs)))
-        label = f"{call.path}#{index}"
-        nodes.append(Node(label, _batch_first(output, plan)))
-        yield Step(call.path, kind_of(call.path, child), inputs, label)
-
-
-def _batch_first(x: Tensor, plan: CallPlan) -> Tensor:
-    return x.transpose(0, 1) if plan.sequence_first and x.dim() == 3 else x
-
-
-def _as_sum(x: Tensor, nodes: list[Node], plan: CallPlan) -> tuple[str, ...] | None:
-    """Write a tensor as a sum of one to three earlier ones, the latest first; None if it is none."""
-    for tensor, count in itertools.product((x, _batch_first(x, plan)), (1, 2, 3)):
-        candidates = [n for n in nodes if n.value.shape == tensor.shape] if x.dim() == 3 else []
-        for chosen in itertools.combinations_with_replacement(reversed(candidates[-8:] + candidates[:1]), count):
-            if distance(sum(n.value for n in chosen), tensor) < 1e-10:  # type: ignore[arg-type]
-                return tuple(n.name for n in chosen)
-    return None
-
-
-def _judge_wiring(module: nn.Module, steps: list[Step], final: tuple[str, ...] | None, plan: CallPlan) -> Iterator[str]:
-    norms = {s.output: s for s in steps if s.kind == "layer_norm"}
-    sublayers = [s for s in steps if s.kind in ("attention", "feed_forward")]
-    sums = [s.inputs[0] for s in steps if s.inputs and s.inputs[0] is not None] + ([final] if final else [])
-    called = {s.path for s in steps}
-    unused = [n for n, c in module.named_children() if kind_of(n, c) == "layer_norm" and n not in called]
-    if unused and norms:
-        yield "norm_missing"
-    if len({s.path for s in norms.values()}) < len(norms):
-        yield "norm_shared"
-    pre_norm = bool(sublayers and sublayers[0].inputs and sublayers[0].inputs[0] and sublayers[0].inputs[0][0] in norms)
-    for step in sublayers:
-        yield from _judge_residual(step, sums, norms, pre_norm)
-    if pre_norm and final and len(final) == 1 and final[0] in norms:
-        yield "norm_final_extra"
-    if not plan.self_attention:
-        yield from _judge_cross(module, sublayers, called)
-
-
-def _judge_residual(step: Step, sums: list[tuple[str, ...]], norms: dict[str, Step], pre_norm: bool) -> Iterator[str]:
-    """Look at the sum in which the output of a sub-layer is added to the residual."""
-    using = next((s for s in sums if step.output in s), None)
-    taken = step.inputs[0] if step.inputs else None
-    if using is None or taken is None:
         return
-    rest = [name for name in using if name != step.output]
-    from_norm = len(taken) == 1 and taken[0] in norms
-    if not rest and not _residual_inside(step):
-        yield "residual_missing"
-    elif len(rest) != len(set(rest)):
-        yield "residual_added_twice"
-    elif rest and pre_norm and from_norm and rest == list(taken):
-        yield "residual_from_normalised"
+    source = source_of(type(walk.module).forward)
+    evidence = "seen when the model is run on token ids, and on the same with two or one of them changed"
+    for what, mistake, where in judge_model(walk.module, run):
+        walk.check(f"{what}{f' ({where})' if where else ''}", [mistake] if mistake else [], where, evidence, source)
 
 
-def _residual_inside(step: Step) -> bool:
-    """A sub-layer whose output goes straight on, with no LayerNorm after it, holds its own residual."""
-    return step.path.endswith(("block", "sublayer"))
-
-
-def _judge_cross(module: nn.Module, sublayers: list[Step], called: set[str]) -> Iterator[str]:
-    attentions = [s for s in sublayers if s.kind == "attention"]
-    uses_memory = [any(part and "memory" in part for part in s.inputs) for s in attentions]
-    read = all(part is not None for s in attentions for part in s.inputs)
-    uncalled = [n for n, c in module.named_children() if kind_of(n, c) == "attention" and n not in called]
-    if uncalled:
-        yield "cross_attention_left_out"
-    elif attentions and read and not any(uses_memory):
-        yield "cross_attention_from_decoder"
-    elif attentions and uses_memory[0] and len(attentions) > 1:
-        yield "sublayers_in_another_order"
-
-
-def _returned_maps_mistakes(subject: Subject) -> list[str] | None:
-    """Compare the maps that come back with (query, query) and (query, key); None where there are not two kinds."""
-    module = subject.module
-    assert module is not None  # examine_layers asked
-    query_len, key_len = 5, 7
-    returned = _call_with_two_lengths(module, subject.sizes, query_len, key_len)
-    maps = [x for x in returned if x.dim() >= 3 and x.size(-2) == query_len and x.size(-1) in (query_len, key_len)]
-    cross_exists = sum(kind_of(n, c) == "attention" for n, c in module.named_modules()) > 1
-    if len(maps) < 2 or not cross_exists:
-        return None
-    return ["cross_maps_are_self_maps"] if all(x.size(-1) == query_len for x in maps) else []
-
-
-def _call_with_two_lengths(module: nn.Module, sizes: Sizes, query_len: int, key_len: int) -> list[Tensor]:
-    """Call a decoder with token ids or vectors of the target, and of the source, in whatever order it takes them."""
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(1, VOCABULARY, (2, n), generator=generator) for n in (query_len, key_len)]
-    vectors = [torch.randn(2, n, sizes.embed_dim, generator=generator) for n in (query_len, key_len)]
-    options = [*ids, *vectors, None]
-    required = [p for p in forward_parameters(module) if p.default is p.empty]
-    for values in itertools.islice(itertools.product(options, repeat=len(required)), 700):
-        if not any(v is o for v in values for o in (ids[1], vectors[1])) or not any(
-            v is o for v in values for o in (ids[0], vectors[0])
-        ):
-            continue
-        try:
-            with torch.no_grad():
-                return list(tensors_in((module(*values),)))
-        except Exception:
-            continue
-    return []
-
-
-def _add_layout_clash(report: Report, subject: Subject) -> None:
+def _add_layout_clash(walk: Walk) -> None:
     """A positional table along axis 0 beside layers that are batch first."""
-    module = subject.module
-    assert module is not None  # examine_layers asked
-    batch_first = any(getattr(child, "batch_first", False) is True for child in module.modules())
-    along_first = [c for c in report.conventions if c[0].endswith("positions run along") and c[1].startswith("axis 0")]
-    order_rows = _position_axes(module)
-    if batch_first and (along_first or order_rows):
-        mistake = PART_MISTAKES["position_indexed_by_batch"]
-        line = guilty_line(mistake.patterns, subject.source, subject.source)
+    batch_first = any(getattr(child, "batch_first", False) is True for child in walk.module.modules())
+    rows = walk.report.conventions
+    along_first = [c for c in rows if c[0].endswith("positions run along") and c[1].startswith("axis 0")]
+    places = _position_axes(walk.module)
+    if batch_first and (along_first or places):
         evidence = "the table runs along axis 0, and the attention of the same model is batch first"
-        report.findings.append(
-            Finding(
-                mistake.name,
-                mistake.sentence,
-                mistake.have,
-                mistake.want,
-                mistake.fix,
-                evidence,
-                line,
-                "",
-                (),
-                order_rows[0],
-            )
-        )
-        report.checks.append(CheckResult("positional layout", "failed", mistake.name))
+        place = places[0] if places else ""
+        source = source_of(walk.module.get_submodule(place)) if place else source_of(walk.module)
+        walk.check("positional layout", ["position_indexed_by_batch"], place, evidence, source)
 
 
 def _position_axes(module: nn.Module) -> list[str]:
@@ -364,3 +385,11 @@ def _position_axes(module: nn.Module) -> list[str]:
         if same_tokens and not torch.equal(table[0], table[1]):
             found.append(path)
     return found
+
+
+def _finding(name: str, where: str, evidence: str, source: Source) -> Finding:
+    mistake: PartMistake = PART_MISTAKES.get(name) or WIRING_MISTAKES[name]
+    line = guilty_line(mistake.patterns, source, source)
+    return Finding(
+        name, mistake.sentence, mistake.have, mistake.want, mistake.fix, evidence, line, mistake.choice, (), where
+    )
