@@ -119,7 +119,8 @@ def leaves_of(module: nn.Module, num_heads: int, embed_dim: int) -> list[Leaf]:
     Returns:
         Every Linear-like pair of weight and bias; head-sized matrices of equal names are stacked.
     """
-    singles = [_leaf(module, name, p) for name, p in module.named_parameters(remove_duplicate=False) if _is_matrix(p)]
+    named = module.named_parameters(remove_duplicate=False)
+    singles = [_leaf(module, name, p) for name, p in named if _is_matrix(p) or _is_pointwise(module, name)]
     groups: dict[str, list[Leaf]] = {}
     for leaf in singles:
         groups.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", leaf.name), []).append(leaf)
@@ -256,8 +257,17 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
     return parameter.dim() in (2, 3) and min(parameter.shape) > 1
 
 
+def _is_pointwise(module: nn.Module, name: str) -> bool:
+    """Whether a parameter is the kernel of a convolution over one token at a time, (out, in, 1)."""
+    owner, _, last = name.rpartition(".")
+    parent = module.get_submodule(owner)
+    return last == "weight" and isinstance(parent, nn.Conv1d) and (parent.kernel_size, parent.groups) == ((1,), 1)
+
+
 def _as_matrix(weight: Tensor, transposed: bool) -> Tensor:
-    """Flatten (h, e, d) or (h, d, e), or transpose (in, out)."""
+    """Flatten (h, e, d) or (h, d, e), drop the 1 of (out, in, 1), or transpose (in, out)."""
+    if weight.dim() == 3 and weight.size(-1) == 1:
+        return weight.squeeze(-1)
     if weight.dim() == 3:
         return (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)
     return weight.t() if transposed else weight

@@ -29,6 +29,8 @@ __all__ = ["KINDS", "verify"]
 
 KINDS = ("attention", *PART_KINDS)
 FALLBACKS = ("feed_forward", "positional_encoding", "layers", "attention")
+# How long something whose name tells another kind is looked at as an attention, in seconds.
+SECOND_LOOK = 2.0
 # What these find is worth knowing and no proof of a wrong number.
 NOT_JUDGED = ("check_every_parameter_gets_a_gradient", "check_fully_masked_rows")
 
@@ -98,7 +100,7 @@ def _verify(
 
     def examined_as(one: str) -> Report:
         if one == "attention":
-            return verify_found(found, name, adapter, progress, seconds)
+            return verify_found(found, name, adapter, progress, seconds if one == guess else min(seconds, SECOND_LOOK))
         return examine_part(found, name, one, adapter)
 
     guess = kind or guess_kind(found) or _kind_by_structure(found, name, adapter) or "attention"

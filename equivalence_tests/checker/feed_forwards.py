@@ -1,0 +1,191 @@
+"""Every feed-forward: the activation, where it stands, biases and matrices left out, gates, residual and LayerNorm."""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.judging import PartReading
+from equivalence_tests.checker.projections import Leaf, leaves_of
+from equivalence_tests.checker.reference import Projection
+
+__all__ = ["feed_forward_readings"]
+
+Map = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Map] = {
+    "ReLU": F.relu,
+    "GELU": F.gelu,
+    "tanh-GELU": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid-GELU": lambda x: x * torch.sigmoid(1.702 * x),
+    "SiLU": F.silu,
+    "LeakyReLU": F.leaky_relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "ELU": F.elu,
+    "squared ReLU": lambda x: F.relu(x).square(),
+    "Mish": F.mish,
+    "nothing": lambda x: x,
+}
+PLAIN = ("ReLU", "GELU", "nothing")
+GATES: dict[str, Map] = {
+    "SwiGLU": F.silu,
+    "GEGLU": F.gelu,
+    "GEGLU with tanh-GELU": ACTIVATIONS["tanh-GELU"],
+    "ReGLU": F.relu,
+    "GLU": torch.sigmoid,
+}
+Wrap = Callable[[Tensor, Map, Map], Tensor]
+WRAPS: dict[str, Wrap] = {
+    "the two linears": lambda x, f, n: f(x),
+    "+ residual": lambda x, f, n: x + f(x),
+    "+ residual, then LayerNorm": lambda x, f, n: n(x + f(x)),
+    "+ LayerNorm on the input": lambda x, f, n: f(n(x)),
+    "+ LayerNorm on the input, + residual": lambda x, f, n: x + f(n(x)),
+}
+WRONG_WRAPS: dict[str, tuple[str, Wrap]] = {
+    "residual_missing": ("+ LayerNorm on the output, no residual", lambda x, f, n: n(f(x))),
+    "residual_from_normalised": (
+        "+ LayerNorm on the input, + residual of the normalised",
+        lambda x, f, n: n(x) + f(n(x)),
+    ),
+    "residual_added_twice": ("+ residual twice, then LayerNorm", lambda x, f, n: n(x + x + f(x))),
+    "norm_fresh_in_forward": (
+        "+ residual, then a LayerNorm made in forward",
+        lambda x, f, n: F.layer_norm(x + f(x), x.shape[-1:]),
+    ),
+    "residual_after_norm": ("+ LayerNorm on the output, then residual", lambda x, f, n: x + n(f(x))),
+}
+
+
+@dataclass(frozen=True)
+class Body:
+    """What stands between residual and LayerNorm."""
+
+    formula: Map
+    words: tuple[tuple[str, str, str], ...]
+    mistakes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    clues: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
+    """Read a feed-forward in every way.
+
+    Args:
+        module: The feed-forward, with random parameters.
+        width: Width of its input.
+
+    Yields:
+        Two linears with anything between, and gated ones, alone or with residual and LayerNorm.
+    """
+    leaves = leaves_of(module, 1, width)
+    norm = next((m for m in module.modules() if m is not module and "norm" in type(m).__name__.lower()), None)
+    wraps = [(words, wrap, ()) for words, wrap in WRAPS.items() if norm is not None or "Norm" not in words]
+    wrong = [
+        (words, wrap, (name,))
+        for name, (words, wrap) in WRONG_WRAPS.items()
+        if norm is not None or name == "norm_fresh_in_forward"
+    ]
+    pairs = [body for one, two in itertools.permutations(leaves, 2) for body in _bodies(module, one, two, width)]
+    gated = list(_gated_bodies(module, leaves, width))
+    for body, (words, wrap, mistakes) in [
+        *itertools.product(pairs, [*wraps, *wrong]),
+        *itertools.product(gated, wraps),
+    ]:
+        rows = (*body.words, ("includes", words, "linear2(activation(linear1(x)))"))
+        formula = _bind(wrap, body.formula, norm or nn.Identity())
+        yield PartReading(formula, rows, (*body.mistakes, *mistakes), body.notes, body.clues)
+
+
+def _bind(wrap: Wrap, body: Map, norm: Map) -> Map:
+    return lambda x: wrap(x, body, norm)
+
+
+def _bodies(module: nn.Module, first: Leaf, second: Leaf, width: int) -> Iterator[Body]:
+    one, two = first.read(module), second.read(module)
+    if _out_in(one)[1] != width or (_out_in(two) != _out_in(one)[::-1] and _out_in(one)[0] != width):
+        return
+    clues = {"activation_missing": _call_patterns(second)}
+    for name, activation in ACTIVATIONS.items():
+        rows = (
+            ("activation", name, "ReLU, GELU or any function"),
+            ("linears", f"{first.name}, {second.name}", "linear1, linear2"),
+        )
+        missing = ("activation_missing",) if name == "nothing" else ()
+        known = missing or (() if name in PLAIN else ("activation_exchanged",))
+        for bias1, bias2 in itertools.product((True, False), repeat=2):
+            if (not bias1 and one.bias is None) or (not bias2 and two.bias is None):
+                continue
+            lost = (("ff_first_bias_unused",) if not bias1 else ()) + (("ff_second_bias_unused",) if not bias2 else ())
+            middle, after, both = _placed(_with_bias(one, bias1), _with_bias(two, bias2), activation)
+            yield Body(middle, rows, (*known, *lost), clues=clues)
+            if name != "nothing":
+                yield Body(after, rows, ("activation_after_second_linear", *known, *lost))
+                yield Body(both, rows, ("activation_also_after_second_linear", *known, *lost))
+        yield Body(_then(one, activation), rows, ("ff_second_linear_missing", *known))
+
+
+def _placed(one: Map, two: Map, activation: Map) -> tuple[Map, Map, Map]:
+    """Put the activation between the linears, after both, and in both places."""
+    middle = _then(_then(one, activation), two)
+    return middle, _then(_then(one, two), activation), _then(middle, activation)
+
+
+def _then(f: Map, g: Map) -> Map:
+    return lambda x: g(f(x))
+
+
+def _with_bias(linear: Projection, bias: bool) -> Map:
+    return lambda x: linear(x, bias)
+
+
+def _out_in(linear: Projection) -> tuple[int, int]:
+    assert linear.weight is not None  # a leaf has a matrix
+    return linear.weight.size(0), linear.weight.size(1)
+
+
+def _call_patterns(second: Leaf) -> tuple[str, ...]:
+    """Match the line that applies the second linear; for a child of nn.Sequential, the one that makes the linears."""
+    name = second.name.removesuffix(".weight").rpartition(".")[2]
+    if name.isdigit():
+        return (r"(Linear|Conv1d)\(",)
+    return rf"\b{re.escape(name)}\(", rf"(@|linear|matmul|einsum).*\b{re.escape(name)}\b"
+
+
+def _gated_bodies(module: nn.Module, leaves: list[Leaf], width: int) -> Iterator[Body]:
+    """down(activation(gate(x)) * up(x)): three linears, or two where gate and up are packed in one."""
+    read = {leaf.name: leaf.read(module) for leaf in leaves}
+    for (gate, g), (up, u), (down, d) in itertools.permutations(read.items(), 3):
+        if _out_in(g) == _out_in(u) == _out_in(d)[::-1] and _out_in(g)[1] == width:
+            yield from _gated(g, u, d, f"{gate} (gate), {up}, {down}")
+    for (packed, p), (down, d) in itertools.permutations(read.items(), 2):
+        if _out_in(p) == (2 * _out_in(d)[1], width) and _out_in(d)[0] == width:
+            one, other = _halves(p)
+            yield from _gated(one, other, d, f"{packed}: rows are [gate; up], {down}")
+            yield from _gated(other, one, d, f"{packed}: rows are [up; gate], {down}")
+
+
+def _halves(packed: Projection) -> tuple[Projection, Projection]:
+    assert packed.weight is not None  # a leaf has a matrix
+    weights = packed.weight.chunk(2)
+    biases = (None, None) if packed.bias is None else packed.bias.chunk(2)
+    return Projection(weights[0], biases[0]), Projection(weights[1], biases[1])
+
+
+def _gated(gate: Projection, up: Projection, down: Projection, linears: str) -> Iterator[Body]:
+    note = "torch.nn has no gated feed-forward: it equals down(activation(gate(x)) * up(x)), written with F.linear"
+    for name, activation in (*GATES.items(), ("a gate without activation", ACTIVATIONS["nothing"])):
+        rows = (
+            ("gated", f"{name}: down(activation(gate(x)) * up(x))", "none"),
+            ("linears", linears, "linear1, linear2"),
+        )
+        mistakes = () if name in GATES else ("gate_without_activation",)
+        yield Body(_gate_formula(gate, up, down, activation), rows, mistakes, (note,))
+
+
+def _gate_formula(gate: Projection, up: Projection, down: Projection, activation: Map) -> Map:
+    return lambda x: down(activation(gate(x)) * up(x))

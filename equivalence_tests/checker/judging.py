@@ -1,0 +1,176 @@
+"""Judge a part of a Transformer: find the reading with the fewest mistakes that gives its output, and say so."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from equivalence_tests.checker.describe import guilty_line
+from equivalence_tests.checker.diagnosis import FLOAT32_INSIDE, distance
+from equivalence_tests.checker.loading import Source
+from equivalence_tests.checker.part_mistakes import PART_MISTAKES
+from equivalence_tests.checker.report import CheckResult, Finding, Report
+from equivalence_tests.checker.subject import Subject
+
+__all__ = ["Clock", "Observation", "PartReading", "judge"]
+
+EXACT = 1e-10
+# How many readings are measured on every observation where the least difference is asked for.
+MEASURED = 5
+Observation = tuple[Tensor, Tensor]
+Row = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class PartReading:
+    """One way to understand a part.
+
+    Args:
+        formula: What it computes, from what an observation shows of its input.
+        words: The settings that are its conventions: (what, in this code, in torch.nn).
+        mistakes: What is wrong in it; names of ``PART_MISTAKES``.
+        notes: What else should be known where this reading is right.
+        clues: For a mistake, patterns of the guilty line that the names in this very code give.
+    """
+
+    formula: Callable[[Tensor], Tensor]
+    words: tuple[Row, ...]
+    mistakes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    clues: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class Clock:
+    """A limit of time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether the time has run out."""
+        return time.monotonic() > self.end
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Readings, the fewest mistakes first, each with its difference on the first observation."""
+
+    readings: list[PartReading]
+    first: list[float]
+    observations: Sequence[Observation]
+
+    def worst(self, index: int) -> float:
+        """The greatest difference of one reading over all observations."""
+        return max(_error(self.readings[index], x, output) for x, output in self.observations)
+
+    def matching(self, bound: float) -> list[int]:
+        """The readings that give every output to within a bound."""
+        near = [index for index, error in enumerate(self.first) if error <= bound]
+        return [index for index in near if self.worst(index) <= bound]
+
+    def least(self, mistakes: Iterable[str]) -> float | None:
+        """The least difference of the readings with exactly these mistakes; None if there are none."""
+        wanted = set(mistakes)
+        near = sorted((e, i) for i, e in enumerate(self.first) if set(self.readings[i].mistakes) == wanted)[:MEASURED]
+        return min((self.worst(index) for _, index in near), default=None)
+
+
+def judge(
+    subject: Subject,
+    kind: str,
+    where: str,
+    readings: Iterable[PartReading],
+    observations: Sequence[Observation],
+    clock: Clock,
+) -> Report:
+    """Take the reading with the fewest mistakes that gives the output, to rounding or to float32.
+
+    Every reading meets the first observation, and only those that reproduce it meet the others.
+
+    Args:
+        subject: What is checked.
+        kind: What it is, in words.
+        where: Path inside a model; "" for the object itself.
+        readings: All that are known.
+        observations: What was fed to it, or what the formulas want to know of that, and what came back.
+        clock: When to stop.
+
+    Returns:
+        The report.
+    """
+    report = Report(subject.name, kind)
+    ranked = sorted(readings, key=lambda reading: len(reading.mistakes))
+    first: list[float] = []
+    for reading in ranked:
+        if clock.over:
+            break
+        first.append(_error(reading, *observations[0]))
+    tried = _Tried(ranked, first, observations)
+    for bound in (EXACT, FLOAT32_INSIDE):
+        matching = tried.matching(bound)
+        if matching:
+            return _matched(report, tried, matching, subject, where)
+    ended = ", and the time ran out" if clock.over else ""
+    report.reason = (
+        f"Nothing that is known reproduces its output; {len(first)} readings were tried{ended}. "
+        "No verdict follows from that."
+    )
+    return report
+
+
+def _matched(report: Report, tried: _Tried, matching: list[int], subject: Subject, where: str) -> Report:
+    reading = tried.readings[matching[0]]
+    report.conventions, report.notes = list(reading.words), list(reading.notes)
+    report.findings = [_finding(name, tried, matching, subject, where) for name in reading.mistakes]
+    blamed = any(not PART_MISTAKES[name].expressible for name in reading.mistakes)
+    report.verdict = "deviates" if blamed else "equal"
+    difference = tried.least(()) if blamed else tried.worst(matching[0])
+    detail = "" if difference is None else f"greatest difference {difference:.1g} of the largest value"
+    report.checks = [CheckResult("check_values", "failed" if blamed else "passed", detail)]
+    return report
+
+
+def _finding(name: str, tried: _Tried, matching: list[int], subject: Subject, where: str) -> Finding:
+    mistake, reading = PART_MISTAKES[name], tried.readings[matching[0]]
+    source = Source() if type(subject.function).__module__.startswith("torch.") else subject.source
+    return Finding(
+        mistake.name,
+        mistake.sentence,
+        mistake.have,
+        mistake.want,
+        mistake.fix,
+        _evidence(name, tried, matching[0]),
+        guilty_line(reading.clues.get(name, mistake.patterns), source, source),
+        mistake.choice,
+        _alternatives(tried, matching),
+        where,
+    )
+
+
+def _evidence(name: str, tried: _Tried, chosen: int) -> str:
+    """Say how exact the reading is, and how far off it is with this one mistake mended and all others kept."""
+    count = sum(len(x) for x, _ in tried.observations)
+    exact = f"reproduces your output to {tried.worst(chosen):.0e} of its largest value on {count} inputs"
+    without = tried.least(other for other in tried.readings[chosen].mistakes if other != name)
+    return exact if without is None else f"{exact}; without it the difference is {without:.2g}"
+
+
+def _alternatives(tried: _Tried, matching: list[int]) -> tuple[str, ...]:
+    """Other mistakes, as few of them, that give the same numbers as exactly."""
+    mistakes, limit = tried.readings[matching[0]].mistakes, 3 * max(tried.worst(matching[0]), 1e-12)
+    others = [
+        tried.readings[index].mistakes
+        for index in matching[1:]
+        if len(tried.readings[index].mistakes) == len(mistakes) and tried.worst(index) <= limit
+    ]
+    names = dict.fromkeys(name for other in others for name in other if name not in mistakes)
+    return tuple(PART_MISTAKES[name].sentence for name in names)
+
+
+def _error(reading: PartReading, x: Tensor, output: Tensor) -> float:
+    try:
+        return distance(output, reading.formula(x))
+    except (RuntimeError, IndexError, ValueError):
+        return float("inf")

@@ -1,0 +1,100 @@
+"""Every LayerNorm and RMSNorm: how deviations are squared, where eps stands, which axes, which gain and bias."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.judging import PartReading
+
+__all__ = ["is_rms_norm", "norm_readings"]
+
+AXES = {"the last": (-1,), "the last two": (-2, -1), "the tokens": (-2,), "the batch": (0,)}
+PLACES: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[str, ...]]] = {
+    "inside the root": (lambda variance, eps: (variance + eps).sqrt(), ()),
+    "outside the root": (lambda variance, eps: variance.sqrt() + eps, ("norm_eps_outside",)),
+    "added to the variance, of which no root is taken": (lambda variance, eps: variance + eps, ("norm_without_root",)),
+}
+EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 0.0)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A gain and a bias among the parameters."""
+
+    gain: Tensor
+    bias: Tensor
+    words: str
+    mistakes: tuple[str, ...] = ()
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether its name says that it leaves the mean alone on purpose.
+
+    >>> is_rms_norm(nn.RMSNorm(3)), is_rms_norm(nn.LayerNorm(3))
+    (True, False)
+    """
+    return "rms" in type(module).__name__.lower()
+
+
+def norm_readings(module: nn.Module) -> Iterator[PartReading]:
+    """Read a norm in every way.
+
+    Args:
+        module: The norm, with random parameters.
+
+    Yields:
+        LayerNorms and RMSNorms, right and with mistakes; which of the two is right, its class's name says.
+    """
+    rms = is_rms_norm(module)
+    stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
+    for affine, eps in itertools.product(_affines(module), dict.fromkeys([*stated, *EPS])):
+        hard = () if eps == 1e-5 or eps in stated or rms else ("norm_eps_other",)
+        known = (*affine.mistakes, *hard)
+        for (place, (divisor, misplaced)), (axes_words, axes) in itertools.product(PLACES.items(), AXES.items()):
+            wrong_axes = () if axes == (-1,) else ("norm_wrong_axes",)
+            for centred, unbiased in ((True, False), (True, True), (False, False)):
+                mean = () if centred != rms else ("norm_subtracts_mean",) if rms else ("norm_without_mean",)
+                spread = ("norm_unbiased_std",) if unbiased else ()
+                words = (
+                    *((("compared with", "nn.RMSNorm", ""),) if rms else ()),
+                    ("eps", f"{eps:g}, {place}", "inside the root" if rms else "1e-05 by default, inside the root"),
+                    ("axes", axes_words, "the last"),
+                    ("gain and bias", affine.words, "weight" if rms else "weight and bias"),
+                )
+                formula = _formula(affine, eps, divisor, axes, centred, unbiased)
+                yield PartReading(formula, words, (*known, *misplaced, *spread, *wrong_axes, *mean))
+
+
+def _affines(module: nn.Module) -> Iterator[Affine]:
+    """Give each parameter the part of the gain, of 1 + the gain, and of the bias."""
+    vectors = {name: p.detach() for name, p in module.named_parameters()}
+    one, zero = torch.ones(()), torch.zeros(())
+    for (gain, g), (bias, b) in itertools.permutations(vectors.items(), 2):
+        yield Affine(g, b, f"{gain} and {bias}")
+        yield Affine(1 + g, b, f"1 + {gain} and {bias}")
+    bias_lost = ("norm_bias_unused",) if len(vectors) > 1 else ()
+    for gain, g in vectors.items():
+        yield Affine(g, zero, gain, bias_lost)
+        yield Affine(1 + g, zero, f"1 + {gain}", bias_lost)
+    yield Affine(one, zero, "none", ("norm_gain_unused",) if vectors else ())
+
+
+def _formula(
+    affine: Affine,
+    eps: float,
+    divisor: Callable[[Tensor, float], Tensor],
+    axes: tuple[int, ...],
+    centred: bool,
+    unbiased: bool,
+) -> Callable[[Tensor], Tensor]:
+    def formula(x: Tensor) -> Tensor:
+        deviation = x - x.mean(axes, keepdim=True) if centred else x
+        count = math.prod(x.size(axis) for axis in axes) - unbiased
+        variance = deviation.square().sum(axes, keepdim=True) / count
+        return affine.gain * deviation / divisor(variance, eps) + affine.bias
+
+    return formula

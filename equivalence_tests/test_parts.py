@@ -1,0 +1,213 @@
+"""LayerNorms and feed-forwards by themselves: what is right in another form, what is wrong, and how it is said."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.verify import verify
+from equivalence_tests.zoo.parts import GainBiasLayerNorm, LinearFeedForward, PaperFeedForward
+
+
+def row(report: Report, what: str) -> str:
+    return next((here for name, here, _ in report.conventions if name == what), "")
+
+
+class Gated(nn.Module):
+    """Three linears, of which one makes the gate."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden_dim, bias=False)
+        self.up, self.down = nn.Linear(dim, hidden_dim, bias=False), nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activated(self.gate(x)) * self.up(x))
+
+    def activated(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+
+class SwiGluFeedForward(Gated):
+    pass
+
+
+class BilinearFeedForward(Gated):
+    def activated(self, x: Tensor) -> Tensor:
+        return x
+
+
+class PackedGegluFeedForward(nn.Module):
+    """The halves of one linear: values first, gates after them, and pre-norm with a residual."""
+
+    def __init__(self, dim: int, mult: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.inner, self.outer = nn.Linear(dim, 2 * mult * dim), nn.Linear(mult * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, gates = self.inner(self.norm(x)).chunk(2, dim=-1)
+        return x + self.outer(values * F.gelu(gates))
+
+
+class ConvFeedForward(nn.Module):
+    """Convolutions over one token at a time."""
+
+    def __init__(self, d_in: int, d_hid: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv1d(d_in, d_hid, 1), nn.Conv1d(d_hid, d_in, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(self.activated(self.conv1(x.transpose(1, 2)))).transpose(1, 2)
+
+    def activated(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+
+class LinearConvFeedForward(ConvFeedForward):
+    def activated(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ShuffledFeedForward(PaperFeedForward):
+    """Nothing that is known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(self.w_1(x).relu().cumsum(-1))
+
+
+class CubedLayerNorm(GainBiasLayerNorm):
+    """Nothing that is known."""
+
+    def normalised(self, x: Tensor) -> Tensor:
+        return super().normalised(x) ** 3
+
+
+class ScalarLayerNorm(nn.Module):
+    """One gain and one bias for all features."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.alpha, self.bias, self.eps = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alpha * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.bias
+
+
+class ShapedLayerNorm(nn.Module):
+    """Takes a list of sizes."""
+
+    def __init__(self, normalized_shape: list[int], eps: float = 1e-5) -> None:
+        super().__init__()
+        self.gain, self.bias = nn.Parameter(torch.ones(normalized_shape)), nn.Parameter(torch.zeros(normalized_shape))
+        self.dims, self.eps = [-1 - i for i in range(len(normalized_shape))], eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(self.dims, keepdim=True)
+        return self.gain * centred / (centred.square().mean(self.dims, keepdim=True) + self.eps).sqrt() + self.bias
+
+
+class RootlessLayerNorm(GainBiasLayerNorm):
+    def normalised(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + self.eps)
+
+
+class RootMeanSquare(nn.Module):
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+class MyRMSNorm(RootMeanSquare):
+    pass
+
+
+class MeanlessLayerNorm(RootMeanSquare):
+    pass
+
+
+class CentringRMSNorm(RootMeanSquare):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+RIGHT: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "three linears": (lambda: SwiGluFeedForward, "gated", "SwiGLU"),
+    "two linears, packed": (lambda: PackedGegluFeedForward, "gated", "GEGLU"),
+    "convolutions": (lambda: ConvFeedForward, "activation", "ReLU"),
+    "an instance": (lambda: SwiGluFeedForward(8, 16), "gated", "SwiGLU"),
+    "a list of sizes": (lambda: ShapedLayerNorm, "axes", "the last"),
+    "an RMSNorm": (lambda: MyRMSNorm, "compared with", "nn.RMSNorm"),
+    "torch's RMSNorm": (lambda: nn.RMSNorm, "compared with", "nn.RMSNorm"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_read(name: str) -> None:
+    found, what, said = RIGHT[name]
+    report = verify(found())
+    assert report.verdict == "equal", str(report)
+    assert row(report, what).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        (RootlessLayerNorm, {"norm_without_root"}),
+        (ScalarLayerNorm, {"norm_unbiased_std", "norm_eps_outside"}),
+        (MeanlessLayerNorm, {"norm_without_mean"}),
+        (CentringRMSNorm, {"norm_subtracts_mean"}),
+        (BilinearFeedForward, {"gate_without_activation"}),
+        (LinearConvFeedForward, {"activation_missing"}),
+    ],
+)
+def test_what_is_wrong_is_named(found: Any, names: set[str]) -> None:
+    report = verify(found)
+    assert set(report.mistakes) == names, str(report)
+
+
+@pytest.mark.parametrize("found", [ShuffledFeedForward, CubedLayerNorm, lambda: ShuffledFeedForward(8, 32)])
+def test_what_fits_nothing_is_given_up_soon(found: Any) -> None:
+    start = time.process_time()
+    assert verify(found).verdict == "unchecked"
+    assert time.process_time() - start < 15.0  # it takes a third of that; the longer search took a minute
+
+
+def test_evidence_is_that_of_its_own_finding() -> None:
+    by_name = {f.name: float(f.evidence.rpartition(" ")[2]) for f in verify(ScalarLayerNorm).findings}
+    assert by_name["norm_eps_outside"] < 3e-3 < by_name["norm_unbiased_std"]
+
+
+def test_rows_are_words() -> None:
+    class NoResidual(PaperFeedForward):
+        def __init__(self, d_model: int, d_ff: int) -> None:
+            super().__init__(d_model, d_ff)
+            self.layer_norm = nn.LayerNorm(d_model)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer_norm(super().forward(x))
+
+    report = verify(NoResidual, kind="feed_forward")
+    assert report.mistakes == ("residual_missing",)
+    assert not [cell for line in report.conventions for cell in line if "_missing" in cell]
+
+
+def test_the_line_of_a_forgotten_activation_is_where_the_linears_meet() -> None:
+    report = verify(LinearFeedForward)
+    assert report.findings[0].line.endswith("return self.w_2(self.w_1(x))")
+    assert verify(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))).findings[0].line == ""  # not a line of torch's
+
+
+def test_an_instance_keeps_its_weights() -> None:
+    module = PaperFeedForward(8, 16)
+    before = module.w_1.weight.detach().clone()
+    assert verify(module).verdict == "equal"
+    assert torch.equal(module.w_1.weight, before)
