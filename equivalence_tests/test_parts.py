@@ -139,10 +139,36 @@ class CentringRMSNorm(RootMeanSquare):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
+class LazyFeedForward(nn.Module):
+    """Names the width of its output a feed-forward's, and works it out in the first call."""
+
+    def __init__(self, ffn_num_hiddens: int, ffn_num_outputs: int) -> None:
+        super().__init__()
+        self.dense1, self.dense2 = nn.LazyLinear(ffn_num_hiddens), nn.LazyLinear(ffn_num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense2(F.relu(self.dense1(x)))
+
+
+class SquareConvFeedForward(ConvFeedForward):
+    """One width for all."""
+
+    def __init__(self, hidden_units: int, dropout_rate: float) -> None:
+        super().__init__(hidden_units, hidden_units)
+        self.dropout = nn.Dropout(dropout_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dropout(super().forward(x))
+        y += x
+        return y
+
+
 RIGHT: dict[str, tuple[Callable[[], Any], str, str]] = {
     "three linears": (lambda: SwiGluFeedForward, "gated", "SwiGLU"),
     "two linears, packed": (lambda: PackedGegluFeedForward, "gated", "GEGLU"),
     "convolutions": (lambda: ConvFeedForward, "activation", "ReLU"),
+    "lazy linears": (lambda: LazyFeedForward, "activation", "ReLU"),
+    "convolutions of one width": (lambda: SquareConvFeedForward, "includes", "+ residual"),
     "an instance": (lambda: SwiGluFeedForward(8, 16), "gated", "SwiGLU"),
     "a list of sizes": (lambda: ShapedLayerNorm, "axes", "the last"),
     "an RMSNorm": (lambda: MyRMSNorm, "compared with", "nn.RMSNorm"),

@@ -99,6 +99,8 @@ NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
 AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"^(query|key|value)_?(dim|size)$", lambda s: [s.embed_dim, s.head_dim]),
     (r"d_?hid|^(n_?|dim_?)?hid(den)?(_?dim|_?size)?$", lambda s: [s.embed_dim, s.ff_dim]),
+    (r"ffn?_\w*out", lambda s: [s.embed_dim, s.ff_dim]),
+    (r"hidden_?units", lambda s: [s.ff_dim, s.embed_dim]),
     (r"shape", lambda s: [s.embed_dim, [s.embed_dim]]),
     (r"window", lambda s: [MAX_LEN, (2, 3)]),
 )

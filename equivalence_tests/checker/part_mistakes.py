@@ -53,7 +53,7 @@ PART_MISTAKES = {
             "(x - mean) / (std + eps)",
             NORM,
             "Divide by sqrt(var + eps).",
-            (r"eps",),
+            (r"\+ *[\w.]*eps|eps\w* *\+", r"eps"),
         ),
         PartMistake(
             "norm_eps_other",
@@ -324,6 +324,7 @@ PART_MISTAKES = {
             PE,
             "Put the sine on even features.",
             (r"sin\(|cos\(",),
+            "The encodings of time in diffusion models put the cosines first.",
         ),
         PartMistake(
             "position_starts_at_one",
@@ -331,7 +332,8 @@ PART_MISTAKES = {
             "pos = 1, 2, ...",
             "pos = 0, 1, ...",
             "Start at 0.",
-            (r"arange|range",),
+            (r"cumsum", r"arange|range"),
+            "fairseq counts from the id of the padding, DETR sums up its mask: both start at 1.",
         ),
         PartMistake(
             "position_base_other",
@@ -340,6 +342,31 @@ PART_MISTAKES = {
             PE,
             "Use 10000.",
             POSITION_LINES,
+        ),
+        PartMistake(
+            "position_cosine_missing",
+            "There are sines on all features, and no cosines.",
+            "PE(pos, 2i) = PE(pos, 2i + 1) = sin",
+            PE,
+            "Put the cosine on odd features.",
+            (r"1::2.*sin\(", r"sin\("),
+        ),
+        PartMistake(
+            "position_normalised",
+            "The positions are divided by the length: the same token is encoded otherwise in a longer sequence.",
+            "pos = 2π (pos + 1) / len",
+            "pos = 0, 1, ...",
+            "Use the positions themselves.",
+            (r"\[:, *-1:?\]|normali[sz]e|/.*(len|size|shape)",),
+            "DETR does this on purpose (normalize=True).",
+        ),
+        PartMistake(
+            "position_one_row",
+            "One row of the table is added to every token: the order of the tokens cannot be told.",
+            "x + pe[:, len]",
+            "x + pe[:, :len]",
+            "Put a colon before the length: pe[:, :x.size(1)].",
+            (r"\[:, *[^:\]]*(size|shape|len)", r"pe\w*\["),
         ),
         PartMistake(
             "position_indexed_by_batch",

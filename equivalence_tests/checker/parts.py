@@ -7,6 +7,7 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import nn
 from equivalence_tests.checker.construction import SIZES, prepare
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.feed_forwards import feed_forward_readings
-from equivalence_tests.checker.judging import Clock, Observation, PartReading, judge
+from equivalence_tests.checker.judging import Clock, Observation, judge
 from equivalence_tests.checker.mask_builders import builds_masks, examine_mask_builder
 from equivalence_tests.checker.norms import is_rms_norm, norm_readings
+from equivalence_tests.checker.position_calls import holds_sinusoids, placements
 from equivalence_tests.checker.positions import position_readings
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
@@ -30,7 +32,7 @@ NAMES = (
     (r"attention|attn|mhs?a|multi_?head|^head$", "attention"),
     (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
     (r"feed_?forward|ffn|^ff|mlp|position_?wise", "feed_forward"),
-    (r"pos(ition(s|al)?)?_?(enc|emb)|sinusoid|^pe$", "positional_encoding"),
+    (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|^pe$", "positional_encoding"),
     (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
 )
 SHAPES = ((2, 5), (4, 6), (1, 8))
@@ -51,7 +53,8 @@ def guess_kind(found: Any) -> str:
         return "feed_forward" if sum(isinstance(child, nn.Linear) for child in found) == 2 else ""
     if builds_masks(found):
         return "mask_builder"
-    return kind_of_name(getattr(found, "__name__", type(found).__name__))
+    kind = kind_of_name(getattr(found, "__name__", type(found).__name__))
+    return "positional_encoding" if not kind and isinstance(found, nn.Module) and holds_sinusoids(found) else kind
 
 
 def kind_of_name(name: str) -> str:
@@ -96,15 +99,19 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
             return report
         observed += [report] if report is not None else []
     if not observed:
+        if kind == "positional_encoding":
+            raise CannotCheckError(f"no call of {name} gave a table of positions, or vectors plus one")
         raise CannotCheckError(f"no call {name}(x) with x of (batch, len, features) gave a tensor of that shape")
     return observed[0]
 
 
 def _examine_instance(subject: Subject, kind: str, where: str, clock: Clock) -> Report | None:
+    torch.set_default_dtype(torch.float64)
+    if kind == "positional_encoding":
+        return _examine_positions(subject, where, clock)
     if subject.module is None:
         raise CannotCheckError(f"{subject.name} is a function; {kind} can be checked as a module")
-    torch.set_default_dtype(torch.float64)
-    module = prepare(_own_copy(subject))
+    module = prepare(_own_copy(subject.module, subject.trained))
     width = subject.sizes.embed_dim
     if kind == "layer_norm" and all(p.numel() == 1 for p in module.parameters()):
         width = SIZES[0].embed_dim  # one gain for all features says nothing about their number
@@ -112,22 +119,38 @@ def _examine_instance(subject: Subject, kind: str, where: str, clock: Clock) -> 
     if not observations:
         return None
     words = "RMSNorm" if kind == "layer_norm" and is_rms_norm(module) else kind.replace("_", " ")
-    return judge(subject, words, where, _readings(module, width, kind), observations, clock)
+    readings = norm_readings(module) if kind == "layer_norm" else feed_forward_readings(module, width)
+    return judge(subject, words, where, readings, observations, clock)
 
 
-def _own_copy(subject: Subject) -> nn.Module:
+def _examine_positions(subject: Subject, where: str, clock: Clock) -> Report | None:
+    """Try every place where its table can be found."""
+    module = None if subject.module is None else prepare(_own_copy(subject.module, subject.trained))
+    unmatched = None
+    for placement in placements(subject, module or subject.function):
+        width = placement.observations[0][1].size(-1)
+        readings = (
+            replace(
+                reading,
+                words=(*reading.words, *placement.words),
+                mistakes=(*placement.mistakes, *reading.mistakes),
+                notes=(*reading.notes, *placement.notes),
+            )
+            for reading in position_readings(module, width)
+        )
+        report = judge(subject, "positional encoding", where, readings, placement.observations, clock)
+        if report.verdict != "unchecked":
+            return report
+        unmatched = unmatched or report
+    return unmatched
+
+
+def _own_copy(module: nn.Module, trained: bool) -> nn.Module:
     """Leave the user's own instance alone."""
-    assert subject.module is not None  # _examine_instance asked
     try:
-        return copy.deepcopy(subject.module) if subject.trained else subject.module
+        return copy.deepcopy(module) if trained else module
     except Exception:  # some modules cannot be copied
         raise CannotCheckError("the instance cannot be deep-copied; pass its class or a factory instead") from None
-
-
-def _readings(module: nn.Module, width: int, kind: str) -> Iterator[PartReading]:
-    if kind == "layer_norm":
-        return norm_readings(module)
-    return feed_forward_readings(module, width) if kind == "feed_forward" else position_readings(width)
 
 
 def _observe(module: nn.Module, width: int, kind: str) -> Iterator[Observation]:

@@ -124,6 +124,8 @@ def _kind_by_structure(found: Any, name: str, adapter: Adapter) -> str:
         return ""
     if module is None:
         return ""
+    if named := guess_kind(module):  # a factory says less than what it makes
+        return named
     kinds = {kind_of(path, child) for path, child in module.named_modules() if path}
     if "attention" in kinds and kinds & {"layer_norm", "feed_forward"}:
         return "layers"
