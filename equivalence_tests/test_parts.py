@@ -117,6 +117,27 @@ class RootlessLayerNorm(GainBiasLayerNorm):
         return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + self.eps)
 
 
+class SummingLayerNorm(GainBiasLayerNorm):
+    def normalised(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().sum(-1, keepdim=True) + self.eps).sqrt()
+
+
+class LayerNormScalingBias(GainBiasLayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gamma * (self.normalised(x) + self.beta)
+
+
+class LayerNormExchanged(GainBiasLayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beta * self.normalised(x) + self.gamma
+
+
+class LayerNormOverAll(GainBiasLayerNorm):
+    def normalised(self, x: Tensor) -> Tensor:
+        return (x - x.mean()) / (x.var(correction=0) + self.eps).sqrt()
+
+
 class RootMeanSquare(nn.Module):
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -163,12 +184,78 @@ class SquareConvFeedForward(ConvFeedForward):
         return y
 
 
+class RawFeedForward(nn.Module):
+    """Matrices and biases of its own, stored (in, out)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.W1, self.b1 = nn.Parameter(torch.empty(d_model, d_ff)), nn.Parameter(torch.zeros(d_ff))
+        self.W2, self.b2 = nn.Parameter(torch.empty(d_ff, d_model)), nn.Parameter(torch.zeros(d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.W1 + self.b1).relu() @ self.W2 + self.b2
+
+
+class RawSwiGluFeedForward(nn.Module):
+    """Matrices of its own without biases, stored (out, in)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Parameter(torch.empty(d_ff, d_model)), nn.Parameter(torch.empty(d_ff, d_model))
+        self.down = nn.Parameter(torch.empty(d_model, d_ff))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+
+
+class ChannelsFeedForward(ConvFeedForward):
+    """Features before tokens, outside too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(self.activated(self.conv1(x)))
+
+
+class WideConvFeedForward(ConvFeedForward):
+    """Looks at three tokens at once."""
+
+    def __init__(self, d_in: int, d_hid: int) -> None:
+        super().__init__(d_in, d_hid)
+        self.conv1 = nn.Conv1d(d_in, d_hid, 3, padding=1)
+
+
+def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    return gamma * (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + eps).sqrt() + beta
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def feed_forward(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return (x @ w1 + b1).relu() @ w2 + b2
+
+
+def feed_forward_of_rows(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    return F.linear(F.linear(x, w1), w2)
+
+
 RIGHT: dict[str, tuple[Callable[[], Any], str, str]] = {
     "three linears": (lambda: SwiGluFeedForward, "gated", "SwiGLU"),
     "two linears, packed": (lambda: PackedGegluFeedForward, "gated", "GEGLU"),
     "convolutions": (lambda: ConvFeedForward, "activation", "ReLU"),
     "lazy linears": (lambda: LazyFeedForward, "activation", "ReLU"),
     "convolutions of one width": (lambda: SquareConvFeedForward, "includes", "+ residual"),
+    "matrices of its own": (lambda: RawFeedForward, "linears", "W1, W2"),
+    "gates of its own": (lambda: RawSwiGluFeedForward, "gated", "SwiGLU"),
+    "features before tokens": (lambda: ChannelsFeedForward, "layout", "(batch, features, len)"),
+    "containers in containers": (
+        lambda: nn.Sequential(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU()), nn.Linear(16, 8)),
+        "includes",
+        "+ LayerNorm on the input",
+    ),
+    "a function of gain and bias": (lambda: layer_norm, "gain and bias", "gamma and beta"),
+    "a function that leaves the mean": (lambda: rms_norm, "compared with", "nn.RMSNorm"),
+    "a function of matrices": (lambda: feed_forward, "activation", "ReLU"),
     "an instance": (lambda: SwiGluFeedForward(8, 16), "gated", "SwiGLU"),
     "a list of sizes": (lambda: ShapedLayerNorm, "axes", "the last"),
     "an RMSNorm": (lambda: MyRMSNorm, "compared with", "nn.RMSNorm"),
@@ -188,11 +275,16 @@ def test_what_is_right_is_read(name: str) -> None:
     ("found", "names"),
     [
         (RootlessLayerNorm, {"norm_without_root"}),
+        (SummingLayerNorm, {"norm_sum_for_mean"}),
+        (LayerNormScalingBias, {"norm_bias_scaled"}),
+        (LayerNormExchanged, {"norm_gain_and_bias_exchanged"}),
+        (LayerNormOverAll, {"norm_wrong_axes"}),
         (ScalarLayerNorm, {"norm_unbiased_std", "norm_eps_outside"}),
         (MeanlessLayerNorm, {"norm_without_mean"}),
         (CentringRMSNorm, {"norm_subtracts_mean"}),
         (BilinearFeedForward, {"gate_without_activation"}),
         (LinearConvFeedForward, {"activation_missing"}),
+        (feed_forward_of_rows, {"activation_missing"}),
     ],
 )
 def test_what_is_wrong_is_named(found: Any, names: set[str]) -> None:
@@ -205,6 +297,20 @@ def test_what_fits_nothing_is_given_up_soon(found: Any) -> None:
     start = time.process_time()
     assert verify(found).verdict == "unchecked"
     assert time.process_time() - start < 15.0  # it takes a third of that; the longer search took a minute
+
+
+def test_letters_of_a_name_that_meet_by_chance_make_no_rms_norm() -> None:
+    report = verify(LayerNormScalingBias)  # LayerNo-rmS
+    assert report.kind == "layer norm"
+
+
+def test_a_gate_is_known_by_its_linears_where_the_name_says_nothing() -> None:
+    report = verify(type("Dense", (Gated,), {}))
+    assert (report.kind, report.verdict) == ("feed forward", "equal")
+
+
+def test_a_convolution_over_tokens_is_said_to_be_one() -> None:
+    assert "looks at 3 tokens" in verify(WideConvFeedForward, kind="feed_forward").reason
 
 
 def test_evidence_is_that_of_its_own_finding() -> None:

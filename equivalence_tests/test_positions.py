@@ -112,6 +112,16 @@ class Postion(Table):
     """Only what it holds says what it is."""
 
 
+class ForgottenPositionalEncoding(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class MultipliedPositionalEncoding(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.pe[: x.size(1)]
+
+
 RIGHT: dict[str, tuple[Any, str, str]] = {
     "ids": (IdsPositionalEncoding, "takes", "token ids"),
     "ids, embedded": (EmbeddingPositionalEncoding, "gives", "sqrt(d_model) embedding(ids) + pe"),
@@ -141,6 +151,8 @@ def test_a_learned_table_is_said_to_be_one() -> None:
     ("found", "names"),
     [
         (OneRowPositionalEncoding, {"position_one_row"}),
+        (ForgottenPositionalEncoding, {"position_not_added"}),
+        (MultipliedPositionalEncoding, {"position_multiplied"}),
         (SinesOnlyPositionalEncoding, {"position_cosine_missing"}),
         (MaskedPositionalEncoding, {"position_starts_at_one"}),
         (lambda: MaskedPositionalEncoding(normalize=True), {"position_normalised"}),

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading
     Yields:
         Two linears with anything between, and gated ones, alone or with residual and LayerNorm.
     """
-    leaves = leaves_of(module, 1, width)
+    leaves = [either for leaf in leaves_of(module, 1, width) for either in _both_ways(leaf)]
     norm = next((m for m in module.modules() if m is not module and "norm" in type(m).__name__.lower()), None)
     wraps = [(words, wrap, ()) for words, wrap in WRAPS.items() if norm is not None or "Norm" not in words]
     wrong = [
@@ -90,7 +90,8 @@ def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading
         for name, (words, wrap) in WRONG_WRAPS.items()
         if norm is not None or name == "norm_fresh_in_forward"
     ]
-    pairs = [body for one, two in itertools.permutations(leaves, 2) for body in _bodies(module, one, two, width)]
+    two_of_them = [pair for pair in itertools.permutations(leaves, 2) if pair[0].weights != pair[1].weights]
+    pairs = [body for one, two in two_of_them for body in _bodies(module, one, two, width)]
     gated = list(_gated_bodies(module, leaves, width))
     for body, (words, wrap, mistakes) in [
         *itertools.product(pairs, [*wraps, *wrong]),
@@ -99,6 +100,11 @@ def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading
         rows = (*body.words, ("includes", words, "linear2(activation(linear1(x)))"))
         formula = _bind(wrap, body.formula, norm or nn.Identity())
         yield PartReading(formula, rows, (*body.mistakes, *mistakes), body.notes, body.clues)
+
+
+def _both_ways(leaf: Leaf) -> list[Leaf]:
+    """A matrix that is no layer's may be stored (in, out) or (out, in): both are tried."""
+    return [leaf, replace(leaf, transposed=not leaf.transposed)] if leaf.name == leaf.weights[0] else [leaf]
 
 
 def _bind(wrap: Wrap, body: Map, norm: Map) -> Map:
@@ -158,12 +164,12 @@ def _call_patterns(second: Leaf) -> tuple[str, ...]:
 
 def _gated_bodies(module: nn.Module, leaves: list[Leaf], width: int) -> Iterator[Body]:
     """down(activation(gate(x)) * up(x)): three linears, or two where gate and up are packed in one."""
-    read = {leaf.name: leaf.read(module) for leaf in leaves}
-    for (gate, g), (up, u), (down, d) in itertools.permutations(read.items(), 3):
-        if _out_in(g) == _out_in(u) == _out_in(d)[::-1] and _out_in(g)[1] == width:
+    read = [(leaf.name, leaf.read(module)) for leaf in leaves]
+    for (gate, g), (up, u), (down, d) in itertools.permutations(read, 3):
+        if len({gate, up, down}) == 3 and _out_in(g) == _out_in(u) == _out_in(d)[::-1] and _out_in(g)[1] == width:
             yield from _gated(g, u, d, f"{gate} (gate), {up}, {down}")
-    for (packed, p), (down, d) in itertools.permutations(read.items(), 2):
-        if _out_in(p) == (2 * _out_in(d)[1], width) and _out_in(d)[0] == width:
+    for (packed, p), (down, d) in itertools.permutations(read, 2):
+        if packed != down and _out_in(p) == (2 * _out_in(d)[1], width) and _out_in(d)[0] == width:
             one, other = _halves(p)
             yield from _gated(one, other, d, f"{packed}: rows are [gate; up], {down}")
             yield from _gated(other, one, d, f"{packed}: rows are [up; gate], {down}")

@@ -2,17 +2,35 @@
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.functions import FunctionModule
 from equivalence_tests.checker.judging import PartReading
 
 __all__ = ["is_rms_norm", "norm_readings"]
 
-AXES = {"the last": (-1,), "the last two": (-2, -1), "the tokens": (-2,), "the batch": (0,)}
+AXES = {
+    "the last": (-1,),
+    "the last two": (-2, -1),
+    "the tokens": (-2,),
+    "the batch": (0,),
+    "all": (-3, -2, -1),
+}
+# Whether the mean is taken off, by what the sum of squares is divided, and what is wrong with that.
+SPREADS: tuple[tuple[bool, Callable[[int], int], tuple[str, ...]], ...] = (
+    (True, lambda n: n, ()),
+    (True, lambda n: n - 1, ("norm_unbiased_std",)),
+    (True, lambda n: 1, ("norm_sum_for_mean",)),
+    (False, lambda n: n, ()),
+    (False, lambda n: 1, ("norm_sum_for_mean",)),
+)
+BIAS_NAME = re.compile(r"beta|bias|shift|^b(_?\d)?$")
+GAIN_NAME = re.compile(r"gamma|gain|weight|scale|alpha|^[ag](_?\d)?$")
 PLACES: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[str, ...]]] = {
     "inside the root": (lambda variance, eps: (variance + eps).sqrt(), ()),
     "outside the root": (lambda variance, eps: variance.sqrt() + eps, ("norm_eps_outside",)),
@@ -37,7 +55,8 @@ def is_rms_norm(module: nn.Module) -> bool:
     >>> is_rms_norm(nn.RMSNorm(3)), is_rms_norm(nn.LayerNorm(3))
     (True, False)
     """
-    return "rms" in type(module).__name__.lower()
+    name = (module.function if isinstance(module, FunctionModule) else type(module)).__name__
+    return re.search(r"(^|_)rms|rms_?norm|root_?mean", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None
 
 
 def norm_readings(module: nn.Module) -> Iterator[PartReading]:
@@ -56,16 +75,15 @@ def norm_readings(module: nn.Module) -> Iterator[PartReading]:
         known = (*affine.mistakes, *hard)
         for (place, (divisor, misplaced)), (axes_words, axes) in itertools.product(PLACES.items(), AXES.items()):
             wrong_axes = () if axes == (-1,) else ("norm_wrong_axes",)
-            for centred, unbiased in ((True, False), (True, True), (False, False)):
+            for centred, divided, spread in SPREADS:
                 mean = () if centred != rms else ("norm_subtracts_mean",) if rms else ("norm_without_mean",)
-                spread = ("norm_unbiased_std",) if unbiased else ()
                 words = (
                     *((("compared with", "nn.RMSNorm", ""),) if rms else ()),
                     ("eps", f"{eps:g}, {place}", "inside the root" if rms else "1e-05 by default, inside the root"),
                     ("axes", axes_words, "the last"),
                     ("gain and bias", affine.words, "weight" if rms else "weight and bias"),
                 )
-                formula = _formula(affine, eps, divisor, axes, centred, unbiased)
+                formula = _formula(affine, eps, divisor, axes, centred, divided)
                 yield PartReading(formula, words, (*known, *misplaced, *spread, *wrong_axes, *mean))
 
 
@@ -74,8 +92,11 @@ def _affines(module: nn.Module) -> Iterator[Affine]:
     vectors = {name: p.detach() for name, p in module.named_parameters()}
     one, zero = torch.ones(()), torch.zeros(())
     for (gain, g), (bias, b) in itertools.permutations(vectors.items(), 2):
-        yield Affine(g, b, f"{gain} and {bias}")
-        yield Affine(1 + g, b, f"1 + {gain} and {bias}")
+        exchanged = BIAS_NAME.search(gain.lower()) and GAIN_NAME.search(bias.lower())
+        wrong = ("norm_gain_and_bias_exchanged",) if exchanged else ()
+        yield Affine(g, b, f"{gain} and {bias}", wrong)
+        yield Affine(1 + g, b, f"1 + {gain} and {bias}", wrong)
+        yield Affine(g, g * b, f"{gain} and {bias}", ("norm_bias_scaled", *wrong))
     bias_lost = ("norm_bias_unused",) if len(vectors) > 1 else ()
     for gain, g in vectors.items():
         yield Affine(g, zero, gain, bias_lost)
@@ -89,11 +110,11 @@ def _formula(
     divisor: Callable[[Tensor, float], Tensor],
     axes: tuple[int, ...],
     centred: bool,
-    unbiased: bool,
+    divided: Callable[[int], int],
 ) -> Callable[[Tensor], Tensor]:
     def formula(x: Tensor) -> Tensor:
         deviation = x - x.mean(axes, keepdim=True) if centred else x
-        count = math.prod(x.size(axis) for axis in axes) - unbiased
+        count = divided(math.prod(x.size(axis) for axis in axes))
         variance = deviation.square().sum(axes, keepdim=True) / count
         return affine.gain * deviation / divisor(variance, eps) + affine.bias
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from equivalence_tests.checker.construction import SIZES, prepare
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.feed_forwards import feed_forward_readings
+from equivalence_tests.checker.feed_forwards import ACTIVATIONS, feed_forward_readings
+from equivalence_tests.checker.functions import function_modules
 from equivalence_tests.checker.judging import Clock, Observation, judge
 from equivalence_tests.checker.mask_builders import builds_masks, examine_mask_builder
 from equivalence_tests.checker.norms import is_rms_norm, norm_readings
@@ -25,7 +26,7 @@ from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.tracing import tensors_in
 
-__all__ = ["PART_KINDS", "examine_part", "guess_kind", "kind_of_name"]
+__all__ = ["ACTIVATIONS", "PART_KINDS", "examine_part", "guess_kind", "kind_of_name", "there_and_back"]
 
 PART_KINDS = ("layer_norm", "feed_forward", "positional_encoding", "mask_builder", "layers")
 NAMES = (
@@ -50,11 +51,29 @@ def guess_kind(found: Any) -> str:
     ('feed_forward', '')
     """
     if isinstance(found, nn.Sequential):
-        return "feed_forward" if sum(isinstance(child, nn.Linear) for child in found) == 2 else ""
+        return "feed_forward" if _is_feed_forward(found) else ""
     if builds_masks(found):
         return "mask_builder"
     kind = kind_of_name(getattr(found, "__name__", type(found).__name__))
     return "positional_encoding" if not kind and isinstance(found, nn.Module) and holds_sinusoids(found) else kind
+
+
+def there_and_back(found: nn.Module) -> bool:
+    """Whether its linears lead to another width and back: two, or three with a gate, packed or not.
+
+    >>> there_and_back(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))), there_and_back(nn.MultiheadAttention(4, 2))
+    (True, False)
+    """
+    shapes = [tuple(m.weight.shape) for m in found.modules() if isinstance(m, nn.Linear)]
+    inside, width = shapes[-1][::-1] if shapes else (0, 0)
+    halves = [(inside, width), (width, inside)], [(2 * inside, width), (width, inside)]
+    return inside != width and shapes in (*halves, [*halves[0][:1] * 2, halves[0][1]])
+
+
+def _is_feed_forward(found: nn.Sequential) -> bool:
+    """Whether its linears lead there and back, and nothing else in it but LayerNorms has parameters."""
+    ours = [p for m in found.modules() if isinstance(m, nn.Linear | nn.LayerNorm) for p in m.parameters(recurse=False)]
+    return len(ours) == len(list(found.parameters())) and there_and_back(found)
 
 
 def kind_of_name(name: str) -> str:
@@ -109,18 +128,33 @@ def _examine_instance(subject: Subject, kind: str, where: str, clock: Clock) -> 
     torch.set_default_dtype(torch.float64)
     if kind == "positional_encoding":
         return _examine_positions(subject, where, clock)
-    if subject.module is None:
-        raise CannotCheckError(f"{subject.name} is a function; {kind} can be checked as a module")
-    module = prepare(_own_copy(subject.module, subject.trained))
     width = subject.sizes.embed_dim
+    if subject.module is not None:
+        return _examine_module(_own_copy(subject.module, subject.trained), width, subject, kind, where, clock)
+    made = function_modules(subject.function, kind, width, subject.sizes.ff_dim)
+    reports = [r for one in made if (r := _examine_module(one, width, subject, kind, where, clock)) is not None]
+    return next((report for report in reports if report.verdict != "unchecked"), (*reports, None)[0])
+
+
+def _examine_module(
+    module: nn.Module, width: int, subject: Subject, kind: str, where: str, clock: Clock
+) -> Report | None:
+    prepare(module)
     if kind == "layer_norm" and all(p.numel() == 1 for p in module.parameters()):
         width = SIZES[0].embed_dim  # one gain for all features says nothing about their number
-    observations = list(_observe(module, width, kind))
+    turned, observations = _fed(module, width, kind)
     if not observations:
         return None
-    words = "RMSNorm" if kind == "layer_norm" and is_rms_norm(module) else kind.replace("_", " ")
-    readings = norm_readings(module) if kind == "layer_norm" else feed_forward_readings(module, width)
-    return judge(subject, words, where, readings, observations, clock)
+    if kind == "layer_norm":
+        words = "RMSNorm" if is_rms_norm(module) else "layer norm"
+        return judge(subject, words, where, norm_readings(module), observations, clock)
+    rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
+    readings = (replace(r, words=(*r.words, *rows)) for r in feed_forward_readings(module, width))
+    report = judge(subject, "feed forward", where, readings, observations, clock)
+    seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
+    if report.verdict == "unchecked" and seen > 1:
+        report.reason = f"A convolution in it looks at {seen} tokens at once: it is no position-wise feed-forward."
+    return report
 
 
 def _examine_positions(subject: Subject, where: str, clock: Clock) -> Report | None:
@@ -146,14 +180,24 @@ def _examine_positions(subject: Subject, where: str, clock: Clock) -> Report | N
 
 
 def _own_copy(module: nn.Module, trained: bool) -> nn.Module:
-    """Leave the user's own instance alone."""
+    """Leave the user's own instance alone, and what a factory hands out, which may be one."""
     try:
-        return copy.deepcopy(module) if trained else module
+        return copy.deepcopy(module)
     except Exception:  # some modules cannot be copied
+        if not trained:
+            return module
         raise CannotCheckError("the instance cannot be deep-copied; pass its class or a factory instead") from None
 
 
-def _observe(module: nn.Module, width: int, kind: str) -> Iterator[Observation]:
+def _fed(module: nn.Module, width: int, kind: str) -> tuple[bool, list[Observation]]:
+    """Feed it tokens; a feed-forward of convolutions may want features and tokens in each other's place."""
+    straight = list(_observe(module, width, kind, turned=False))
+    if straight or kind == "layer_norm":
+        return False, straight
+    return True, list(_observe(module, width, kind, turned=True))
+
+
+def _observe(module: nn.Module, width: int, kind: str, turned: bool) -> Iterator[Observation]:
     """Feed it tokens of a normal and, where eps counts, of a small size."""
     generator = torch.Generator().manual_seed(0)
     for (batch, length), size in itertools.product(SHAPES, (1.0, 0.02) if kind == "layer_norm" else (1.0,)):
@@ -161,8 +205,10 @@ def _observe(module: nn.Module, width: int, kind: str) -> Iterator[Observation]:
         x = x + 0.3 * size if kind == "layer_norm" else x
         try:
             with torch.no_grad():
-                output = next(tensors_in((module(x.clone()),)), None)  # residuals may be added in place
+                given = x.mT.contiguous() if turned else x.clone()  # residuals may be added in place
+                output = next(tensors_in((module(given),)), None)
         except Exception:
             continue
+        output = output.mT if turned and output is not None and output.dim() == 3 else output
         if output is not None and output.shape == x.shape:
             yield x, output

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ __all__ = ["Placement", "holds_sinusoids", "placements", "tensors_of"]
 
 # Two samples and two tokens at the least: what is alike along an axis is told from what is not.
 SHAPES = ((2, 5), (4, 6), (3, 8))
-# Tables that are not cut to the length of the input take only inputs of their own length.
-WHOLE = ((2, MAX_LEN), (3, MAX_LEN))
+LONGEST = 1024
 # Angles of later positions are less exact in float32 than what counts as equal.
 MOST_ROWS = 16
 ALIKE = 1e-6
@@ -98,11 +97,19 @@ def placements(subject: Subject, function: Callable[..., Any]) -> Iterator[Place
         For each way that works, where the table was found.
     """
     for width, call in itertools.product(widths_of(subject), _calls(function, subject)):
-        for shapes in (SHAPES, WHOLE):
+        for shapes in (SHAPES, *_whole(subject)):
             called = [made for batch, length in shapes if (made := _attempt(call, batch, length, width)) is not None]
             if len(called) == len(shapes):
                 yield from _placed(called, call)
                 break
+
+
+def _whole(subject: Subject) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Tables that are not cut to the length of the input take only inputs of their own length."""
+    held = [] if subject.module is None else [x.squeeze() for x in tensors_of(subject.module)]
+    for length in dict.fromkeys([MAX_LEN, *(x.size(0) for x in held if x.dim() == 2)]):
+        if 1 < length <= LONGEST:
+            yield (2, length), (3, length)
 
 
 @dataclass(frozen=True)
@@ -184,13 +191,15 @@ def _as_tensor(returned: Any) -> Tensor | None:
 
 def _placed(called: list[_Called], call: _Call) -> Iterator[Placement]:
     """Take off the input, times each factor, and see along which axes the rest does not change."""
-    for scaling in ("x + pe", "sqrt(d_model) x + pe", "pe alone"):
+    for scaling in ("x + pe", "sqrt(d_model) x + pe", "pe alone", "x * pe"):
         rests = [_rest(one, scaling) for one in called]
         tables = [rest for rest in rests if rest is not None]
         if len(tables) < len(called):
             continue
         given = scaling if call.embedding is None else scaling.replace("x", "embedding(ids)")
-        yield from _along_axes(called, tables, (("takes", call.words, ""), ("gives", given, "")))
+        for found in _along_axes(called, tables, (("takes", call.words, ""), ("gives", given, ""))):
+            multiplied = ("position_multiplied",) if scaling == "x * pe" else ()
+            yield replace(found, mistakes=(*multiplied, *found.mistakes))
 
 
 def _rest(called: _Called, scaling: str) -> Tensor | None:
@@ -199,6 +208,8 @@ def _rest(called: _Called, scaling: str) -> Tensor | None:
     if scaling != "pe alone":
         if called.x is None or called.x.shape != output.shape:
             return None
+        if scaling == "x * pe":
+            return output / called.x
         return output - (output.size(-1) ** 0.5 if scaling.startswith("sqrt") else 1.0) * called.x
     if output.dim() == 3:
         return output
@@ -208,7 +219,9 @@ def _rest(called: _Called, scaling: str) -> Tensor | None:
 def _along_axes(called: list[_Called], rests: list[Tensor], words: tuple[Any, ...]) -> Iterator[Placement]:
     same_samples = all(_alike(rest, 0) for rest in rests)
     same_tokens = all(_alike(rest, 1) for rest in rests)
-    if same_samples and same_tokens:
+    if same_samples and same_tokens and all(bool((rest == 0).all()) for rest in rests):
+        yield Placement(words, [_numbered(r[0]) for r in rests])
+    elif same_samples and same_tokens:
         for number, name in (([c.length for c in called], "length"), ([c.batch for c in called], "number of samples")):
             observations = [(torch.tensor([float(n)]), r[:1, 0]) for n, r in zip(number, rests, strict=True)]
             rows = (*words, ("positions run along", f"no axis: one row, that of the {name}, for every token", ""))

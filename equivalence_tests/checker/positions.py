@@ -60,6 +60,7 @@ def position_readings(module: nn.Module | None, width: int) -> Iterator[PartRead
     for name, p in parameters.items():
         if p.dim() >= 2 and p.size(-1) == width:
             yield from _learned(name, p.reshape(-1, width))
+    yield PartReading(lambda p: torch.zeros(len(p), width), (("table", "none", ""),), ("position_not_added",))
     scales = {"": torch.ones(())} | {name: p.flatten()[0] for name, p in parameters.items() if p.numel() == 1}
     zero_first = module is None or _has_a_row_of_zeros(module)
     for (scale, factor), zeroed in itertools.product(scales.items(), (False, True) if zero_first else (False,)):

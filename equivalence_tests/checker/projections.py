@@ -277,7 +277,7 @@ def _leaf(module: nn.Module, name: str, parameter: nn.Parameter) -> Leaf:
     owner, _, last = name.rpartition(".")
     parent = module.get_submodule(owner)
     biases = [f"{owner}.bias" if owner else "bias"] if last == "weight" else [name.replace("weight", "bias")]
-    biases += [re.sub(r"(?i)w(?=_?[a-z]?$)", "b", name)]
+    biases += [re.sub(r"(?i)w(?=_?[a-z]?$)", "b", name), re.sub(r"(?i)(^|[._])w(?=_?[a-z0-9]+$)", r"\1b", name)]
     parameters = dict(module.named_parameters(remove_duplicate=False))
     bias = next(((b,) for b in biases if b != name and b in parameters and parameters[b].dim() == 1), ())
     label = owner if last == "weight" and owner else name

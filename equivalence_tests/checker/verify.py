@@ -1,6 +1,7 @@
 """verify: check anybody's attention against torch.nn, and name its bug."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from equivalence_tests.checker.diagnosis import Effort
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.loading import Source, load, with_signature
 from equivalence_tests.checker.mistakes import STRUCTURE
-from equivalence_tests.checker.parts import PART_KINDS, examine_part, guess_kind
+from equivalence_tests.checker.parts import PART_KINDS, examine_part, guess_kind, there_and_back
 from equivalence_tests.checker.report import CheckResult, Finding, Report
 from equivalence_tests.checker.state import preserved_global_state
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
@@ -119,19 +120,21 @@ def _verify(
 def _kind_by_structure(found: Any, name: str, adapter: Adapter) -> str:
     """Tell from its parts what something is whose name says nothing; "" if they do not either."""
     try:
-        module = next(subjects(found, name, adapter)).module
-    except (CannotCheckError, StopIteration):
+        # Where an argument may mean two widths, the first guess can make all of them one.
+        few = itertools.islice(subjects(found, name, adapter), 2)
+        kinds = [_kind_of_parts(subject.module) for subject in few if subject.module is not None]
+    except CannotCheckError:
         return ""
-    if module is None:
-        return ""
+    return next((kind for kind in kinds if kind), "")
+
+
+def _kind_of_parts(module: nn.Module) -> str:
     if named := guess_kind(module):  # a factory says less than what it makes
         return named
     kinds = {kind_of(path, child) for path, child in module.named_modules() if path}
     if "attention" in kinds and kinds & {"layer_norm", "feed_forward"}:
         return "layers"
-    linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
-    there_and_back = len(linears) == 2 and linears[0].weight.shape == linears[1].weight.shape[::-1]
-    return "feed_forward" if there_and_back and linears[0].in_features != linears[0].out_features else ""
+    return "feed_forward" if there_and_back(module) else ""
 
 
 def _or_unchecked(examined_as: Callable[[str], Report], kind: str, name: str) -> Report:
