@@ -299,6 +299,27 @@ def test_what_fits_nothing_is_given_up_soon(found: Any) -> None:
     assert time.process_time() - start < 15.0  # it takes a third of that; the longer search took a minute
 
 
+class FeedForwardAfterNorm(PaperFeedForward):
+    """Its name ends like a norm's."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__(d_model, d_ff)
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(self.norm(x))
+
+
+def test_a_feed_forward_may_speak_of_its_norm() -> None:
+    report = verify(FeedForwardAfterNorm)
+    assert (report.kind, report.verdict) == ("feed forward", "equal")
+
+
+def test_a_feed_forward_taken_for_a_norm_breaks_nothing() -> None:
+    report = verify(FeedForwardAfterNorm, kind="layer_norm")
+    assert (report.verdict, report.reason[:7]) == ("unchecked", "Nothing")
+
+
 def test_letters_of_a_name_that_meet_by_chance_make_no_rms_norm() -> None:
     report = verify(LayerNormScalingBias)  # LayerNo-rmS
     assert report.kind == "layer norm"

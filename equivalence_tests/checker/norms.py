@@ -59,18 +59,19 @@ def is_rms_norm(module: nn.Module) -> bool:
     return re.search(r"(^|_)rms|rms_?norm|root_?mean", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None
 
 
-def norm_readings(module: nn.Module) -> Iterator[PartReading]:
+def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
     """Read a norm in every way.
 
     Args:
         module: The norm, with random parameters.
+        width: Width of its input.
 
     Yields:
         LayerNorms and RMSNorms, right and with mistakes; which of the two is right, its class's name says.
     """
     rms = is_rms_norm(module)
     stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
-    for affine, eps in itertools.product(_affines(module), dict.fromkeys([*stated, *EPS])):
+    for affine, eps in itertools.product(_affines(module, width), dict.fromkeys([*stated, *EPS])):
         hard = () if eps == 1e-5 or eps in stated or rms else ("norm_eps_other",)
         known = (*affine.mistakes, *hard)
         for (place, (divisor, misplaced)), (axes_words, axes) in itertools.product(PLACES.items(), AXES.items()):
@@ -87,9 +88,9 @@ def norm_readings(module: nn.Module) -> Iterator[PartReading]:
                 yield PartReading(formula, words, (*known, *misplaced, *spread, *wrong_axes, *mean))
 
 
-def _affines(module: nn.Module) -> Iterator[Affine]:
+def _affines(module: nn.Module, width: int) -> Iterator[Affine]:
     """Give each parameter the part of the gain, of 1 + the gain, and of the bias."""
-    vectors = {name: p.detach() for name, p in module.named_parameters()}
+    vectors = {name: p.detach() for name, p in module.named_parameters() if p.numel() in (1, width)}
     one, zero = torch.ones(()), torch.zeros(())
     for (gain, g), (bias, b) in itertools.permutations(vectors.items(), 2):
         exchanged = BIAS_NAME.search(gain.lower()) and GAIN_NAME.search(bias.lower())

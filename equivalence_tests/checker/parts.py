@@ -31,8 +31,9 @@ __all__ = ["ACTIVATIONS", "PART_KINDS", "examine_part", "guess_kind", "kind_of_n
 PART_KINDS = ("layer_norm", "feed_forward", "positional_encoding", "mask_builder", "layers")
 NAMES = (
     (r"attention|attn|mhs?a|multi_?head|^head$", "attention"),
+    (r"feed_?forward", "feed_forward"),  # one may hold a norm, and say so in its name
     (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
-    (r"feed_?forward|ffn|^ff|mlp|position_?wise", "feed_forward"),
+    (r"ffn|^ff|mlp|position_?wise", "feed_forward"),
     (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|^pe$", "positional_encoding"),
     (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
 )
@@ -147,7 +148,7 @@ def _examine_module(
         return None
     if kind == "layer_norm":
         words = "RMSNorm" if is_rms_norm(module) else "layer norm"
-        return judge(subject, words, where, norm_readings(module), observations, clock)
+        return judge(subject, words, where, norm_readings(module, width), observations, clock)
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
     readings = (replace(r, words=(*r.words, *rows)) for r in feed_forward_readings(module, width))
     report = judge(subject, "feed forward", where, readings, observations, clock)
