@@ -239,6 +239,28 @@ def feed_forward_of_rows(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     return F.linear(F.linear(x, w1), w2)
 
 
+class PreNorm(nn.Module):
+    """A LayerNorm before anything."""
+
+    def __init__(self, dim: int, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(dim), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.norm(x))
+
+
+class Residual(nn.Module):
+    """x beside anything."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
 RIGHT: dict[str, tuple[Callable[[], Any], str, str]] = {
     "three linears": (lambda: SwiGluFeedForward, "gated", "SwiGLU"),
     "two linears, packed": (lambda: PackedGegluFeedForward, "gated", "GEGLU"),
@@ -252,6 +274,11 @@ RIGHT: dict[str, tuple[Callable[[], Any], str, str]] = {
         lambda: nn.Sequential(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU()), nn.Linear(16, 8)),
         "includes",
         "+ LayerNorm on the input",
+    ),
+    "wrappers": (
+        lambda: Residual(PreNorm(8, PaperFeedForward(8, 16))),
+        "includes",
+        "+ LayerNorm on the input, + residual",
     ),
     "a function of gain and bias": (lambda: layer_norm, "gain and bias", "gamma and beta"),
     "a function that leaves the mean": (lambda: rms_norm, "compared with", "nn.RMSNorm"),

@@ -83,7 +83,7 @@ def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading
         Two linears with anything between, and gated ones, alone or with residual and LayerNorm.
     """
     leaves = [either for leaf in leaves_of(module, 1, width) for either in _both_ways(leaf)]
-    norm = next((m for m in module.modules() if m is not module and "norm" in type(m).__name__.lower()), None)
+    norm = next((m for m in module.modules() if m is not module and _is_norm(m)), None)
     wraps = [(words, wrap, ()) for words, wrap in WRAPS.items() if norm is not None or "Norm" not in words]
     wrong = [
         (words, wrap, (name,))
@@ -100,6 +100,12 @@ def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading
         rows = (*body.words, ("includes", words, "linear2(activation(linear1(x)))"))
         formula = _bind(wrap, body.formula, norm or nn.Identity())
         yield PartReading(formula, rows, (*body.mistakes, *mistakes), body.notes, body.clues)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A PreNorm that holds the linears as well is a wrapper, whatever its name says."""
+    named = "norm" in type(module).__name__.lower()
+    return named and not any(isinstance(child, nn.Linear | nn.Conv1d) for child in module.modules())
 
 
 def _both_ways(leaf: Leaf) -> list[Leaf]:
