@@ -161,25 +161,27 @@ def _judge_order(module: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, s
 
 
 def _unused(module: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, str]]:
-    """Name the norms and embeddings that no gradient reaches, where the module that holds them is called."""
-    called = {call.path for call in trace(module, lambda: run.call(run.source, run.target)).calls}
+    """Name the norms and embeddings that no gradient reaches, where it reaches what stands beside them."""
     module.zero_grad(set_to_none=True)
     run.call(run.source, run.target).square().sum().backward()
     for path, child in module.named_modules():
         small = "norm" in type(child).__name__.lower() or isinstance(child, nn.Embedding)
-        if small and not list(child.children()) and _held_by_called(module, path, called):
-            reached = [p.grad is not None for p in child.parameters() if p.requires_grad]
-            if reached and not any(reached):
-                yield "all parts take part", "part_never_used", path
+        alone = small and not list(child.children()) and list(child.parameters())
+        if alone and not _reached(child) and _reached(_owner(module, path)):
+            yield "all parts take part", "part_never_used", path
     module.zero_grad(set_to_none=True)
 
 
-def _held_by_called(module: nn.Module, path: str, called: set[str]) -> bool:
-    """Whether the module that holds a part was called, so that its other branches are not the reason."""
+def _reached(module: nn.Module) -> bool:
+    return any(p.grad is not None for p in module.parameters())
+
+
+def _owner(module: nn.Module, path: str) -> nn.Module:
+    """The module that calls a part: if nothing of it is reached, it stands on another branch, or is left out whole."""
     owner = path.rpartition(".")[0]
     while owner and isinstance(module.get_submodule(owner), nn.ModuleDict | nn.ModuleList):
         owner = owner.rpartition(".")[0]
-    return owner in called or not owner
+    return module.get_submodule(owner)
 
 
 def _judge_tokens(module: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, str]]:

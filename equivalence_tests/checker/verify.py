@@ -104,7 +104,9 @@ def _verify(
             return verify_found(found, name, adapter, progress, seconds if one == guess else min(seconds, SECOND_LOOK))
         return examine_part(found, name, one, adapter)
 
-    guess = kind or guess_kind(found) or _kind_by_structure(found, name, adapter) or "attention"
+    guess = kind or guess_kind(found)
+    if not kind and guess not in ("attention", "layers", "mask_builder"):
+        guess = _kind_by_structure(found, name, adapter) or guess or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
     first = _or_unchecked(examined_as, guess, name)
     if first.verdict != "unchecked" or any(check.outcome == "passed" for check in first.checks):
@@ -118,7 +120,7 @@ def _verify(
 
 
 def _kind_by_structure(found: Any, name: str, adapter: Adapter) -> str:
-    """Tell from its parts what something is whose name says nothing; "" if they do not either."""
+    """Tell from its parts what something is whose name says nothing, or the wrong thing; "" if they do not either."""
     try:
         # Where an argument may mean two widths, the first guess can make all of them one.
         few = itertools.islice(subjects(found, name, adapter), 2)
@@ -129,11 +131,12 @@ def _kind_by_structure(found: Any, name: str, adapter: Adapter) -> str:
 
 
 def _kind_of_parts(module: nn.Module) -> str:
-    if named := guess_kind(module):  # a factory says less than what it makes
-        return named
+    named = guess_kind(module)  # a factory says less than what it makes
     kinds = {kind_of(path, child) for path, child in module.named_modules() if path}
-    if "attention" in kinds and kinds & {"layer_norm", "feed_forward"}:
+    if named != "attention" and "attention" in kinds and kinds & {"layer_norm", "feed_forward"}:
         return "layers"
+    if named:
+        return named
     return "feed_forward" if there_and_back(module) else ""
 
 

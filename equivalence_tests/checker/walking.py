@@ -132,6 +132,8 @@ def kind_of(path: str, child: nn.Module) -> str:
     """
     attribute = "" if type(child).__module__.startswith("torch.") else path.rpartition(".")[2]
     kind = guess_kind(child) or kind_of_name(attribute)
+    if kind in EXAMINED and kind != "attention" and any(guess_kind(m) == "attention" for m in child.modules()):
+        return "layers"  # whatever its name says
     if kind == "layer_norm" and any(True for _ in child.children()):
         linears = sum(isinstance(m, nn.Linear | nn.Conv1d) for m in child.modules())
         return "feed_forward" if linears == 2 and "feed" in type(child).__name__.lower() else ""

@@ -303,7 +303,7 @@ class _Stream:
 
     def _other_residual(self, step: Step, rest: Sum, used: Sum) -> bool:
         others = [s for s in self.steps if s.kind in SUBLAYERS and s.output in rest and s.output not in self.done]
-        beside = [s for s in others if s is not step and self._query(s) == self._query(step)]
+        beside = [s for s in others if s is not step and self._raw(s) == self._raw(step)]
         if beside and Counter(rest) == Counter((*self.now, beside[0].output)):
             self.wiring.blame("sublayers_side_by_side")
             self.done.add(beside[0].output)
@@ -331,6 +331,10 @@ class _Stream:
         """What a sub-layer reads besides the memory."""
         own = [x for x in step.inputs if x is None or not self._of_memory(x)]
         return own[0] if own else None
+
+    def _raw(self, step: Step) -> Sum | None:
+        """What a sub-layer reads, before a LayerNorm."""
+        return self._normalised(self._query(step)) or self._query(step)
 
     def _of_memory(self, x: Sum) -> bool:
         return x == ("memory",) or self._normalised(x) == ("memory",)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from equivalence_tests.zoo import builders, parts, source_defects
+from equivalence_tests.zoo import builders, layers, parts, source_defects
 from equivalence_tests.zoo.conventions import CONVENTIONS
 from equivalence_tests.zoo.defects import DEFECTS
 
@@ -32,7 +32,7 @@ class Case:
 def cases() -> Iterator[Case]:
     """List the correct classes, every defect in every convention that can have it, and the parts."""
     yield from (Case(convention.__name__, convention) for convention in CONVENTIONS)
-    correct_parts: tuple[Any, ...] = (*parts.CORRECT, *builders.CORRECT)
+    correct_parts: tuple[Any, ...] = (*parts.CORRECT, *builders.CORRECT, *layers.CORRECT)
     yield from (Case(found.__name__, found) for found in correct_parts)
     for defect in DEFECTS:
         for convention in defect.conventions:
@@ -41,6 +41,7 @@ def cases() -> Iterator[Case]:
     broken_parts: tuple[tuple[Any, tuple[str, ...], str], ...] = (
         *parts.BROKEN,
         *builders.BROKEN,
+        *layers.BROKEN,
         *source_defects.BROKEN,
     )
     for found, names, row in broken_parts:
