@@ -55,21 +55,48 @@ def test_a_way_that_is_lost_is_no_verdict() -> None:
     assert "what attn gives is not seen in any sum" in report.reason
 
 
-class GivenParts(nn.Module):
-    def __init__(self, size: int, self_attn: nn.Module, feed_forward: nn.Module) -> None:
+class SmallAttention(nn.MultiheadAttention):
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__(d_model, n_heads, batch_first=True)
+
+
+class SmallFeedForward(nn.Module):
+    def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
-        self.self_attn, self.feed_forward, self.norm = self_attn, feed_forward, nn.LayerNorm(size)
+        self.linear1, self.linear2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.feed_forward(x + self.self_attn(x, x, x)[0]))
+        return self.linear2(self.linear1(x).relu())
 
 
-class GivenPartsEncoderLayer(GivenParts):
-    pass
+class GivenPartsLayer(nn.Module):
+    def __init__(self, size: int, self_attn: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.self_attn, self.feed_forward = self_attn, feed_forward
+        self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.self_attn(x, x, x)[0])
+        return self.norm2(x + self.feed_forward(x))
 
 
-def test_parts_that_are_handed_to_the_constructor_are_asked_for() -> None:
-    report = verify(GivenPartsEncoderLayer)
+def test_parts_that_are_handed_to_the_constructor_are_built() -> None:
+    report = verify(GivenPartsLayer)
+    assert report.verdict == "equal", str(report)
+    assert {check.name for check in report.checks} >= {"self_attn (multi-head attention)", "layer (wiring)"}
+
+
+class UnnamedPartsLayer(nn.Module):
+    def __init__(self, size: int, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = first, second, nn.LayerNorm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.second(x + self.first(x, x, x)[0]))
+
+
+def test_parts_that_cannot_be_built_are_asked_for() -> None:
+    report = verify(UnnamedPartsLayer)
     assert report.verdict == "unchecked"
     assert "pass an instance" in report.reason
 

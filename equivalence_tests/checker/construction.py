@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.ready_made import classes_for
 from equivalence_tests.weights import randomize_parameters
 
 __all__ = ["DROPOUT", "SIZES", "Sizes", "build", "prepare"]
@@ -202,7 +203,7 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[tuple[int, dict[str, A
     required = [p for p in parameters if p.default is p.empty]
     optional = [p for p in parameters if p.default is not p.empty]
     extras = {p.name: value for p in optional for value in _override(p, sizes)}
-    candidates = [_candidates(p, sizes) for p in required]
+    candidates = [[*_ready_made(p, sizes, target), *_candidates(p, sizes)] for p in required]
     for number, values in enumerate(itertools.islice(itertools.product(*candidates), 60)):
         chosen = dict(zip((p.name for p in required), values, strict=True))
         yield number, chosen | extras
@@ -249,6 +250,15 @@ def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
             return []
         return [value]
     return []
+
+
+def _ready_made(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[nn.Module]:
+    """Build the parts that may be meant by an argument, at the same sizes."""
+    made = (
+        _first_that_builds(found, (arguments for _, arguments in argument_lists(found, sizes)), [])
+        for found in itertools.islice(classes_for(parameter.name, target), 2)
+    )
+    return [part for part in made if part is not None]
 
 
 def _candidates(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:

@@ -182,6 +182,8 @@ class Report:
     def _checks_table(self) -> Group:
         passed = [c for c in self.checks if c.outcome == "passed"]
         rows = _grid()
+        if self.kind == "layers" and passed:  # here the list says what the verdict is about
+            rows.add_row("passed", ", ".join(c.name for c in passed))
         styles = {"failed": "red", "skipped": "dim", "expected": "yellow"}
         for check in self.checks:
             if check.outcome in ("failed", "expected"):

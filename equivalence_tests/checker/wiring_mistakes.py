@@ -83,7 +83,7 @@ WIRING_MISTAKES = {
             "decoder(tgt, src)",
             "decoder(tgt, encoder(src))",
             "Pass the encoder's output as memory.",
-            (r"decoder?\w*\(", r"def forward"),
+            (r"decoder\(|\bdec\(|layer\(.*(src|enc|mem)", r"def forward"),
         ),
         PartMistake(
             "layers_share_parameters",
