@@ -219,6 +219,7 @@ def _as_map(seen: Tensor, expected: Tensor, bound: float) -> str:
         "one map for each head": expected,
         "averaged over heads": expected.mean(1),
         "heads folded": expected.flatten(0, 1),
+        "heads folded, before the batch": expected.transpose(0, 1).flatten(0, 1),
     } | {f"the map of head {head} alone": expected[:, head] for head in range(expected.size(1))}
     for words, form in forms.items():
         if seen.numel() == form.numel() and distance(seen.reshape(form.shape), form) <= bound:
@@ -254,6 +255,8 @@ def check_hidden_keys_are_unseen(examined: Examined) -> str:
     inputs = examined.inputs(91, masked=True)
     pattern = "lengths" if "lengths" in examination.masks.form.encoding else "keys"
     may = draw_masks(pattern, len(inputs.query), inputs.query.size(1), inputs.key.size(1), 5)
+    if examination.masks.form.pattern == "shared":
+        may = may[:1].expand_as(may)  # such a form hides the same keys in every sample
     hidden = ~may[:, 0, :, None]
     other = inputs.changed(sample=slice(None))
     key = inputs.key.where(~hidden, other.key)
