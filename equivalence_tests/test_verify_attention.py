@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equivalence_tests import verify
 
@@ -48,7 +49,64 @@ class MapsOfHeadsFirst(Plain):
         return self.mixed(weights, v), weights.transpose(0, 1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("right", [SharedMask, MapsOfHeadsFirst])
+class OfItself(Plain):
+    """Self-attention whose causal mask is somebody else's."""
+
+    def hidden(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.split(self.q(x)), self.split(self.k(x))
+        return self.mixed(self.hidden(q @ k.mT / q.size(-1) ** 0.5).softmax(-1), x)
+
+
+class CausalOnRequest(OfItself):
+    """A triangle is there whether it is asked for or not."""
+
+    def __init__(self, dim: int, heads: int, causal: bool = False) -> None:
+        super().__init__(dim, heads)
+        self.register_buffer("triangle", torch.ones(64, 64).tril())
+
+
+class DropsTheFill(OfItself):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.register_buffer("triangle", torch.ones(64, 64).tril())
+
+    def hidden(self, scores: Tensor) -> Tensor:
+        length = scores.size(-1)
+        scores.masked_fill(self.triangle[:length, :length] == 0, -torch.inf)  # type: ignore[index]
+        return scores
+
+
+class DropsATriangleOfItsOwn(OfItself):
+    def hidden(self, scores: Tensor) -> Tensor:
+        future = torch.ones(scores.shape[-2:]).triu(1) > 0
+        scores.masked_fill(future, -torch.inf)
+        return scores
+
+
+class CausalSelfAttention(OfItself):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=False).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [
+        (DropsTheFill, "scores.masked_fill(self.triangle"),
+        (DropsATriangleOfItsOwn, "scores.masked_fill(future"),
+        (CausalSelfAttention, "is_causal=False"),
+    ],
+)
+def test_a_causal_mask_that_hides_nothing_is_named(broken: Callable[..., Any], line: str) -> None:
+    report = verify(broken)
+    assert report.mistakes == ("causal_mask_never_used",), str(report)
+    assert line in report.findings[0].line
+
+
+@pytest.mark.parametrize("right", [SharedMask, MapsOfHeadsFirst, OfItself, CausalOnRequest])
 def test_right_attention_is_not_blamed(right: Callable[..., Any]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)

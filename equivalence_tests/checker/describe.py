@@ -62,7 +62,7 @@ def conventions_of(examination: AttentionExamination) -> list[Row]:
     rows += _projection_rows(examination, match)
     wrap = options.get("wrap", "none")
     rows.append(("includes", WRAP_WORDS.get(wrap, wrap), "attention alone"))
-    if options.get("causal") == "yes":
+    if options.get("causal") == "yes" and "attend_over" not in match.choices:  # tokens that see no other look causal
         rows.append(("causal mask", "built in", "attn_mask, given in each call"))
     return rows + _mask_rows(plan, examination.masks)
 

@@ -60,6 +60,7 @@ TELLS = {
     "multiplied_blocked": r"\*=?\s*\(?~?\w*mask|mask\w*\s*\*",
 }
 MASK_LINES = (r"masked_fill|where\(|mask", r"tril|triu")
+DROPPED_FILL = r"^\s*[\w.\[\]]+\.masked_fill\("  # nothing takes what comes back
 WRAP_LINES = (r"(layer_?)?norm\w*\(", r"return")
 
 
@@ -831,8 +832,8 @@ def named_mistake(name: str) -> Mistake:
     return next(m for m in (*ATTENTION_MISTAKES, *MASK_MISTAKES, *STRUCTURE.values()) if m.name == name)
 
 
-def _structure(name: str, sentence: str, have: str, want: str, fix: str, *patterns: str) -> Mistake:
-    return Mistake(name, "structure", name, sentence, have, want, fix, patterns)
+def _structure(name: str, sentence: str, have: str, want: str, fix: str, *patterns: str, choice: str = "") -> Mistake:
+    return Mistake(name, "structure", name, sentence, have, want, fix, patterns, choice)
 
 
 # What the parameters or the calls show, rather than the numbers.
@@ -855,6 +856,17 @@ STRUCTURE = {
             WRAP_WANTED,
             "Call the LayerNorm, or remove it.",
             r"norm",
+        ),
+        _structure(
+            "causal_mask_never_used",
+            "A causal mask is meant, and none is applied: every token sees the future.",
+            "query i looks at all keys",
+            CAUSAL_WANTED,
+            "Assign what masked_fill returns (scores = scores.masked_fill(...)), or pass is_causal=True.",
+            DROPPED_FILL,
+            r"is_causal\s*=\s*False",
+            r"tril|triu",
+            choice="Where every token may see all (BERT, ViT) that is right, and the unused mask or the name misleads.",
         ),
         _structure(
             "dropout_in_eval",

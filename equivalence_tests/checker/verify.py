@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from equivalence_tests.checker.attention import AttentionExamination, examine
+from equivalence_tests.checker.causality import causal_claim
 from equivalence_tests.checker.checks import Examined, attention_checks, run_check
 from equivalence_tests.checker.construction import prepare
 from equivalence_tests.checker.describe import conventions_of, findings_of, guilty_line
@@ -211,6 +212,7 @@ def _report(examination: AttentionExamination, name: str) -> Report:
     examined = Examined(examination, examination.match)
     report.findings += findings_of(examination, file_source)
     report.findings += _cross_findings(examination, report, file_source)
+    report.findings += _causal_findings(examination, file_source)
     report.checks = [run_check(check, examined) for check in attention_checks()]
     report.findings += _check_findings(examination, report, file_source)
     report.notes += _notes(examination, report)
@@ -268,6 +270,20 @@ def _cross_findings(examination: AttentionExamination, report: Report, file_sour
     where = f"with {', '.join(name for name, role in cross.plans[0].roles if role in ('memory', 'key', 'value'))}"
     found = findings_of(cross, file_source)
     return [replace(finding, where=where) for finding in found if finding.name not in report.mistakes]
+
+
+def _causal_findings(examination: AttentionExamination, file_source: Source) -> list[Finding]:
+    """A causal mask that the code speaks of, where every token sees the future."""
+    match, module = examination.match, examination.subject.module
+    if match is None or module is None or not match.reading.plan.self_attention:
+        return []
+    if match.choices.get("causal", "no") != "no" or "attend_over" in match.choices:
+        return []
+    plan = match.reading.plan
+    with torch.no_grad():
+        claim = causal_claim(module, lambda: examination.caller.returned(plan, examination.inputs(plan)))
+    evidence = f"{claim}; changing the last token changes what comes before it"
+    return [_structural("causal_mask_never_used", evidence, examination, file_source)] if claim else []
 
 
 def _check_findings(examination: AttentionExamination, report: Report, file_source: Source) -> list[Finding]:
