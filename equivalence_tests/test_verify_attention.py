@@ -106,7 +106,63 @@ def test_a_causal_mask_that_hides_nothing_is_named(broken: Callable[..., Any], l
     assert line in report.findings[0].line
 
 
-@pytest.mark.parametrize("right", [SharedMask, MapsOfHeadsFirst, OfItself, CausalOnRequest])
+class TwoMasks(Plain):
+    """One mask for each pair, one for the padding."""
+
+    def hidden(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None, None], -torch.inf)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Tensor:
+        query, key = self.split(self.q(q)), self.split(self.k(k))
+        scores = query @ key.mT / query.size(-1) ** 0.5
+        scores = scores if attn_mask is None else scores.masked_fill(attn_mask, -torch.inf)
+        scores = scores if padding_mask is None else self.hidden(scores, padding_mask)
+        return self.mixed(scores.softmax(-1), v)
+
+
+class AddsThePadding(TwoMasks):
+    def hidden(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores + (mask[:, None, None] != 0).to(scores.dtype)
+
+
+class InfiniteWeights(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights = self.weights(q, k)
+        return self.mixed(weights if mask is None else weights.masked_fill(mask == 0, -torch.inf), v)
+
+
+class FillsWithANameForNothing(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key = self.split(self.q(q)), self.split(self.k(k))
+        scores, nearly = query @ key.mT / query.size(-1) ** 0.5, 1e-12
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, -nearly)
+        return self.mixed(scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "line"),
+    [
+        (AddsThePadding, "mask_added_as_01", "scores + (mask"),
+        (InfiniteWeights, "mask_after_softmax", "masked_fill(mask == 0"),
+        (FillsWithANameForNothing, "mask_fill_not_negative", "masked_fill(mask == 0"),
+    ],
+)
+def test_masks_that_hide_nothing_are_named(broken: Callable[..., Any], name: str, line: str) -> None:
+    report = verify(broken)
+    assert report.mistakes == (name,), str(report)
+    assert line in report.findings[0].line
+
+
+def test_each_mask_has_a_row() -> None:
+    rows = {row[0]: row[1] for row in verify(TwoMasks).conventions}
+    assert rows["mask (padding_mask)"] == "(batch, key), True = may not look"
+    assert "mask (attn_mask)" in rows
+
+
+@pytest.mark.parametrize("right", [SharedMask, TwoMasks, MapsOfHeadsFirst, OfItself, CausalOnRequest])
 def test_right_attention_is_not_blamed(right: Callable[..., Any]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)

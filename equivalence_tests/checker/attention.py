@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, cross_plans, random_inputs
+from equivalence_tests.checker.calling import (
+    Caller,
+    CallPlan,
+    call_plans,
+    cross_plans,
+    other_mask_plans,
+    random_inputs,
+)
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.diagnosis import (
     Effort,
@@ -17,46 +24,22 @@ from equivalence_tests.checker.diagnosis import (
     Observation,
     Reading,
     convention_sets,
-    distance,
     search,
 )
-from equivalence_tests.checker.loading import Source, source_of
-from equivalence_tests.checker.masking import MaskForm, draw_masks, mask_forms
-from equivalence_tests.checker.mistakes import MASK_MISTAKES, Mistake, mistake_for
+from equivalence_tests.checker.loading import source_of
+from equivalence_tests.checker.mask_reading import MaskReading, read_masks
+from equivalence_tests.checker.mistakes import mistake_for
+from equivalence_tests.checker.observing import observe, other_sizes
 from equivalence_tests.checker.projections import Leaf, ProjectionReading, leaves_of, projection_readings
-from equivalence_tests.checker.reference import Inputs, Setting, attend
+from equivalence_tests.checker.reference import Inputs, Setting
 from equivalence_tests.checker.subject import Subject
 from equivalence_tests.checker.tracing import tensors_in, trace
 
-__all__ = ["AttentionExamination", "MaskReading", "examine", "independent_samples"]
+__all__ = ["AttentionExamination", "examine", "independent_samples"]
 
-OTHER_LENGTHS = ((4, 6, 9), (1, 8, 8), (5, 4, 10))
 MOST_PROJECTIONS = 40
 NORM = re.compile(r"norm|^ln", re.IGNORECASE)
 TRIANGLE = re.compile(r"tril|triu|causal|subsequent|future|look_?ahead", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class MaskReading:
-    """How masks are read.
-
-    Args:
-        form: The form that was understood; None if there is no mask argument or none was.
-        accepted: Forms that the code takes without an error.
-        understood: Forms that hide what they say.
-        mistakes: Masks mistakes that reproduce the output, all with the same numbers.
-        error: How well they do.
-        without: How far from it a mask that works is.
-        square: Whether masks work only with as many queries as keys.
-    """
-
-    form: MaskForm | None = None
-    accepted: tuple[MaskForm, ...] = ()
-    understood: tuple[MaskForm, ...] = ()
-    mistakes: tuple[Mistake, ...] = ()
-    error: float = 0.0
-    without: float = 0.0
-    square: bool = False
 
 
 @dataclass
@@ -69,6 +52,7 @@ class AttentionExamination:
     plans: list[CallPlan]
     matches: list[Match]
     masks: MaskReading = field(default_factory=MaskReading)
+    other_masks: list[MaskReading] = field(default_factory=list)  # each by itself, the first one hiding nothing
     evaluated: int = 0
     tried: str = ""
     cross: "AttentionExamination | None" = None  # with the second tensor that may be left out
@@ -81,6 +65,11 @@ class AttentionExamination:
     def masked_lengths(self) -> Sizes:
         """Lengths on which masks work."""
         return replace(self.lengths, key_len=self.lengths.query_len) if self.masks.square else self.lengths
+
+    @property
+    def memory_may_be_given(self) -> bool:
+        """Whether a second tensor may be given, for which some mask may be meant."""
+        return self.cross is not None
 
     @property
     def match(self) -> Match | None:
@@ -107,12 +96,20 @@ def examine(subject: Subject, effort: Effort, errors: list[str]) -> AttentionExa
     examination = _searched(subject, caller, plans, lengths, effort)
     match = examination.match
     if match is not None and (match.reading.plan.mask_parameter or subject.adapter.call is not None):
-        examination.masks = read_masks(examination, effort)
+        effort.progress("forms of mask")
+        examination.masks = read_masks(subject, caller, lengths, match)
+    if match is not None and subject.adapter.call is None:
+        others = [_with_plan(match, plan) for plan in other_mask_plans(caller, match.reading.plan)]
+        examination.other_masks = [read_masks(subject, caller, lengths, other) for other in others]
     if match is not None and match.reading.plan.self_attention:
         crossing = [(p, sizes) for p, sizes in cross_plans(caller, lengths) if p.layout == match.reading.plan.layout]
         if crossing:
             examination.cross = _searched(subject, caller, [crossing[0][0]], crossing[0][1], effort)
     return examination
+
+
+def _with_plan(match: Match, plan: CallPlan) -> Match:
+    return replace(match, reading=replace(match.reading, plan=plan))
 
 
 def _searched(
@@ -155,35 +152,6 @@ class _Observations:
             observation = observe(self.caller, plan, sizes, seed)
             if observation is not None:
                 yield observation
-
-
-def observe(
-    caller: Caller, plan: CallPlan, sizes: Sizes, seed: int, mask: MaskForm | None = None
-) -> Observation | None:
-    """Call once with random inputs; None if the code raises."""
-    inputs = random_inputs(sizes, plan, seed, caller.dtype)
-    if mask is not None:
-        may = draw_masks(mask.pattern, len(inputs.query), inputs.query.size(1), inputs.key.size(1), seed + 3)
-        inputs = replace(inputs, may_attend=may)
-    try:
-        with torch.no_grad():
-            return Observation(as_float64(inputs), caller.output(plan, inputs, mask).double())
-    except Exception:
-        return None
-
-
-def as_float64(inputs: Inputs) -> Inputs:
-    """Upcast, keeping equal tensors equal."""
-    query = inputs.query.double()
-    key = query if inputs.key is inputs.query else inputs.key.double()
-    value = query if inputs.value is inputs.query else key if inputs.value is inputs.key else inputs.value.double()
-    return Inputs(query, key, value, inputs.may_attend)
-
-
-def other_sizes(sizes: Sizes) -> list[Sizes]:
-    """Give other lengths; equal ones where only equal ones work."""
-    equal = sizes.query_len == sizes.key_len
-    return [replace(sizes, batch=b, query_len=q, key_len=q if equal else k) for b, q, k in OTHER_LENGTHS]
 
 
 def _plans(subject: Subject, caller: Caller, errors: list[str]) -> tuple[list[CallPlan], Sizes]:
@@ -402,92 +370,3 @@ def _implied(projections: ProjectionReading | None) -> tuple[str, ...]:
     if any(leaf.shared_heads > 1 for leaf in projections.leaves):
         implied.append("projection_shared_by_heads")
     return tuple(implied)
-
-
-def read_masks(examination: AttentionExamination, effort: Effort) -> MaskReading:
-    """Find the forms of mask that hide what they say, or the mistake in how they are read."""
-    match = examination.match
-    assert match is not None  # masks are read only where the rest is understood
-    observed, square = _observed_forms(examination, match)
-    accepted = tuple(form for form, _ in observed)
-    projections = match.reading.read(examination.subject.function)
-    effort.progress(f"{len(observed)} forms of mask")
-
-    def error(observation: Observation, use: str) -> float:
-        try:
-            expected = attend(match.reading.setting, projections, observation.inputs, match.choices | {"mask": use})
-        except (RuntimeError, IndexError):
-            return float("inf")
-        return distance(observation.output, expected)
-
-    exact = examination.subject.dtype == torch.float64 and not match.float32_inside
-    bound = 1e-10 if exact else 2e-5
-    understood = tuple(
-        form
-        for form, seen in observed
-        if any(all(error(o, use) <= bound for o in seen) for use in ("right", "fill_large"))
-    )
-    if not observed:
-        return MaskReading()
-    shared_only = bool(understood) and all(form.pattern == "shared" for form in understood)
-    suspects = observed if not understood else _per_sample(observed, understood) if shared_only else []
-    readings = []
-    for form, seen in suspects:
-        explaining = [m for m in MASK_MISTAKES if all(error(o, m.option) <= bound for o in seen)]
-        if any(m.option == "ignored" for m in explaining):
-            if understood or any(error(o, "ignored") > bound for _, every in observed for o in every):
-                continue  # this form has no effect, another one has
-            explaining = [m for m in explaining if m.option == "ignored"]
-        if explaining:
-            worst = max(error(o, explaining[0].option) for o in seen)
-            readings.append(MaskReading(form, accepted, understood, tuple(explaining), worst, error(seen[0], "right")))
-    if readings:
-        return replace(_likeliest(readings, examination.subject.source), square=square)
-    return MaskReading(understood[0] if understood else None, accepted, understood, square=square)
-
-
-def _likeliest(readings: list[MaskReading], source: Source) -> MaskReading:
-    """Choose among readings that give the same numbers by what the source says; the others become alternatives."""
-
-    def told(reading: MaskReading) -> int:
-        return sum(bool(m.tell) and source.line_matching(m.tell) is not None for m in reading.mistakes)
-
-    best = max(readings, key=told)
-    others = (m for reading in readings for m in reading.mistakes)
-    return replace(best, mistakes=tuple(dict.fromkeys((*best.mistakes, *others))))
-
-
-def _per_sample(
-    observed: list[tuple[MaskForm, list[Observation]]], understood: tuple[MaskForm, ...]
-) -> list[tuple[MaskForm, list[Observation]]]:
-    """Forms with a mask for each sample, in the encodings that are understood where all samples share one."""
-    encodings = {form.encoding for form in understood}
-    return [(form, seen) for form, seen in observed if form.pattern == "full" and form.encoding in encodings]
-
-
-def _observed_forms(
-    examination: AttentionExamination, match: Match
-) -> tuple[list[tuple[MaskForm, list[Observation]]], bool]:
-    """Call with every form of mask; keep those that ran and gave numbers, if need be with equal lengths."""
-    forms = [MaskForm("(batch, query, key)", "look")] if examination.subject.adapter.call else list(mask_forms())
-    first, second = examination.lengths, other_sizes(examination.lengths)[0]
-    observed = _observe_forms(examination, match, forms, (first, second))
-    if observed or first.query_len == first.key_len:
-        return observed, False
-    square = [replace(sizes, key_len=sizes.query_len) for sizes in (first, second)]
-    return _observe_forms(examination, match, forms, (square[0], square[1])), True
-
-
-def _observe_forms(
-    examination: AttentionExamination, match: Match, forms: list[MaskForm], lengths: tuple[Sizes, Sizes]
-) -> list[tuple[MaskForm, list[Observation]]]:
-    observed = []
-    for form in forms:
-        seen = [
-            observe(examination.caller, match.reading.plan, sizes, seed, form)
-            for seed, sizes in enumerate(lengths, start=7)
-        ]
-        kept = [o for o in seen if o is not None and o.output.isfinite().any()]
-        if len(kept) == len(seen):
-            observed.append((form, kept))
-    return observed

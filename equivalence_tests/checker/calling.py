@@ -19,7 +19,7 @@ from equivalence_tests.checker.masking import MaskForm
 from equivalence_tests.checker.reference import Inputs
 from equivalence_tests.checker.tracing import tensors_in, without_dropout
 
-__all__ = ["CallPlan", "Caller", "call_plans", "cross_plans", "random_inputs"]
+__all__ = ["CallPlan", "Caller", "call_plans", "cross_plans", "other_mask_plans", "random_inputs"]
 
 # "b l e": batch first; "l b e": sequence first; with heads given: "b h l d", "b l h d"; "l e": no batch.
 LAYOUTS = ("b l e", "l b e", "b h l d", "b l h d", "l e")
@@ -42,7 +42,7 @@ class CallPlan:
 
     Args:
         roles: For each parameter that is passed, in order: its name and what it gets (query, key, value, memory,
-            input, mask, or a constant written "=None", "=False", "=d_k").
+            input, mask, neutral (a mask that hides nothing), or a constant written "=None", "=False", "=d_k").
         layout: One of ``LAYOUTS``.
         positional: Whether to pass by position, for parameters that have no usable name.
         named: Whether the names of the parameters told the roles.
@@ -119,11 +119,11 @@ class Caller:
     def _value(self, name: str, role: str, plan: CallPlan, inputs: Inputs, mask: MaskForm | None) -> Any:
         if role == "mask?" and mask is None:
             return None
-        if role in ("mask", "mask?"):
-            form = mask or plan.neutral
+        if role in ("mask", "mask?", "neutral"):
+            form = plan.neutral if role == "neutral" else mask or plan.neutral
             if form is None:
                 return None if plan.positional else OMIT
-            may_attend = inputs.may_attend if mask is not None else None
+            may_attend = inputs.may_attend if mask is not None and role != "neutral" else None
             if may_attend is None:
                 may_attend = inputs.query.new_ones(len(inputs.query), inputs.query.size(1), inputs.key.size(1)).bool()
             return form.build(may_attend, self.num_heads, self.dtype)
@@ -256,6 +256,25 @@ def cross_plans(caller: Caller, sizes: Sizes) -> Iterator[tuple[CallPlan, Sizes]
     for lengths, layout in itertools.product((sizes, replace(sizes, key_len=sizes.query_len)), LAYOUTS):
         plan = CallPlan(kept, layout, positional_only(parameters, kept))
         yield from ((working, lengths) for working in _working(caller, plan, lengths, []))
+
+
+def other_mask_plans(caller: Caller, plan: CallPlan) -> Iterator[CallPlan]:
+    """Give the ways to call with another mask than the one of a plan; that one hides nothing then.
+
+    Args:
+        caller: Holds the code.
+        plan: A way to call it that works.
+
+    Yields:
+        A plan for each mask that is left out.
+    """
+    parameters = forward_parameters(caller.function)
+    first = plan.mask_parameter
+    others = [p.name for p in parameters if _role(p) == "mask" and p.name != first]
+    instead = {"mask?": "=None"} if plan.neutral is None else {"mask": "neutral", "mask?": "neutral"}
+    kept = tuple((n, instead.get(r, r)) for n, r in plan.roles if n != first or r in instead)
+    for name in () if plan.positional else others:
+        yield replace(plan, roles=(*(pair for pair in kept if pair[0] != name), (name, "mask")))
 
 
 def positional_only(parameters: list[inspect.Parameter], roles: tuple[tuple[str, str], ...]) -> bool:

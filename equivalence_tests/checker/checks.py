@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.attention import AttentionExamination, as_float64, observe, other_sizes
+from equivalence_tests.checker.attention import AttentionExamination
 from equivalence_tests.checker.calling import random_inputs
 from equivalence_tests.checker.diagnosis import FLOAT32_INSIDE, TOLERANCE, Match, Observation, distance
 from equivalence_tests.checker.masking import draw_masks
+from equivalence_tests.checker.observing import as_float64, observe, other_sizes
 from equivalence_tests.checker.reference import Inputs, attend, attention_weights
 from equivalence_tests.checker.report import CheckResult
 from equivalence_tests.checker.tracing import modules_created
@@ -133,8 +134,10 @@ def check_values_with_mask(examined: Examined) -> str:
     masks = examined.examination.masks
     if not examined.match.reading.plan.mask_parameter and masks.form is None:
         raise SkippedError("there is no mask argument")
+    if masks.form is None and not masks.accepted:
+        raise FailedError(f"every form of mask raised, or gave no numbers: {masks.said or 'nothing but NaN'}")
     if masks.form is None:
-        raise FailedError(f"none of {len(masks.accepted)} forms of mask hides what it says")
+        raise FailedError(f"{len(masks.accepted)} forms of mask are taken, and none hides what it says")
     observations = [examined.observe(seed, masked=True) for seed in (31, 32)]
     worst = max(distance(o.output, examined.expected(o.inputs)) for o in observations)
     return _judge(worst, examined.bound, "output")

@@ -1,19 +1,23 @@
 """Put what was found into words: conventions for the table, mistakes as findings with their evidence."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from equivalence_tests.checker.attention import AttentionExamination, MaskReading, observe
+from equivalence_tests.checker.attention import AttentionExamination
+from equivalence_tests.checker.blame import blamed_line, related_sources, told_by
 from equivalence_tests.checker.calling import CallPlan
 from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.diagnosis import Match, distance
 from equivalence_tests.checker.loading import Source
+from equivalence_tests.checker.mask_reading import MaskReading
 from equivalence_tests.checker.mistakes import STRUCTURE, Mistake, named_mistake
+from equivalence_tests.checker.observing import observe
 from equivalence_tests.checker.reference import attend
 from equivalence_tests.checker.report import Finding
 
-__all__ = ["conventions_of", "findings_of", "guilty_line"]
+__all__ = ["conventions_of", "findings_of", "guilty_line", "structural_finding"]
 
 Row = tuple[str, str, str]
 LAYOUT_WORDS = {
@@ -64,7 +68,7 @@ def conventions_of(examination: AttentionExamination) -> list[Row]:
     rows.append(("includes", WRAP_WORDS.get(wrap, wrap), "attention alone"))
     if options.get("causal") == "yes" and "attend_over" not in match.choices:  # tokens that see no other look causal
         rows.append(("causal mask", "built in", "attn_mask, given in each call"))
-    return rows + _mask_rows(plan, examination.masks)
+    return rows + [row for masks in (examination.masks, *examination.other_masks) for row in _mask_rows(masks)]
 
 
 def _arguments_words(plan: CallPlan) -> str:
@@ -96,60 +100,57 @@ def _projection_rows(examination: AttentionExamination, match: Match) -> list[Ro
     ]
 
 
-def _mask_rows(plan: CallPlan, masks: MaskReading) -> list[Row]:
-    if masks.form is None:
+def _mask_rows(masks: MaskReading) -> list[Row]:
+    if masks.form is None or any(m.option == "ignored" for m in masks.mistakes):
         return []
-    name = plan.mask_parameter.rstrip("?") or "mask"
-    return [(f"mask ({name})", str(masks.form), "attn_mask: True = may not look, or added")]
+    theirs = "key_padding_mask" if masks.form.pattern == "keys" else "attn_mask"
+    return [(f"mask ({masks.parameter or 'mask'})", str(masks.form), f"{theirs}: True = may not look, or added")]
 
 
-def findings_of(examination: AttentionExamination, file_source: Source) -> list[Finding]:
+def findings_of(examination: AttentionExamination) -> list[Finding]:
     """Turn the mistakes of a match into findings with their evidence.
 
     Args:
         examination: With a match.
-        file_source: The source of the whole file, for lines outside the class.
 
     Returns:
         One finding for each mistake; empty for correct code.
     """
-    match = examination.match
-    if match is None:
+    if examination.match is None:
         return []
-    match = max(examination.matches, key=lambda m: _told_by_source(m.mistakes, examination.subject.source))
-    findings = [_structural(name, examination) for name in match.reading.implied]
+    places = related_sources(examination.subject.function, examination.subject.source)
+    match = max(examination.matches, key=lambda m: told_by(m.mistakes, places))
+    evidence = "the parameters show it, and the output agrees to rounding"
+    findings = [structural_finding(name, evidence, places) for name in match.reading.implied]
+    findings += _match_findings(examination, match, places)
+    findings += _mask_findings(examination.masks, places)
+    for masks in examination.other_masks:
+        if not (examination.memory_may_be_given and any(m.option == "ignored" for m in masks.mistakes)):
+            findings += [replace(finding, where=masks.parameter) for finding in _mask_findings(masks, places)]
+    return findings
+
+
+def _match_findings(examination: AttentionExamination, match: Match, places: list[Source]) -> list[Finding]:
     error, without, count = confirm(examination, match)
     evidence = (
         f"reproduces your output to {error:.0e} of its largest value on {count} fresh inputs and other weights; "
         f"without it the difference is {without:.2g}"
     )
-    others = [m for m in examination.matches if m.names != match.names]
+    findings, others = [], [m for m in examination.matches if m.names != match.names]
     for index, mistake in enumerate(dict.fromkeys(match.mistakes)):
         alternatives = tuple(
             m.mistakes[index].sentence
             for m in others
             if len(m.mistakes) > index and m.mistakes[index].name != mistake.name
         )
-        findings.append(_finding(mistake, evidence, examination.subject.source, file_source, alternatives))
-    findings += _mask_findings(examination, file_source)
+        findings.append(_finding(mistake, evidence, places, alternatives))
     return findings
 
 
-def _told_by_source(mistakes: tuple[Mistake, ...], source: Source) -> int:
-    """Count the mistakes whose most telling pattern is found in the source."""
-    return sum(bool(m.tell) and source.line_matching(m.tell) is not None for m in mistakes)
-
-
-def likeliest_first(mistakes: list[Mistake], source: Source) -> list[Mistake]:
-    """Order mistakes that give the same numbers by what the source says."""
-    return sorted(mistakes, key=lambda m: -_told_by_source((m,), source))
-
-
-def _mask_findings(examination: AttentionExamination, file_source: Source) -> list[Finding]:
-    masks = examination.masks
+def _mask_findings(masks: MaskReading, places: list[Source]) -> list[Finding]:
     if not masks.mistakes:
         return []
-    candidates = likeliest_first(list(masks.mistakes), examination.subject.source)
+    candidates = sorted(masks.mistakes, key=lambda m: -told_by((m,), places))
     first = candidates[0]
     form = (
         f"with the mask as {masks.form}"
@@ -161,12 +162,15 @@ def _mask_findings(examination: AttentionExamination, file_source: Source) -> li
         f"a mask that works differs by {masks.without:.2g}"
     )
     alternatives = tuple(dict.fromkeys(m.sentence for m in candidates[1:] if m.name != first.name))
-    return [_finding(first, evidence, examination.subject.source, file_source, alternatives)]
+    return [_finding(first, evidence, places, alternatives)]
 
 
-def _finding(
-    mistake: Mistake, evidence: str, source: Source, file_source: Source, alternatives: tuple[str, ...]
-) -> Finding:
+def structural_finding(name: str, evidence: str, places: list[Source]) -> Finding:
+    """Make a finding of what the structure or the calls show, rather than the numbers."""
+    return _finding(STRUCTURE.get(name) or named_mistake(name), evidence, places, ())
+
+
+def _finding(mistake: Mistake, evidence: str, places: list[Source], alternatives: tuple[str, ...]) -> Finding:
     return Finding(
         mistake.name,
         mistake.sentence,
@@ -174,17 +178,10 @@ def _finding(
         mistake.want,
         mistake.fix,
         evidence,
-        guilty_line(mistake.patterns, source, file_source),
+        blamed_line(mistake, places),
         mistake.choice,
         alternatives,
     )
-
-
-def _structural(name: str, examination: AttentionExamination) -> Finding:
-    mistake = STRUCTURE.get(name) or named_mistake(name)
-    evidence = "the parameters show it, and the output agrees to rounding"
-    source = examination.subject.source
-    return _finding(mistake, evidence, source, source, ())
 
 
 def guilty_line(patterns: tuple[str, ...], source: Source, file_source: Source) -> str:

@@ -36,14 +36,27 @@ class Source:
 
     def line_matching(self, *patterns: str) -> tuple[int, str] | None:
         """Give the first line of code that one of the patterns is found in, with its number in the file."""
-        tree = _parsed(self.text)
-        lines = self.text.splitlines()
         for pattern in patterns:
-            skipped = _docstring_lines(tree) | (set() if "def" in pattern else _signature_lines(tree))
-            for number, line in enumerate(lines, start=1):
-                if number not in skipped and re.search(pattern, line.split("#")[0]):
-                    return self.first_line + number - 1, line.strip()
+            for number, line in self.lines(signatures="def" in pattern):
+                if re.search(pattern, line):
+                    return number, line.strip()
         return None
+
+    def lines(self, signatures: bool = False) -> list[tuple[int, str]]:
+        """List the lines of code with their numbers in the file, without docstrings and comments."""
+        tree = _parsed(self.text)
+        skipped = _docstring_lines(tree) | (set() if signatures else _signature_lines(tree))
+        numbered = enumerate(self.text.splitlines(), start=1)
+        return [(self.first_line + n - 1, line.split("#")[0]) for n, line in numbered if n not in skipped]
+
+    def functions(self) -> list[tuple[str, list[tuple[int, str]]]]:
+        """List the functions by name, each with its lines of code."""
+        found = [node for node in ast.walk(_parsed(self.text)) if isinstance(node, ast.FunctionDef)]
+        lines, offset = self.lines(), self.first_line - 1
+        return [
+            (node.name, [(n, line) for n, line in lines if node.lineno <= n - offset <= (node.end_lineno or 0)])
+            for node in found
+        ]
 
 
 def load(target: Any) -> Any:

@@ -46,20 +46,34 @@ SCALE_LINES = (
 SPLIT_LINES = (r"(view|reshape|rearrange)\(.*(head|h\b|\bd_?k)", r"view|reshape")
 MERGE_LINES = (
     r"(context|ctx|attended|merged)\w*(\.\w+\([^()]*\))*\.(view|reshape|flatten)\(",
-    r"(context|out|attn|x|z|y|values?)\w*\s*=.*(view|reshape|flatten|rearrange)\(",
     r"return .*\.(view|reshape|flatten)\(",
-    r"view|reshape",
 )
 SOFTMAX_LINES = (r"softmax",)
 TELLS = {
     "fill_tiny32": r"\btiny\b|\b1e-\d",
     "fill_1e-9": r"\btiny\b|\b1e-\d",
     "fill_-1e-9": r"-\s*1e-\d",
+    "fill_1e-12": r"[^-]\s*\b1e-1\d|masked_fill_?\(.*,\s*[a-z_]\w*\s*\)",
+    "fill_-1e-12": r"-\s*1e-1\d|masked_fill_?\(.*,\s*-\s*[a-z_]\w*\s*\)",
     "fill_0": r"(masked_fill_?|where)\(.*,\s*(0|0\.0*|float\(.?0.?\))\s*\)",
     "multiplied_visible": r"\*=?\s*\(?~?\w*mask|mask\w*\s*\*|hidden.*\*|\*.*hidden",
     "multiplied_blocked": r"\*=?\s*\(?~?\w*mask|mask\w*\s*\*",
 }
-MASK_LINES = (r"masked_fill|where\(|mask", r"tril|triu")
+MASK_LINES = (
+    r"masked_fill|where\(.*mask|where\(.*inf|where\(.*-1e",
+    r"[-+*]=?\s*\(?[^=]*mask|mask\w*(\.\w+\([^()]*\))*(\[[^\]]*\])?\s*[-+*]",
+    r"\w*mask\w*\s*=",
+)
+ADDED_LINES = (r"[-+]=?\s*[^=]*mask|mask[^=]*\s[-+]=?\s", r"mask.*(float|\.to|type)\b")
+MASK_LINES_OF = {
+    **dict.fromkeys(("added_visible", "added_blocked", "subtracted_blocked"), ADDED_LINES),
+    **dict.fromkeys(("multiplied_visible", "multiplied_blocked"), (r"\*.*mask|mask.*\*|\bmul_?\(",)),
+    "ignored": (r"^\s*[\w.\[\]]+\.masked_fill\(", r"def forward"),
+    "head_order": (r"(mask|len|bias)\w*.*(repeat|expand|tile)", *MASK_LINES),
+    "first_sample": (r"mask\w*\[0\b", *MASK_LINES),
+    "transposed": (r"mask.*(transpose|permute|\.t\(|\.m?T\b|unsqueeze|None)", *MASK_LINES),
+    "query_rows": (r"mask.*(unsqueeze|None|view|reshape)", *MASK_LINES),
+}
 DROPPED_FILL = r"^\s*[\w.\[\]]+\.masked_fill\("  # nothing takes what comes back
 WRAP_LINES = (r"(layer_?)?norm\w*\(", r"return")
 
@@ -360,20 +374,17 @@ ROLE_MISTAKES = (
 )
 
 
+NAMES_OF = {"q": r"(q|x_?q|quer(y|ies))\w*", "k": r"(k|x_?k|keys?)\w*", "v": r"(v|x_?v|values?)\w*"}
+
+
 def _matrices(order: str, name: str, sentence: str, fix: str) -> Mistake:
-    letters = zip("qkv", order, strict=True)
+    letters = tuple(zip("qkv", order, strict=True))
     words = {"q": "Wq", "k": "Wk", "v": "Wv", "-": "(no matrix)"}
     have = ", ".join(f"{role} = {role}_input {words[letter]}" for role, letter in letters)
-    return Mistake(
-        name,
-        "matrices",
-        order,
-        sentence,
-        have,
-        "q = q_input Wq, k = k_input Wk, v = v_input Wv",
-        fix,
-        (r"self\.\w*(v|value|k|key|q|quer)\w*\(|linear|chunk|split",),
-    )
+    guilty = [NAMES_OF[role] for role, letter in letters if role != letter]
+    patterns = [rf"^\s*{name}\s*=.*\(" for name in guilty] + [rf"self\.\w+(\[\d\])?\(\s*{name}\b" for name in guilty]
+    want = "q = q_input Wq, k = k_input Wk, v = v_input Wv"
+    return Mistake(name, "matrices", order, sentence, have, want, fix, tuple(patterns))
 
 
 MATRIX_MISTAKES = (
@@ -643,7 +654,8 @@ MASK_WANTED = "scores.masked_fill(hidden, -inf), then softmax"
 
 
 def _mask(option: str, name: str, sentence: str, have: str, fix: str) -> Mistake:
-    return Mistake(name, "mask", option, sentence, have, MASK_WANTED, fix, MASK_LINES, tell=TELLS.get(option, ""))
+    lines = MASK_LINES_OF.get(option, MASK_LINES)
+    return Mistake(name, "mask", option, sentence, have, MASK_WANTED, fix, lines, tell=TELLS.get(option, ""))
 
 
 MASK_MISTAKES = (
@@ -694,6 +706,13 @@ MASK_MISTAKES = (
         "mask_after_softmax",
         "The mask is applied after the softmax: the rows no longer sum to one.",
         "softmax(scores) * mask",
+        "Mask the scores before the softmax.",
+    ),
+    _mask(
+        "after_softmax_inf",
+        "mask_after_softmax",
+        "The mask is applied after the softmax, and with -inf: the weights of hidden keys are infinite.",
+        "softmax(scores).masked_fill(hidden, -inf)",
         "Mask the scores before the softmax.",
     ),
     _mask(
@@ -771,6 +790,20 @@ MASK_MISTAKES = (
         "mask_fill_not_negative",
         "The mask fills with -1e-9, a number near 0, where -1e9 was meant: hidden keys leak.",
         "masked_fill(hidden, -1e-9)",
+        "Fill with -inf.",
+    ),
+    _mask(
+        "fill_1e-12",
+        "mask_fill_not_negative",
+        "The mask fills with 1e-12, a number near 0: hidden keys leak.",
+        "masked_fill(hidden, 1e-12)",
+        "Fill with -inf.",
+    ),
+    _mask(
+        "fill_-1e-12",
+        "mask_fill_not_negative",
+        "The mask fills with -1e-12, a number near 0: hidden keys leak.",
+        "masked_fill(hidden, -1e-12)",
         "Fill with -inf.",
     ),
     _mask(
@@ -874,7 +907,10 @@ STRUCTURE = {
             "F.dropout(weights, p) with training=True, its default",
             "F.dropout(weights, p, self.training)",
             "Use nn.Dropout, or pass training=self.training.",
-            r"dropout\(",
+            r"(F|functional)\.dropout\(",
+            r"dropout_p\s*=(?!.*training)",
+            r"scaled_dot_product_attention\(",
+            r"(?<!self\.)\bdropout\(",
         ),
         _structure(
             "dropout_on_scores",

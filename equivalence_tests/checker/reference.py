@@ -206,8 +206,10 @@ def _weights(q: Tensor, k: Tensor, inputs: Inputs, choices: Choices) -> Tensor:
     scores = q @ transposed * factor  # (b, h, q, k)
     scores, blocked, built_in = _masked(scores, factor, inputs.may_attend, choices)
     weights = _softmax(scores, choices)
-    if choices.get("mask") in ("after_softmax", "after_softmax_fill"):
+    if choices.get("mask") == "after_softmax":
         weights = weights.masked_fill(blocked, 0.0)
+    if choices.get("mask") == "after_softmax_inf":
+        weights = weights.masked_fill(blocked, -math.inf)
     if choices.get("causal") == "after_softmax":
         weights = weights.masked_fill(built_in, 0.0)
     return weights / math.sqrt(q.size(-1)) if scale == "after_softmax" else weights
@@ -234,6 +236,8 @@ FILLS: dict[str, float] = {
     "fill_-20": -20.0,
     "fill_1e-9": 1e-9,
     "fill_-1e-9": -1e-9,
+    "fill_1e-12": 1e-12,
+    "fill_-1e-12": -1e-12,
     "fill_0": 0.0,
     "fill_tiny32": torch.finfo(torch.float32).tiny,
     "fill_+inf": 1e9,
@@ -290,7 +294,7 @@ def _misread(blocked: Tensor, scores: Tensor, use: str) -> Tensor:
 def _hide(scores: Tensor, blocked: Tensor, factor: float, use: str) -> Tensor:
     if use in FILLS:
         return scores.masked_fill(blocked, FILLS[use])
-    if use in ("ignored", "after_softmax", "after_softmax_fill"):
+    if use in ("ignored", "after_softmax", "after_softmax_inf"):
         return scores
     if use == "added_visible":
         return scores + (~blocked).to(scores.dtype)

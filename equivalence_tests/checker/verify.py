@@ -4,21 +4,20 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from equivalence_tests.checker.attention import AttentionExamination, examine
+from equivalence_tests.checker.blame import related_sources
 from equivalence_tests.checker.causality import causal_claim
 from equivalence_tests.checker.checks import Examined, attention_checks, run_check
 from equivalence_tests.checker.construction import prepare
-from equivalence_tests.checker.describe import conventions_of, findings_of, guilty_line
+from equivalence_tests.checker.describe import conventions_of, findings_of, structural_finding
 from equivalence_tests.checker.diagnosis import Effort
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.loading import Source, load, with_signature
-from equivalence_tests.checker.mistakes import STRUCTURE
+from equivalence_tests.checker.loading import load, with_signature
 from equivalence_tests.checker.parts import PART_KINDS, examine_part, guess_kind, there_and_back
 from equivalence_tests.checker.report import CheckResult, Finding, Report
 from equivalence_tests.checker.state import preserved_global_state
@@ -205,16 +204,15 @@ def _cannot_call(errors: list[str]) -> str:
 
 def _report(examination: AttentionExamination, name: str) -> Report:
     report = Report(name, _kind_words(examination), conventions=conventions_of(examination))
-    file_source = _file_source(examination.subject.source)
-    report.findings = _behaviour_findings(examination, file_source)
+    report.findings = _behaviour_findings(examination)
     if examination.match is None:
         return _unexplained(report, examination)
     examined = Examined(examination, examination.match)
-    report.findings += findings_of(examination, file_source)
-    report.findings += _cross_findings(examination, report, file_source)
-    report.findings += _causal_findings(examination, file_source)
+    report.findings += findings_of(examination)
+    report.findings += _cross_findings(examination, report)
+    report.findings += _causal_findings(examination)
     report.checks = [run_check(check, examined) for check in attention_checks()]
-    report.findings += _check_findings(examination, report, file_source)
+    report.findings += _check_findings(examination, report)
     report.notes += _notes(examination, report)
     failed = [c for c in report.checks if c.outcome == "failed" and c.name not in NOT_JUDGED]
     report.verdict = "deviates" if failed or report.findings else "equal"
@@ -226,14 +224,7 @@ def _kind_words(examination: AttentionExamination) -> str:
     return "multi-head attention" if has_weights else "attention function"
 
 
-def _file_source(source: Source) -> Source:
-    try:
-        return Source(Path(source.path).read_text(encoding="utf-8"), source.path, 1) if source.path else source
-    except (OSError, UnicodeDecodeError):
-        return source
-
-
-def _behaviour_findings(examination: AttentionExamination, file_source: Source) -> list[Finding]:
+def _behaviour_findings(examination: AttentionExamination) -> list[Finding]:
     """What the calls show before any number is compared."""
     findings = []
     if examination.subject.quiet_dropout:
@@ -242,7 +233,6 @@ def _behaviour_findings(examination: AttentionExamination, file_source: Source) 
                 "dropout_in_eval",
                 "two calls in eval differ, and are equal with dropout held back",
                 examination,
-                file_source,
             )
         )
     plan = examination.match.reading.plan if examination.match else examination.plans[0]
@@ -252,27 +242,27 @@ def _behaviour_findings(examination: AttentionExamination, file_source: Source) 
     trained = [made for made in created if made in ("Linear", "LayerNorm", "Embedding", "Conv1d")]
     if trained:
         evidence = f"each call constructs {', '.join(trained)}"
-        findings.append(_structural("layer_made_in_forward", evidence, examination, file_source))
+        findings.append(_structural("layer_made_in_forward", evidence, examination))
     module = examination.subject.module
     if module is not None and dropped_scores(
         module, lambda: examination.caller.returned(plan, inputs), (inputs.query.size(1), inputs.key.size(1))
     ):
         evidence = "in training, what goes into dropout is (query, key) large and its rows do not sum to one"
-        findings.append(_structural("dropout_on_scores", evidence, examination, file_source))
+        findings.append(_structural("dropout_on_scores", evidence, examination))
     return findings
 
 
-def _cross_findings(examination: AttentionExamination, report: Report, file_source: Source) -> list[Finding]:
+def _cross_findings(examination: AttentionExamination, report: Report) -> list[Finding]:
     """What is wrong only where the second tensor is given."""
     cross = examination.cross
     if cross is None or cross.match is None:
         return []
     where = f"with {', '.join(name for name, role in cross.plans[0].roles if role in ('memory', 'key', 'value'))}"
-    found = findings_of(cross, file_source)
+    found = findings_of(cross)
     return [replace(finding, where=where) for finding in found if finding.name not in report.mistakes]
 
 
-def _causal_findings(examination: AttentionExamination, file_source: Source) -> list[Finding]:
+def _causal_findings(examination: AttentionExamination) -> list[Finding]:
     """A causal mask that the code speaks of, where every token sees the future."""
     match, module = examination.match, examination.subject.module
     if match is None or module is None or not match.reading.plan.self_attention:
@@ -283,28 +273,24 @@ def _causal_findings(examination: AttentionExamination, file_source: Source) -> 
     with torch.no_grad():
         claim = causal_claim(module, lambda: examination.caller.returned(plan, examination.inputs(plan)))
     evidence = f"{claim}; changing the last token changes what comes before it"
-    return [_structural("causal_mask_never_used", evidence, examination, file_source)] if claim else []
+    return [_structural("causal_mask_never_used", evidence, examination)] if claim else []
 
 
-def _check_findings(examination: AttentionExamination, report: Report, file_source: Source) -> list[Finding]:
+def _check_findings(examination: AttentionExamination, report: Report) -> list[Finding]:
     """Name what a failed check alone shows."""
     failed = {c.name: c.detail for c in report.checks if c.outcome == "failed"}
     findings = []
     known = {f.name for f in report.findings}
     if "check_returned_weights" in failed and not known:
-        findings.append(
-            _structural("weights_not_those_used", failed["check_returned_weights"], examination, file_source)
-        )
+        findings.append(_structural("weights_not_those_used", failed["check_returned_weights"], examination))
     if "check_dropout_in_training" in failed and "mean" in failed["check_dropout_in_training"] and not known:
         evidence = "the mean of 200 outputs in training is not the output in eval"
-        findings.append(_structural("dropout_not_rescaled", evidence, examination, file_source))
+        findings.append(_structural("dropout_not_rescaled", evidence, examination))
     return findings
 
 
-def _structural(name: str, evidence: str, examination: AttentionExamination, file_source: Source) -> Finding:
-    mistake = STRUCTURE[name]
-    line = guilty_line(mistake.patterns, examination.subject.source, file_source)
-    return Finding(name, mistake.sentence, mistake.have, mistake.want, mistake.fix, evidence, line)
+def _structural(name: str, evidence: str, examination: AttentionExamination) -> Finding:
+    return structural_finding(name, evidence, related_sources(examination.subject.function, examination.subject.source))
 
 
 def _notes(examination: AttentionExamination, report: Report) -> list[str]:
@@ -316,12 +302,10 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
     projections = match.reading.projections
     if projections is not None and projections.output is None and "output_projection_skipped" not in match.names:
         notes.append("there is no output projection: right where another class holds it (BERT), else it is missing")
-    if (
-        examination.masks.form is not None
-        and examination.masks.form.encoding == "additive"
-        and not examination.masks.mistakes
-    ):
-        notes.append("the mask is added to the scores: a bool or 0/1 mask would leak softly")
+    for masks in (examination.masks, *examination.other_masks):
+        if masks.form is not None and masks.form.encoding == "additive" and not masks.mistakes:
+            name = masks.parameter or "the mask"
+            notes.append(f"{name} is added to the scores: a bool or 0/1 mask would leak softly")
     if examination.cross is not None and examination.cross.match is None:
         names = ", ".join(name for name, role in examination.cross.plans[0].roles if role != "query")
         notes.append(
@@ -331,7 +315,23 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
         notes.append("the mask was read with as many queries as keys; with other lengths the call raises")
     if examination.masks.form is not None and len(examination.masks.understood) > 1:
         notes.append(f"{len(examination.masks.understood)} forms of mask are understood")
+    notes += _other_mask_notes(examination)
     notes += [f"{c.name}: {c.detail}" for c in report.checks if c.name in NOT_JUDGED and c.outcome == "failed"]
+    return notes
+
+
+def _other_mask_notes(examination: AttentionExamination) -> list[str]:
+    """Say which of several masks no verdict is about."""
+    notes = []
+    for masks in examination.other_masks:
+        if masks.form is None and masks.accepted:
+            notes.append(
+                f"{masks.parameter} was not read: {len(masks.accepted)} forms are taken, none hides what it says"
+            )
+        elif masks.form is None:
+            notes.append(f"{masks.parameter} was not read: every form raised, {masks.said or 'or gave only NaN'}")
+        elif any(m.option == "ignored" for m in masks.mistakes) and examination.memory_may_be_given:
+            notes.append(f"{masks.parameter} has no effect where no second tensor is given")
     return notes
 
 
