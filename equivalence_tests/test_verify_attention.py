@@ -166,3 +166,45 @@ def test_each_mask_has_a_row() -> None:
 def test_right_attention_is_not_blamed(right: Callable[..., Any]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
+
+
+class Single(nn.Module):
+    """One head of a lecture: the scale is that of the input."""
+
+    def __init__(self, n_embd: int, head_size: int, block_size: int) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(n_embd, head_size, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.query(x) @ self.key(x).mT * x.size(-1) ** -0.5).softmax(-1) @ self.value(x)
+
+
+class OneHeadForAll(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = self.q(q) @ self.k(k).mT / (q.size(-1) // self.heads) ** 0.5
+        return self.out(scores.softmax(-1) @ self.v(v))
+
+
+@pytest.mark.parametrize(
+    ("broken", "sentence"),
+    [(Single, "root of the width of the input"), (OneHeadForAll, "heads are never split")],
+)
+def test_the_first_sizes_that_are_read_decide(broken: Callable[..., Any], sentence: str) -> None:
+    report = verify(broken)
+    assert len(report.findings) == 1, str(report)
+    assert sentence in report.findings[0].sentence
+
+
+class RotatedAttention(OfItself):
+    """Rotary positions, which no reading has."""
+
+    def split(self, x: Tensor) -> Tensor:
+        split = super().split(x)
+        angle = torch.arange(split.size(-2), dtype=x.dtype)[:, None]
+        return split * angle.cos() + split.roll(1, -1) * angle.sin()
+
+
+def test_what_no_reading_has_is_said() -> None:
+    report = verify(RotatedAttention, seconds=4.0)
+    assert report.verdict == "unchecked"
+    assert "rotated" in report.reason

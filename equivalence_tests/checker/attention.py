@@ -26,6 +26,7 @@ from equivalence_tests.checker.diagnosis import (
     convention_sets,
     search,
 )
+from equivalence_tests.checker.hints import seen_inside
 from equivalence_tests.checker.loading import source_of
 from equivalence_tests.checker.mask_reading import MaskReading, read_masks
 from equivalence_tests.checker.mistakes import mistake_for
@@ -55,6 +56,7 @@ class AttentionExamination:
     other_masks: list[MaskReading] = field(default_factory=list)  # each by itself, the first one hiding nothing
     evaluated: int = 0
     tried: str = ""
+    seen: list[str] = field(default_factory=list)  # what takes part that no reading has
     cross: "AttentionExamination | None" = None  # with the second tensor that may be left out
 
     def inputs(self, plan: CallPlan) -> Inputs:
@@ -116,8 +118,12 @@ def _searched(
     subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, effort: Effort
 ) -> AttentionExamination:
     readings = list(_readings(subject, caller, plans, lengths))
-    found = search(subject.function, readings, _Observations(caller, lengths), subject.dtype, effort)
-    examination = AttentionExamination(subject, caller, lengths, plans, found, evaluated=effort.evaluated)
+    seen = seen_inside(
+        subject.function, lambda: caller.returned(plans[0], random_inputs(lengths, plans[0], 1, caller.dtype))
+    )
+    most = 1 if seen else 3  # with parts that no reading has, pairs and triples of mistakes explain nothing either
+    found = search(subject.function, readings, _Observations(caller, lengths), subject.dtype, effort, most)
+    examination = AttentionExamination(subject, caller, lengths, plans, found, evaluated=effort.evaluated, seen=seen)
     examination.tried = f"{len(readings)} readings, {effort.evaluated} combinations of reading and mistakes"
     return examination
 

@@ -227,6 +227,10 @@ def applicable(reading: Reading, projections: Projections, observation: Observat
             "causal_use": inputs.query.size(1) == inputs.key.size(1),
             "causal": inputs.query.size(1) == inputs.key.size(1),
         } | has_bias
+        if m.option == "sqrt_input":
+            return projections.query.weight is not None and len(set(projections.query.weight.shape)) > 1
+        if m.option == "whole":
+            return reading.setting.num_heads > 1
         if m.slot in ("split", "merge") and m.option == ("lbhd" if reading.setting.sequence_first else "blhd"):
             return False
         return rules.get(m.slot, True)

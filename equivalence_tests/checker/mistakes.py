@@ -91,6 +91,13 @@ SCALE_MISTAKES = (
         "Divide by sqrt(head_dim) = sqrt(embed_dim / num_heads).",
     ),
     _scale(
+        "sqrt_input",
+        "scale_sqrt_d_model",
+        "The scores are divided by the root of the width of the input, not of one head.",
+        "q kᵀ / sqrt(embed_dim)",
+        "Divide by sqrt(head_dim): take the size of the last axis of the keys.",
+    ),
+    _scale(
         "none",
         "scale_missing",
         "The scores are not scaled.",
@@ -202,18 +209,30 @@ def _orders() -> list[str]:
     return ["bhld", "hbld", "lhbd", "hlbd", "blhd", "lbhd"]
 
 
-SPLIT_MISTAKES = tuple(
+SPLIT_MISTAKES = (
     Mistake(
-        "heads_split_without_transpose",
+        "heads_never_split",
         "split",
-        order,
-        "The heads are split by reshaping without a transpose, so that tokens and heads mix.",
-        f"q.reshape({', '.join(order)})",
+        "whole",
+        "The heads are never split: there is one head of the whole width, scaled as one of several.",
+        "scores = q kᵀ / sqrt(embed_dim / num_heads), with q of (b, l, embed_dim)",
         SPLIT_WANTED,
-        "Use view(batch, length, num_heads, head_dim).transpose(1, 2).",
-        SPLIT_LINES,
-    )
-    for order in _orders()
+        "Use view(batch, length, num_heads, head_dim).transpose(1, 2) after the projections.",
+        SCALE_LINES,
+    ),
+    *(
+        Mistake(
+            "heads_split_without_transpose",
+            "split",
+            order,
+            "The heads are split by reshaping without a transpose, so that tokens and heads mix.",
+            f"q.reshape({', '.join(order)})",
+            SPLIT_WANTED,
+            "Use view(batch, length, num_heads, head_dim).transpose(1, 2).",
+            SPLIT_LINES,
+        )
+        for order in _orders()
+    ),
 )
 MERGE_MISTAKES = tuple(
     Mistake(

@@ -84,6 +84,8 @@ def attend(setting: Setting, projections: Projections, inputs: Inputs, choices: 
     wrap = choices.get("wrap", "none")
     q, k, v = _project(setting, projections, _normalise_before(setting, inputs, wrap), choices)
     q, k, v = (_split(x, setting, choices.get("split", "lh")) for x in (q, k, v))  # (b, h, l, d)
+    if choices.get("split") == "whole":
+        q = q * math.sqrt(setting.num_heads)  # the scale is still that of one head
     k, v = (_repeat_heads(x, q.size(1), choices.get("grouped", "interleaved")) for x in (k, v))
     q, k, v = (_attended_axis(x, choices) for x in (q, k, v))
     context = _context(q, k, v, inputs, choices)
@@ -134,9 +136,11 @@ def _split(x: Tensor, setting: Setting, order: str) -> Tensor:
     """Cut the features into heads: (b, l, h * d) -> (b, h, l, d).
 
     "lh" and "ld" read the features as (h, d) or (d, h), both right. Any other order is that of the axes to which the
-    user's tensor was reshaped without a transpose.
+    user's tensor was reshaped without a transpose; "whole" leaves all features in one head.
     """
     batch, length, width = x.shape
+    if order == "whole":
+        return x.unsqueeze(1)
     heads = setting.num_heads * width // max(width, 1)
     sizes = {"b": batch, "l": length, "h": heads, "d": width // heads}
     if order in ("lh", "ld"):
@@ -202,7 +206,7 @@ SCALES: dict[str, Callable[[Tensor, Tensor], float]] = {
 def _weights(q: Tensor, k: Tensor, inputs: Inputs, choices: Choices) -> Tensor:
     scale = choices.get("scale", "right")
     transposed = k.reshape(*k.shape[:-2], k.size(-1), k.size(-2)) if "key_transpose" in choices else k.transpose(-2, -1)
-    factor = SCALES[scale](q, k)
+    factor = inputs.query.size(-1) ** -0.5 if scale == "sqrt_input" else SCALES[scale](q, k)
     scores = q @ transposed * factor  # (b, h, q, k)
     scores, blocked, built_in = _masked(scores, factor, inputs.may_attend, choices)
     weights = _softmax(scores, choices)

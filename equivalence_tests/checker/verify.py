@@ -43,7 +43,7 @@ def verify(
     adapter: Adapter | None = None,
     expected_failures: Mapping[str, str] | None = None,
     progress: Callable[[str], None] = lambda text: None,
-    seconds: float = 50.0,
+    seconds: float = 35.0,
 ) -> Report:
     """Check an attention (or another part of a Transformer) against the built-in, and name its mistakes.
 
@@ -111,6 +111,8 @@ def _verify(
     first = _or_unchecked(examined_as, guess, name)
     if first.verdict != "unchecked" or any(check.outcome == "passed" for check in first.checks):
         return first
+    if guess == guess_kind(found) == "attention" and first.conventions:
+        others = others and ["layers"]  # what is called attention, and can be called as one, may hold more than that
     for other in others:
         report = _or_unchecked(examined_as, other, name)
         # What deviates from a part that its name does not speak of is most likely something else.
@@ -161,12 +163,20 @@ def verify_found(
     for subject in subjects(found, name, adapter or Adapter()):
         progress(f"built {name} with {subject.sizes.num_heads} heads of {subject.sizes.head_dim}")
         examination = _examine(subject, effort, errors)
-        best = examination or best
-        if examination is not None and examination.matches:
+        if examination is None or (best is not None and not _believed(examination, best)):
+            continue
+        best = examination
+        if examination.matches:
             break
     if best is None:
         raise CannotCheckError(_cannot_call(errors))
     return _report(best, name)
+
+
+def _believed(later: AttentionExamination, earlier: AttentionExamination) -> bool:
+    """Whether a match is believed after other sizes stayed unexplained: no scale that fits these sizes by chance."""
+    scaled = any(mistake.slot == "scale" for match in later.matches for mistake in match.mistakes)
+    return bool(later.matches) and not (scaled and later.subject.sizes != earlier.subject.sizes)
 
 
 def _examine(subject: Subject, effort: Effort, errors: list[str]) -> AttentionExamination | None:
@@ -342,7 +352,8 @@ def _unexplained(report: Report, examination: AttentionExamination) -> Report:
     names = [] if module is None else [name for name, _ in module.named_parameters()]
     report.reason = (
         f"Nothing that is known reproduces its output. Tried: {examination.tried}. "
-        "No verdict follows from that: it may "
+        + (f"Seen inside: {'; '.join(examination.seen)}. " if examination.seen else "")
+        + "No verdict follows from that: it may "
         "be right in a way that was not read. Adapter(weights={...}) names the projections"
         + (f" among {', '.join(names[:8])}." if names else ".")
     )
