@@ -162,12 +162,6 @@ def test_each_mask_has_a_row() -> None:
     assert "mask (attn_mask)" in rows
 
 
-@pytest.mark.parametrize("right", [SharedMask, TwoMasks, MapsOfHeadsFirst, OfItself, CausalOnRequest])
-def test_right_attention_is_not_blamed(right: Callable[..., Any]) -> None:
-    report = verify(right)
-    assert report.verdict == "equal", str(report)
-
-
 class Single(nn.Module):
     """One head of a lecture: the scale is that of the input."""
 
@@ -208,3 +202,104 @@ def test_what_no_reading_has_is_said() -> None:
     report = verify(RotatedAttention, seconds=4.0)
     assert report.verdict == "unchecked"
     assert "rotated" in report.reason
+
+
+class HidesWhatItIsTold(Plain):
+    """A required mask, True = may not look, filled with -inf; maps and output come back in that order."""
+
+    def hidden(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        query, key = self.split(self.q(q)), self.split(self.k(k))
+        return (query @ key.mT / query.size(-1) ** 0.5).masked_fill(mask[:, None], -torch.inf)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self.hidden(q, k, mask).softmax(-1).flatten(1, 2)
+        return weights, self.mixed(weights.unflatten(1, (self.heads, -1)), v)
+
+
+class HidesAndScalesTwice(HidesWhatItIsTold):
+    def hidden(self, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+        return super().hidden(q, k, mask) / (q.size(-1) // self.heads) ** 0.5
+
+
+class ProjectsForNothing(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        merged = (self.weights(q, k) @ self.split(self.v(v))).transpose(1, 2).flatten(2)
+        self.out(merged)
+        return merged
+
+
+class ValuesOfTheKeys(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.mixed(self.weights(q, k), k)
+
+
+class PacksQueriesAndKeys(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qk, self.v, self.proj = nn.Linear(dim, 2 * dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (*self.qk(x).chunk(2, -1), self.v(x)))
+        return self.proj(((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        (HidesAndScalesTwice, "scale_twice"),
+        (ProjectsForNothing, "output_projection_skipped"),
+        (ValuesOfTheKeys, "values_from_key"),
+    ],
+)
+def test_other_ways_to_break_are_named(broken: Callable[..., Any], name: str) -> None:
+    report = verify(broken)
+    assert report.mistakes == (name,), str(report)
+
+
+class Misspelt(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights = self.weights(q, k)
+        return self.mixed(weights if mask is None else weights.mask_fill(mask, 0.0), v)  # type: ignore[attr-defined]
+
+
+class WantsALengthOfFour(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights = self.weights(q, k)
+        return self.mixed(weights if mask is None else weights * mask.reshape(4, 4), v)
+
+
+def test_what_a_mask_raises_is_said() -> None:
+    report = verify(Misspelt)
+    assert report.verdict == "deviates"
+    assert "with masks that differ between samples" in report.reason
+    assert "no attribute 'mask_fill'" in str([c.detail for c in report.checks if c.outcome == "failed"])
+    assert "mask was not read: every form raised" in str(verify(WantsALengthOfFour).notes)
+
+
+class NeedsAConfig(Plain):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.n_embd, config.n_head)
+        self.scaled, self.again = config.scale_attn_weights, config.scale_attn_by_inverse_layer_idx
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = self.weights(q, k)
+        return self.mixed(weights if self.scaled and not self.again else weights / 2, v)
+
+
+RIGHT = (
+    SharedMask,
+    MapsOfHeadsFirst,
+    TwoMasks,
+    OfItself,
+    CausalOnRequest,
+    HidesWhatItIsTold,
+    PacksQueriesAndKeys,
+    NeedsAConfig,
+)
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_right_attention_is_not_blamed(right: Callable[..., Any]) -> None:
+    report = verify(right)
+    assert report.verdict == "equal", str(report)

@@ -173,13 +173,16 @@ def _plans(subject: Subject, caller: Caller, errors: list[str]) -> tuple[list[Ca
 
 
 def _with_distinct_outputs(caller: Caller, found: list[tuple[CallPlan, Sizes]]) -> list[CallPlan]:
-    """Keep one of the plans that differ only in a mask which changes nothing."""
+    """Keep one of the plans that differ only in a mask which changes nothing; those that give no number at all last."""
     kept: dict[tuple[object, ...], CallPlan] = {}
+    empty: list[CallPlan] = []
     for plan, lengths in found:
         observation = observe(caller, plan, lengths, 0)
-        if observation is not None:
+        if observation is not None and not observation.output.isfinite().any():
+            empty.append(plan)  # a mask that was meant to hide nothing hides everything
+        elif observation is not None:
             kept.setdefault((plan.roles, plan.layout, _mark(observation.output.nan_to_num(7.0))), plan)
-    return list(kept.values())
+    return list(kept.values()) or empty[:1]
 
 
 def _unique_plans(found: Iterator[tuple[CallPlan, Sizes]]) -> Iterator[tuple[CallPlan, Sizes]]:
@@ -226,7 +229,7 @@ def _readings_as_called(subject: Subject, caller: Caller, plans: list[CallPlan],
         if causal == ("no",) and _mentions_a_triangle(subject):
             causal = ("no", "yes")  # a triangle that some mistake lets the future through
         unused = _never_used(subject.module, caller, plan, lengths)
-        for projections, heads in _projections(subject, caller, plan, lengths):
+        for projections, heads in _projections(subject, caller, plan, lengths, unused):
             for norm in norms or [None]:
                 setting = Setting(heads, plan.sequence_first, norm)
                 named = projections is None or _named(projections)
@@ -246,13 +249,19 @@ def _mentions_a_triangle(subject: Subject) -> bool:
 
 
 def _never_used(module: nn.Module | None, caller: Caller, plan: CallPlan, lengths: Sizes) -> set[str]:
-    """Name the parameters that take no part in the forward pass."""
+    """Name the parameters that the output does not depend on."""
     if module is None:
         return set()
-    inputs = random_inputs(lengths, plan, 1, caller.dtype)
-    seen = trace(module, lambda: caller.returned(plan, inputs))
-    used = {use.name for use in seen.uses}
-    return {name for name, _ in module.named_parameters()} - used if used else set()
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    try:
+        with torch.enable_grad():
+            output = caller.output(plan, random_inputs(lengths, plan, 1, caller.dtype))
+            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+                output.sum(), list(named.values()), allow_unused=True
+            )
+    except Exception:  # computed without gradients
+        return set()
+    return {name for name, gradient in zip(named, gradients, strict=True) if gradient is None}
 
 
 def _unused(subject: Subject, projections: ProjectionReading | None, unused: set[str], wrap: str) -> Iterator[str]:
@@ -261,7 +270,8 @@ def _unused(subject: Subject, projections: ProjectionReading | None, unused: set
     if module is None or projections is None:
         return
     leaves = leaves_of(module, subject.head_counts[0], subject.sizes.embed_dim)
-    if projections.output is None and any(x.role == "output" and set(x.weights) <= unused for x in leaves):
+    left_out = [leaf for leaf in leaves if set(leaf.weights) <= unused]
+    if projections.output is None and any(leaf.role in ("output", "") for leaf in left_out):
         yield "output_projection_skipped"
     norms = [name for name in unused if NORM.search(name.rpartition(".")[0].rpartition(".")[2])]
     if norms and wrap in ("none", "residual"):
@@ -273,7 +283,7 @@ def _named(projections: ProjectionReading) -> bool:
 
 
 def _projections(
-    subject: Subject, caller: Caller, plan: CallPlan, lengths: Sizes
+    subject: Subject, caller: Caller, plan: CallPlan, lengths: Sizes, unused: set[str]
 ) -> Iterator[tuple[ProjectionReading | None, int]]:
     module, sizes = subject.module, subject.sizes
     if module is None or not any(p.dim() >= 2 for p in module.parameters()):
@@ -284,6 +294,7 @@ def _projections(
         if subject.adapter.weights:
             yield adapted_projections(subject, leaves), heads
             continue
+        leaves = [leaf for leaf in leaves if not set(leaf.weights) <= unused]
         fed = _fed_by_inputs(module, caller, plan, lengths, leaves)
         for reading in itertools.islice(projection_readings(leaves, fed, module, heads), MOST_PROJECTIONS):
             yield reading, heads

@@ -394,9 +394,10 @@ def _try(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> Cal
     except Exception as error:
         errors.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
-    for index, x in enumerate(tensors):
-        if _is_output(x, plan, inputs, caller.num_heads):
-            return replace(plan, output=index, weights=_weights_index(tensors, index, inputs))
+    found = [index for index, x in enumerate(tensors) if _is_output(x, plan, inputs, caller.num_heads)]
+    if found:
+        output = min(found, key=lambda index: _like_weights(tensors[index], inputs))
+        return replace(plan, output=output, weights=_weights_index(tensors, output, inputs))
     errors.append(f"no output of the query's length came back, but {[tuple(x.shape) for x in tensors]}")
     return None
 
@@ -408,6 +409,12 @@ def _is_output(x: Tensor, plan: CallPlan, inputs: Inputs, num_heads: int) -> boo
         return x.dim() == len(lead[plan.layout]) + 1 and tuple(x.shape[:-1]) == lead[plan.layout]
     shape = (batch, num_heads, length) if plan.layout == "b h l d" else (batch, length, num_heads)
     return tuple(x.shape[:-1]) == shape or tuple(x.shape) == (batch, length, width)
+
+
+def _like_weights(x: Tensor, inputs: Inputs) -> tuple[bool, bool]:
+    """Order what might be the output: weights come last, then what has another width than the input."""
+    sums_to_one = x.size(-1) == inputs.key.size(1) and bool(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))))
+    return sums_to_one, x.size(-1) != inputs.query.size(-1)
 
 
 def _weights_index(tensors: list[Tensor], output: int, inputs: Inputs) -> int:

@@ -81,7 +81,9 @@ NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         r"ff|feed_?forward|inner|interm|mlp_?(dim|hidden)|hidden_?(features|units)|dim_?hid|pf_dim|ffn|d_?hid|mult",
         lambda s: s.ff_dim,
     ),
-    (r"bias", lambda s: True),
+    (r"relative\w*buckets", lambda s: 32),
+    (r"bias|^scale_(attn|attention|scores?|weights)(_weights)?$", lambda s: True),
+    (r"^scale_\w+|^reorder_", lambda s: False),
     (r"pad_?\w*(idx|id|index|token)|(idx|id|index|token)_?pad|^pad$", lambda s: 0),
     (r"device", lambda s: "cpu"),
     (r"dtype", lambda s: torch.float32),
@@ -262,7 +264,8 @@ def _ready_made(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
 
 
 def _candidates(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
-    annotation = parameter.annotation if isinstance(parameter.annotation, type) else None
+    given = parameter.annotation if parameter.annotation is not parameter.empty else None
+    annotation = given if isinstance(given, type) else None
     if re.search(r"config|cfg|^args$|params|hparams|options|^opts?$|settings|hyper", parameter.name.lower()):
         return [*_configs(annotation, sizes), ImitatedConfig(sizes)]
     known, value = value_for(parameter.name, sizes)

@@ -43,6 +43,9 @@ PACKED_WORDS = {
     "2hd": "rows are [k; v]",
     "h2d": "rows are [k, v] for each head in turn",
     "hd2": "rows are k, v for each element in turn",
+    "qk2hd": "rows are [q; k]",
+    "qkh2d": "rows are [q, k] for each head in turn",
+    "qkhd2": "rows are q, k for each element in turn",
 }
 FRESH_BATCH = 50
 
@@ -83,7 +86,7 @@ def _projection_rows(examination: AttentionExamination, match: Match) -> list[Ro
     if reading is None:
         return [("heads", heads, "")]
     names = ", ".join(leaf.name for leaf in reading.leaves)
-    packed = reading.layout.removeprefix("qkv").removeprefix("kv")
+    packed = reading.layout.removeprefix("qkv").removeprefix("kv")  # "qk..." stays as it is
     detail = f"{names}: {PACKED_WORDS[packed]}" if packed in PACKED_WORDS else f"{names} ({reading.order})"
     if reading.layout != "separate" and reading.order != "qkv":
         detail += f", in the order {', '.join(reading.order)}"

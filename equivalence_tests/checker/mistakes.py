@@ -39,8 +39,9 @@ class Mistake:
 
 SCALE_WANTED = "scores = q kᵀ / sqrt(head_dim)"
 SCALE_LINES = (
-    r"sqrt|\*\*\s*-?\(?\s*(0\.5|1\s*/\s*[24]|0\.25)|scale|temperature|norm_fact",
-    r"matmul|bmm|einsum|@",
+    r"sqrt|\*\*\s*-?\(?\s*(0?\.5|1\s*/\s*[24]|0?\.25)|scale|temper|norm_fact|power\(|\.pow\(",
+    r"(matmul|bmm|@).*(transpose|permute|\.m?T\b)",
+    r"einsum|matmul|bmm|@",
     r"softmax",
 )
 SPLIT_LINES = (r"(view|reshape|rearrange)\(.*(head|h\b|\bd_?k)", r"view|reshape")
@@ -362,9 +363,15 @@ AXIS_MISTAKES = (
 )
 
 
+NAMES_OF = {"q": r"(q|x_?q|quer(y|ies))\w*", "k": r"(k|x_?k|keys?)\w*", "v": r"(v|x_?v|values?)\w*"}
+
+
 def _swapped(order: str, name: str, sentence: str) -> Mistake:
     roles = {"q": "query", "k": "key", "v": "value"}
     have = ", ".join(roles[letter] for letter in order)
+    wrong = [(role, NAMES_OF[letter]) for role, letter in zip("qkv", order, strict=True) if role != letter]
+    patterns = [rf"\.\w*{role}\w*\(\s*{used}\s*[,)]" for role, used in wrong]
+    patterns += [rf"(matmul|bmm|@).*\b{used}\.(transpose|m?T\b)" for role, used in wrong if role == "k"]
     return Mistake(
         name,
         "arguments",
@@ -373,7 +380,7 @@ def _swapped(order: str, name: str, sentence: str) -> Mistake:
         f"Attention({have})",
         "Attention(query, key, value)",
         "Put query, key and value where their names say.",
-        (r"(matmul|bmm|einsum|@).*", r"def forward"),
+        tuple(patterns),
     )
 
 
@@ -391,9 +398,6 @@ ROLE_MISTAKES = (
     _swapped("qkk", "values_from_key", "The values are made from the keys' tensor."),
     _swapped("qvv", "keys_from_value", "The keys are made from the values' tensor."),
 )
-
-
-NAMES_OF = {"q": r"(q|x_?q|quer(y|ies))\w*", "k": r"(k|x_?k|keys?)\w*", "v": r"(v|x_?v|values?)\w*"}
 
 
 def _matrices(order: str, name: str, sentence: str, fix: str) -> Mistake:

@@ -21,6 +21,7 @@ ROLE_LETTERS = {"q": "query", "k": "key", "v": "value", "o": "output"}
 WORDS = (
     (r"qkv|kqv|c_attn|in_proj|query_key_value|to_qkv|qvk|vkq|kvq", "qkv"),
     (r"(^|_)kv($|_)|key_value|to_kv", "kv"),
+    (r"(^|_)(qk|kq)($|_)|query_key|to_qk", "qk"),
     (
         r"quer(y|ies)|(^|[_.])(w_?|fc_?|lin_?|linear_?|to_?|proj_?|in_?|x_?)*q(_?(proj|linear|lin|layer|w|net|dense|fc|mat|s))*($|[_.])",
         "query",
@@ -49,7 +50,7 @@ class Leaf:
         weights: Paths of the parameters.
         biases: Paths of their biases; empty if there are none.
         transposed: Whether the parameter is stored (in, out).
-        role: What the name says: query, key, value, output, qkv, kv, or "".
+        role: What the name says: query, key, value, output, qkv, kv, qk, or "".
         shared_heads: How many heads use this one head-sized matrix; 1 for a matrix of full width.
     """
 
@@ -78,7 +79,8 @@ class ProjectionReading:
     Args:
         leaves: The input projections in the order in which ``layout`` names them: three, two or one.
         output: The output projection.
-        layout: "separate", "kv" or "qkv" plus the order of the axes of the packed rows: "3hd", "h3d", "hd3".
+        layout: "separate", "kv", "qk" (the value first, then what is packed) or "qkv" plus the order of the axes of
+            the packed rows: "3hd", "h3d", "hd3".
         order: Which role the first, second and third part plays, "qkv" as a rule; for separate leaves a letter each,
             "-" for a role without a matrix.
         by_name: Whether names, and not trying, told the roles.
@@ -105,6 +107,9 @@ class ProjectionReading:
         if self.layout.startswith("kv"):
             halves = _unpack(read[1], self.layout[2:], num_heads, 2)
             return {"q": read[0]} | dict(zip(self.order[1:], halves, strict=True))
+        if not self.layout.startswith("qkv"):
+            halves = _unpack(read[1], self.layout[2:], num_heads, 2)
+            return {"v": read[0]} | dict(zip(self.order[:2], halves, strict=True))
         return dict(zip(self.order, _unpack(read[0], self.layout[3:], num_heads, 3), strict=True))
 
 
@@ -186,6 +191,9 @@ def _by_name(leaves: list[Leaf], fed: set[str]) -> Iterator[ProjectionReading]:
     for query, packed in itertools.product(named.get("query", []), named.get("kv", [])):
         for layout in ("kv2hd", "kvh2d", "kvhd2"):
             yield from (ProjectionReading((query, packed), output, layout, by_name=False) for output in outputs)
+    for value, packed in itertools.product(named.get("value", []), named.get("qk", [])):
+        for layout, order in itertools.product(("qk2hd", "qkh2d", "qkhd2"), ("qkv", "kqv")):
+            yield from (ProjectionReading((value, packed), output, layout, order, by_name=False) for output in outputs)
 
 
 def _by_trying(leaves: list[Leaf], fed: set[str]) -> Iterator[ProjectionReading]:
@@ -200,6 +208,8 @@ def _by_trying(leaves: list[Leaf], fed: set[str]) -> Iterator[ProjectionReading]
         for query, packed in itertools.permutations(rest, 2):
             for order, layout in itertools.product(("qkv", "qvk"), ("2hd", "h2d", "hd2")):
                 yield ProjectionReading((query, packed), output, f"kv{layout}", order, by_name=False)
+            for layout in ("2hd", "h2d", "hd2"):
+                yield ProjectionReading((query, packed), output, f"qk{layout}", by_name=False)
         for two in itertools.permutations(rest, 2):
             yield from (
                 ProjectionReading(two, output, order=order, by_name=_roles_agree(two, order))

@@ -66,7 +66,7 @@ class Report:
         checks: The small checks.
         findings: The diagnosis.
         notes: What else the user should know.
-        reason: Why it could not be checked; "" otherwise.
+        reason: Why it could not be checked, or what does not hold where no finding says so; "" otherwise.
     """
 
     target: str

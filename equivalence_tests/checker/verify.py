@@ -226,7 +226,15 @@ def _report(examination: AttentionExamination, name: str) -> Report:
     report.notes += _notes(examination, report)
     failed = [c for c in report.checks if c.outcome == "failed" and c.name not in NOT_JUDGED]
     report.verdict = "deviates" if failed or report.findings else "equal"
+    if failed and not report.findings:
+        report.reason = _what_does_not_hold(failed)
     return report
+
+
+def _what_does_not_hold(failed: list[CheckResult]) -> str:
+    """Say in words what a verdict without a finding rests on."""
+    said = {check.__name__: (check.__doc__ or "").partition("\n")[0].rstrip(".") for check in attention_checks()}
+    return "No known mistake explains it. What does not hold: " + "; ".join(said[c.name] for c in failed) + "."
 
 
 def _kind_words(examination: AttentionExamination) -> str:
@@ -333,6 +341,9 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
 def _other_mask_notes(examination: AttentionExamination) -> list[str]:
     """Say which of several masks no verdict is about."""
     notes = []
+    first = examination.masks
+    if first.parameter and first.form is None and not first.accepted:
+        notes.append(f"{first.parameter} was not read: every form raised, {first.said or 'or gave only NaN'}")
     for masks in examination.other_masks:
         if masks.form is None and masks.accepted:
             notes.append(
@@ -370,5 +381,5 @@ def _excuse(report: Report, expected: Mapping[str, str]) -> Report:
         report.notes.append(f"{check} was expected to fail and did not")
     failed = [c for c in report.checks if c.outcome == "failed" and c.name not in NOT_JUDGED]
     if report.verdict == "deviates" and expected and not failed:
-        report.verdict = "equal"
+        report.verdict, report.reason = "equal", ""
     return report
