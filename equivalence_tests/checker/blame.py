@@ -55,8 +55,12 @@ def _named_in(text: str, target: Any) -> list[Any]:
 
 
 def told_by(mistakes: tuple[Mistake, ...], places: list[Source]) -> int:
-    """Count the mistakes whose most telling pattern is found in the source."""
-    return sum(bool(m.tell) and any(place.line_matching(m.tell) for place in places) for m in mistakes)
+    """Count the mistakes whose most telling pattern is found in the source; twice where the class itself shows it."""
+    return sum(_told(m, places[:1]) + _told(m, places) for m in mistakes if m.tell)
+
+
+def _told(mistake: Mistake, places: list[Source]) -> bool:
+    return any(place.line_matching(mistake.tell) for place in places)
 
 
 def blamed_line(mistake: Mistake, places: list[Source]) -> str:
