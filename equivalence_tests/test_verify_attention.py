@@ -287,6 +287,19 @@ class NeedsAConfig(Plain):
         return self.mixed(weights if self.scaled and not self.again else weights / 2, v)
 
 
+class MayLookElsewhere(OfItself):
+    """The second mask is for a tensor that this instance cannot take."""
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, memory: Tensor | None = None, memory_mask: Tensor | None = None
+    ) -> Tensor:
+        if memory is not None:
+            raise ValueError("this layer looks at itself only")
+        query, key = self.split(self.q(x)), self.split(self.k(x))
+        scores = query @ key.mT / query.size(-1) ** 0.5
+        return self.mixed((scores if mask is None else scores.masked_fill(mask, -torch.inf)).softmax(-1), x)
+
+
 RIGHT = (
     SharedMask,
     MapsOfHeadsFirst,
@@ -296,6 +309,7 @@ RIGHT = (
     HidesWhatItIsTold,
     PacksQueriesAndKeys,
     NeedsAConfig,
+    MayLookElsewhere,
 )
 
 

@@ -14,8 +14,10 @@ from equivalence_tests.checker.calling import (
     CallPlan,
     call_plans,
     cross_plans,
+    forward_parameters,
     other_mask_plans,
     random_inputs,
+    role_of_parameter,
 )
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.diagnosis import (
@@ -71,7 +73,9 @@ class AttentionExamination:
     @property
     def memory_may_be_given(self) -> bool:
         """Whether a second tensor may be given, for which some mask may be meant."""
-        return self.cross is not None
+        passed = {name for plan in self.plans for name, _ in plan.roles}
+        others = (p.name for p in forward_parameters(self.caller.function) if p.name not in passed)
+        return any(role_of_parameter(name) in ("memory", "key", "value") for name in others)
 
     @property
     def match(self) -> Match | None:
