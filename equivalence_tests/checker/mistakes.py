@@ -370,7 +370,7 @@ def _swapped(order: str, name: str, sentence: str) -> Mistake:
     roles = {"q": "query", "k": "key", "v": "value"}
     have = ", ".join(roles[letter] for letter in order)
     wrong = [(role, NAMES_OF[letter]) for role, letter in zip("qkv", order, strict=True) if role != letter]
-    patterns = [rf"\.\w*{role}\w*\(\s*{used}\s*[,)]" for role, used in wrong]
+    patterns = [rf"\.(?!\w*(att|qkv))\w*{role}\w*\(\s*({used}|x|hidden\w*)\s*[,)]" for role, used in wrong]
     patterns += [rf"(matmul|bmm|@).*\b{used}\.(transpose|m?T\b)" for role, used in wrong if role == "k"]
     return Mistake(
         name,
