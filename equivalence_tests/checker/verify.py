@@ -30,7 +30,7 @@ __all__ = ["KINDS", "verify"]
 
 KINDS = ("attention", *PART_KINDS)
 FALLBACKS = ("feed_forward", "positional_encoding", "layers", "attention")
-# How long something whose name tells another kind is looked at as an attention, in seconds.
+# How long something that can be called as the kind that its name tells is looked at as an attention, in seconds.
 SECOND_LOOK = 2.0
 # What these find is worth knowing and no proof of a wrong number.
 NOT_JUDGED = ("check_every_parameter_gets_a_gradient", "check_fully_masked_rows")
@@ -101,14 +101,16 @@ def _verify(
 
     def examined_as(one: str) -> Report:
         if one == "attention":
-            return verify_found(found, name, adapter, progress, seconds if one == guess else min(seconds, SECOND_LOOK))
+            return verify_found(found, name, adapter, progress, time)
         return examine_part(found, name, one, adapter)
 
     guess = kind or guess_kind(found)
     if not kind and guess not in ("attention", "layers", "mask_builder"):
         guess = _kind_by_structure(found, name, adapter) or guess or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
+    time = seconds
     first = _or_unchecked(examined_as, guess, name)
+    time = min(seconds, SECOND_LOOK) if first.kind else seconds  # what cannot be called so has a misleading name
     if first.verdict != "unchecked" or any(check.outcome == "passed" for check in first.checks):
         return first
     if guess == guess_kind(found) == "attention" and first.conventions:
