@@ -169,6 +169,11 @@ def test_names_are_known_in_other_spellings(name: str) -> None:
     assert guess_kind(type(name, (nn.Module,), {})) == "positional_encoding"
 
 
+def test_a_table_of_sines_tells_what_a_module_is() -> None:
+    assert guess_kind(Postion(16)) == "positional_encoding"
+    assert guess_kind(nn.Embedding(16, 8)) == ""
+
+
 @pytest.mark.parametrize("name", ["PostNormEncoderLayer", "PosteriorEncoder"])
 def test_other_names_are_left_alone(name: str) -> None:
     assert guess_kind(type(name, (nn.Module,), {})) != "positional_encoding"
