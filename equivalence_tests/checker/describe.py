@@ -17,7 +17,7 @@ from equivalence_tests.checker.observing import observe
 from equivalence_tests.checker.reference import attend
 from equivalence_tests.checker.report import Finding
 
-__all__ = ["conventions_of", "findings_of", "guilty_line", "structural_finding"]
+__all__ = ["confirm", "conventions_of", "findings_of", "guilty_line", "structural_finding"]
 
 Row = tuple[str, str, str]
 LAYOUT_WORDS = {

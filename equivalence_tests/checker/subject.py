@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from equivalence_tests.checker.calling import Caller, CallPlan
 from equivalence_tests.checker.construction import SIZES, Sizes, build
@@ -174,6 +175,8 @@ def sizes_of(instance: Any, asked: Sizes, adapter: Adapter) -> Sizes:
     >>> sizes_of(nn.MultiheadAttention(12, 4), Sizes(), Adapter()).head_dim
     3
     """
+    if isinstance(instance, nn.Module) and any(is_lazy(p) for p in (*instance.parameters(), *instance.buffers())):
+        raise CannotCheckError("it has lazy layers that no call has filled yet; call it once and pass the instance")
     width = adapter.embed_dim or _width(instance, asked) or asked.embed_dim
     heads = adapter.num_heads or heads_of(instance, width)
     heads = heads or (asked.num_heads if width % asked.num_heads == 0 else 1)

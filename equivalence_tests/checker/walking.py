@@ -132,12 +132,19 @@ def kind_of(path: str, child: nn.Module) -> str:
     """
     attribute = "" if type(child).__module__.startswith("torch.") else path.rpartition(".")[2]
     kind = guess_kind(child) or kind_of_name(attribute)
+    if kind == "attention" and not guess_kind(child) and _is_one_matrix(child):
+        return ""  # a projection, whatever holds it
     if kind in EXAMINED and kind != "attention" and any(guess_kind(m) == "attention" for m in child.modules()):
         return "layers"  # whatever its name says
     if kind == "layer_norm" and any(True for _ in child.children()):
         linears = sum(isinstance(m, nn.Linear | nn.Conv1d) for m in child.modules())
         return "feed_forward" if linears == 2 and "feed" in type(child).__name__.lower() else ""
     return kind
+
+
+def _is_one_matrix(child: nn.Module) -> bool:
+    matrices = [p for p in child.parameters() if p.dim() > 1]
+    return len(matrices) == 1 and not any(True for _ in child.children())
 
 
 def _is_torchs(child: nn.Module) -> bool:
