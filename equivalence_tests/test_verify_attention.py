@@ -317,3 +317,59 @@ RIGHT = (
 def test_right_attention_is_not_blamed(right: Callable[..., Any]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
+
+
+class CallsCountsSizes(nn.Module):
+    """Right; its head_size is a count, and its mask, which it needs, is added as -1e9."""
+
+    def __init__(self, hidden_size: int, head_size: int = 8) -> None:
+        super().__init__()
+        self.head_size, self.att_size = head_size, hidden_size // head_size
+        width = head_size * self.att_size
+        self.linear_q, self.linear_k, self.linear_v = (nn.Linear(hidden_size, width) for _ in range(3))
+        self.output_layer = nn.Linear(width, hidden_size)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        split = [
+            linear(x).unflatten(-1, (self.head_size, self.att_size)).transpose(1, 2)
+            for linear, x in ((self.linear_q, q), (self.linear_k, k), (self.linear_v, v))
+        ]
+        scores = split[0] @ split[1].mT * self.att_size**-0.5
+        scores = scores + torch.zeros_like(scores).masked_fill(mask.unsqueeze(1), -1e9)
+        return self.output_layer((scores.softmax(-1) @ split[2]).transpose(1, 2).flatten(2))
+
+
+def test_a_count_that_is_called_a_size_is_found_and_a_mask_of_large_numbers_is_no_float32() -> None:
+    report = verify(CallsCountsSizes)
+    assert report.verdict == "equal", str(report)
+    assert not any("float32" in note for note in report.notes), report.notes
+    assert {what: here for what, here, _ in report.conventions}["mask (mask)"].endswith("True = may not look")
+
+
+class StacksItsParameters(nn.Module):
+    """Right; every matrix is a parameter with an axis for the heads."""
+
+    def __init__(self, n_heads: int, embed_dim: int) -> None:
+        super().__init__()
+        head_dim = embed_dim // n_heads
+        self.W_query, self.W_key, self.W_val = (
+            nn.Parameter(torch.empty(n_heads, embed_dim, head_dim)) for _ in range(3)
+        )
+        self.W_out = nn.Parameter(torch.empty(n_heads, head_dim, embed_dim))
+
+    def forward(self, q: Tensor, h: Tensor | None = None) -> Tensor:
+        h = q if h is None else h
+        query, key, value = q[:, None] @ self.W_query, h[:, None] @ self.W_key, h[:, None] @ self.W_val
+        context = (query @ key.mT * key.size(-1) ** -0.5).softmax(-1) @ value
+        return (context @ self.W_out).sum(1)
+
+
+def test_matrices_with_an_axis_for_the_heads_are_read() -> None:
+    assert verify(StacksItsParameters).verdict == "equal", str(verify(StacksItsParameters))
+
+
+def test_a_factory_is_what_it_makes() -> None:
+    def make_gpt_attention() -> nn.Module:
+        return StacksItsParameters(4, 24)
+
+    assert verify(make_gpt_attention).verdict == "equal"

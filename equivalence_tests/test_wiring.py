@@ -129,6 +129,50 @@ def test_a_sequence_first_layer_is_followed() -> None:
     assert any("src_mask" in what for what, _, _ in report.conventions)
 
 
+class ShiftedModel(layers.TranslationModel):
+    """Shifts the targets inside; without a causal mask it still sees the future."""
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        return super().forward(src, torch.cat([torch.zeros_like(tgt[:, :1]), tgt[:, :-1]], 1))
+
+
+class ShiftedPeekingModel(ShiftedModel, layers.PeekingModel):
+    pass
+
+
+def test_the_future_is_seen_behind_a_shift() -> None:
+    assert verify(ShiftedModel).verdict == "equal"
+    assert verify(ShiftedPeekingModel).mistakes == ("future_is_seen",)
+
+
+class FlatOutputModel(layers.TranslationModel):
+    """Gives the logits of all tokens in one axis, and keeps its positions fixed."""
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        self.positions.weight.requires_grad_(False)
+        return super().forward(src, tgt).flatten(0, 1)
+
+
+class UnorderedFlatModel(FlatOutputModel, layers.UnchainedModel):
+    pass
+
+
+def test_logits_in_one_axis_are_read_and_what_is_fixed_takes_part() -> None:
+    assert verify(FlatOutputModel).verdict == "equal", str(verify(FlatOutputModel))
+    assert verify(UnorderedFlatModel).mistakes == ("layers_not_chained",)
+
+
+class RequiredMasksDecoderLayer(layers.TwoMaskDecoderLayer):
+    def forward(self, x: Tensor, memory: Tensor, tgt_mask: Tensor, src_mask: Tensor) -> Tensor:  # type: ignore[override]
+        may = [mask.repeat_interleave(self.self_attn.num_heads, 0) for mask in (tgt_mask, src_mask)]
+        return super().forward(x, memory, *may)
+
+
+def test_a_layer_that_requires_two_masks_is_called() -> None:
+    report = verify(RequiredMasksDecoderLayer)
+    assert report.verdict == "equal", str(report)
+
+
 def test_a_norm_that_holds_others_is_no_norm() -> None:
     class AddNorm(nn.Module):
         def __init__(self) -> None:

@@ -185,7 +185,8 @@ def _with_distinct_outputs(caller: Caller, found: list[tuple[CallPlan, Sizes]]) 
         if observation is not None and not observation.output.isfinite().any():
             empty.append(plan)  # a mask that was meant to hide nothing hides everything
         elif observation is not None:
-            kept.setdefault((plan.roles, plan.layout, _mark(observation.output.nan_to_num(7.0))), plan)
+            # Masked by -1e9 everywhere, scores are all but the same: exact digits tell that from no mask.
+            kept.setdefault((plan.roles, plan.layout, _mark(observation.output.nan_to_num(7.0), digits=11)), plan)
     return list(kept.values()) or empty[:1]
 
 
@@ -333,9 +334,9 @@ def _fed_by_inputs(module: nn.Module, caller: Caller, plan: CallPlan, lengths: S
     return fed
 
 
-def _mark(x: Tensor) -> tuple[int, float, float]:
-    """A number that no rearrangement of the elements changes."""
-    return x.numel(), round(float(x.double().sum()), 6), round(float(x.double().square().sum()), 6)
+def _mark(x: Tensor, digits: int = 6) -> tuple[int, float, float]:
+    """Numbers that no rearrangement of the elements changes."""
+    return x.numel(), round(float(x.double().sum()), digits), round(float(x.double().square().sum()), digits)
 
 
 def _part_of(x: Tensor, known: list[Tensor]) -> bool:

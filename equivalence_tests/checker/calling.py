@@ -334,7 +334,7 @@ def _required(name: str, parameters: list[inspect.Parameter]) -> bool:
 def _role(parameter: inspect.Parameter) -> str:
     name, optional = parameter.name.lower(), parameter.default is not parameter.empty
     role = role_of_parameter(name)
-    if isinstance(parameter.default, bool | int | float) and optional:
+    if optional and (isinstance(parameter.default, bool | int | float) or "str" in str(parameter.annotation)):
         return "default"
     if SWITCH.search(name) and (role != "mask" or "head_mask" in name):
         return "default" if optional else "=None" if re.search("drop|cache|past", name) else "=False"
@@ -371,6 +371,9 @@ def _working(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) ->
         if neutral is None and plan.mask_parameter and _mask_required(caller, plan):
             attempt = replace(attempt, roles=_none_mask(attempt.roles))
         done = _try(caller, attempt, sizes, errors)
+        if done is None and neutral is not None and attempt.roles != _all_neutral(attempt.roles):
+            attempt = replace(attempt, roles=_all_neutral(attempt.roles))
+            done = _try(caller, attempt, sizes, errors)
         if done is not None:
             yield replace(done, roles=plan.roles) if neutral is None and attempt.roles == plan.roles else done
             if neutral is None:
@@ -379,6 +382,12 @@ def _working(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) ->
 
 def _mask_required(caller: Caller, plan: CallPlan) -> bool:
     return _required(plan.mask_parameter, forward_parameters(caller.function))
+
+
+def _all_neutral(roles: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Give every mask that got None one that hides nothing."""
+    none_masks = {name for name, role in roles if role == "=None" and role_of_parameter(name) == "mask"}
+    return tuple((name, "neutral" if name in none_masks else role) for name, role in roles)
 
 
 def _none_mask(roles: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:

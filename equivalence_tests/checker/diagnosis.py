@@ -160,7 +160,7 @@ def search(
             if effort.exhausted and (count or index >= FEWEST_READINGS):
                 break
             found += _search_reading(module, reading, count, observe(reading.plan), dtype, effort)
-            if found and count == 0 and reading.likely:
+            if found and count == 0 and reading.likely and not found[-1].float32_inside:
                 break
         if found:
             return _distinct([m for m in found if not m.float32_inside] or found)

@@ -128,6 +128,9 @@ def _output(returned: Any, ids: Tensor, turned: bool) -> Tensor:
     for x in found:
         if x.dim() == 3 and x.shape[:2] == ids.shape:
             return x
+    for x in found:  # all tokens in one axis
+        if x.dim() == 2 and len(x) == ids.numel():
+            return x.view(*ids.shape, -1) if not turned else x.view(*ids.T.shape, -1).transpose(0, 1)
     for x in found:  # of the last token, or of the whole sequence
         if x.dim() in (2, 3) and len(x) == len(ids) and x.size(1) != ids.size(1):
             return x if x.dim() == 3 else x[:, None]
@@ -166,7 +169,7 @@ def _unused(module: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     run.call(run.source, run.target).square().sum().backward()
     for path, child in module.named_modules():
         small = "norm" in type(child).__name__.lower() or isinstance(child, nn.Embedding)
-        alone = small and not list(child.children()) and list(child.parameters())
+        alone = small and not list(child.children()) and any(p.requires_grad for p in child.parameters())
         if alone and not _reached(child) and _reached(_owner(module, path)):
             yield "all parts take part", "part_never_used", path
     module.zero_grad(set_to_none=True)
@@ -258,9 +261,9 @@ def _same(x: Tensor, y: Tensor) -> bool:
 def _future_is_seen(run: ModelRun) -> bool:
     ids = run.source if run.target is None else run.target
     other = ids.clone()
-    other[:, -1] = ids[:, 0]
+    other[:, -2] = ids[:, 0]  # the last one may be cut off, where targets are shifted inside
     before, after = _with(run, ids), _with(run, other)
-    return not torch.allclose(before[:, :-1], after[:, :-1], rtol=1e-9, atol=1e-11)
+    return not torch.allclose(before[:, :-2], after[:, :-2], rtol=1e-9, atol=1e-11)
 
 
 def _order_is_lost(run: ModelRun, ids: Tensor) -> bool:

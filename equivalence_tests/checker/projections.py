@@ -31,7 +31,7 @@ WORDS = (
         "key",
     ),
     (
-        r"values?($|[^a-z])|(^|[_.])(w_?|fc_?|lin_?|linear_?|to_?|proj_?|in_?|x_?)*v(_?(proj|linear|lin|layer|w|net|dense|fc|mat|s))*($|[_.])",
+        r"val(ue)?s?($|[^a-z])|(^|[_.])(w_?|fc_?|lin_?|linear_?|to_?|proj_?|in_?|x_?)*v(_?(proj|linear|lin|layer|w|net|dense|fc|mat|s))*($|[_.])",
         "value",
     ),
     (
@@ -64,12 +64,18 @@ class Leaf:
     def read(self, module: nn.Module) -> Projection:
         """Give the matrix as (out, in), with its bias."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        weight = torch.cat([_as_matrix(parameters[name].detach(), self.transposed) for name in self.weights])
+        weight = torch.cat([self._matrix(parameters[name].detach()) for name in self.weights])
         bias = torch.cat([parameters[name].detach().flatten() for name in self.biases]) if self.biases else None
         if self.shared_heads > 1:
             weight = torch.block_diag(*[weight] * self.shared_heads)
             bias = None if bias is None else bias.repeat(self.shared_heads)
         return Projection(weight, bias)
+
+    def _matrix(self, weight: Tensor) -> Tensor:
+        """(out, in); of an output projection kept as (h, d, e) or (h, e, d) the heads are what goes in."""
+        if self.role == "output" and weight.dim() == 3 and weight.size(-1) > 1:
+            return (weight if self.transposed else weight.transpose(1, 2)).flatten(0, 1).t()
+        return _as_matrix(weight, self.transposed)
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class Report:
                 style = styles[check.outcome]
                 rows.add_row(Text(check.outcome, style), Text(f"{check.name}: {check.detail}", style))
         skipped = [c for c in self.checks if c.outcome == "skipped"]
-        if skipped and self.verdict == "unchecked":
+        if skipped and (self.verdict == "unchecked" or self.kind == "layers"):  # there it could not be checked
             for check in skipped:
                 rows.add_row(Text("skipped", "dim"), Text(f"{check.name}: {check.detail}", "dim"))
         elif skipped:

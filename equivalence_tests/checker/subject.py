@@ -77,8 +77,10 @@ class Subject:
         if known:
             return [known]
         width = self.sizes.embed_dim
+        told = [n for name, n in _whole_numbers(self.function) if n > 1 and "head" in name.lower()]  # also head_size
         candidates = [*_counted_in_file(self.function), self.sizes.num_heads, 1, 8, 4, 2, 3, 6, 12, 16]
-        return list(dict.fromkeys(n for n in candidates if 0 < n <= width and width % n == 0))[:4]
+        dividing = [n for n in candidates if 0 < n <= width and width % n == 0]
+        return list(dict.fromkeys([*(n for n in told if n <= width), *dividing]))[:4]
 
     @property
     def module(self) -> nn.Module | None:
@@ -183,13 +185,22 @@ def sizes_of(instance: Any, asked: Sizes, adapter: Adapter) -> Sizes:
     return replace(asked, num_heads=heads, head_dim=max(width // heads, 1))
 
 
+COUNTS_HEADS = re.compile(r"head|^_?n?h$")
+MEASURES_HEADS = re.compile(r"dim|size|kv|mask|width|(^|_)d_?head|head_?d$|per_?head|depth|feature|channel")
+
+
+def _whole_numbers(instance: Any) -> list[tuple[str, int]]:
+    """List the attributes that are whole numbers, of the module and of those inside it."""
+    owners = instance.modules() if isinstance(instance, nn.Module) else [instance]
+    named = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
+    return [(name, value) for name, value in named if isinstance(value, int) and not isinstance(value, bool)]
+
+
 def heads_of(instance: Any, width: int) -> int | None:
     """Find an attribute that counts heads, on the module or inside it."""
-    for owner in instance.modules() if isinstance(instance, nn.Module) else [instance]:
-        for name, value in getattr(owner, "__dict__", {}).items():
-            counts = re.search(r"head|^_?n?h$", name.lower()) and not re.search(r"dim|size|kv|mask|width", name.lower())
-            if counts and isinstance(value, int) and not isinstance(value, bool) and 0 < value <= width:
-                return value
+    for name, value in _whole_numbers(instance):
+        if COUNTS_HEADS.search(name.lower()) and not MEASURES_HEADS.search(name.lower()) and 0 < value <= width:
+            return value
     lists = [x for x in instance.modules() if isinstance(x, nn.ModuleList)] if isinstance(instance, nn.Module) else []
     stacks = [
         len(x)
@@ -223,8 +234,10 @@ def _width(instance: Any, asked: Sizes) -> int | None:
             if isinstance(value, int) and not _head_sized(instance, value):
                 return value
     vectors = [p for p in instance.parameters() if p.dim() >= 1 and p.numel() > 1]
-    if vectors and vectors[0].dim() <= 2:
-        return int(vectors[0].size(0 if vectors[0].dim() == 1 else -1))
+    if vectors:
+        return int(
+            vectors[0].size({1: 0, 3: 1}.get(vectors[0].dim(), -1))
+        )  # (heads, width, head_dim) where it has three
     return int(tables[0].size(-1)) if tables else None
 
 

@@ -218,9 +218,10 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
 
 def _adds_residual(part: Report) -> bool | None:
     """Read in a report whether a part includes the residual; None where the part was not understood."""
-    if part.verdict == "unchecked":
-        return None
     words = " ".join(here for what, here, _ in part.conventions if what == "includes")
+    fresh = "layer_made_in_forward" in part.mistakes and "residual" not in words
+    if part.verdict == "unchecked" or fresh:
+        return None
     return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in part.mistakes)
 
 

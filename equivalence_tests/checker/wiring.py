@@ -173,8 +173,8 @@ def _steps(
             continue
         given = [x for x in tensors_in((call.args, call.kwargs)) if x.dim() == 3 and width in x.shape]
         inputs = tuple(values.as_sum(x) for x in given)
-        if any(_equal(tensor, output) for x in given[:1] for tensor in _turned(x)):
-            continue  # it hands on what it gets
+        if len(values.as_sum(output) or ()) == 1:
+            continue  # it hands on what it gets, or what another call gave
         label = f"{call.path}#{index}"
         values.add(label, output)
         kind = atoms[call.path]
@@ -277,8 +277,11 @@ class _Stream:
         summed = self._first_sum_with(follower.output) if follower is not None else None
         if follower is not None and summed is not None and len(summed) > 1 and follower.kind in ("layer_norm", ""):
             rest = tuple((Counter(summed) - Counter([follower.output])).elements())
-            if Counter(rest) == Counter(self.now):
-                if follower.kind == "layer_norm":
+            from_norm = self.pre_norm and rest == self._query(step)
+            if Counter(rest) == Counter(self.now) or from_norm:
+                if from_norm:
+                    self.wiring.blame("residual_from_normalised")
+                elif follower.kind == "layer_norm":
                     self.wiring.blame("norm_on_the_branch")
                 self._advance(summed)
                 return True

@@ -100,7 +100,7 @@ WIRING_MISTAKES = {
             "position i reads the targets j > i",
             "position i reads the targets j <= i",
             "Give the decoder's self-attention a causal mask.",
-            (r"mask", r"def forward"),
+            (r"tril|triu|subsequent|ahead|future", r"(tgt|trg|target|self)\w*_mask\s*="),
         ),
         PartMistake(
             "no_positions",
@@ -108,7 +108,7 @@ WIRING_MISTAKES = {
             "embedding(ids)",
             "embedding(ids) + positions",
             "Add the positional encoding to the embeddings.",
-            (r"pos\w*", r"emb\w*\("),
+            (r"pos\w*(enc|emb)|positions?\(", r"emb\w*\("),
             "Decoders with a causal mask can do without (NoPE).",
         ),
         PartMistake(
