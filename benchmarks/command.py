@@ -106,13 +106,14 @@ def run(
 
 @app.command()
 def compare(
-    old: Annotated[Path, typer.Argument(help="Results of the earlier run.")],
-    new: Annotated[Path, typer.Argument(help="Results of the later run.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="Results of the earlier run.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Results of the later run.")],
     threshold: Annotated[float, typer.Option(help="Relative change that counts, beside the noise.")] = 0.05,
 ) -> None:
-    """Say what became faster or slower beyond noise between two files of results.
+    """Say what became faster or slower between two files of results.
 
-    The exit status is 1 if anything became slower, takes more memory or is not timed any more.
+    What lies within the noise does not count. The exit status is 1 if anything became slower, takes more memory or
+    is not timed any more.
     """
     with one_line_errors():
         before, after = read_rows(old), read_rows(new)
@@ -133,10 +134,13 @@ def compare(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="A file of results.")],
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A file of results, results.jsonl.")],
     output: Annotated[Path | None, typer.Option(help="Folder; that of the results if not given.")] = None,
 ) -> None:
-    """Write CSV, plots and a page that needs nothing else, and say what to use for each shape."""
+    """Say for each shape what to use, and write CSV, plots and a page.
+
+    The page needs no other file.
+    """
     with one_line_errors():
         rows = read_rows(results)
         folder = results.parent if output is None else output

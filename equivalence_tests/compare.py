@@ -46,9 +46,10 @@ def compare(
     seed: Annotated[int, typer.Option(help="Of weights, inputs and training.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file too.")] = None,
 ) -> None:
-    """Show that scratch and builtin compute the same on this machine: compare, train and time them side by side.
+    """Show that scratch and builtin compute the same on this machine.
 
-    The exit status is 0 if they agree, 1 if anything differs more than allowed, 2 for bad arguments.
+    They are compared, trained and timed side by side. The exit status is 0 if they agree, 1 if anything differs more
+    than allowed, 2 for bad arguments.
     """
     with one_line_errors():
         place = validation.check_device(device)

@@ -7,26 +7,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from equivalence_tests.__main__ import app
 
 README = Path(__file__).parents[1] / "README.md"
 
-MY_ATTENTION = """
-import torch
+# The class of the report in README, mistake included.
+MY_ATTENTION = """import math
+
 from torch import nn
+
 
 class MultiHeadAttention(nn.Module):
     def __init__(self, embed_dim, num_heads):
         super().__init__()
         self.num_heads = num_heads
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.k_proj = nn.Linear(embed_dim, embed_dim)
+        self.v_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
 
-    def forward(self, q, k, v):
-        q, k, v = (
-            p(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for p, x in ((self.q_proj, q), (self.k_proj, k), (self.v_proj, v))
-        )
-        weights = (q @ k.transpose(-2, -1) / q.size(-1) ** 0.5).softmax(-1)
-        return self.out_proj((weights @ v).transpose(1, 2).flatten(2))
+    def forward(self, q, k, v, mask=None):
+        b, l, e = q.shape
+        q, k, v = self.q_proj(q), self.k_proj(k), self.v_proj(v)
+        q, k, v = (x.view(b, -1, self.num_heads, e // self.num_heads).transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(e)
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, float("-inf"))
+        context = scores.softmax(dim=-1) @ v
+        return self.out_proj(context.transpose(1, 2).reshape(b, l, e))
 """
 
 
@@ -51,6 +61,22 @@ def test_the_python_of_readme_runs(
     assert list(names["stages"]) == ["q", "k", "v", "scores", "masked_scores", "weights", "context", "merged", "output"]
 
 
+def without_rounding(page: str) -> list[str]:
+    """Lines without trailing blanks; rounding errors differ between machines."""
+    return [re.sub(r"\d+(\.\d+)?e-\d+", "#", line.rstrip()) for line in page.splitlines()]
+
+
+@pytest.mark.parametrize("command", ["verify my_attention.py:MultiHeadAttention", "traps mask_polarity"])
+def test_what_readme_shows_is_printed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_attention.py").write_text(MY_ATTENTION)
+    monkeypatch.chdir(tmp_path)
+    prompt = f"$ sidebyside {command}\n"
+    (shown,) = (block.removeprefix(prompt) for block in blocks("text") if block.startswith(prompt))
+    printed = iter(without_rounding(CliRunner().invoke(app, command.split(), env={"COLUMNS": "100"}).stdout))
+    for line in without_rounding(shown):
+        assert line.strip() == "..." or line in printed, f"not printed, or not in this order: {line!r}"
+
+
 def test_the_sessions_of_readme_print_what_they_show() -> None:
     for block in blocks("pycon"):
         test = doctest.DocTestParser().get_doctest(block, {}, "README", str(README), 0)
@@ -60,8 +86,11 @@ def test_the_sessions_of_readme_print_what_they_show() -> None:
 
 def test_links_of_readme_lead_somewhere() -> None:
     text = README.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert target.startswith("https://") or (README.parent / target).exists(), target
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    anchors = {"#" + re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        inside = target in anchors if target.startswith("#") else (README.parent / target).exists()
+        assert inside or target.startswith("https://"), target
 
 
 def test_the_make_targets_of_readme_exist() -> None:

@@ -141,7 +141,9 @@ def show_result(training: Training, checkpoint: Path) -> None:
 
 def translate(
     context: typer.Context,
-    sentence: Annotated[str, typer.Argument(help="What to translate; - reads lines from the standard input.")],
+    sentence: Annotated[
+        str, typer.Argument(metavar="SENTENCE", help="What to translate; - reads lines from the standard input.")
+    ],
     checkpoint: CheckpointOption = CHECKPOINT,
     beam_size: Annotated[int, typer.Option(help="Hypotheses that beam search keeps; 1 is greedy.")] = 1,
     length_penalty: Annotated[float, typer.Option(help="How much beam search favours long ones.")] = 0.6,
@@ -199,7 +201,7 @@ def plot_positional(
     curves: Annotated[int, typer.Option(help="Number of dimensions drawn as curves.")] = 5,
     layout: Annotated[Layout, typer.Option(help="The paper's or tensor2tensor's.")] = "interleaved",
 ) -> None:
-    """Draw sinusoidal positional encodings, as a heat map and as curves."""
+    """Draw sinusoidal positional encodings: a heat map and curves."""
     with one_line_errors():
         validation.check_picture_path(output)
         figure = plotting.positional_figure(positions, d_model, layout, curves)
@@ -209,12 +211,15 @@ def plot_positional(
 
 def plot_attention(
     context: typer.Context,
-    sentence: Annotated[str, typer.Argument(help="What is translated meanwhile.")],
+    sentence: Annotated[str, typer.Argument(metavar="SENTENCE", help="What is translated meanwhile.")],
     checkpoint: CheckpointOption = CHECKPOINT,
     output: OutputOption = Path("attention.png"),
     only: Annotated[str, typer.Option(help="Draw attentions whose path holds this, e.g. multihead_attn.")] = "",
 ) -> None:
-    """Draw the attention maps of a trained model for one sentence: a row for each layer, a column for each head."""
+    """Draw the attention maps of a trained model for one sentence.
+
+    There is a row for each layer and a column for each head.
+    """
     with one_line_errors():
         validation.check_picture_path(output)
         training, _ = translation.load_checkpoint(checkpoint, context.obj)

@@ -173,7 +173,7 @@ def check_gradients(examined: Examined) -> str:
             if mine.grad is None:
                 raise FailedError("no gradient reaches an input")
             worst = max(worst, distance(mine.grad.double(), reference.grad.double()))
-    return _judge(worst, 10 * examined.bound, "gradients of the inputs")
+    return _judge(worst, 10 * examined.bound, "gradients of the inputs", "differ")
 
 
 def check_float32_error(examined: Examined) -> str:

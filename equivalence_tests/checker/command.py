@@ -13,7 +13,9 @@ __all__ = ["verify_command"]
 
 
 def verify_command(
-    target: Annotated[str, typer.Argument(help="file.py:Name or module.path:Name", show_default=False)],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="file.py:Name or module.path:Name", show_default=False)
+    ],
     kind: Annotated[
         str | None, typer.Option(help=f"What it is, if the name does not tell: {', '.join(KINDS)}.")
     ] = None,

@@ -349,7 +349,7 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
     if examination.masks.square:
         notes.append("the mask was read with as many queries as keys; with other lengths the call raises")
     if examination.masks.form is not None and len(examination.masks.understood) > 1:
-        notes.append(f"{len(examination.masks.understood)} forms of mask are understood")
+        notes.append(f"{len(examination.masks.understood)} forms of mask are understood; the one above is one of them")
     notes += _other_mask_notes(examination)
     notes += [f"{c.name}: {c.detail}" for c in report.checks if c.name in NOT_JUDGED and c.outcome == "failed"]
     return notes
