@@ -111,6 +111,33 @@ class TestBits:
         )
 
 
+@pytest.mark.parametrize("arguments", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=describe)
+@pytest.mark.parametrize("sharing", ["self", "cross", "three"])
+@pytest.mark.parametrize(
+    ("dtype", "batch", "length", "num_heads", "head_dim"),
+    [
+        (torch.float64, 1, 17, 2, 7),
+        (torch.float64, 3, 19, 3, 5),
+        (torch.float64, 1, 50, 2, 1),
+        (torch.float64, 2, 33, 1, 11),
+        (torch.float32, 1, 25, 2, 1),
+        (torch.float32, 2, 50, 3, 1),
+    ],
+)
+def test_the_bits_are_torchs_where_products_round_by_how_their_factors_lie_in_memory(
+    dtype: torch.dtype, batch: int, length: int, num_heads: int, head_dim: int, sharing: str, arguments: dict[str, Any]
+) -> None:
+    """From about 16 places on, the CPU's kernels take other paths for other strides and alignments."""
+    width = num_heads * head_dim
+    ours, theirs = (package.MultiheadAttention(width, num_heads, **arguments) for package in (scratch, nn))
+    with_same_weights(ours, theirs, dtype)
+    query, key, value = (random_tensor(length, batch, width, seed=i, dtype=dtype) for i in range(3))
+    inputs = {"query": query, "key": query if sharing == "self" else key, "value": value}
+    inputs["value"] = value if sharing == "three" else inputs["key"]
+    actual, expected = (outputs_and_gradients(x, inputs, average_attn_weights=False) for x in (ours, theirs))
+    assert_equal(actual, expected, relative_bound=0)
+
+
 @pytest.mark.parametrize("extras", EXTRAS, ids=describe)
 @pytest.mark.parametrize("kind", ["self", "cross", "three", "widths"])
 class TestWithoutWeights:

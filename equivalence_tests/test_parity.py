@@ -215,6 +215,7 @@ SCRATCH_ONLY_NAMES = {
     "functional.open_blind_rows": INSIDE_KERNELS,
     "functional.sequence_first": INSIDE_KERNELS,
     "functional.split_heads": INSIDE_KERNELS,
+    "functional.unpack": INSIDE_KERNELS,
     "functional.upcast_half": INSIDE_KERNELS,
     "attention.AttentionCache": "torch.nn has no cache",
     "attention.MultiheadAttention.project": INSIDE_KERNELS,

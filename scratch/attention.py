@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
 from scratch import masks, validation
-from scratch.functional import attention, merge_heads, sequence_first, split_heads, upcast_half
+from scratch.functional import attention, merge_heads, sequence_first, split_heads, unpack, upcast_half
 
 __all__ = ["AttentionCache", "MultiheadAttention"]
 
@@ -178,12 +178,11 @@ class MultiheadAttention(nn.Module):
         batched = query.dim() == 3
         query, key, value = sequence_first(query, key, value, self.batch_first)
         q, k, v = self.project(query, key, value) if cache is None else cache.extend(self, query, key, value)
-        k, v = self.append_tokens(k, v)
+        q = split_heads(q, self.num_heads)  # (b * h, q, d)
+        k, v = self.append_tokens(k, v)  # (b * h, k, d)
         # With a cache the queries are not the first ones, as the promise has it: the mask itself is read.
         promised = is_causal and cache is None
         score_bias = self.score_bias(q, k, key_padding_mask, attn_mask, promised, need_weights)
-
-        q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))  # (b * h, len, d)
         context, weights = self._attend(q, k, v, score_bias, need_weights)
         # One long row of tokens, as torch.nn lays it out: the gradient of the bias is summed in the same order.
         output = self.out_proj(merge_heads(context, self.num_heads).flatten(0, 1)).unflatten(0, query.shape[:2])
@@ -209,12 +208,12 @@ class MultiheadAttention(nn.Module):
         qk_dim, v_dim = self.num_heads * self.head_dim, self.num_heads * self.v_head_dim
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if weight is not None and query is key and key is value:
-            q, k, v = F.linear(query, weight, bias).split([qk_dim, qk_dim, v_dim], dim=-1)
+            q, k, v = unpack(F.linear(query, weight, bias), [qk_dim, qk_dim, v_dim])
             return q, k, v
         if weight is not None and key is value:
             weight_q, weight_kv = weight.split([qk_dim, qk_dim + v_dim])
             bias_q, bias_kv = (None, None) if bias is None else bias.split([qk_dim, qk_dim + v_dim])
-            k, v = F.linear(key, weight_kv, bias_kv).split([qk_dim, v_dim], dim=-1)
+            k, v = unpack(F.linear(key, weight_kv, bias_kv), [qk_dim, v_dim])
             return F.linear(query, weight_q, bias_q), k, v
         weights = self.projection_weights()
         biases = (None, None, None) if bias is None else bias.split([qk_dim, qk_dim, v_dim])
@@ -233,21 +232,22 @@ class MultiheadAttention(nn.Module):
         return q, k, v
 
     def append_tokens(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the learnt token of ``add_bias_kv`` and the zeros of ``add_zero_attn``, where there are any.
+        """Split keys and values into heads, with the tokens of ``add_bias_kv`` and ``add_zero_attn`` where asked for.
 
         Args:
             k: Projected keys, (key_len, batch, num_heads * head_dim).
             v: Projected values, (key_len, batch, num_heads * v_head_dim).
 
         Returns:
-            Both, up to two tokens longer.
+            Both, (batch * num_heads, key_len, head_dim), up to two tokens longer.
         """
         batch = k.size(1)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.repeat(1, batch, 1)])
             v = torch.cat([v, self.bias_v.repeat(1, batch, 1)])
-        if self.add_zero_attn:
-            k, v = (torch.cat([x, x.new_zeros(1, batch, x.size(-1))]) for x in (k, v))
+        k, v = (split_heads(x, self.num_heads) for x in (k, v))
+        if self.add_zero_attn:  # to the split ones, as torch.nn does: products round alike where strides are equal
+            k, v = (torch.cat([x, x.new_zeros(x.size(0), 1, x.size(2))], dim=1) for x in (k, v))
         return k, v
 
     def score_bias(
@@ -262,8 +262,8 @@ class MultiheadAttention(nn.Module):
         """Resolve the masks to one bias, as torch.nn's plain path does.
 
         Args:
-            q: Projected queries, (query_len, batch, num_heads * head_dim).
-            k: Projected keys with the appended tokens, (key_len, batch, num_heads * head_dim).
+            q: Queries split into heads, (batch * num_heads, query_len, head_dim).
+            k: Keys likewise, with the appended tokens, (batch * num_heads, key_len, head_dim).
             key_padding_mask: As ``forward`` takes it.
             attn_mask: Likewise.
             is_causal: Likewise.
@@ -272,7 +272,8 @@ class MultiheadAttention(nn.Module):
         Returns:
             (1 or batch, 1 or num_heads, 1 or query_len, key_len), -inf where a query may not look; None without masks.
         """
-        query_len, key_len, batch, heads = q.size(0), k.size(0), q.size(1), self.num_heads
+        query_len, key_len, heads = q.size(1), k.size(1), self.num_heads
+        batch = q.size(0) // heads
         if is_causal and key_padding_mask is None and not need_weights:
             return masks.to_score_bias(masks.causal(query_len, key_len, device=q.device), q.dtype)[None, None]
         bias = masks.score_bias_from_module(attn_mask, q.dtype)

@@ -5,6 +5,7 @@ d head_dim, e embed_dim.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,6 +22,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "sequence_first",
     "split_heads",
+    "unpack",
     "upcast_half",
 ]
 
@@ -149,11 +151,10 @@ def masked_scores(
 
     Source: Vaswani et al. 2017, section 3.2.1.
     """
-    if score_bias is None:
-        return q @ k.transpose(-2, -1)
-    if q.dim() == 3:  # heads folded into the batch: one kernel, which is how torch.nn's module rounds
-        return torch.baddbmm(score_bias, q, k.transpose(-2, -1))
-    return q @ k.transpose(-2, -1) + score_bias
+    k = k.transpose(-2, -1)
+    if q.dim() == 3:  # heads folded into the batch: the kernels of torch.nn's module, which round as it does
+        return torch.bmm(q, k) if score_bias is None else torch.baddbmm(score_bias, q, k)
+    return q @ k if score_bias is None else q @ k + score_bias
 
 
 def open_blind_rows(
@@ -257,6 +258,29 @@ def sequence_first(query: Tensor, key: Tensor, value: Tensor, batch_first: bool)
     query_view = query.transpose(0, 1)
     key_view = query_view if key is query else key.transpose(0, 1)
     return query_view, key_view, key_view if value is key else value.transpose(0, 1)
+
+
+def unpack(packed: Float[Tensor, "len batch packed_width"], widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Cut the product of several projections at once into one tensor for each.
+
+    Where they are equally wide, each lies in one piece of memory and all of them in a row, as in torch.nn: the products
+    that follow round as theirs do.
+
+    Args:
+        packed: (len, batch, the sum of the widths).
+        widths: One for each projection.
+
+    Returns:
+        For each width (len, batch, width).
+
+    In torch.nn: the end of ``torch.nn.functional._in_projection_packed``.
+
+    >>> unpack(torch.arange(6.0).view(1, 1, 6), [2, 2, 2])
+    (tensor([[[0., 1.]]]), tensor([[[2., 3.]]]), tensor([[[4., 5.]]]))
+    """
+    if len(set(widths)) > 1:
+        return packed.split(list(widths), dim=-1)
+    return packed.unflatten(-1, (len(widths), widths[0])).movedim(-2, 0).contiguous().unbind()
 
 
 def upcast_half(*tensors: Tensor) -> tuple[Tensor, ...]:

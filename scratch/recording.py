@@ -243,12 +243,13 @@ def _weigh(
     need_weights: bool,
 ) -> dict[str, Tensor]:
     """Go through the stages from projected queries, keys and values (sequence first) to the weights."""
+    lead = (q.size(1), attention.num_heads) if batched else (attention.num_heads,)
+    q = split_heads(q, attention.num_heads)
     k, v = attention.append_tokens(k, v)
     score_bias = attention.score_bias(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
-    lead = (q.size(1), attention.num_heads) if batched else (attention.num_heads,)
     if score_bias is not None and not batched:
         score_bias = score_bias.squeeze(0)
-    q, k, v = (split_heads(x, attention.num_heads).unflatten(0, lead) for x in (q, k, v))  # (b, h, len, d)
+    q, k, v = (x.unflatten(0, lead) for x in (q, k, v))  # (b, h, len, d)
     stages = {"q": q, "k": k, "v": v}
 
     if not need_weights:
