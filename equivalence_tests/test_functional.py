@@ -237,6 +237,11 @@ class TestEdges:
             alone = sdpa(inputs["query"][:, head], inputs["key"][:, head // 13], inputs["value"][:, head // 13])
             assert_equal({"output": output[:, head].contiguous()}, {"output": alone})
 
+    def test_groups_of_no_heads_are_refused_where_torch_would_end_the_process(self, sdpa: Any) -> None:
+        inputs = heads(query=(0, 5, 11), key=(0, 7, 11), value=(1, 7, 13))
+        with pytest.raises(ValueError, match="the heads of key must divide the heads of query"):
+            sdpa(**inputs, enable_gqa=True)
+
     def test_negative_scales_prefer_the_worst_key(self, sdpa: Any) -> None:
         inputs = heads()
         turned = sdpa(-inputs["query"], inputs["key"], inputs["value"], scale=0.3)

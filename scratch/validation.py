@@ -393,17 +393,21 @@ def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
     skip = 3 if enable_gqa else 2  # the numbers of grouped heads need not be equal
     scores_leading = _check_leading("key", key, query.shape[:-skip], skip)
     _check_leading("value", value, scores_leading, skip)
+    if enable_gqa:
+        _check_groups(query, key, value)
+    return (*scores_leading, *query.shape[-skip:-2])
+
+
+def _check_groups(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Ask that the heads of key and value divide those of query; torch divides by them even where they are none."""
+    if min(query.dim(), key.dim(), value.dim()) > 2 and query.size(-3) == key.size(-3) == value.size(-3):
+        return
     for name, x in (("key", key), ("value", value)):
-        if enable_gqa and (query.dim() < 3 or x.dim() < 3 or not _divides(x.size(-3), query.size(-3))):
+        if query.dim() < 3 or x.dim() < 3 or x.size(-3) == 0 or query.size(-3) % x.size(-3):
             raise ArgumentValueError(
                 f"the heads of {name} must divide the heads of query (Number of heads in key and value must divide the "
                 f"number of heads in query), got shapes {shape(x)} and {shape(query)}"
             )
-    return (*scores_leading, *query.shape[-skip:-2])
-
-
-def _divides(part: int, whole: int) -> bool:
-    return whole % part == 0 if part else whole == 0
 
 
 def _check_leading(name: str, x: Tensor, leading: Sequence[int], skip: int) -> tuple[int, ...]:

@@ -383,7 +383,7 @@ EXPLANATIONS = (
         (ATTENTION,),
         "What the queries are compared with. There is one score for each query and key: where the keys stand does "
         "not matter, only what they are. There are as many as values, and there may be more or fewer than queries.",
-        (Place(functional.masked_scores, "if score_bias is None"),),
+        (Place(functional.masked_scores, "torch.bmm"),),
         compared,
     ),
     Explanation(

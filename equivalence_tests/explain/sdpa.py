@@ -66,7 +66,7 @@ EXPLANATIONS = (
         (SDPA,),
         "Who looks, already projected and split into heads. It is (..., query_len, head_dim), and each query gets "
         "one row of the output.",
-        (Place(functional.masked_scores, "if score_bias is None"),),
+        (Place(functional.masked_scores, "return q @ k"),),
         shapes,
     ),
     Explanation(
@@ -74,7 +74,7 @@ EXPLANATIONS = (
         (SDPA,),
         "What the queries are compared with. It is (..., key_len, head_dim): each score is the dot product of a "
         "query and a key.",
-        (Place(functional.masked_scores, "if score_bias is None"),),
+        (Place(functional.masked_scores, "return q @ k"),),
         by_name,
     ),
     Explanation(
