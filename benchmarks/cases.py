@@ -236,6 +236,7 @@ def _meaningful(case: Case) -> Case:
         num_layers=case.num_layers if case.component in STACKS else 0,
         bias=case.bias or case.component == "attention",
         need_weights=case.need_weights and case.component in WITH_WEIGHTS,
+        compiled=case.compiled and case.component != "generate",  # each step has another length
         key_len=case.query_len if case.component in ("self_attention", "encoder_layer") else case.key_len,
     )
 

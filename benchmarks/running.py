@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 
 from benchmarks.cases import Case
 from benchmarks.contenders import BASELINE, Contender, contenders_of
@@ -43,9 +44,8 @@ def run_case(case: Case, chosen: Sequence[str], seconds: float) -> list[Row]:
         One row for each contender.
     """
     # Kernels that cannot be used say why in warnings; the status of their row says it too.
-    with warnings.catch_warnings(), _threads(case.threads):
+    with warnings.catch_warnings(), _threads(case.threads), _nothing_compiled():
         warnings.simplefilter("ignore")
-        torch.compiler.reset()
         try:
             gate = Gate(case)
         except Exception as error:  # whatever torch raises where it cannot do something
@@ -137,6 +137,14 @@ def _status_of(error: Exception) -> tuple[Status, str]:
     detail = first_line if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {first_line}"
     no_memory = isinstance(error, MemoryError) or any(words in text.lower() for words in OUT_OF_MEMORY)
     return ("out of memory" if no_memory else "unavailable"), detail
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Forget compiled code: what torch keeps on disk does not tell the kernels of attention apart."""
+    torch.compiler.reset()
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Tests of cases, contenders, gate and rows: what is timed is equal and what it says; no time is asserted."""
 
+import shutil
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,11 @@ from benchmarks.workloads import Workload, gradients_of, runnable, workload
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 
 ON_CPU = [name for name in CONTENDERS if name not in ("efficient", "cudnn", "flex")]
+
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("g++", "clang++")), reason="torch.compile needs a C++ compiler"
+)
 
 
 def case_of(component: str, **settings: Any) -> Case:
@@ -52,6 +58,7 @@ class TestCases:
         assert case_of("encoder_layer").key_len == 5
         assert case_of("self_attention").num_layers == 0
         assert case_of("generate", mode="backward").mode == "forward"
+        assert not case_of("generate", compiled=True).compiled
         assert [case_of("seq2seq", mask=mask).mask for mask in MASKS] == ["causal", "causal", "both", "both"]
 
     def test_a_function_has_no_training_step(self) -> None:
@@ -157,17 +164,35 @@ class TestContenders:
             counts.append(len(taken))
         assert counts == [1, 0, 0, 0]
 
-    def test_a_kernel_is_held_to(self) -> None:
-        case = case_of("attention")
-        with torch.profiler.profile() as profiler:
-            for name in ("math", "flash"):
-                with CONTENDERS[name].switches():
-                    runnable(case, CONTENDERS[name].prepare(case))()
-        called = [x.name for x in profiler.events() if x.name.startswith("aten::_scaled_dot_product")]
-        assert [name.removeprefix("aten::_scaled_dot_product_") for name in called] == [
-            "attention_math",
-            "flash_attention_for_cpu",
-        ]
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from inside of torch.compile
+    @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=NEEDS_COMPILER)])
+    @pytest.mark.parametrize("component", ["attention", "self_attention"])
+    def test_a_kernel_is_held_to(self, component: str, is_compiled: bool) -> None:
+        """Compiled code too is each contender's own: it stays with the kernel that it was compiled for."""
+        case = case_of(component, compiled=is_compiled, heads=1)
+        with running._nothing_compiled():
+            found = [CONTENDERS[name] for name in ("flash", "math")]
+            runs = [_under_its_switches(x, case) for x in found]
+            for run in runs:
+                run()
+            kernels = [set(_called(run)) & {"aten::_scaled_dot_product_flash_attention_for_cpu"} for run in runs]
+        assert [len(x) for x in kernels] == [1, 0]
+
+
+def _under_its_switches(contender: Contender, case: Case) -> Callable[[], object]:
+    run = runnable(case, contender.prepare(case))
+
+    def held() -> object:
+        with contender.switches():
+            return run()
+
+    return held
+
+
+def _called(run: Callable[[], object]) -> list[str]:
+    with torch.profiler.profile() as profiler:
+        run()
+    return [x.name for x in profiler.events()]
 
 
 def broken(change: Callable[[Tensor], Tensor]) -> Contender:

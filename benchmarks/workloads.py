@@ -256,8 +256,16 @@ def _module_masks(case: Case) -> dict[str, Any]:
 
 
 def compiled(function: Callable[..., Any], case: Case) -> Callable[..., Any]:
-    """Compile a function if the case asks for it."""
-    return torch.compile(function, dynamic=False) if case.compiled else function
+    """Compile a function if the case asks for it, apart from what is compiled for other contenders."""
+    if not case.compiled:
+        return function
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        return function(*args, **keywords)
+
+    # torch keeps what it has compiled with the code object, and would take it again where another kernel is asked for.
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, dynamic=False)
 
 
 def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
