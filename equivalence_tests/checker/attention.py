@@ -146,7 +146,7 @@ def _quietened(subject: Subject, caller: Caller, plan: CallPlan, lengths: Sizes)
 
 
 class _Observations:
-    """Calls the user's code for a plan, once for each plan: first as searched on, then with other lengths."""
+    """Calls the user's code once for each plan: as searched on, with other lengths, and with tokens all alike."""
 
     def __init__(self, caller: Caller, lengths: Sizes) -> None:
         self.caller, self.lengths = caller, lengths
@@ -158,8 +158,9 @@ class _Observations:
         return self.known[plan]
 
     def _observe(self, plan: CallPlan) -> Iterator[Observation]:
-        for seed, sizes in enumerate((self.lengths, *other_sizes(self.lengths)[:1])):
-            observation = observe(self.caller, plan, sizes, seed)
+        calls = ((self.lengths, False), (other_sizes(self.lengths)[0], False), (self.lengths, True))
+        for seed, (sizes, alike) in enumerate(calls):
+            observation = observe(self.caller, plan, sizes, seed, alike=alike)
             if observation is not None:
                 yield observation
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.construction import Sizes, value_for
-from equivalence_tests.checker.masking import MaskForm
+from equivalence_tests.checker.masking import HeldMask, MaskForm
 from equivalence_tests.checker.reference import Inputs
 from equivalence_tests.checker.tracing import tensors_in, without_dropout
 
@@ -126,7 +126,8 @@ class Caller:
             may_attend = inputs.may_attend if mask is not None and role != "neutral" else None
             if may_attend is None:
                 may_attend = inputs.query.new_ones(len(inputs.query), inputs.query.size(1), inputs.key.size(1)).bool()
-            return form.build(may_attend, self.num_heads, self.dtype)
+            tensor = form.build(may_attend, self.num_heads, self.dtype)
+            return HeldMask(tensor) if form.held else tensor
         if role.startswith("="):
             return {"=None": None, "=False": False, "=True": True}.get(role, self._size(role[1:], inputs))
         tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}

@@ -52,6 +52,8 @@ class Examined:
         """What the built-in computes: the reference with the conventions and without the mistakes."""
         reading = self.match.reading
         choices = dict(reading.conventions)
+        if inputs.may_attend is not None and self.examination.masks.replaces_causal:
+            choices["causal"] = "no"
         return attend(reading.setting, reading.read(self.examination.subject.function), inputs, choices)
 
     def observe(self, seed: int, masked: bool = False) -> Observation:

@@ -37,7 +37,7 @@ def verify_command(
     errors = Console(stderr=True)
     with errors.status(f"checking {target}") as status:
         report = verify_in_child(
-            Request(target, kind, adapter, seconds=min(35.0, timeout / 2)),
+            Request(target, kind, adapter, seconds=min(15.0, timeout / 2)),
             timeout=timeout,
             memory_mib=memory_mib,
             progress=lambda text: status.update(f"checking {target}: {text}"),

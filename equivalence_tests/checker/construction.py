@@ -230,7 +230,9 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0
         for name, value in vars(child).items():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, nn.Parameter):
                 setattr(child, name, value.to(dtype))  # plain attributes such as self.scale stay behind in .to()
-    return randomize_parameters(module.to(dtype).eval(), seed=seed)
+    module.to(dtype)
+    module.eval()  # a train() of the user's own may return nothing
+    return randomize_parameters(module, seed=seed)
 
 
 def _parameters(target: Any) -> list[inspect.Parameter]:

@@ -2,6 +2,9 @@
 
 Readings without a mistake are tried first, then one mistake under every reading, then pairs, then triples. What
 reproduces the output on the inputs of the search is confirmed on fresh inputs of other sizes and on other weights.
+
+Where all values are alike, weights that sum to one do not count. Such inputs part the mistakes: those that show there
+must explain the output there by themselves, and only what does so is joined with those that do not show.
 """
 
 import itertools
@@ -34,6 +37,11 @@ class Observation:
 
     inputs: Inputs
     output: Tensor
+
+    @property
+    def alike(self) -> bool:
+        """Whether all values of a sample are alike."""
+        return bool((self.inputs.value == self.inputs.value[:, :1]).all())
 
 
 @dataclass(frozen=True)
@@ -150,16 +158,17 @@ def search(
     """
     likely = [r for r in readings if r.likely] or list(readings[:60])
     others = [r for r in readings if not r.likely]
-    stages = ((likely, 0), (others[:1500], 0), (likely[:40], 1), (others[:60], 1), (likely[:10], 2), (likely[:2], 3))
-    for group, count in stages:
+    stages = [(likely, 0), (others[:1500], 0), (likely[:40], 1), (others[:60], 1), (likely[:10], 2), (likely[:4], 3)]
+    for parted, (group, count) in [*((True, stage) for stage in stages), (False, (likely[:10], 2))]:
         if count > most or (count and effort.exhausted):
-            break
+            continue
         effort.progress(f"{LEVELS[count]} under {len(group)} readings")
         found: list[Match] = []
         for index, reading in enumerate(group):
             if effort.exhausted and (count or index >= FEWEST_READINGS):
                 break
-            found += _search_reading(module, reading, count, observe(reading.plan), dtype, effort)
+            searched = _Searched(module, reading, observe(reading.plan), dtype, effort)
+            found += searched.matches(count, parted)
             if found and count == 0 and reading.likely and not found[-1].float32_inside:
                 break
         if found:
@@ -167,34 +176,62 @@ def search(
     return []
 
 
-def _search_reading(
-    module: Any, reading: Reading, count: int, observations: Sequence[Observation], dtype: torch.dtype, effort: Effort
-) -> list[Match]:
-    if not observations:
-        return []
-    projections = reading.read(module)
-    found: list[Match] = []
-    options = applicable(reading, projections, observations[0]) if count else []
-    for mistakes in combinations_of(options, count):
-        if mistakes and effort.exhausted:
-            break
-        effort.evaluated += 1
-        match = Match(reading, mistakes)
-        bound = max(TOLERANCE[dtype], FLOAT32_INSIDE)
-        if _error(match, projections, observations[0]) > bound:
-            continue
-        worst = max(_error(match, projections, o) for o in observations)
-        if worst <= 3 * bound:
-            found.append(replace(match, error=worst))
-    return found
+class _Searched:
+    """One reading, and what its mistakes give."""
 
+    def __init__(
+        self, module: Any, reading: Reading, observations: Sequence[Observation], dtype: torch.dtype, effort: Effort
+    ) -> None:
+        self.reading, self.observations, self.effort = reading, observations, effort
+        self.projections = reading.read(module)
+        self.bound = max(TOLERANCE[dtype], FLOAT32_INSIDE)
+        self.alike = next((o for o in observations if o.alike), None)
 
-def _error(match: Match, projections: Projections, observation: Observation) -> float:
-    try:
-        expected = attend(match.reading.setting, projections, observation.inputs, match.choices)
-    except (RuntimeError, IndexError, ValueError, ZeroDivisionError):
-        return float("inf")
-    return distance(observation.output.to(expected.dtype), expected)
+    def matches(self, count: int, parted: bool) -> list[Match]:
+        """List what reproduces every output with so many mistakes."""
+        if not self.observations:
+            return []
+        options = applicable(self.reading, self.projections, self.observations[0]) if count else []
+        candidates = self._in_parts(options, count) if parted and self.alike else combinations_of(options, count)
+        found: list[Match] = []
+        for mistakes in candidates:
+            if mistakes and self.effort.exhausted:
+                break
+            if self._error(mistakes, self.observations[0]) <= self.bound:
+                worst = max(self._error(mistakes, o) for o in self.observations)
+                found += [Match(self.reading, mistakes, worst)] if worst <= 3 * self.bound else []
+        return found
+
+    def _in_parts(self, options: Sequence[Mistake], count: int) -> Iterator[tuple[Mistake, ...]]:
+        """Join the mistakes that explain the output where all values are alike with those that change nothing there."""
+        assert self.alike is not None  # asked before
+        if not count:
+            yield ()
+            return
+        usual = self._output((), self.alike)
+        right = None if usual is None else replace(self.alike, output=usual)
+        showing = [m for m in options if right is None or self._error((m,), right) > self.bound]
+        silent = [m for m in options if m not in showing]
+        for size in range(count + 1):
+            for part in combinations_of(showing, size):
+                if self.effort.exhausted:
+                    return
+                if self._error(part, self.alike) <= self.bound:
+                    rest = combinations_of(silent, count - size)
+                    yield from ((*part, *more) for more in rest if not {m.slot for m in part} & {m.slot for m in more})
+
+    def _error(self, mistakes: tuple[Mistake, ...], observation: Observation) -> float:
+        expected = self._output(mistakes, observation)
+        return float("inf") if expected is None else distance(observation.output.to(expected.dtype), expected)
+
+    def _output(self, mistakes: tuple[Mistake, ...], observation: Observation) -> Tensor | None:
+        """What the family gives; None if the shapes do not fit."""
+        self.effort.evaluated += 1
+        choices = Match(self.reading, mistakes).choices
+        try:
+            return attend(self.reading.setting, self.projections, observation.inputs, choices)
+        except (RuntimeError, IndexError, ValueError, ZeroDivisionError):
+            return None
 
 
 def combinations_of(options: Sequence[Mistake], count: int) -> Iterator[tuple[Mistake, ...]]:

@@ -22,6 +22,8 @@ __all__ = ["MaskReading", "read_masks"]
 Observed = list[tuple[MaskForm, list[Observation]]]
 HIDING = ("right", "fill_large")
 IGNORED = "ignored"
+# What code answers that wants an object with a mask in it; all it asks of a tensor itself exists.
+HELD = "'Tensor' object has no attribute"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class MaskReading:
         square: Whether masks work only with as many queries as keys.
         parameter: Name of the argument.
         said: What the code answered most often where it raised.
+        replaces_causal: Whether a mask that is given takes the place of the causal mask that is built in.
     """
 
     form: MaskForm | None = None
@@ -49,6 +52,7 @@ class MaskReading:
     square: bool = False
     parameter: str = ""
     said: str = ""
+    replaces_causal: bool = False
 
 
 @dataclass
@@ -60,6 +64,7 @@ class _Reader:
     lengths: Sizes
     match: Match
     errors: list[str] = field(default_factory=list)
+    held: bool = False
 
     def __post_init__(self) -> None:
         exact = self.subject.dtype == torch.float64 and not self.match.float32_inside
@@ -83,6 +88,8 @@ class _Reader:
         """Call with every form of mask; keep those that ran and gave numbers, if need be with equal lengths."""
         first, second = self.lengths, other_sizes(self.lengths)[0]
         found = list(self._observe((first, second)))
+        self.held = not found and any(HELD in error for error in self.errors)
+        found = found or list(self._observe((first, second)))
         if found or first.query_len == first.key_len:
             return found, False
         square = [replace(sizes, key_len=sizes.query_len) for sizes in (first, second)]
@@ -91,7 +98,9 @@ class _Reader:
 
     def forms(self) -> list[MaskForm]:
         """List the forms to try."""
-        return [MaskForm("(batch, query, key)", "look")] if self.subject.adapter.call else list(mask_forms())
+        if self.subject.adapter.call:
+            return [MaskForm("(batch, query, key)", "look")]
+        return [replace(form, held=self.held) for form in mask_forms()]
 
     def _observe(self, lengths: tuple[Sizes, Sizes]) -> Iterator[tuple[MaskForm, list[Observation]]]:
         plan = self.match.reading.plan
@@ -117,6 +126,8 @@ def read_masks(subject: Subject, caller: Caller, lengths: Sizes, match: Match) -
     reader = _Reader(subject, caller, lengths, match)
     observed, square = reader.observed()
     found = _read(reader, observed)
+    if found.form is None and match.choices.get("causal", "no") == "yes":
+        found = _read_without_causal(reader, observed) or found
     if found.form is None:
         found = next(_infinite_after_softmax(reader, found.accepted), found)
     said = Counter(reader.errors).most_common(1)[0][0] if reader.errors else ""
@@ -143,6 +154,14 @@ def _read(reader: _Reader, observed: Observed) -> MaskReading:
     if readings:
         return _likeliest(readings, related_sources(reader.subject.function, reader.subject.source))
     return MaskReading(understood[0] if understood else None, accepted, understood)
+
+
+def _read_without_causal(reader: _Reader, observed: Observed) -> MaskReading | None:
+    """Read the masks as taking the place of the causal mask: no mask means a causal one in some code."""
+    reading = reader.match.reading
+    bare = replace(reading, conventions=tuple((slot, o) for slot, o in reading.conventions if slot != "causal"))
+    found = _read(replace(reader, match=replace(reader.match, reading=bare)), observed)
+    return replace(found, replaces_causal=True) if found.understood and not found.mistakes else None
 
 
 def _infinite_after_softmax(reader: _Reader, accepted: tuple[MaskForm, ...]) -> Iterator[MaskReading]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MaskForm", "mask_forms", "draw_masks"]
+__all__ = ["HeldMask", "MaskForm", "mask_forms", "draw_masks"]
 
 # From (b, q, k) to what is handed over; every row equal for the key shapes, every sample equal for (query, key).
 SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -42,12 +42,25 @@ ENCODINGS = {
 }
 
 
+class HeldMask:
+    """Holds a mask under whatever name it is asked for."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask = mask
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._mask
+
+
 @dataclass(frozen=True)
 class MaskForm:
-    """One way to hand over a mask."""
+    """One way to hand over a mask: as a tensor, or held by an object."""
 
     shape: str
     encoding: str
+    held: bool = False
 
     @property
     def pattern(self) -> str:
@@ -68,7 +81,7 @@ class MaskForm:
         return x if not kind else x.to(dtype) if kind == "float" else x.long()
 
     def __str__(self) -> str:
-        return f"{self.shape}, {ENCODINGS[self.encoding]}"
+        return f"{self.shape}, {ENCODINGS[self.encoding]}" + (", held by an object" if self.held else "")
 
     @staticmethod
     def neutral_forms() -> list["MaskForm"]:

@@ -22,9 +22,11 @@ def observe(
     seed: int,
     mask: MaskForm | None = None,
     errors: list[str] | None = None,
+    alike: bool = False,
 ) -> Observation | None:
-    """Call once with random inputs; None if the code raises, and then ``errors`` receives what it said."""
+    """Call once with random inputs, or with tokens that are all alike; None if it raises, as ``errors`` then says."""
     inputs = random_inputs(sizes, plan, seed, caller.dtype)
+    inputs = inputs.alike() if alike else inputs
     if mask is not None:
         may = draw_masks(mask.pattern, len(inputs.query), inputs.query.size(1), inputs.key.size(1), seed + 3)
         inputs = replace(inputs, may_attend=may)

@@ -44,7 +44,7 @@ class Request:
     kind: str | None = None
     adapter: str = ""
     expected_failures: dict[str, str] = field(default_factory=dict)
-    seconds: float = 35.0
+    seconds: float = 15.0
 
 
 def verify_in_child(

@@ -44,7 +44,7 @@ def verify(
     adapter: Adapter | None = None,
     expected_failures: Mapping[str, str] | None = None,
     progress: Callable[[str], None] = lambda text: None,
-    seconds: float = 35.0,
+    seconds: float = 15.0,
 ) -> Report:
     """Check an attention (or another part of a Transformer) against the built-in, and name its mistakes.
 
@@ -81,7 +81,9 @@ def verify(
     with preserved_global_state() as printed:
         try:
             torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
-            report = _verify(with_signature(load(target)), name, kind, adapter or Adapter(), progress, seconds)
+            found = with_signature(load(target))
+            with torch.enable_grad():  # a file that is imported may switch gradients off
+                report = _verify(found, name, kind, adapter or Adapter(), progress, seconds)
         except CannotCheckError as error:
             report = Report(name, reason=str(error))
         except SystemExit as error:
@@ -174,7 +176,7 @@ def verify_found(
         if examination is None or (best is not None and not _believed(examination, best)):
             continue
         best = examination
-        if examination.matches:
+        if examination.matches or effort.exhausted:
             break
     if best is None:
         raise CannotCheckError(_cannot_call(errors))
@@ -213,10 +215,10 @@ def _copy(function: Any) -> Any:
 
 def _cannot_call(errors: list[str]) -> str:
     shown = "\n".join(f"  {text}" for text in list(dict.fromkeys(errors))[:4])
+    answered = f"Its forward answered:\n{shown}\n" if shown else "Its forward names no argument to pass tensors to. "
     return (
-        "No way to call it as an attention was found. Its forward answered:\n"
-        f"{shown}\nGive Adapter(call=lambda module, query, key, value, may_attend: ...), "
-        "or --kind if it is something else."
+        f"No way to call it as an attention was found. {answered}"
+        "Give Adapter(call=lambda module, query, key, value, may_attend: ...), or --kind if it is something else."
     )
 
 
@@ -346,6 +348,8 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
         notes.append(
             f"with {names} given, nothing that is known reproduces the output: the verdict is about calls without"
         )
+    if examination.masks.replaces_causal:
+        notes.append("a mask that is given takes the place of the causal mask that is built in")
     if examination.masks.square:
         notes.append("the mask was read with as many queries as keys; with other lengths the call raises")
     if examination.masks.form is not None and len(examination.masks.understood) > 1:
