@@ -165,6 +165,28 @@ class TestBits:
         assert_equal(actual, expected, relative_bound=0)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shapes"),
+    [
+        (torch.float64, [(5, 3, 5, 8), (5, 3, 16, 8), (5, 3, 16, 7)]),
+        (torch.float32, [(3, 3, 33, 8), (3, 3, 3, 8), (3, 3, 3, 16)]),
+        (torch.float32, [(2, 5, 50, 1), (2, 5, 19, 1), (2, 5, 19, 11)]),
+    ],
+    ids=str,
+)
+def test_the_bits_are_torchs_where_products_round_by_how_their_factors_lie_in_memory(
+    dtype: torch.dtype, shapes: list[tuple[int, ...]], arguments: dict[str, Any]
+) -> None:
+    """From about 16 places on, the CPU's kernels take other paths for other strides and alignments."""
+    query, key, value = (random_tensor(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes))
+    inputs = {"query": query.mT.contiguous().mT, "key": key, "value": value.mT.contiguous().mT}
+    actual = outputs_and_gradients(scratch.scaled_dot_product_attention, inputs, **arguments)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = outputs_and_gradients(F.scaled_dot_product_attention, inputs, **arguments)
+    assert_equal(actual, expected, relative_bound=0)
+
+
 @pytest.mark.parametrize("mask", [name for name in MASKS if "dropout" not in name])
 def test_the_kernel_that_torch_chooses_agrees_up_to_rounding(mask: str) -> None:
     inputs = heads(value=(2, 3, 7, 11))  # the fused kernel asks for equal widths

@@ -62,8 +62,8 @@ def scaled_dot_product_attention(
         ValueError: For shapes that do not fit together, or a mask beside ``is_causal`` (also a RuntimeError).
         TypeError: For dtypes that do not fit together (also a RuntimeError).
 
-    In torch.nn: ``F.scaled_dot_product_attention``. Its MATH backend is followed to the last bit; its fused
-    kernels round in another order.
+    In torch.nn: ``F.scaled_dot_product_attention``. Its MATH backend is followed to the last bit (but where one key or
+    value is broadcast over 3-D queries); its fused kernels round in another order.
 
     Source: Vaswani et al. 2017, section 3.2.1, equation 1;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
@@ -78,8 +78,9 @@ def scaled_dot_product_attention(
     """
     validation.check_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     q, k, v = upcast_half(query, key, value)
-    if enable_gqa:  # after the upcast, so that the gradients of a group are summed in float32
-        k, v = (x.repeat_interleave(query.size(-3) // max(x.size(-3), 1), -3) for x in (k, v))
+    if enable_gqa and not query.size(-3) == key.size(-3) == value.size(-3):
+        # After the upcast, so that the gradients of a group are summed in float32.
+        k, v = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (k, v))
     score_bias = masks.score_bias_from_sdpa(attn_mask, is_causal, q, key.size(-2))
     scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
     # Half of the scale on either side keeps float16 in range and is how torch's MATH backend rounds.
