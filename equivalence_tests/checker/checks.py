@@ -18,6 +18,7 @@ from equivalence_tests.checker.masking import draw_masks
 from equivalence_tests.checker.observing import as_float64, observe, other_sizes
 from equivalence_tests.checker.reference import Inputs, attend, attention_weights
 from equivalence_tests.checker.report import CheckResult
+from equivalence_tests.checker.state import default_dtype
 from equivalence_tests.checker.tracing import modules_created
 from equivalence_tests.comparing import compare_errors
 
@@ -192,7 +193,7 @@ def check_float32_error(examined: Examined) -> str:
     if examined.match.reading.plan.self_attention:
         rounded = Inputs(rounded.query, rounded.query, rounded.query)
     caller = replace(examination.caller, function=single, dtype=torch.float32)
-    with torch.no_grad():
+    with torch.no_grad(), default_dtype(torch.float32):  # a mask made inside is then of the scores' dtype
         mine = caller.output(examined.match.reading.plan, rounded)
         builtin = _in_float32(examined, single, rounded)
     ratio = compare_errors(mine.float(), builtin, examined.expected(as_float64(rounded)), name="output")

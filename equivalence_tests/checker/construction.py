@@ -54,15 +54,24 @@ class Sizes:
         """Width of the tokens."""
         return self.num_heads * self.head_dim
 
+    @property
+    def key_heads(self) -> int:
+        """Number of heads of keys and values where groups of heads share them."""
+        return self.num_heads if self.num_heads % 2 else 2
+
 
 # Odd sizes show the most; code that insists on even ones, or on its own defaults, gets what it asks for.
 SIZES = (Sizes(), Sizes(num_heads=3, head_dim=10), Sizes(num_heads=4, head_dim=16), Sizes(num_heads=8, head_dim=64))
+
+# Groups of three queries that share two keys and values: neither the order of repetition nor the counts mix up.
+GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
+COUNTS_KEY_HEADS = r"(kv|key_value|group|kv_n)_?\w*(head|group)|heads?_kv|query_groups|n_local_kv|n_kv"
 
 # What a name asks for, the first pattern that matches the lower-cased name decides.
 NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"drop|(^|_)p(drop)?$|attn_pd|resid_pd|prob", lambda s: DROPOUT),
     (r"vocab|num_embed|n_token|ntoken|num_tokens|src_size|tgt_size|trg_size", lambda s: VOCABULARY),
-    (r"(kv|key_value|group|kv_n)_?\w*(head|group)|n_local_kv|n_kv", lambda s: s.num_heads),
+    (COUNTS_KEY_HEADS, lambda s: s.key_heads),
     (
         r"head_?(dim|size|width|features|hidden)|(dim|d|size)_?(per_)?heads?$|^d_?[kqv]{1,2}$|^(key|query|value)_?dim$|^depth_k|^dk$|^dv$",
         lambda s: s.head_dim,
@@ -166,7 +175,7 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
     """
     errors: list[str] = []
     built = False
-    for sizes in SIZES:
+    for sizes in GROUPED_SIZES if _asks_for_groups(target) else SIZES:
         alternatives = itertools.groupby(argument_lists(target, sizes), key=lambda proposal: proposal[0])
         made = (_first_that_builds(target, (arguments for _, arguments in group), errors) for _, group in alternatives)
         for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
@@ -180,6 +189,13 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
             "construct it. Pass an instance, a factory "
             "(verify(lambda: Mine(...))) or Adapter(build=lambda: Mine(...))."
         )
+
+
+def _asks_for_groups(target: Any) -> bool:
+    """Whether a constructor names a count of key heads, as an argument or as an attribute or entry of its config."""
+    code = getattr(getattr(target, "__init__", target), "__code__", None) or getattr(target, "__code__", None)
+    words = [*code.co_varnames, *code.co_names, *code.co_consts] if code else []
+    return any(isinstance(word, str) and re.search(COUNTS_KEY_HEADS, word.lower()) for word in words)
 
 
 def _first_that_builds(target: Any, proposals: Iterator[dict[str, Any]], errors: list[str]) -> Any:

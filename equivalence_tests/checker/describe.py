@@ -14,7 +14,7 @@ from equivalence_tests.checker.loading import Source
 from equivalence_tests.checker.mask_reading import MaskReading
 from equivalence_tests.checker.mistakes import STRUCTURE, Mistake, named_mistake
 from equivalence_tests.checker.observing import observe
-from equivalence_tests.checker.reference import attend
+from equivalence_tests.checker.reference import Projections, attend, key_heads
 from equivalence_tests.checker.report import Finding
 
 __all__ = ["confirm", "conventions_of", "findings_of", "guilty_line", "structural_finding"]
@@ -82,9 +82,9 @@ def _arguments_words(plan: CallPlan) -> str:
 
 
 def _projection_rows(examination: AttentionExamination, match: Match) -> list[Row]:
-    reading, heads = match.reading.projections, str(match.reading.setting.num_heads)
+    reading = match.reading.projections
     if reading is None:
-        return [("heads", heads, "")]
+        return [("heads", str(match.reading.setting.num_heads), "")]
     names = ", ".join(leaf.name for leaf in reading.leaves)
     packed = reading.layout.removeprefix("qkv").removeprefix("kv")  # "qk..." stays as it is
     detail = f"{names}: {PACKED_WORDS[packed]}" if packed in PACKED_WORDS else f"{names} ({reading.order})"
@@ -96,11 +96,20 @@ def _projection_rows(examination: AttentionExamination, match: Match) -> list[Ro
     bias = "on all" if len(biased) == len([p for p in parts.values() if p is not None]) else f"on {', '.join(biased)}"
     output = reading.output.name if reading.output is not None else "none: the heads side by side come back"
     return [
-        ("heads", heads, "num_heads"),
+        _heads_row(match.reading.setting.num_heads, projections),
         ("projections", detail, "in_proj_weight: rows are [q; k; v]"),
         ("output projection", output, "out_proj"),
         ("biases", bias if biased else "none", "on all, or none"),
     ]
+
+
+def _heads_row(num_heads: int, projections: Projections) -> Row:
+    query, key = projections.query.weight, projections.key.weight
+    shared = num_heads if query is None or key is None else key_heads(query.size(0), key.size(0), num_heads)
+    if shared == num_heads:
+        return ("heads", str(num_heads), "num_heads")
+    words = f"{num_heads}; keys and values have {shared}"
+    return ("heads", words, "enable_gqa of F.scaled_dot_product_attention")
 
 
 def _mask_rows(masks: MaskReading) -> list[Row]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.reference import Projection, Projections
+from equivalence_tests.checker.reference import Projection, Projections, key_heads
 
 __all__ = ["Leaf", "ProjectionReading", "leaves_of", "projection_readings"]
 
@@ -111,11 +111,14 @@ class ProjectionReading:
             index = iter(read)
             return dict.fromkeys("qkv", nothing) | {letter: next(index) for letter in self.order if letter != "-"}
         if self.layout.startswith("kv"):
-            halves = _unpack(read[1], self.layout[2:], num_heads, 2)
+            rows = [len(x.weight) for x in read if x.weight is not None]
+            halves = _unpack(read[1], self.layout[2:], key_heads(rows[0], rows[1] // 2, num_heads), 2)
             return {"q": read[0]} | dict(zip(self.order[1:], halves, strict=True))
         if not self.layout.startswith("qkv"):
             halves = _unpack(read[1], self.layout[2:], num_heads, 2)
             return {"v": read[0]} | dict(zip(self.order[:2], halves, strict=True))
+        if self.layout == "qkv3hd" and self.output is not None:
+            return _cut_by_role(read[0], self.order, self.output.read(module))
         return dict(zip(self.order, _unpack(read[0], self.layout[3:], num_heads, 3), strict=True))
 
 
@@ -236,22 +239,38 @@ def _roles_agree(leaves: tuple[Leaf, ...], order: str) -> bool:
 
 def _fits(reading: ProjectionReading, module: nn.Module, num_heads: int) -> bool:
     """Whether the shapes of a reading make an attention."""
-    packs = {"separate": 1}.get(reading.layout, 3 if reading.layout.startswith("qkv") else 2)
-    rows = reading.leaves[-1].read(module).weight
-    assert rows is not None  # a leaf has a matrix
-    if rows.size(0) % (packs * num_heads) or (packs > 1 and reading.leaves[-1].shared_heads > 1):
+    if reading.layout != "separate" and reading.leaves[-1].shared_heads > 1:
         return False
     try:
         read = reading.read(module, num_heads)
     except RuntimeError:
         return False
-    widths = {x.weight.size(0) for x in (read.query, read.key) if x.weight is not None}
-    heads_fit = all(x.weight is None or x.weight.size(0) % num_heads == 0 for x in (read.query, read.key, read.value))
-    value, output = read.value.weight, read.output
-    mismatched = value is not None and output is not None and output.weight is not None and len(widths) == 1
-    if mismatched and value is not None and output is not None and output.weight is not None:
-        return heads_fit and output.weight.size(1) == value.size(0)
-    return heads_fit and len(widths) <= 1
+    parts = (read.query, read.key, read.value)
+    query, key, value = (None if x.weight is None else x.weight.size(0) for x in parts)
+    merged = None if read.output is None or read.output.weight is None else read.output.weight.size(1)
+    return _heads_fit(query, key, value, merged, num_heads)
+
+
+def _heads_fit(query: int | None, key: int | None, value: int | None, merged: int | None, num_heads: int) -> bool:
+    """Whether rows make heads, keys and values as many as queries, or fewer that groups of them share."""
+    shared = key_heads(query, key, num_heads) if query and key else num_heads
+    if any(rows is not None and rows % heads for rows, heads in ((query, num_heads), (key, shared), (value, shared))):
+        return False
+    if query and key and query // num_heads != key // shared:
+        return False
+    return value is None or merged is None or not (query or key) or merged == value // shared * num_heads
+
+
+def _cut_by_role(packed: Projection, order: str, output: Projection) -> dict[str, Projection]:
+    """Cut [q; k; v]: queries as wide as what the output takes in, keys and values half of the rest."""
+    assert packed.weight is not None  # a leaf has a matrix
+    assert output.weight is not None
+    queries = output.weight.size(1)
+    shared = (packed.weight.size(0) - queries) // 2
+    sizes = [queries if letter == "q" else shared for letter in order]
+    weights = packed.weight.split(sizes)
+    biases = [None] * 3 if packed.bias is None else packed.bias.split(sizes)
+    return {letter: Projection(w, b) for letter, w, b in zip(order, weights, biases, strict=True)}
 
 
 def _unpack(packed: Projection, layout: str, num_heads: int, parts: int) -> list[Projection]:

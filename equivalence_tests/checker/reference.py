@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Choices", "Inputs", "Projection", "Projections", "Setting", "attend", "attention_weights"]
+__all__ = ["Choices", "Inputs", "Projection", "Projections", "Setting", "attend", "attention_weights", "key_heads"]
 
 Choices = Mapping[str, str]
 Norm = Callable[[Tensor], Tensor]
@@ -88,7 +88,7 @@ def attend(setting: Setting, projections: Projections, inputs: Inputs, choices: 
     inputs = _reorder_arguments(inputs, choices.get("arguments", "qkv"))
     wrap = choices.get("wrap", "none")
     q, k, v = _project(setting, projections, _normalise_before(setting, inputs, wrap), choices)
-    q, k, v = (_split(x, setting, choices.get("split", "lh")) for x in (q, k, v))  # (b, h, l, d)
+    q, k, v = _split_all((q, k, v), setting, choices)  # (b, h, l, d)
     if choices.get("split") == "whole":
         q = q * math.sqrt(setting.num_heads)  # the scale is still that of one head
     k, v = (_repeat_heads(x, q.size(1), choices.get("grouped", "interleaved")) for x in (k, v))
@@ -106,7 +106,7 @@ def attention_weights(setting: Setting, projections: Projections, inputs: Inputs
     inputs = _reorder_arguments(inputs, choices.get("arguments", "qkv"))
     before = _normalise_before(setting, inputs, choices.get("wrap", "none"))
     q, k, v = _project(setting, projections, before, choices)
-    q, k, v = (_split(x, setting, choices.get("split", "lh")) for x in (q, k, v))
+    q, k, v = _split_all((q, k, v), setting, choices)
     return _weights(q, _repeat_heads(k, q.size(1), choices.get("grouped", "interleaved")), inputs, choices)
 
 
@@ -137,7 +137,25 @@ def _project(
     return q, k, v
 
 
-def _split(x: Tensor, setting: Setting, order: str) -> Tensor:
+def key_heads(query_width: int, key_width: int, num_heads: int) -> int:
+    """Count the heads of keys and values: fewer than those of the queries where groups of them share one.
+
+    >>> key_heads(66, 66, num_heads=6), key_heads(66, 22, num_heads=6)
+    (6, 2)
+    """
+    heads, rest = divmod(key_width * num_heads, max(query_width, 1))
+    return heads if heads and not rest and num_heads % heads == 0 else num_heads
+
+
+def _split_all(qkv: tuple[Tensor, Tensor, Tensor], setting: Setting, choices: Choices) -> tuple[Tensor, Tensor, Tensor]:
+    order = choices.get("split", "lh")
+    q, k, v = qkv
+    shared = key_heads(q.size(-1), k.size(-1), setting.num_heads)
+    q, k, v = (_split(x, n, setting, order) for x, n in ((q, setting.num_heads), (k, shared), (v, shared)))
+    return q, k, v
+
+
+def _split(x: Tensor, heads: int, setting: Setting, order: str) -> Tensor:
     """Cut the features into heads: (b, l, h * d) -> (b, h, l, d).
 
     "lh" and "ld" read the features as (h, d) or (d, h), both right. Any other order is that of the axes to which the
@@ -146,7 +164,6 @@ def _split(x: Tensor, setting: Setting, order: str) -> Tensor:
     batch, length, width = x.shape
     if order == "whole":
         return x.unsqueeze(1)
-    heads = setting.num_heads * width // max(width, 1)
     sizes = {"b": batch, "l": length, "h": heads, "d": width // heads}
     if order in ("lh", "ld"):
         axes = "blhd" if order == "lh" else "bldh"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-__all__ = ["preserved_global_state"]
+__all__ = ["default_dtype", "preserved_global_state"]
 
 
 @contextlib.contextmanager
@@ -48,3 +48,19 @@ def preserved_global_state(quiet: bool = True) -> Iterator[io.StringIO]:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let code that makes tensors without saying their dtype make them in this one.
+
+    >>> with default_dtype(torch.float64):
+    ...     torch.zeros(1).dtype
+    torch.float64
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
