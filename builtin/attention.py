@@ -129,11 +129,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             Beside it the mask may have any shape, for it is not read: see trap `promise_drops_mask`.
             With appended tokens the hint changes the output: see trap `is_causal_with_extra_tokens`.
             A mask of 0.0 and 1.0 hides nothing: see trap `float_mask_added`.
+            A padding mask is (batch, key_len) even without batch_first: see trap `padding_mask_batch_first`.
             Three-dimensional masks run through the heads first: see trap `mask_3d_order`.
             The default need_weights=True is the slow path: see trap `need_weights_slow_path`.
             Without a batch axis self-attention costs three projections: see trap `unbatched_projects_thrice`.
             The weights are the mean over heads, after dropout: see traps `weights_averaged`, `weights_after_dropout`.
             Padded queries carry numbers too: see trap `padded_queries_carry_numbers`.
+            Without weights the gradient has no gradient: see trap `no_second_derivative`.
         """
         validation.check_no_cache(cache)
         validation.check_attention_inputs(self, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights)

@@ -54,6 +54,10 @@ def scaled_dot_product_attention(
         torch's function lets fewer values than keys pass on CPU: see trap `sdpa_lengths_unchecked`.
         There is no training mode: see trap `sdpa_dropout_in_eval`.
         A mask of 0.0 and 1.0 hides nothing: see trap `float_mask_added`.
+        A padding mask needs axes for heads and queries: see trap `sdpa_padding_mask_axes`.
+        Heads stand before the tokens, unlike elsewhere: see trap `sdpa_heads_before_length`.
+        Queries that are scaled already are scaled again: see trap `sdpa_scaled_twice`.
+        The gradient has no gradient, but for the MATH kernel: see trap `no_second_derivative`.
 
     Source: Vaswani et al. 2017, section 3.2.1, equation 1;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html

@@ -49,6 +49,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
         The attention's weights are not to be had: see trap `no_maps_from_layers`.
         It drops from the start, until ``eval()``: see trap `dropout_by_default`.
+        Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.
         The fast path treats padding in its own way: see trap `fast_path_padding`.
         It takes the weights of the parts and does not call them: see trap `parts_bypassed`.
         It goes by the activation that the layer was built with: see trap `activation_replaced_later`.

@@ -35,6 +35,7 @@ class TransformerEncoder(nn.TransformerEncoder):
 
     Traps:
         All layers start with the same parameters: see trap `clones_start_identical`.
+        The layer passed in is copied and not used: see trap `layer_kept_beside_stack`.
         A warning tells why the input will not become a nested tensor: see trap `nested_tensor_warning`.
         Padded places of the output are 0 or not, by the path taken: see trap `fast_path_padding`.
         With mask_check=False padding in front costs the last tokens: see trap `mask_check_off`.
@@ -112,6 +113,7 @@ class TransformerDecoder(nn.TransformerDecoder):
 
     Traps:
         All layers start with the same parameters: see trap `clones_start_identical`.
+        The layer passed in is copied and not used: see trap `layer_kept_beside_stack`.
         The layers' attention weights are not to be had: see trap `no_maps_from_layers`.
         Step-by-step decoding computes everything anew: see trap `no_cache`.
 
@@ -217,6 +219,7 @@ class Transformer(nn.Transformer):
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
+        A custom encoder or decoder loses its weights: see trap `custom_encoder_redrawn`.
         A LayerNorm ends both stacks, even in post-norm: see trap `final_norm_post_norm`.
         Built with its defaults it warns: see trap `nested_tensor_warning`.
 

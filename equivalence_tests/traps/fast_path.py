@@ -29,8 +29,8 @@ class FastPathPadding(Trap):
     happens = "Whatever averages over all places answers differently under no_grad."
     why = (
         "The encoder packs the real tokens into a nested tensor, runs the fused layers on it and fills up with zeros. "
-        f"{WHEN} For the "
-        "packing the padding has to stand at the end, and no other mask may be given. By hand there is one path."
+        f"{WHEN} For the packing the padding has to stand at the end, norm_first has to be False, and no other mask may be "
+        "given. By hand there is one path."
     )
     places = (Place(TransformerEncoder.forward, "for layer in self.layers"),)
     instead = (

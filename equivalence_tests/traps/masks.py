@@ -33,7 +33,10 @@ class MaskPolarity(Trap):
         Place(scratch_masks.score_bias_from_module, "masked_fill_(module_mask"),
         Place(scratch_masks.to_score_bias, "masked_fill_(~may_attend"),
     )
-    instead = "Negate the mask for a module. Name masks after what True means: may_attend, is_padding."
+    instead = (
+        "Negate the mask for a module. Name masks after what True means: may_attend, is_padding. A tokenizer's "
+        "attention_mask is 1 at real tokens: what a module wants is attention_mask == 0."
+    )
     issues = ("pytorch/pytorch#170400", "pytorch/pytorch#120668", "rasbt/LLMs-from-scratch#1061")
 
     def wrong(self) -> Tensor:
@@ -72,7 +75,7 @@ class FullyMaskedRow(Trap):
     concerns = (*MASKS, *PADDING_MASKS, "need_weights")
     expects = "One answer for that query, and no harm to the others."
     happens = (
-        "With weights: NaN. Without: the bias of out_proj (made 1 here to be seen). Without weights and without "
+        "Query 0 is padding, and the causal mask shows it nothing else. With weights: NaN. Without: the bias of out_proj (made 1 here to be seen). Without weights and without "
         "gradients: NaN again, from the fused path. The function: 0. And the NaN spreads: the loss leaves query 0 "
         "out, and its gradient is NaN all the same."
     )
@@ -92,8 +95,9 @@ class FullyMaskedRow(Trap):
     issues = ("pytorch/pytorch#41508", "pytorch/pytorch#160064", "pytorch/pytorch#133882")
 
     def wrong(self) -> dict[str, Tensor]:
-        hide = torch.ones(3, 3, dtype=torch.bool).triu(1)
-        hide[0] = True  # query 0 may look at nothing
+        causal = torch.ones(3, 3, dtype=torch.bool).triu(1)  # True = may not look
+        is_padding = torch.tensor([True, False, False])  # padding in front
+        hide = causal | is_padding  # query 0 may look at nothing
         x = torch.randn(1, 3, 12)
         attention = nn.MultiheadAttention(12, 2, batch_first=True).eval()
         nn.init.ones_(attention.out_proj.bias)
@@ -118,8 +122,9 @@ class FullyMaskedRow(Trap):
         }
 
     def right(self) -> dict[str, Tensor]:
-        hide = torch.ones(3, 3, dtype=torch.bool).triu(1)
-        hide[0] = True  # query 0 may look at nothing
+        causal = torch.ones(3, 3, dtype=torch.bool).triu(1)  # True = may not look
+        is_padding = torch.tensor([True, False, False])  # padding in front
+        hide = causal | is_padding  # query 0 may look at nothing
         hide &= ~hide.all(dim=-1, keepdim=True)  # let blind queries see all
         x = torch.randn(1, 3, 12)
         attention = nn.MultiheadAttention(12, 2, batch_first=True).eval()
@@ -154,6 +159,48 @@ class FullyMaskedRow(Trap):
     def helps(self, right: dict[str, Tensor]) -> bool:
         same = all(torch.allclose(right["with_weights"], right[path], atol=1e-5) for path in ("without", "fused"))
         return same and all(bool(x.isfinite().all()) for x in right.values())
+
+
+class PaddingMaskBatchFirst(Trap):
+    """A padding mask is (batch, len), even where the inputs are (len, batch)."""
+
+    number = 50
+    name = "padding_mask_batch_first"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("batch_first", *PADDING_MASKS)
+    expects = "The mask lies as the inputs do: one column for each sample."
+    happens = (
+        "Samples 0 and 1 look at padding, their third token; sample 2, which has none, is left with one token of three. "
+        "Nothing complains here, with as many tokens as samples. With other numbers it is an error."
+    )
+    why = "batch_first is about inputs and output. The mask meets the scores, where the batch stands first in any case."
+    places = (Place(MultiheadAttention.score_bias, "view(batch, 1, 1, key_len)"),)
+    instead = "Transpose the mask; or say batch_first=True and let all lie alike."
+    issues = ("pytorch/pytorch#25132", "pytorch/pytorch#25129")
+
+    def wrong(self) -> Tensor:
+        token_ids = torch.tensor([[7, 8, 0], [4, 0, 0], [9, 6, 3]]).T  # (len, batch), 0 pads
+        x = torch.randn(3, 3, 12)  # (len, batch, embed_dim)
+        attention = nn.MultiheadAttention(12, 3)
+        _, weights = attention(x, x, x, key_padding_mask=token_ids == 0)
+        print("weights of the first query of each sample:")
+        print(weights[:, 0].detach())
+        return (weights * (token_ids.T == 0)[:, None]).sum(-1)
+
+    def right(self) -> Tensor:
+        token_ids = torch.tensor([[7, 8, 0], [4, 0, 0], [9, 6, 3]]).T  # (len, batch), 0 pads
+        x = torch.randn(3, 3, 12)  # (len, batch, embed_dim)
+        attention = nn.MultiheadAttention(12, 3)
+        _, weights = attention(x, x, x, key_padding_mask=(token_ids == 0).T)
+        print("weights of the first query of each sample:")
+        print(weights[:, 0].detach())
+        return (weights * (token_ids.T == 0)[:, None]).sum(-1)
+
+    def holds(self, wrong: Tensor) -> bool:
+        return bool((wrong[:2] > 0).all())
+
+    def helps(self, right: Tensor) -> bool:
+        return not right.any()
 
 
 class FloatMaskAdded(Trap):
@@ -215,8 +262,8 @@ class SquareSubsequentFloat32(Trap):
         "error where weights are asked for, and fine where they are not."
     )
     why = (
-        "The mask is a float tensor of 0 and -inf that is added to the scores. With weights the sum is one call of "
-        "baddbmm, which wants a single dtype. Without, scaled_dot_product_attention adds it, which takes float32 too."
+        "The mask is a tensor of 0 and -inf in torch's default dtype, and is added to the scores. With weights the sum is one "
+        "call of baddbmm, which wants a single dtype. Without, scaled_dot_product_attention adds it, which takes float32 too."
     )
     places = (
         Place(functional.masked_scores, "torch.baddbmm"),
@@ -434,6 +481,7 @@ class EmptyBatchWithPadding(Trap):
 TRAPS: tuple[type[Trap], ...] = (
     MaskPolarity,
     FullyMaskedRow,
+    PaddingMaskBatchFirst,
     FloatMaskAdded,
     SquareSubsequentFloat32,
     Mask3dOrder,

@@ -1,11 +1,13 @@
 """Parameters: how they start, under which names they are kept, and who calls them."""
 
+import copy
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equivalence_tests.excerpts import Place
 from equivalence_tests.traps.entry import Severity, Trap
-from scratch import MultiheadAttention, Transformer, TransformerEncoder
+from scratch import MultiheadAttention, Transformer, TransformerEncoder, TransformerEncoderLayer
 
 __all__ = ["TRAPS"]
 
@@ -275,6 +277,139 @@ class FinalNormPostNorm(Trap):
         return right == 0
 
 
+class CustomEncoderRedrawn(Trap):
+    """nn.Transformer draws the weights of a custom encoder anew."""
+
+    number = 51
+    name = "custom_encoder_redrawn"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("custom_encoder", "custom_decoder")
+    expects = "A trained encoder that is passed in stays trained."
+    happens = "All its matrices are random again, in the encoder that you hold too, for it is the same object."
+    why = "The constructor ends with xavier_uniform_ on every parameter with two axes or more, whoever made it."
+    places = (Place(Transformer._reset_parameters, "for parameter in"),)
+    instead = "Load the weights after building. Keep a copy until then: state_dict() refers to the tensors that are overwritten."
+
+    def wrong(self) -> bool:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        trained = nn.TransformerEncoder(layer, num_layers=1)
+        before = trained.layers[0].linear1.weight.detach().clone()
+        model = nn.Transformer(12, 2, custom_encoder=trained, batch_first=True)
+        kept = torch.equal(model.encoder.layers[0].linear1.weight, before)
+        print("the encoder's weights were kept:", kept)
+        return kept
+
+    def right(self) -> bool:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        trained = nn.TransformerEncoder(layer, num_layers=1)
+        before = copy.deepcopy(trained.state_dict())
+        model = nn.Transformer(12, 2, custom_encoder=trained, batch_first=True)
+        model.encoder.load_state_dict(before)
+        weight = model.encoder.layers[0].linear1.weight
+        kept = torch.equal(weight, before["layers.0.linear1.weight"])
+        print("the encoder's weights were kept:", kept)
+        return kept
+
+    def holds(self, wrong: bool) -> bool:
+        return not wrong
+
+    def helps(self, right: bool) -> bool:
+        return right
+
+
+class LayerKeptBesideStack(Trap):
+    """The layer that a stack is made of is not in it: kept, it is dead weight."""
+
+    number = 52
+    name = "layer_kept_beside_stack"
+    severity = Severity.SURPRISING
+    concerns = ("encoder_layer", "decoder_layer")
+    expects = "self.layer is a layer of the model, and trains with it."
+    happens = (
+        "It takes no part: its parameters get no gradient, and stand in the state_dict and in every count. "
+        "DistributedDataParallel stops at such parameters unless it is told to look for them."
+    )
+    why = "The stack makes copies. The layer that was copied is no longer needed."
+    places = (Place(TransformerEncoder.__init__, "copy.deepcopy"),)
+    instead = "Keep the layer in a local variable."
+
+    def wrong(self) -> int:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+                self.encoder = nn.TransformerEncoder(self.layer, num_layers=2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.encoder(x)
+
+        model = Model()
+        model(torch.randn(2, 5, 12)).sum().backward()
+        idle = [name for name, p in model.named_parameters() if p.grad is None]
+        print(len(idle), "parameters without a gradient:", *idle[:2], "...")
+        return len(idle)
+
+    def right(self) -> int:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+                self.encoder = nn.TransformerEncoder(layer, num_layers=2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.encoder(x)
+
+        model = Model()
+        model(torch.randn(2, 5, 12)).sum().backward()
+        idle = [name for name, p in model.named_parameters() if p.grad is None]
+        print(len(idle), "parameters without a gradient")
+        return len(idle)
+
+    def holds(self, wrong: int) -> bool:
+        return wrong == 12
+
+    def helps(self, right: int) -> bool:
+        return right == 0
+
+
+class FeedForwardStaysWide(Trap):
+    """dim_feedforward is 2048, whatever d_model is."""
+
+    number = 53
+    name = "feed_forward_stays_wide"
+    severity = Severity.SURPRISING
+    concerns = ("d_model", "dim_feedforward")
+    expects = "The inner width follows d_model: four times as wide, as in the paper."
+    happens = "A layer of width 64 has an inner width 32 times as large, and nearly all of its parameters are there."
+    why = "The default is the paper's number, 2048 = 4 * 512, not its ratio."
+    places = (Place(TransformerEncoderLayer.__init__, "self.linear1 ="),)
+    instead = "Pass dim_feedforward together with d_model."
+
+    def wrong(self) -> float:
+        layer = nn.TransformerEncoderLayer(d_model=64, nhead=4)
+        parts = layer.linear1, layer.linear2
+        inner = sum(p.numel() for part in parts for p in part.parameters())
+        share = inner / sum(p.numel() for p in layer.parameters())
+        print("linear1:", layer.linear1)
+        print(f"{share:.0%} of the parameters are in linear1 and linear2")
+        return share
+
+    def right(self) -> float:
+        layer = nn.TransformerEncoderLayer(64, 4, dim_feedforward=4 * 64)
+        parts = layer.linear1, layer.linear2
+        inner = sum(p.numel() for part in parts for p in part.parameters())
+        share = inner / sum(p.numel() for p in layer.parameters())
+        print("linear1:", layer.linear1)
+        print(f"{share:.0%} of the parameters are in linear1 and linear2")
+        return share
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.9
+
+    def helps(self, right: float) -> bool:
+        return right < 0.7
+
+
 TRAPS: tuple[type[Trap], ...] = (
     PackedInit,
     StateDictForks,
@@ -282,4 +417,7 @@ TRAPS: tuple[type[Trap], ...] = (
     BiasKvIsAToken,
     ClonesStartIdentical,
     FinalNormPostNorm,
+    CustomEncoderRedrawn,
+    LayerKeptBesideStack,
+    FeedForwardStaysWide,
 )

@@ -45,9 +45,9 @@ def listing(findings: Sequence[Finding]) -> Group:
     states = [finding.state for finding in findings]
     counts = [f"{states.count(state)} {words}" for state, words in COUNTED.items() if state in states]
     summary = f"{len(findings)} traps, run on torch {torch.__version__}: {', '.join(counts)}."
-    return Group(
-        *tables, Text(summary), Text("One in full: sidebyside traps NAME. All in full: sidebyside traps --all.")
-    )
+    meaning = "A trap holds if the code that people write does here what the entry says, and the advice helps."
+    hint = "One in full: sidebyside traps NAME. All in full: sidebyside traps --all."
+    return Group(*tables, *map(Text, (summary, meaning, hint)))
 
 
 def in_full(finding: Finding) -> Group:
@@ -61,16 +61,9 @@ def in_full(finding: Finding) -> Group:
     """
     trap, here = finding.trap, f"torch {torch.__version__}"
     first, second = typed_code(trap)
-    happens = trap.happens
-    if finding.state is State.MENDED:
-        happens = f"The trap is gone: it is mended in {here}. What it was: {trap.happens}"
-    head = Text.assemble(
-        (f"Trap {trap.number}: {trap.name}", "bold"),
-        f"  {trap.severity.value}, ",
-        (finding.state.value, COLOURS[finding.state]),
-    )
+    gone = f"The trap is gone: it is mended in {here}. What it was: " if finding.state is State.MENDED else ""
     return Group(
-        head,
+        _head(finding),
         Text(trap.title),
         "",
         pages.section("What a person writes", pages.code_block(first)),
@@ -78,7 +71,7 @@ def in_full(finding: Finding) -> Group:
         pages.section(
             f"What happens here, now ({here}, on CPU)",
             pages.output_block(finding.wrong.lines),
-            pages.paragraph(happens),
+            pages.paragraph(gone + trap.happens),
         ),
         pages.section("Why", pages.paragraph(trap.why), pages.quote(place.excerpt() for place in trap.places)),
         pages.section(
@@ -87,13 +80,19 @@ def in_full(finding: Finding) -> Group:
             pages.code_block(second),
             pages.output_block(finding.right.lines),
         ),
-        *(
-            [pages.section("Where it is discussed", Text("\n".join(map(issue_url, trap.issues))))]
-            if trap.issues
-            else []
-        ),
+        *_discussed(trap),
         pages.section("Versions", pages.paragraph(versions(trap))),
     )
+
+
+def _head(finding: Finding) -> Text:
+    trap, state = finding.trap, finding.state
+    named = (f"Trap {trap.number}: {trap.name}", "bold")
+    return Text.assemble(named, f"  {trap.severity.value}, ", (state.value, COLOURS[state]))
+
+
+def _discussed(trap: Trap) -> list[RenderableType]:
+    return [pages.section("Where it is discussed", Text("\n".join(map(issue_url, trap.issues))))] if trap.issues else []
 
 
 def typed_code(trap: Trap) -> tuple[str, str]:

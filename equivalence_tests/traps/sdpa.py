@@ -1,8 +1,11 @@
-"""F.scaled_dot_product_attention: alignment, dropout, and what its CPU kernel does not check."""
+"""F.scaled_dot_product_attention: axes, alignment, scale, dropout, and what its CPU kernel leaves out."""
+
+import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from equivalence_tests.excerpts import Place
@@ -185,4 +188,190 @@ class SdpaLengthsUnchecked(Trap):
         return "value must have the key_len of key, 7, got 4" in right
 
 
-TRAPS: tuple[type[Trap], ...] = (SdpaTopLeft, SdpaDropoutInEval, SdpaMaskAndCausal, SdpaLengthsUnchecked)
+class SdpaHeadsBeforeLength(Trap):
+    """The heads stand before the tokens: else heads look at heads."""
+
+    number = 46
+    name = "sdpa_heads_before_length"
+    severity = Severity.WRONG_NUMBERS
+    concerns = (
+        "scaled_dot_product_attention.query",
+        "scaled_dot_product_attention.key",
+        "scaled_dot_product_attention.value",
+    )
+    expects = "Tokens look at tokens: the first token's output moves with the last."
+    happens = "It does not move. Within each token the heads look at one another, and no token sees another. Nothing complains."
+    why = (
+        "The last axis but one is what is attended over, and all before it count as samples. The kernels of the package "
+        "flash-attn take (batch, len, heads, head_dim); this function takes (batch, heads, len, head_dim)."
+    )
+    places = (Place(functional.masked_scores, "+ score_bias"), Place(functional.attention, "weights @ v"))
+    instead = "Transpose before and after."
+    issues = ("pytorch/pytorch#152257", "NVlabs/FoundationStereo#217")
+
+    def wrong(self) -> float:
+        x = torch.randn(1, 4, 2, 3)  # (batch, len, heads, head_dim)
+        before = F.scaled_dot_product_attention(x, x, x)
+        x[:, -1] = 0.0  # another last token
+        after = F.scaled_dot_product_attention(x, x, x)
+        change = (after - before)[:, 0].abs().max().item()
+        print(f"change of the first token's output: {change:.2g}")
+        return change
+
+    def right(self) -> float:
+        x = torch.randn(1, 4, 2, 3)  # (batch, len, heads, head_dim)
+        q = x.transpose(1, 2)  # (batch, heads, len, head_dim)
+        before = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+        x[:, -1] = 0.0  # another last token, in q too
+        after = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+        change = (after - before)[:, 0].abs().max().item()
+        print(f"change of the first token's output: {change:.2g}")
+        return change
+
+    def holds(self, wrong: float) -> bool:
+        return wrong == 0
+
+    def helps(self, right: float) -> bool:
+        return right > 0.01
+
+
+class SdpaPaddingMaskAxes(Trap):
+    """A padding mask (batch, key_len) is read as (query_len, key_len)."""
+
+    number = 47
+    name = "sdpa_padding_mask_axes"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("scaled_dot_product_attention.attn_mask",)
+    expects = "Row i of the mask is for sample i, as in key_padding_mask of the modules."
+    happens = (
+        "Sample 1 has one real token, and its queries look at others: row i of the mask went to query i of every sample. "
+        "Nothing complains here, with as many tokens as samples. With other numbers it is an error about a size, and with one "
+        "sample it is right."
+    )
+    why = "The mask is broadcast to the scores from the right, and their last two axes are query and key."
+    places = (Place(functional.masked_scores, "+ score_bias"),)
+    instead = "Give the mask its axes for heads and queries: is_real[:, None, None]."
+    issues = ("pytorch/pytorch#120810", "pytorch/pytorch#97899")
+
+    def wrong(self) -> Tensor:
+        is_real = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
+        query = key = torch.zeros(3, 1, 3, 8)  # all scores are 0
+        value = torch.eye(3).expand(3, 1, 3, 3)  # the output is the weights
+        weights = F.scaled_dot_product_attention(query, key, value, is_real)
+        print("weights of sample 1:")
+        print(weights[1, 0])
+        return weights[1, 0]
+
+    def right(self) -> Tensor:
+        is_real = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
+        query = key = torch.zeros(3, 1, 3, 8)  # all scores are 0
+        value = torch.eye(3).expand(3, 1, 3, 3)  # the output is the weights
+        may_look = is_real[:, None, None]  # (batch, 1, 1, key_len)
+        weights = F.scaled_dot_product_attention(query, key, value, may_look)
+        print("weights of sample 1:")
+        print(weights[1, 0])
+        return weights[1, 0]
+
+    def holds(self, wrong: Tensor) -> bool:
+        return bool((wrong[:, 1:] > 0).any())
+
+    def helps(self, right: Tensor) -> bool:
+        return not (right[:, 1:] > 0).any()
+
+
+class SdpaScaledTwice(Trap):
+    """The function scales by itself: scaled queries are scaled twice."""
+
+    number = 48
+    name = "sdpa_scaled_twice"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("scaled_dot_product_attention.scale", "scaled_dot_product_attention.query")
+    expects = "The call takes the place of the two products and the softmax, and of nothing else."
+    happens = (
+        "The output is another one: the scores are divided by sqrt(head_dim) once more, and the weights are flatter."
+    )
+    why = "scale=None stands for 1 / sqrt(head_dim). It is a factor, so that scale=sqrt(head_dim) would be wrong too."
+    places = (Place(functional.scaled_dot_product_attention, "scale = 1 / math.sqrt"),)
+    instead = "Pass scale=1.0 beside scaled queries, or leave them as they are."
+    issues = ("huggingface/transformers#38277",)
+    since = "2.0"
+
+    def wrong(self) -> float:
+        query, key, value = torch.randn(3, 2, 4, 5, 8)
+        query = query / math.sqrt(8)
+        by_hand = (query @ key.transpose(-2, -1)).softmax(-1) @ value
+        output = F.scaled_dot_product_attention(query, key, value)
+        difference = (output - by_hand).abs().max().item()
+        print(f"greatest difference: {difference:.2g}")
+        return difference
+
+    def right(self) -> float:
+        query, key, value = torch.randn(3, 2, 4, 5, 8)
+        query = query / math.sqrt(8)
+        by_hand = (query @ key.transpose(-2, -1)).softmax(-1) @ value
+        output = F.scaled_dot_product_attention(query, key, value, scale=1.0)
+        difference = (output - by_hand).abs().max().item()
+        print(f"greatest difference: {difference:.2g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong > 0.01
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+class NoSecondDerivative(Trap):
+    """The fused kernels have no second derivative."""
+
+    number = 49
+    name = "no_second_derivative"
+    severity = Severity.ERROR
+    concerns = ("scaled_dot_product_attention.query", "need_weights", "src", "tgt")
+    expects = "A gradient penalty, a Hessian or an inner loop of meta-learning works as with any other layer."
+    happens = "The gradient can be taken, and the gradient of the gradient cannot. The forward mode, torch.func.jvp, fails too."
+    why = (
+        "A fused kernel comes with a backward pass written by hand, which has none of its own. The CPU has no fused kernel "
+        "with dropout: a layer with dropout passes in training and fails in eval(). By hand every step has derivatives of "
+        "every order."
+    )
+    places = (Place(functional.attention, "torch.softmax"), Place(functional.attention, "weights @ v"))
+    instead = (
+        "Hold the forward pass to the MATH kernel. With need_weights=True an attention does without the others, too."
+    )
+    issues = ("pytorch/pytorch#116350", "pytorch/pytorch#98164", "huggingface/diffusers#5678")
+    since = "2.0"
+    raises = "_backward is not implemented"
+
+    def wrong(self) -> None:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, dropout=0.0, batch_first=True)
+        x = torch.randn(2, 5, 12, requires_grad=True)
+        output = layer(x)
+        (slope,) = torch.autograd.grad(output[..., 0].sum(), x, create_graph=True)
+        print(f"the gradient, its norm: {slope.norm().item():.2g}")
+        slope.norm().backward()
+
+    def right(self) -> Tensor | None:
+        layer = nn.TransformerEncoderLayer(12, 2, 20, dropout=0.0, batch_first=True)
+        x = torch.randn(2, 5, 12, requires_grad=True)
+        with sdpa_kernel(SDPBackend.MATH):
+            output = layer(x)
+        (slope,) = torch.autograd.grad(output[..., 0].sum(), x, create_graph=True)
+        slope.norm().backward()
+        print("gradient of the gradient's norm:", tuple(x.grad.shape))
+        return x.grad
+
+    def helps(self, right: Tensor | None) -> bool:
+        return right is not None and bool(right.isfinite().all() and right.any())
+
+
+TRAPS: tuple[type[Trap], ...] = (
+    SdpaTopLeft,
+    SdpaDropoutInEval,
+    SdpaMaskAndCausal,
+    SdpaLengthsUnchecked,
+    SdpaHeadsBeforeLength,
+    SdpaPaddingMaskAxes,
+    SdpaScaledTwice,
+    NoSecondDerivative,
+)
