@@ -258,7 +258,7 @@ BUILT = (
     Explanation(
         "dim_feedforward",
         WITH_LAYERS,
-        "The width between the two linear layers. They work on each token by itself.",
+        "The width between the two linear layers. They work on each token by itself. It is 2048 if not given, whatever d_model is.",
         (
             Place(TransformerEncoderLayer.__init__, "self.linear1 ="),
             Place(TransformerEncoderLayer.__init__, "self.linear2 ="),

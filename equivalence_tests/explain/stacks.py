@@ -312,7 +312,7 @@ EXPLANATIONS = (
         "custom_encoder",
         (TRANSFORMER,),
         "A module to stand in for the encoder. It is called with src and the keywords mask, src_key_padding_mask and "
-        "is_causal, and returns the memory.",
+        "is_causal, and returns the memory. The constructor draws its matrices anew.",
         (Place(Transformer.__init__, "if custom_encoder is None"), TO_ENCODER),
         own_encoder,
     ),
@@ -320,7 +320,7 @@ EXPLANATIONS = (
         "custom_decoder",
         (TRANSFORMER,),
         "A module to stand in for the decoder. It is called with tgt, memory and the masks as keywords, and returns the "
-        "output.",
+        "output. The constructor draws its matrices anew.",
         (Place(Transformer.__init__, "if custom_decoder is None"), TO_DECODER),
         own_decoder,
     ),

@@ -351,7 +351,7 @@ class NoSecondDerivative(Trap):
         print(f"the gradient, its norm: {slope.norm().item():.2g}")
         slope.norm().backward()
 
-    def right(self) -> Tensor | None:
+    def right(self) -> Tensor:
         layer = nn.TransformerEncoderLayer(12, 2, 20, dropout=0.0, batch_first=True)
         x = torch.randn(2, 5, 12, requires_grad=True)
         with sdpa_kernel(SDPBackend.MATH):
@@ -361,8 +361,8 @@ class NoSecondDerivative(Trap):
         print("gradient of the gradient's norm:", tuple(x.grad.shape))
         return x.grad
 
-    def helps(self, right: Tensor | None) -> bool:
-        return right is not None and bool(right.isfinite().all() and right.any())
+    def helps(self, right: Tensor) -> bool:
+        return bool(right.isfinite().all() and right.any())
 
 
 TRAPS: tuple[type[Trap], ...] = (
