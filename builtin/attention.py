@@ -34,8 +34,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             AssertionError); and if a head size is given, because torch.nn has no other than embed_dim / num_heads.
 
     In torch.nn: ``nn.MultiheadAttention``, of which this is a subclass. Its ``forward`` takes one of three ways:
-    ``torch._native_multi_head_attention`` (the fast path: eval, no gradients, self-attention, batch first, an even
-    number of heads), ``F.scaled_dot_product_attention`` (need_weights=False), or ``torch.baddbmm`` and softmax.
+    ``torch._native_multi_head_attention`` (the fast path: eval, no gradients, self-attention with biases and without
+    appended tokens, batch first, an even number of heads, no float mask), ``F.scaled_dot_product_attention``
+    (need_weights=False), or ``torch.baddbmm`` and softmax.
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.

@@ -42,8 +42,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     In torch.nn: ``nn.TransformerEncoderLayer``, of which this is a subclass; ``self_attn`` is torch's own
     ``nn.MultiheadAttention``. In eval, without gradients and batch first its ``forward`` is one call of
-    ``torch._transformer_encoder_layer_fwd`` (the fast path), unless a hook, an odd number of heads or another
-    activation stands in the way.
+    ``torch._transformer_encoder_layer_fwd`` (the fast path), unless a hook, an odd number of heads, bias=False or
+    another activation stands in the way.
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
@@ -165,7 +165,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
             if a head size is given, because torch.nn has no other than d_model / nhead.
 
     In torch.nn: ``nn.TransformerDecoderLayer``, of which this is a subclass; ``self_attn`` and ``multihead_attn`` are
-    torch's own ``nn.MultiheadAttention``, called with need_weights=False. There is no fast path.
+    torch's own ``nn.MultiheadAttention``, called with need_weights=False. There is no fused layer; the self-attention
+    takes its own fast path.
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.

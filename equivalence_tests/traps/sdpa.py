@@ -349,7 +349,7 @@ class NoSecondDerivative(Trap):
         output = layer(x)
         (slope,) = torch.autograd.grad(output[..., 0].sum(), x, create_graph=True)
         print(f"the gradient, its norm: {slope.norm().item():.2g}")
-        slope.norm().backward()
+        torch.autograd.grad(slope.norm(), x)
 
     def right(self) -> Tensor:
         layer = nn.TransformerEncoderLayer(12, 2, 20, dropout=0.0, batch_first=True)
@@ -357,9 +357,9 @@ class NoSecondDerivative(Trap):
         with sdpa_kernel(SDPBackend.MATH):
             output = layer(x)
         (slope,) = torch.autograd.grad(output[..., 0].sum(), x, create_graph=True)
-        slope.norm().backward()
-        print("gradient of the gradient's norm:", tuple(x.grad.shape))
-        return x.grad
+        (second,) = torch.autograd.grad(slope.norm(), x)
+        print("gradient of the gradient's norm:", tuple(second.shape))
+        return second
 
     def helps(self, right: Tensor) -> bool:
         return bool(right.isfinite().all() and right.any())
