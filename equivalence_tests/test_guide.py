@@ -48,7 +48,7 @@ def test_the_code_runs(my_attention: Path, capsys: pytest.CaptureFixture[str]) -
     for block in blocks("python")[1:]:
         exec(compile(block, str(GUIDE), "exec"), names)  # the reader's own session
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "deviates ('scale_sqrt_d_model', 'heads_merged_without_transpose')"
+    assert first == "deviates ('heads_merged_without_transpose', 'scale_sqrt_d_model')"
     assert last == "equal"
     assert names["report"].exit_status == 1
 
