@@ -198,8 +198,9 @@ class TransformerDecoderLayer(nn.Module):
     Raises:
         ValueError: For sizes that do not fit or an unknown activation (also a RuntimeError and an AssertionError).
 
-    In torch.nn: ``nn.TransformerDecoderLayer``. Differences: ``qk_head_dim``, ``v_head_dim`` and ``cache`` are
-    extensions.
+    In torch.nn: ``nn.TransformerDecoderLayer``. Differences: its self-attention takes no fast path in eval without
+    gradients, so that fully masked rows get the same numbers in every mode; ``qk_head_dim``, ``v_head_dim`` and
+    ``cache`` are extensions.
 
     Source: Vaswani et al. 2017, sections 3.1 and 3.3; Xiong et al. 2020, figure 1 (pre-norm);
     https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerDecoderLayer.html

@@ -31,7 +31,7 @@ def sinusoidal_encoding(
         d_model: Number of features. If it is odd, the last sine has no cosine beside it.
         layout: "interleaved" sets each cosine behind its sine, as the formula says; "concatenated" sets the same
             columns in another order, all sines before all cosines.
-        base: The longest wavelength is just under 2π * base.
+        base: The wavelengths grow from 2π towards 2π * base.
         dtype: Of the table; the default dtype if not given. The values are computed in float64 in any case.
         device: Where the table lives.
 

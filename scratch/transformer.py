@@ -59,8 +59,8 @@ class TransformerEncoder(nn.Module):
     Raises:
         ValueError: If num_layers is below 1.
 
-    In torch.nn: ``nn.TransformerEncoder``. Differences: there, in eval without gradients and with left-aligned padding,
-    the output is 0 at padded places; here every place is computed and every mode gives the same numbers, whatever
+    In torch.nn: ``nn.TransformerEncoder``. Differences: there, in eval without gradients and with all padding at the
+    end, the output is 0 at padded places; here every place is computed and every mode gives the same numbers, whatever
     ``enable_nested_tensor`` and ``mask_check`` say. Of its warnings about nested tensors only the one about
     ``bias=False`` is given.
 

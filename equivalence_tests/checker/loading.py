@@ -78,7 +78,7 @@ def load(target: Any) -> Any:
         return target
     place, colon, name = target.rpartition(":")
     if not colon or not name:
-        raise CannotCheckError(f"{target!r} must read file.py:Name or module.path:Name")
+        raise CannotCheckError(f"{target!r} does not say what to check: write file.py:Name or module.path:Name")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     found: Any = module
     for part in name.split("."):
