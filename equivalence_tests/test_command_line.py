@@ -82,6 +82,8 @@ def test_plots_are_written(checkpoint: Path, tmp_path: Path) -> None:
         (["train", "--device", "abacus"], "device must be one that torch can use here"),
         (["train", "--device", "cuda:99"], "device must be one that torch can use here"),
         (["train", "--epochs", "0"], "num_epochs must be greater than 0, got num_epochs=0"),
+        (["train", "--dropout", "2"], "dropout probability has to be between 0 and 1, but got dropout=2.0"),
+        (["train", "--seed", f"{2**70}"], "seed must be in 0 ... 2**32 - 1"),
         (["plot", "positional", "-o", "p.gif"], "must end in .png or .svg"),
     ],
 )
@@ -94,6 +96,22 @@ def test_errors_are_one_line_and_status_2(
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--resume", "--optimizer", "adam", "--batch-size", 3], "what --optimizer, --batch-size would say"),
+        (["summary", "--no-bias"], "--checkpoint takes from the checkpoint what --bias would say"),
+        (["plot", "attention", "ich", "--only", "norm"], "--only must be in the path of an attention, one of encoder."),
+    ],
+)
+def test_options_without_effect_are_refused(arguments: list[Any], message: str, checkpoint: Path) -> None:
+    before = checkpoint.read_bytes()
+    result = run("scratch", *arguments, "--checkpoint", checkpoint)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert checkpoint.read_bytes() == before
 
 
 @pytest.mark.parametrize("sentence", ["ich mochte ein wasser", " "])

@@ -69,6 +69,13 @@ def command_line(package: str, model_class: type[nn.Module]) -> typer.Typer:
     return app
 
 
+def check_alone(context: typer.Context, option: str, *beside: str) -> None:
+    """Refuse options that were typed beside one that leaves them without effect."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    validation.check_alone(option, [name.replace("_", "-") for name in typed if name not in (option, *beside)])
+
+
 def train(
     context: typer.Context,
     pairs: Annotated[Path | None, typer.Option(help="Sentence pairs, a tab between; else the embedded ones.")] = None,
@@ -95,6 +102,7 @@ def train(
         validation.check_writable(checkpoint)
         place = validation.check_device(device)
         if resume:
+            check_alone(context, "resume", "checkpoint", "epochs", "device")
             training, sizes = translation.load_checkpoint(checkpoint, context.obj, place)
             training.settings = dataclasses.replace(training.settings, num_epochs=epochs)
         else:
@@ -172,6 +180,7 @@ def summary(
             sizes = ModelSizes.small(bias=bias) if small else ModelSizes(bias=bias)
             model = TranslationTask(translation.PAIRS).build(context.obj, sizes, seed=0, device="meta")
         else:
+            check_alone(context, "checkpoint", "as_json")
             model = translation.load_checkpoint(checkpoint, context.obj)[0].model
         show_summary(list(parameter_rows(model)), as_json)
 
@@ -224,6 +233,7 @@ def plot_attention(
         validation.check_picture_path(output)
         training, _ = translation.load_checkpoint(checkpoint, context.obj)
         maps, tokens = maps_of_sentence(training.model, training.task, sentence)
+        validation.check_path_part(only, list(maps))
         maps = {path: weights for path, weights in maps.items() if only in path}
         plotting.save_figure(plotting.attention_figure(maps, tokens), output)
         typer.echo(output)

@@ -114,6 +114,7 @@ class PositionalEncoding(nn.Module):
         self.d_model = d_model
         self.max_len = max_len
         self.layout: Layout = layout
+        validation.check_dropout("dropout", dropout)
         self.dropout = nn.Dropout(dropout)
         table = sinusoidal_encoding(max_len, d_model, layout, dtype=dtype, device=device)
         self.register_buffer("table", table, persistent=False)

@@ -771,6 +771,8 @@ def check_training_settings(settings: Any) -> None:
     check_choice("optimizer", settings.optimizer, ("sgd", "adam"))
     check_choice("loss", settings.loss, ("cross_entropy", "kl"))
     check_positive(num_epochs=settings.num_epochs, batch_size=settings.batch_size)
+    if not 0 <= settings.seed < 2**32:
+        raise ArgumentValueError(f"seed must be in 0 ... 2**32 - 1, got {settings.seed}")
     if not settings.learning_rate > 0:
         raise ArgumentValueError(f"learning_rate must be greater than 0, got {settings.learning_rate}")
     for name in ("momentum", "label_smoothing"):
@@ -805,6 +807,21 @@ def read_checkpoint(path: Path, expected_format: str, device: torch.device | str
     if found != expected_format:
         raise ArgumentValueError(f"{path} must be a checkpoint of format {expected_format!r}, got {found!r}")
     return saved
+
+
+def check_alone(option: str, others: Sequence[str]) -> None:
+    """Ask that an option which reads everything from a checkpoint comes without options that say otherwise."""
+    if others:
+        raise ArgumentValueError(
+            f"--{option} takes from the checkpoint what {', '.join(f'--{x}' for x in others)} would say: leave one of "
+            f"the two out, got both"
+        )
+
+
+def check_path_part(part: str, paths: Sequence[str]) -> None:
+    """Ask for a part of the path of at least one attention."""
+    if not any(part in path for path in paths):
+        raise ArgumentValueError(f"--only must be in the path of an attention, one of {', '.join(paths)}; got {part!r}")
 
 
 def check_maps_to_draw(maps: Mapping[str, Tensor]) -> None:
