@@ -145,3 +145,35 @@ def test_only_functions_that_build_masks_are_taken_for_such() -> None:
 @pytest.mark.parametrize("found", [masks.causal, masks.from_token_ids, nn.Transformer.generate_square_subsequent_mask])
 def test_ours_and_torchs_are_right(found: Callable[..., Any]) -> None:
     assert verify(found, kind="mask_builder").verdict == "equal"
+
+
+def batch_causal_mask(batch_size: int, seq_len: int, padding: Tensor) -> Tensor:
+    causal = torch.ones(seq_len, seq_len).tril().bool().expand(batch_size, -1, -1)
+    return causal & ~padding[:, None]
+
+
+def additive_mask(key_padding: Tensor) -> Tensor:
+    hidden = key_padding.bool()[:, None] | torch.ones(2 * [key_padding.size(1)]).triu(1).bool()
+    return torch.where(hidden, -torch.inf, 0.0)
+
+
+def pad_masking(x: Tensor, target_len: int) -> Tensor:
+    return (x == 0)[:, None].expand(-1, target_len, -1)
+
+
+look_ahead_mask = lambda n: np.tril(np.ones((n, n), dtype=bool))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("batch_causal_mask", "causal, padding of padding (1)"),
+        ("additive_mask", "causal, padding of key_padding (1)"),
+        ("pad_masking", "padding of x (id 0)"),
+        ("look_ahead_mask", "causal"),
+    ],
+)
+def test_arguments_and_results_of_other_kinds_are_known(name: str, meaning: str) -> None:
+    report = verify(f"{__name__}:{name}")
+    assert (report.verdict, report.kind) == ("equal", "mask builder"), str(report)
+    assert ("mask", meaning, "") in report.conventions

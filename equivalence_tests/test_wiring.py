@@ -181,3 +181,19 @@ def test_a_norm_that_holds_others_is_no_norm() -> None:
 
     assert kind_of("addnorm1", AddNorm()) == ""
     assert atoms_of(nn.ModuleList([AddNorm(), nn.Linear(3, 3)])) == {"0.ln": "layer_norm", "1": ""}
+
+
+class MemoryFirstDecoderLayer(layers.TwoMaskDecoderLayer):
+    """Takes (memory, target), under names that do not say so, and only of one length."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(y.view_as(x), x)
+
+
+class MemoryFirstMixedDecoderLayer(MemoryFirstDecoderLayer, layers.MixedMemoryDecoderLayer):
+    pass
+
+
+def test_of_two_tensors_of_one_length_the_memory_is_found_out() -> None:
+    assert verify(MemoryFirstDecoderLayer).verdict == "equal", str(verify(MemoryFirstDecoderLayer))
+    assert verify(MemoryFirstMixedDecoderLayer).mistakes == ("cross_values_from_decoder",)

@@ -35,6 +35,8 @@ SWITCH = re.compile(
     r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freq|kwargs|layer_idx|relative"
 )
 
+LETTER = re.compile(r"^[a-z]_?\d?$")
+
 
 @dataclass(frozen=True)
 class CallPlan:
@@ -324,6 +326,8 @@ def _with_optional_memory(
     memory = [name for name, role in kept if role == "memory"]
     if any(_required(name, parameters) for name in memory):
         yield tuple((name, "query" if role == "input" else role) for name, role in kept)
+        if all(LETTER.search(name) for name in memory):  # where lengths must be equal, (x, y) may be (memory, target)
+            yield tuple((name, {"input": "memory", "memory": "query"}.get(role, role)) for name, role in kept)
         return
     yield tuple(pair for pair in kept if pair[1] not in ("memory", "key", "value"))
 

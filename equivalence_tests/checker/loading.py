@@ -83,6 +83,8 @@ def load(target: Any) -> Any:
     found: Any = module
     for part in name.split("."):
         found = _member(found, part, place)
+    if inspect.isfunction(found) and found.__name__ == "<lambda>":
+        found.__name__ = name.rpartition(".")[2]
     return found
 
 

@@ -22,13 +22,13 @@ from equivalence_tests.checker.construction import build
 from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.loading import Source, source_of
-from equivalence_tests.checker.mask_meanings import BuilderPlan, Drawn, Meaning, draws_of, meanings
+from equivalence_tests.checker.mask_meanings import OF_BOOLS, BuilderPlan, Drawn, Meaning, draws_of, meanings
 from equivalence_tests.checker.masking import ENCODINGS, KEY_SHAPES, SHAPES, SHARED_SHAPES
 from equivalence_tests.checker.report import CheckResult, Finding, Report
 
 __all__ = ["builds_masks", "examine_mask_builder", "mask_methods"]
 
-BUILDER_NAME = re.compile(r"(^|_)masks?($|_)|subsequent|no_?peak|look_?ahead", re.IGNORECASE)
+BUILDER_NAME = re.compile(r"(^|_)mask(s|ing)?($|_)|subsequent|no_?peak|look_?ahead", re.IGNORECASE)
 # What a parameter of a mask builder is given, by its name; one whose name says nothing is tried as all of them.
 ROLES = (
     (r"device", "device"),
@@ -39,6 +39,7 @@ ROLES = (
     ),
     (r"window|width|band", "window"),
     (r"head", "heads"),
+    (r"^(b|bs|bsz)$|batch_?size|num_?batch|n_?batch", "samples"),
     (r"lengths$|lens$|valid_?len|_lengths?_|^(x|y)?_?lengths?$", "lengths"),
     (r"shape", "shape"),
     (r"^(k|key|src|source|mem|memory)_?(len|length|size|seq_?len)$", "key_size"),
@@ -47,7 +48,7 @@ ROLES = (
         "size",
     ),
     (r"^(k|key|keys|seq_k|src|source|enc\w*|k_\w+)$", "key_ids"),
-    (r"mask", "keep"),
+    (r"mask|padding", "keep"),
     (r"ids|seq|pad|tokens?|^x$|inputs?$|tgt|trg|target|^q$|quer|dec|batch|src|data|sent|y", "ids"),
 )
 UNKNOWN = ("ids", "size", "key_ids", "key_size", "lengths", "keep", "pad_id", "vectors", "window")
@@ -61,6 +62,7 @@ SHAPES_OUT: dict[str, Callable[[Tensor, int], Tensor]] = {
 EVERY_QUERY_ALIKE = (*KEY_SHAPES, "(key, batch)", "(key,)")
 EVERY_KEY_ALIKE = ("(batch, query, 1)", "(batch, 1, query, 1)")
 EVERY_SAMPLE_ALIKE = (*SHARED_SHAPES, "(key,)")
+KEEP_LAYOUTS = ("(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)")
 TORCH_WORDS = "attn_mask (query, key), or key_padding_mask (batch, key): True = may not look"
 STRONG = -1e4
 
@@ -199,7 +201,7 @@ def _attempt(
 
 def _layouts(roles: set[str]) -> list[str]:
     if "keep" in roles:
-        return ["(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)"]
+        return [f"{layout}{bools}" for bools in ("", OF_BOOLS) for layout in KEEP_LAYOUTS]
     return ["(batch, len)", "(len, batch)", "(len,)"] if roles & {"ids", "key_ids"} else [""]
 
 
@@ -219,7 +221,7 @@ def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str
 
 def _choices(parameter: inspect.Parameter) -> list[str]:
     role = _role(parameter.name)
-    if role in ("pad_id", "device", "dtype", "heads", "shape"):
+    if role in ("pad_id", "device", "dtype", "heads", "shape", "samples"):
         return [role]
     return list(dict.fromkeys((role, *UNKNOWN))) if role else list(UNKNOWN)
 
@@ -282,7 +284,8 @@ def _expressible(m: Tensor, shape: str) -> bool:
 def _reported(report: Report, attempt: Attempt, drawn: Drawn, source: Source) -> Report:
     plan, masks = attempt.plan, attempt.masks
     ids = f"token ids {plan.layout}"
-    words = {"ids": ids, "key_ids": ids, "keep": f"0 and 1, {plan.layout}", "vectors": "(batch, len, features)"}
+    kept = f"{'True and False' if OF_BOOLS in plan.layout else '0 and 1'}, {plan.layout.removesuffix(OF_BOOLS)}"
+    words = {"ids": ids, "key_ids": ids, "keep": kept, "vectors": "(batch, len, features)"}
     given = ", ".join(f"{name}: {words.get(role, role.replace('_', ' '))}" for name, role in plan.roles)
     report.conventions.append(("arguments", given or "none", ""))
     for number, (mask, output) in enumerate(zip(masks, attempt.outputs, strict=True), start=1):

@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "BuilderPlan", "Drawn", "Meaning", "draws_of", "meanings"]
+__all__ = ["LAYOUTS", "OF_BOOLS", "BuilderPlan", "Drawn", "Meaning", "draws_of", "meanings"]
 
 Part = Callable[["Drawn"], Tensor]
 Named = tuple[str, Part, tuple[str, ...]]  # words, formula, mistakes
 PAD_ID = 3
+OF_BOOLS = " of bools"
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -44,10 +46,12 @@ class Drawn:
 
     def value(self, role: str, layout: str) -> Any:
         """Give what a role asks for."""
-        ids = {"ids": self.first, "key_ids": self.second, "keep": (self.first != self.pad_id).long()}
+        keep = self.first != self.pad_id
+        ids = {"ids": self.first, "key_ids": self.second, "keep": keep if layout.endswith(OF_BOOLS) else keep.long()}
         if role in ids:
-            return LAYOUTS[layout](ids[role])
-        sizes = {"size": self.first.size(1), "key_size": self.second.size(1), "heads": 2, "window": self.window}
+            return LAYOUTS[layout.removesuffix(OF_BOOLS)](ids[role])
+        sizes = {"size": self.first.size(1), "key_size": self.second.size(1), "samples": len(self.first)}
+        sizes |= {"heads": 2, "window": self.window}
         if role in sizes:
             return sizes[role]
         if role == "vectors":
@@ -68,7 +72,8 @@ class BuilderPlan:
         values = {name: drawn.value(role, self.layout) for name, role in self.roles}
         returned = function(**values)
         several = returned if isinstance(returned, tuple | list) else (returned,)
-        return [x for x in several if isinstance(x, Tensor) and x.dim() >= 1]
+        tensors = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in several)
+        return [x for x in tensors if isinstance(x, Tensor) and x.dim() >= 1]
 
     def named(self, role: str) -> str:
         """Name the parameter that has a role; "" if none has."""

@@ -267,9 +267,8 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         said = f": {errors[0]}" if errors else ""
         walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
         return
-    plan, lengths = found
+    (plan, lengths), wiring = _followed(walk, caller, [found, *_exchanged(found, plans)], layer)
     _add_fresh_parts(walk, path, caller, plan, lengths, source)
-    wiring = _wiring(walk, caller, plan, lengths, layer)
     if wiring.mistakes or not wiring.unread:
         walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, source)
     else:
@@ -277,6 +276,29 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     crossed = any(name.startswith("cross_") for name in wiring.mistakes)
     _add_layer_masks(walk, label, path, caller, plan, lengths, source, crossed)
     _add_maps(walk, label, path, caller, plan, lengths, source)
+
+
+def _exchanged(found: tuple[CallPlan, Sizes], plans: list[tuple[CallPlan, Sizes]]) -> list[tuple[CallPlan, Sizes]]:
+    """List the other ways to call it that give the same parts to other arguments."""
+    roles = sorted(role for _, role in found[0].roles)
+    return [item for item in plans if item != found and sorted(role for _, role in item[0].roles) == roles]
+
+
+def _followed(
+    walk: Walk, caller: Caller, plans: list[tuple[CallPlan, Sizes]], layer: nn.Module
+) -> tuple[tuple[CallPlan, Sizes], Wiring]:
+    """Read the wiring; where it is not right, which of two tensors is the memory may have been taken wrongly."""
+    read = [(plans[0], _wiring(walk, caller, *plans[0], layer))]
+    for plan in plans[1:]:
+        if not (read[-1][1].mistakes or read[-1][1].unread):
+            break
+        read.append((plan, _wiring(walk, caller, *plan, layer)))
+    return min(read, key=lambda item: _doubts(item[1]))
+
+
+def _doubts(wiring: Wiring) -> tuple[int, bool]:
+    """Count what is wrong or unread under one reading; a memory that is read first may be no memory."""
+    return len(wiring.mistakes) + len(wiring.unread), "sublayers_in_another_order" in wiring.mistakes
 
 
 def _add_fresh_parts(walk: Walk, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, source: Source) -> None:
