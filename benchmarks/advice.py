@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.cases import Case
 from benchmarks.contenders import BASELINE, CONTENDERS
 from benchmarks.results import Row
+from benchmarks.summarising import Ratio, median_ratio, ratio_of_medians
 from benchmarks.tables import bytes_in_words, time_in_words
 
 __all__ = ["advice", "advice_by_case", "fastest"]
@@ -19,16 +20,28 @@ def fastest(rows: Sequence[Row]) -> Row | None:
         rows: Of one case.
 
     Returns:
-        The fastest; the built-in, or else scratch, if it takes at most a twentieth longer. None if nothing was timed.
+        The fastest; the built-in, or else scratch, if it takes at most a twentieth longer, or if it cannot be told
+        whether it takes longer at all. None if nothing was timed.
     """
     timed = {row.contender: row for row in rows if row.median_us is not None}
     if not timed:
         return None
     best = min(timed.values(), key=_time)
     for name in (BASELINE, "scratch"):
-        if name in timed and _time(timed[name]) <= NOTICEABLE * _time(best):
+        if name in timed and not _is_slower(_ratio(timed[name], best)):
             return timed[name]
     return best
+
+
+def _ratio(row: Row, other: Row) -> Ratio:
+    """Give the ratio of two times of one case, round by round where both were measured in the same rounds."""
+    # One environment is noted for all who run in turns.
+    together = row.environment == other.environment and len(row.rounds_us) == len(other.rounds_us)
+    return (median_ratio if together else ratio_of_medians)(row.rounds_us, other.rounds_us)
+
+
+def _is_slower(ratio: Ratio) -> bool:
+    return ratio.low > 1 and ratio.value > NOTICEABLE
 
 
 def advice(rows: Sequence[Row]) -> str:
@@ -75,11 +88,11 @@ def _in_full(contender: str) -> str:
 def _compared(row: Row, best: Row) -> str:
     if row.median_us is None:
         return f"{row.contender} is {row.status}"
-    ratio = _time(row) / _time(best)
-    memory = bytes_in_words(row.peak_memory_bytes or 0)
-    if ratio <= NOTICEABLE:
-        return f"{row.contender} is as fast, with {memory}"
-    return f"{row.contender} takes {ratio:.2g} times as long, with {memory}"
+    ratio, memory = _ratio(row, best), bytes_in_words(row.peak_memory_bytes or 0)
+    if _is_slower(ratio):
+        return f"{row.contender} takes {ratio.value:.3g} times as long, with {memory}"
+    as_fast = "as fast" if ratio.value <= NOTICEABLE else "as fast, as far as the noise lets one tell"
+    return f"{row.contender} is {as_fast}, with {memory}"
 
 
 def _time(row: Row) -> float:

@@ -73,7 +73,25 @@ class TestAdvice:
         rows = [row("builtin", 104.0), row("scratch", 101.0), row("math", 100.0)]
         assert fastest(rows) == rows[0]
         assert advice(rows) == "Use builtin: 104 µs, 1.0 MiB; scratch is as fast, with 1.0 MiB."
-        assert fastest([replace(rows[0], median_us=106.0), *rows[1:]]) == rows[1]
+        assert fastest([row("builtin", 106.0), *rows[1:]]) == rows[1]
+
+    def test_no_one_is_called_faster_or_slower_where_that_may_be_noise(self) -> None:
+        noisy = row("builtin", 140.0, rounds_us=(90.0, 140.0, 190.0))
+        rows = [noisy, row("scratch", 120.0), row("math", 100.0)]
+        assert fastest(rows) == noisy
+        by_hand = row("scratch", 170.0, rounds_us=(85.0, 170.0, 230.0))
+        assert advice([noisy, by_hand]) == (
+            "Use builtin: 140 µs, 1.0 MiB; scratch is as fast, as far as the noise lets one tell, with 1.0 MiB."
+        )
+
+    def test_what_slows_whole_rounds_hides_no_difference(self) -> None:
+        rows = [
+            row("builtin", 200.0, rounds_us=(120.0, 240.0, 600.0)),
+            row("flash", 2.0, rounds_us=(100.0, 200.0, 500.0)),
+        ]
+        assert fastest(rows) == rows[1]
+        apart = replace(rows[1], environment=replace(ENVIRONMENT, measured_at="later"))
+        assert fastest([rows[0], apart]) == rows[0]
 
     def test_what_was_not_timed_is_said(self) -> None:
         gone = row("scratch", 1.0, status="out of memory", median_us=None)
@@ -183,7 +201,7 @@ class TestPage:
         assert all(link.startswith("#") for link in page.links)
         for shown in (
             ENVIRONMENT.torch,
-            "Use scratch: 41 µs, 4.0 KiB; builtin takes 4.7 times as long",
+            "Use scratch: 41 µs, 4.0 KiB; builtin takes 4.69 times as long",
             "× 3.41 (3.38–3.45)",
             "1 GFLOP/s, 50%",
             "64 to 1024",
