@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from benchmarks.advice import advice_by_case
 from benchmarks.cases import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Grid, cases_of
@@ -118,7 +119,7 @@ def compare(
     with one_line_errors():
         before, after = read_rows(old), read_rows(new)
         changes = changes_between(before, after, threshold)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     machines = [str(rows[0].environment) for rows in (before, after)]
     if machines[0] != machines[1]:
         console.print(f"[yellow]Measured on different grounds:[/]\n  before: {machines[0]}\n  after: {machines[1]}")
@@ -145,9 +146,9 @@ def report(
         rows = read_rows(results)
         folder = results.parent if output is None else output
         validation.check_writable(folder / "report.html")
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     for case, sentence in advice_by_case(rows):
-        console.print(f"[bold]{case}[/]\n  {sentence}")
+        console.print(f"[bold]{case}[/]\n  {escape(sentence)}")
     write_report(rows, folder, console)
 
 

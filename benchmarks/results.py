@@ -95,13 +95,16 @@ def read_rows(path: Path) -> list[Row]:
         Its rows.
 
     Raises:
-        ValueError: If there is no such file, if a line is cut short or is no row, or if it is of another version.
+        ValueError: If there is no such file, if it is empty, if a line is cut short or is no row, or if it is of
+            another version.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentValueError(f"results must be a file written by this command, got {path}: {error}") from error
-    if text and not text.endswith("\n"):
+    if not text:
+        raise ArgumentValueError(f"{path} must have at least one row of results, got an empty file")
+    if not text.endswith("\n"):
         raise ArgumentValueError(
             f"{path}, line {text.count(chr(10)) + 1}, is cut short; --resume goes on with the whole lines before it"
         )

@@ -70,7 +70,7 @@ class Plan:
         if not resume:
             raise ArgumentValueError(f"{path} is there already: go on with --resume, or name another folder")
         without_cut_line(path)
-        return read_rows(path)
+        return read_rows(path) if path.stat().st_size else []
 
     def keep(self, rows: Sequence[Row]) -> None:
         """Add rows to the file."""
@@ -95,9 +95,8 @@ def measure(plan: Plan, done: Sequence[Row]) -> int:
     Returns:
         The exit status: 0 if all contenders are equal, 1 if one is not, 130 if interrupted.
     """
-    console = Console(highlight=False)
-    for device in dict.fromkeys(case.device for case in plan.cases):
-        console.print(f"[bold]{environment_of(torch.device(device))}[/]")
+    console = Console(highlight=False, emoji=False)
+    _show_grounds(plan, done, console)
     rows, interrupted = _measured(plan, done)
     for table in result_tables(rows):
         console.print(table)
@@ -107,8 +106,18 @@ def measure(plan: Plan, done: Sequence[Row]) -> int:
     else:
         write_report(rows, plan.output, console)
     if interrupted:
+        console.print("[yellow]Interrupted:[/] what was measured is above; --resume goes on with what is in a folder.")
         return INTERRUPTED
     return int(any(row.status == "unequal" for row in rows))
+
+
+def _show_grounds(plan: Plan, done: Sequence[Row], console: Console) -> None:
+    """Say where is measured, and on what else something was before."""
+    here = {str(environment_of(torch.device(device))) for device in {case.device for case in plan.cases}}
+    for ground in sorted(here):
+        console.print(f"[bold]{ground}[/]")
+    for ground in sorted({str(row.environment) for row in done} - here):
+        console.print(f"[yellow]Some of what is there was measured on other grounds:[/] {ground}")
 
 
 def write_report(rows: Sequence[Row], folder: Path, console: Console) -> None:
@@ -143,6 +152,7 @@ def _measured(plan: Plan, done: Sequence[Row]) -> tuple[list[Row], bool]:
             for case in missing:
                 progress.update(bar, description=str(case))
                 found = run_case_safely(case, plan.chosen, plan.seconds, plan.limit_bytes)
+                found = [row for row in found if (row.case, row.contender) not in rows]  # what is kept is frozen
                 plan.keep(found)
                 rows |= {(row.case, row.contender): row for row in found}
                 progress.advance(bar)

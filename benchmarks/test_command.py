@@ -71,6 +71,7 @@ def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkey
     first = invoke(*arguments)
     assert first.exit_code == 130
     assert "attention, forward" in first.output
+    assert "Interrupted: what was measured is above" in first.output
     kept = (tmp_path / "results.jsonl").read_bytes()
     assert [row.case.query_len for row in read_rows(tmp_path / "results.jsonl")] == [3, 3]
     again = invoke(*arguments)
@@ -82,6 +83,20 @@ def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkey
     assert measured == [3, 0, 5, 7]
     assert (tmp_path / "results.jsonl").read_bytes().startswith(kept)
     assert [row.case.query_len for row in read_rows(tmp_path / "results.jsonl")] == [3, 3, 5, 5, 7, 7]
+
+
+def test_what_is_measured_is_frozen_when_others_join_later(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    invoke(*ONE, "--output", str(tmp_path))
+    kept = path.read_bytes().replace(b'"torch": "', b'"torch": "1.')
+    path.write_bytes(kept)
+    joined = invoke(*ONE, "--contender", "scratch,math", "--output", str(tmp_path), "--resume")
+    assert "Some of what is there was measured on other grounds" in joined.output
+    assert path.read_bytes().startswith(kept)
+    assert [row.contender for row in read_rows(path)] == ["builtin", "scratch", "math"]
+    path.write_bytes(b"")
+    assert invoke(*ONE, "--output", str(tmp_path), "--resume").exit_code == 0
+    assert len(read_rows(path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -98,6 +113,7 @@ def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkey
         ("--memory 0", "memory must be greater than 0, got memory=0.0"),
         ("--threads 0", "threads must be greater than 0"),
         ("--quick --full", "one preset can be given, got --quick --full"),
+        ("--implementation my[odd]:X:", "got my[odd]:X:: "),
         ("--resume", "--resume needs --output"),
         ("--output /proc/nothing", "output must be a folder that can be made, got /proc/nothing"),
     ],

@@ -75,6 +75,9 @@ def test_other_text_and_no_file_are_named(path: Path) -> None:
         read_rows(path)
     with pytest.raises(ValueError, match=r"results must be a file written by this command, got .*missing"):
         read_rows(path.with_name("missing"))
+    path.write_text("")
+    with pytest.raises(ValueError, match="must have at least one row of results, got an empty file"):
+        read_rows(path)
 
 
 def test_the_csv_has_a_column_for_each_setting_and_result(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
@@ -24,7 +25,7 @@ from scratch.translation import ModelSizes, Training, TrainingSettings, Translat
 
 __all__ = ["command_line"]
 
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 CheckpointOption = Annotated[Path, typer.Option("--checkpoint", "-c", help="Where the trained model is kept.")]
 DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")]
@@ -37,7 +38,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (validation.ArgumentValueError, validation.ArgumentTypeError) as error:
-        errors.print(f"[bold red]error:[/] {error}", markup=True)
+        errors.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
 
 
