@@ -47,9 +47,10 @@ def test_the_code_runs(my_attention: Path, capsys: pytest.CaptureFixture[str]) -
     names: dict[str, Any] = {}
     for block in blocks("python")[1:]:
         exec(compile(block, str(GUIDE), "exec"), names)  # the reader's own session
-    first, *_, last = capsys.readouterr().out.splitlines()
+    first, *_, adapted, parted = capsys.readouterr().out.splitlines()
     assert first == "deviates ('heads_merged_without_transpose', 'scale_sqrt_d_model')"
-    assert last == "equal"
+    assert adapted == "equal"
+    assert parted == "layers.1.linear1"
     assert names["report"].exit_status == 1
 
 
