@@ -58,6 +58,7 @@ def scaled_dot_product_attention(
         Heads stand before the tokens, unlike elsewhere: see trap `sdpa_heads_before_length`.
         Queries that are scaled already are scaled again: see trap `sdpa_scaled_twice`.
         The gradient has no gradient, but for the MATH kernel: see trap `no_second_derivative`.
+        Which kernel is taken is not said: see traps `sdpa_falls_back`, `sdpa_without_batch`.
 
     Source: Vaswani et al. 2017, section 3.2.1, equation 1;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html

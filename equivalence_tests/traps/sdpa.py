@@ -1,6 +1,7 @@
 """F.scaled_dot_product_attention: axes, alignment, scale, dropout, and what its CPU kernel leaves out."""
 
 import math
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from equivalence_tests.excerpts import Place
 from equivalence_tests.traps.entry import Severity, Trap
+from equivalence_tests.traps.watching import operations
 from scratch import functional, masks, validation
 
 __all__ = ["TRAPS"]
@@ -365,6 +367,109 @@ class NoSecondDerivative(Trap):
         return bool(right.isfinite().all() and right.any())
 
 
+class SdpaFallsBack(Trap):
+    """Dropout, a learnt bias or another value width: no fused kernel, and no word of it."""
+
+    number = 54
+    name = "sdpa_falls_back"
+    severity = Severity.SLOW
+    concerns = (
+        "scaled_dot_product_attention.dropout_p",
+        "scaled_dot_product_attention.attn_mask",
+        "scaled_dot_product_attention.value",
+        "dropout",
+    )
+    expects = "The function is fused, whatever it is given."
+    happens = (
+        "Only the plain call is. The others write the scores out: bmm, _safe_softmax, bmm. So does every layer of torch.nn in "
+        "training on CPU, for its dropout is 0.1 by default. Kernels of other devices have other limits."
+    )
+    why = (
+        "Each kernel says what it can do, and the first that can is taken; the last, which can do all, holds one number for "
+        "each head, query and key. By hand that is the only one."
+    )
+    places = (Place(functional.attention, "torch.softmax"), Place(functional.attention, "F.dropout"))
+    instead = (
+        "Ask for the kernel by name while you look: what rules it out is an error then, as a rule with the reason."
+    )
+    issues = ("pytorch/pytorch#97514",)
+    since = "2.0"
+
+    def wrong(self) -> list[str]:
+        x, bias = torch.randn(2, 3, 5, 8), nn.Parameter(torch.zeros(5, 5))
+        attend = F.scaled_dot_product_attention
+        calls = {
+            "plain": lambda: attend(x, x, x),
+            "dropout": lambda: attend(x, x, x, dropout_p=0.1),
+            "learnt bias": lambda: attend(x, x, x, attn_mask=bias),
+            "values of width 4": lambda: attend(x, x, x[..., :4]),
+        }
+        fused = []
+        for name, call in calls.items():
+            called = operations(call)
+            print(f"{name}:", *called)
+            fused += [name] if "flash" in str(called) else []
+        return fused
+
+    def right(self) -> str:
+        x, answer = torch.randn(2, 3, 5, 8), ""
+        with (
+            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            try:
+                F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+            except RuntimeError as error:
+                answer = str(error)
+        print(answer)
+        print(*(str(x.message).split(" (")[0] for x in said), sep="\n")
+        return answer
+
+    def holds(self, wrong: list[str]) -> bool:
+        return wrong == ["plain"]
+
+    def helps(self, right: str) -> bool:
+        return "No available kernel" in right
+
+
+class SdpaWithoutBatch(Trap):
+    """Three axes, heads without a batch, take the plain kernel."""
+
+    number = 55
+    name = "sdpa_without_batch"
+    severity = Severity.SLOW
+    concerns = ("scaled_dot_product_attention.query",)
+    expects = "(heads, len, head_dim) is a batch of one with less to type."
+    happens = "The scores are written out: bmm, _safe_softmax, bmm."
+    why = (
+        "The fused kernels took four axes only, and nobody added one. By hand there is one path for any number of axes."
+    )
+    places = (Place(functional.attention, "torch.softmax"),)
+    instead = "Give it a batch axis."
+    issues = ("pytorch/pytorch#187266",)
+    since = "2.0"
+    mended_in = "2.14"
+
+    def wrong(self) -> list[str]:
+        x = torch.randn(3, 5, 8)
+        called = operations(lambda: F.scaled_dot_product_attention(x, x, x))
+        print(*called)
+        return called
+
+    def right(self) -> list[str]:
+        x = torch.randn(3, 5, 8)[None]
+        called = operations(lambda: F.scaled_dot_product_attention(x, x, x))
+        print(*called)
+        return called
+
+    def holds(self, wrong: list[str]) -> bool:
+        return "bmm" in wrong
+
+    def helps(self, right: list[str]) -> bool:
+        return right == ["_scaled_dot_product_flash_attention_for_cpu"]
+
+
 TRAPS: tuple[type[Trap], ...] = (
     SdpaTopLeft,
     SdpaDropoutInEval,
@@ -374,4 +479,6 @@ TRAPS: tuple[type[Trap], ...] = (
     SdpaPaddingMaskAxes,
     SdpaScaledTwice,
     NoSecondDerivative,
+    SdpaFallsBack,
+    SdpaWithoutBatch,
 )
