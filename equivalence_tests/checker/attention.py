@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,8 @@ from equivalence_tests.checker.diagnosis import (
     convention_sets,
     search,
 )
-from equivalence_tests.checker.hints import seen_inside
+from equivalence_tests.checker.hints import ROTATED, seen_inside
+from equivalence_tests.checker.inner import base_of, inner_conventions, norms_of_queries_and_keys
 from equivalence_tests.checker.loading import source_of
 from equivalence_tests.checker.mask_reading import MaskReading, read_masks
 from equivalence_tests.checker.mistakes import mistake_for
@@ -121,10 +122,10 @@ def _with_plan(match: Match, plan: CallPlan) -> Match:
 def _searched(
     subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, effort: Effort
 ) -> AttentionExamination:
-    readings = list(_readings(subject, caller, plans, lengths))
     seen = seen_inside(
         subject.function, lambda: caller.returned(plans[0], random_inputs(lengths, plans[0], 1, caller.dtype))
     )
+    readings = list(_readings(subject, caller, plans, lengths, rotated=ROTATED in seen))
     most = 1 if seen else 3  # with parts that no reading has, pairs and triples of mistakes explain nothing either
     found = search(subject.function, readings, _Observations(caller, lengths), subject.dtype, effort, most)
     examination = AttentionExamination(subject, caller, lengths, plans, found, evaluated=effort.evaluated, seen=seen)
@@ -215,12 +216,14 @@ def independent_samples(caller: Caller, plan: CallPlan, lengths: Sizes) -> bool:
     return bool(torch.allclose(before[1:], after[1:], rtol=1e-9, atol=1e-12))
 
 
-def _readings(subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes) -> Iterator[Reading]:
+def _readings(
+    subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, rotated: bool
+) -> Iterator[Reading]:
     """List the readings; those that names suggest are marked as likely.
 
     Code may turn its tensors to the other layout inside: that matters to a wrong reshape only, and comes last.
     """
-    found = list(_readings_as_called(subject, caller, plans, lengths))
+    found = list(_readings_as_called(subject, caller, plans, lengths, rotated))
     yield from found
     for reading in found:
         if reading.likely and reading.plan.layout in ("b l e", "l b e"):
@@ -228,8 +231,12 @@ def _readings(subject: Subject, caller: Caller, plans: list[CallPlan], lengths: 
             yield replace(reading, setting=turned)
 
 
-def _readings_as_called(subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes) -> Iterator[Reading]:
-    norms = _norms(subject.module)[:3]
+def _readings_as_called(
+    subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, rotated: bool
+) -> Iterator[Reading]:
+    norms_of_parts = None if subject.module is None else norms_of_queries_and_keys(subject.module)
+    inner, base = inner_conventions(norms_of_parts, rotated), base_of(subject.module)
+    norms = _norms(subject.module, norms_of_parts or ())[:3]
     for plan in plans:
         causal = _causal_behaviour(caller, plan, lengths)
         if causal == ("no",) and _mentions_a_triangle(subject):
@@ -237,14 +244,15 @@ def _readings_as_called(subject: Subject, caller: Caller, plans: list[CallPlan],
         unused = _never_used(subject.module, caller, plan, lengths)
         for projections, heads in _projections(subject, caller, plan, lengths, unused):
             for norm in norms or [None]:
-                setting = Setting(heads, plan.sequence_first, norm)
+                setting = Setting(heads, plan.sequence_first, norm, base)
                 named = projections is None or _named(projections)
-                for conventions in convention_sets(norm is not None, causal):
+                for conventions in convention_sets(norm is not None, causal, inner):
                     options = dict(conventions)
                     plain = options["split"] == options["merge"] == "lh"
                     if plain or named:
                         implied = (*_implied(projections), *_unused(subject, projections, unused, options["wrap"]))
-                        yield Reading(plan, projections, setting, conventions, implied, plain and named)
+                        read = projections and replace(projections, norms=norms_of_parts)
+                        yield Reading(plan, read, setting, conventions, implied, plain and named)
 
 
 def _mentions_a_triangle(subject: Subject) -> bool:
@@ -351,13 +359,13 @@ def _part_of(x: Tensor, known: list[Tensor]) -> bool:
     )
 
 
-def _norms(module: nn.Module | None) -> list[Any]:
+def _norms(module: nn.Module | None, others: Collection[str]) -> list[Any]:
     if module is None:
         return []
     found = [
         child
         for name, child in module.named_modules()
-        if (name and NORM.search(name.rpartition(".")[2])) or NORM.search(type(child).__name__)
+        if (name not in others and (name and NORM.search(name.rpartition(".")[2]))) or NORM.search(type(child).__name__)
     ]
     return [child for child in found if child is not module and not list(child.children())]
 

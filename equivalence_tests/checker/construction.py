@@ -20,7 +20,7 @@ from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.ready_made import classes_for
 from equivalence_tests.weights import randomize_parameters
 
-__all__ = ["DROPOUT", "SIZES", "Sizes", "build", "prepare"]
+__all__ = ["DROPOUT", "SIZES", "Sizes", "build", "prepare", "retype"]
 
 DROPOUT = 0.25
 MAX_LEN = 64
@@ -240,13 +240,18 @@ def materialise(module: nn.Module, sizes: Sizes) -> None:
             return
 
 
-def prepare(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    """Give a module random parameters, in eval mode and in this precision, without touching its own code."""
+def retype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Turn all real numbers of a module to this precision, those of plain attributes too; leave complex ones."""
+    module._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
     for child in module.modules():
         for name, value in vars(child).items():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, nn.Parameter):
-                setattr(child, name, value.to(dtype))  # plain attributes such as self.scale stay behind in .to()
-    module.to(dtype)
+                setattr(child, name, value.to(dtype))
+
+
+def prepare(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """Give a module random parameters, in eval mode and in this precision, without touching its own code."""
+    retype(module, dtype)
     module.eval()  # a train() of the user's own may return nothing
     return randomize_parameters(module, seed=seed)
 

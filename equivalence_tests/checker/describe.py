@@ -10,6 +10,7 @@ from equivalence_tests.checker.blame import blamed_line, related_sources, told_b
 from equivalence_tests.checker.calling import CallPlan
 from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.diagnosis import Match, distance
+from equivalence_tests.checker.inner import words_of
 from equivalence_tests.checker.loading import Source
 from equivalence_tests.checker.mask_reading import MaskReading
 from equivalence_tests.checker.mistakes import STRUCTURE, Mistake, named_mistake
@@ -67,6 +68,8 @@ def conventions_of(examination: AttentionExamination) -> list[Row]:
         return rows
     options = dict(match.reading.conventions)
     rows += _projection_rows(examination, match)
+    if words := words_of(options):
+        rows.append(("queries and keys", words, "used as they are projected"))
     wrap = options.get("wrap", "none")
     rows.append(("includes", WRAP_WORDS.get(wrap, wrap), "attention alone"))
     if options.get("causal") == "yes" and "attend_over" not in match.choices:  # tokens that see no other look causal

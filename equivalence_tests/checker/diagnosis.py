@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import CallPlan
+from equivalence_tests.checker.inner import Options
 from equivalence_tests.checker.mistakes import ATTENTION_MISTAKES, CONVENTIONS, Mistake
 from equivalence_tests.checker.projections import ProjectionReading
 from equivalence_tests.checker.reference import Inputs, Projection, Projections, Setting, attend
@@ -261,6 +262,7 @@ def applicable(reading: Reading, projections: Projections, observation: Observat
             "grouped": projections.key.weight is not None
             and projections.query.weight is not None
             and projections.key.weight.size(0) != projections.query.weight.size(0),
+            "rotary": m.option.startswith(dict(reading.conventions).get("rotary", "never")),
             "causal_use": inputs.query.size(1) == inputs.key.size(1),
             "causal": inputs.query.size(1) == inputs.key.size(1),
         } | has_bias
@@ -275,13 +277,13 @@ def applicable(reading: Reading, projections: Projections, observation: Observat
     return [m for m in ATTENTION_MISTAKES if fits(m)]
 
 
-def convention_sets(has_norm: bool, causal: Iterable[str]) -> list[tuple[tuple[str, str], ...]]:
+def convention_sets(has_norm: bool, causal: Iterable[str], inner: Iterable[Options] = ((),)) -> list[Options]:
     """List the settings that are right too, the commonest first."""
     wraps = CONVENTIONS["wrap"] if has_norm else ("none", "residual")
     features = (("lh", "lh"), ("ld", "ld"), ("lh", "ld"), ("ld", "lh"))
-    sets: list[tuple[tuple[str, str], ...]] = []
-    for (split, merge), wrap, mask in itertools.product(features, wraps, causal):
-        sets.append((("wrap", wrap), ("split", split), ("merge", merge), ("causal", mask)))
+    sets: list[Options] = []
+    for (split, merge), wrap, mask, done in itertools.product(features, wraps, causal, inner):
+        sets.append((("wrap", wrap), ("split", split), ("merge", merge), ("causal", mask), *done))
     return sets
 
 

@@ -12,15 +12,16 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["seen_inside"]
+__all__ = ["ROTATED", "seen_inside"]
 
+ROTATED = "positions are rotated inside (rotary)"
 NAMES = (
-    (r"rotary|\brope|inv_freq|\b(cos|sin)_?(cached|table|emb)?$|freqs_c", "positions are rotated inside (rotary)"),
+    (r"rotary|\brope|inv_freq|\b(cos|sin)_?(cached|table|emb)?$|freqs_c", ROTATED),
     (r"rel(ative)?_?(pos|att|bias|emb|key|value|[hw]$)|bias_table|pos(ition)?_?bias", "a table of positions or biases"),
     (r"alibi|slopes?$", "a bias that grows with the distance (ALiBi)"),
 )
 CALLS = (
-    (("cos", "sin", "polar", "view_as_complex"), "positions are rotated inside (rotary)"),
+    (("cos", "sin", "polar", "view_as_complex"), ROTATED),
     (("tanh",), "tanh, as additive attention has it"),
     (("conv1d", "conv2d", "conv3d"), "a convolution"),
     (("fft", "rfft", "fft_fft"), "a Fourier transform"),

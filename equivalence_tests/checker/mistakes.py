@@ -249,6 +249,45 @@ MERGE_MISTAKES = tuple(
     for order in _orders()
 )
 
+# (name, sentence, have, want, fix) for either way to pair the elements of a head.
+ROTARY_MISTAKES = (
+    (
+        "rotary_reversed",
+        "Positions rotate queries and keys the wrong way round.",
+        "(a cos + b sin, b cos - a sin)",
+        "(a cos - b sin, b cos + a sin)",
+        "The quarter turn of (a, b) is (-b, a).",
+    ),
+    (
+        "rotary_mixed",
+        "Elements are paired one way and their angles another: that is no rotation.",
+        "halves with the angles of neighbours, or the other way round",
+        "cat(angles, angles) for halves, repeat_interleave(angles, 2) for neighbours",
+        "Lay out the angles as the elements are paired.",
+    ),
+    (
+        "rotary_queries",
+        "Positions rotate the queries and not the keys.",
+        "scores = rotate(q) kᵀ",
+        "scores = rotate(q) rotate(k)ᵀ",
+        "Rotate the keys too.",
+    ),
+    (
+        "rotary_keys",
+        "Positions rotate the keys and not the queries.",
+        "scores = q rotate(k)ᵀ",
+        "scores = rotate(q) rotate(k)ᵀ",
+        "Rotate the queries too.",
+    ),
+    (
+        "rotary_values",
+        "Positions rotate the values too.",
+        "output = weights rotate(v)",
+        "output = weights v",
+        "Rotate queries and keys only.",
+    ),
+)
+
 AXIS_MISTAKES = (
     Mistake(
         "attention_among_heads",
@@ -359,6 +398,20 @@ AXIS_MISTAKES = (
         "k.repeat_interleave: heads 0, 0, 1, 1",
         "Use repeat_interleave on the head axis.",
         (r"repeat|expand",),
+    ),
+    *(
+        Mistake(
+            name,
+            "rotary",
+            name.replace("rotary", layout),
+            sentence,
+            have,
+            want,
+            fix,
+            (r"cat|stack", r"cos|sin|polar|rot"),
+        )
+        for layout in ("halves", "pairs")
+        for name, sentence, have, want, fix in ROTARY_MISTAKES
     ),
 )
 

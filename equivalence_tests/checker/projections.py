@@ -90,6 +90,7 @@ class ProjectionReading:
         order: Which role the first, second and third part plays, "qkv" as a rule; for separate leaves a letter each,
             "-" for a role without a matrix.
         by_name: Whether names, and not trying, told the roles.
+        norms: Paths of the norms of queries and keys.
     """
 
     leaves: tuple[Leaf, ...]
@@ -97,12 +98,14 @@ class ProjectionReading:
     layout: str = "separate"
     order: str = "qkv"
     by_name: bool = True
+    norms: tuple[str, str] | None = None
 
     def read(self, module: nn.Module, num_heads: int) -> Projections:
         """Give the four projections with the weights that the module holds now."""
         parts = self._parts(module, num_heads)
         roles = {letter: parts[letter] for letter in "qkv"}
-        return Projections(roles["q"], roles["k"], roles["v"], self.output.read(module) if self.output else None)
+        norms = (module.get_submodule(self.norms[0]), module.get_submodule(self.norms[1])) if self.norms else None
+        return Projections(roles["q"], roles["k"], roles["v"], self.output.read(module) if self.output else None, norms)
 
     def _parts(self, module: nn.Module, num_heads: int) -> dict[str, Projection]:
         read = [leaf.read(module) for leaf in self.leaves]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from equivalence_tests.checker.inner import BASE, normalise, rotate
+
 __all__ = ["Choices", "Inputs", "Projection", "Projections", "Setting", "attend", "attention_weights", "key_heads"]
 
 Choices = Mapping[str, str]
@@ -41,6 +43,7 @@ class Projections:
     key: Projection
     value: Projection
     output: Projection | None
+    norms: tuple[Norm, Norm] | None = None  # of queries and of keys
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,13 @@ class Setting:
         num_heads: Number of heads.
         sequence_first: Whether the user's tensors are (len, b, e): wrong reshapes then give other numbers.
         norm: The LayerNorm inside, called as it is.
+        rotary_base: Base of the angles by which positions turn queries and keys.
     """
 
     num_heads: int
     sequence_first: bool = False
     norm: Norm | None = None
+    rotary_base: float = BASE
 
 
 def attend(setting: Setting, projections: Projections, inputs: Inputs, choices: Choices) -> Tensor:
@@ -88,7 +93,7 @@ def attend(setting: Setting, projections: Projections, inputs: Inputs, choices: 
     inputs = _reorder_arguments(inputs, choices.get("arguments", "qkv"))
     wrap = choices.get("wrap", "none")
     q, k, v = _project(setting, projections, _normalise_before(setting, inputs, wrap), choices)
-    q, k, v = _split_all((q, k, v), setting, choices)  # (b, h, l, d)
+    q, k, v = _heads(q, k, v, setting, projections, choices)  # (b, h, l, d)
     if choices.get("split") == "whole":
         q = q * math.sqrt(setting.num_heads)  # the scale is still that of one head
     k, v = (_repeat_heads(x, q.size(1), choices.get("grouped", "interleaved")) for x in (k, v))
@@ -106,7 +111,7 @@ def attention_weights(setting: Setting, projections: Projections, inputs: Inputs
     inputs = _reorder_arguments(inputs, choices.get("arguments", "qkv"))
     before = _normalise_before(setting, inputs, choices.get("wrap", "none"))
     q, k, v = _project(setting, projections, before, choices)
-    q, k, v = _split_all((q, k, v), setting, choices)
+    q, k, v = _heads(q, k, v, setting, projections, choices)
     return _weights(q, _repeat_heads(k, q.size(1), choices.get("grouped", "interleaved")), inputs, choices)
 
 
@@ -147,11 +152,16 @@ def key_heads(query_width: int, key_width: int, num_heads: int) -> int:
     return heads if heads and not rest and num_heads % heads == 0 else num_heads
 
 
-def _split_all(qkv: tuple[Tensor, Tensor, Tensor], setting: Setting, choices: Choices) -> tuple[Tensor, Tensor, Tensor]:
-    order = choices.get("split", "lh")
-    q, k, v = qkv
+def _heads(
+    q: Tensor, k: Tensor, v: Tensor, setting: Setting, projections: Projections, choices: Choices
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split what is projected, and do what the class does before it scores: normalise, rotate."""
+    order, normed, rotary = choices.get("split", "lh"), choices.get("qk_norm"), choices.get("rotary", "no")
+    q, k = normalise(q, k, projections.norms if normed == "width" else None)
     shared = key_heads(q.size(-1), k.size(-1), setting.num_heads)
     q, k, v = (_split(x, n, setting, order) for x, n in ((q, setting.num_heads), (k, shared), (v, shared)))
+    q, k = normalise(q, k, projections.norms if normed == "heads" else None)
+    q, k, v = (rotate(x, role, rotary, setting.rotary_base) for x, role in ((q, "q"), (k, "k"), (v, "v")))
     return q, k, v
 
 

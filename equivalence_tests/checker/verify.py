@@ -18,6 +18,7 @@ from equivalence_tests.checker.construction import prepare
 from equivalence_tests.checker.describe import confirm, conventions_of, findings_of, structural_finding
 from equivalence_tests.checker.diagnosis import Effort, Match
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.inner import words_of
 from equivalence_tests.checker.loading import load, with_signature
 from equivalence_tests.checker.parts import PART_KINDS, examine_part, guess_kind, there_and_back
 from equivalence_tests.checker.report import CheckResult, Finding, Report
@@ -336,6 +337,8 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
     notes = []
     if match.float32_inside:
         notes.append("a part is computed in float32 whatever the input is; float32 and its error ratio decide")
+    if words := words_of(match.choices):
+        notes.append(f"torch.nn leaves queries and keys as they are; compared with attention in which they are {words}")
     projections = match.reading.projections
     if projections is not None and projections.output is None and "output_projection_skipped" not in match.names:
         notes.append("there is no output projection: right where another class holds it (BERT), else it is missing")
