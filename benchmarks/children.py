@@ -133,6 +133,7 @@ def in_child(
     Raises:
         ChildEndedError: If the process is ended first, by the system, by itself, or because it takes too long.
     """
+    torch.cuda.empty_cache()  # what torch keeps for this process is not there for the other
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_call, args=(sender, function, arguments, limit_bytes))

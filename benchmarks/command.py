@@ -56,7 +56,7 @@ def run(
     compiled: Annotated[str | None, _listed("Whether torch.compile is used (no, yes)")] = None,
     bias: Annotated[str | None, _listed("Whether projections have biases (no, yes)")] = None,
     threads: Annotated[str | None, _listed("Numbers of threads on the CPU; else as many as torch takes")] = None,
-    device: Annotated[str, _listed("Where: cpu, cuda, ...")] = "cpu",
+    device: Annotated[str, _listed("Where", ["cpu", "cuda", "cuda:1"])] = "cpu",
     contender: Annotated[str | None, _listed("Who, besides builtin", list(CONTENDERS))] = None,
     implementation: Annotated[
         str | None, _listed("Your own attention, my.py:MyAttention, read as sidebyside verify does")
@@ -95,7 +95,7 @@ def run(
             replace(grid, **{k: v for k, v in axes.items() if v}) for grid in _chosen_grids(preset, axes["component"])
         ]
         counts = _numbers("threads", threads) or (torch.get_num_threads(),)
-        devices = [str(validation.check_device(name)) for name in _names(device)]
+        devices = _devices(device)
         cases = cases_of(grids, counts, devices)
         own = _own(implementation)
         cases = [case for case in cases if component or not own or any(own_takes_part(name, case) for name in own)]
@@ -189,6 +189,13 @@ def _chosen_contenders(given: str | None, preset: str, devices: Sequence[str]) -
     only_on_cuda = {"efficient", "cudnn"} if not any(x.startswith("cuda") for x in devices) else set()
     slow_to_compile = {"flex"} if preset == "quick" else set()
     return _names(given) or tuple(name for name in CONTENDERS if name not in only_on_cuda | slow_to_compile)
+
+
+def _devices(given: str) -> list[str]:
+    found = [validation.check_device(name) for name in _names(given)]
+    for device in found:  # nobody waits for the kernels of other devices
+        validation.check_choice("device", device.type, ("cpu", "cuda"))
+    return [str(device) for device in found]
 
 
 def _own(given: str | None) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-__all__ = ["Environment", "environment_of"]
+__all__ = ["Environment", "after_load", "environment_of"]
 
 GPU_QUERIES = ("driver_version", "clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 
@@ -32,7 +32,8 @@ class Environment:
         cpu_cores: Number of cores that this process may use.
         accelerator: Name of the GPU; "" on the CPU.
         cuda: Version of CUDA, "" on the CPU.
-        gpu_state: Driver, clocks, power and temperature, as nvidia-smi tells them; "" on the CPU.
+        gpu_state: Driver, clocks, power and temperature right after the last run, as nvidia-smi tells them; "" on the
+            CPU.
         matmul_precision: What torch allows matrix products in float32 to be computed in.
     """
 
@@ -77,9 +78,22 @@ def environment_of(device: torch.device) -> Environment:
         cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         accelerator=torch.cuda.get_device_name(device) if is_cuda else "",
         cuda=torch.version.cuda or "" if is_cuda else "",
-        gpu_state=_gpu_state(device) if is_cuda else "",
+        gpu_state="",
         matmul_precision=torch.get_float32_matmul_precision(),
     )
+
+
+def after_load(environment: Environment, device: torch.device) -> Environment:
+    """Note clocks, power and temperature anew: before, the GPU may have rested.
+
+    Args:
+        environment: As it was before.
+        device: Where something has just run.
+
+    Returns:
+        The environment with the present ``gpu_state``.
+    """
+    return replace(environment, gpu_state=_gpu_state(device)) if device.type == "cuda" else environment
 
 
 def _version() -> str:
@@ -91,6 +105,8 @@ def _version() -> str:
 
 def _commit() -> str:
     folder = Path(__file__).parent
+    if not _output_of("git", "-C", str(folder), "ls-files", "--error-unmatch", Path(__file__).name):
+        return ""  # installed in the midst of a repository that is not this project's
     commit = _output_of("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
     changed = _output_of("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+" if commit and changed else commit

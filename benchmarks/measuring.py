@@ -2,8 +2,8 @@
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -144,7 +144,7 @@ class MachineRates:
     """What the device does at best, measured in the same run.
 
     Args:
-        flops_per_s: Of a large product of square matrices.
+        flops_per_s: Of the fastest of a few large products of square matrices.
         bytes_per_s: Read and written by a large copy.
     """
 
@@ -164,21 +164,20 @@ def machine_rates(dtype: str, threads: int, device: torch.device) -> MachineRate
     Returns:
         The best of a few turns.
     """
-    size = 8192 if device.type == "cuda" else 1024
-    left, right = torch.randn(2, size, size, device=device).to(getattr(torch, dtype))
-    product = torch.empty_like(left)
-    source = torch.zeros(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    sizes, num_bytes = ((4096, 8192), 2**30) if device.type == "cuda" else ((256, 512, 1024), 2**27)
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    products, copies = (
-        min(turn_seconds(runner) for _ in range(FEWEST_ROUNDS))
-        for runner in (
-            Runner(lambda: torch.mm(left, right, out=product), _no_switches, threads, device),
-            Runner(lambda: target.copy_(source), _no_switches, threads, device),
-        )
-    )
-    return MachineRates(2 * size**3 / products, 2 * source.numel() / copies)
+    copy_seconds = _best_seconds(lambda: target.copy_(source), threads, device)
+    # Which size suits the caches best differs between machines.
+    rates = [2 * size**3 / _product_seconds(size, getattr(torch, dtype), threads, device) for size in sizes]
+    return MachineRates(max(rates), 2 * num_bytes / copy_seconds)
 
 
-@contextmanager
-def _no_switches() -> Iterator[None]:
-    yield
+def _product_seconds(size: int, dtype: torch.dtype, threads: int, device: torch.device) -> float:
+    left, right = torch.randn(2, size, size, device=device).to(dtype)
+    product = torch.empty_like(left)
+    return _best_seconds(lambda: torch.mm(left, right, out=product), threads, device)
+
+
+def _best_seconds(run: Callable[[], object], threads: int, device: torch.device) -> float:
+    return min(turn_seconds(Runner(run, nullcontext, threads, device)) for _ in range(FEWEST_ROUNDS))

@@ -38,8 +38,9 @@ turns, A B C A B C, so that other work on the machine slows all of them. Times a
 the median of the ratios round by round, with the 95% interval of a bootstrap; where the interval holds 1 it is shown in
 yellow. ~ marks times whose middle half spreads over more than a tenth of the median, also when timed again. Memory is
 the most that one run held beyond weights and inputs. Operations are counted by formulas that are the same for every
-contender; the share is that of the rate of a large matrix product on the same machine. "At least" is the roofline
-bound: the time that arithmetic or memory alone would take.</p>
+contender, and count hidden scores too; the share is that of the best rate of large matrix products measured in the same
+run, and a kernel that leaves hidden scores out may come to more than all of it. "At least" is the roofline bound, where
+nothing is hidden: the time that arithmetic or memory alone would take at the rates measured.</p>
 """
 
 

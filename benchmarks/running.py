@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch._functorch import config as functorch_config
 
 from benchmarks.cases import Case
 from benchmarks.contenders import BASELINE, Contender, contenders_of
-from benchmarks.environment import Environment, environment_of
+from benchmarks.environment import Environment, after_load, environment_of
 from benchmarks.equality import Gate
 from benchmarks.measuring import MachineRates, Runner, machine_rates, peak_memory_bytes, rounds_in_turns, turn_seconds
 from benchmarks.results import Row, Status
@@ -21,7 +21,14 @@ from benchmarks.workloads import runnable
 
 __all__ = ["run_case", "rows_without_times"]
 
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "alloc_failed",
+    "overflow",  # so many elements that their number, or that of their bytes, does not fit into 64 bits
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ def run_case(case: Case, chosen: Sequence[str], seconds: float) -> list[Row]:
         One row for each contender.
     """
     # Kernels that cannot be used say why in warnings; the status of their row says it too.
-    with warnings.catch_warnings(), _threads(case.threads), _nothing_compiled():
+    with warnings.catch_warnings(), _threads(case.threads), _nothing_compiled(), _current(torch.device(case.device)):
         warnings.simplefilter("ignore")
         try:
             gate = Gate(case)
@@ -97,16 +104,18 @@ def _work(case: Case) -> dict[str, Any]:
 def _time(ready: Sequence[_Ready], seconds: float) -> dict[str, Row]:
     if not ready:
         return {}
-    case = ready[0].row.case
+    case, device = ready[0].row.case, ready[0].runner.device
     try:
-        rates = machine_rates(case.dtype, case.threads, torch.device(case.device))
+        rates = machine_rates(case.dtype, case.threads, device)
         times = rounds_in_turns([x.runner for x in ready], seconds)
     except Exception as error:  # all of them together may need more memory than each alone
         status, detail = _status_of(error)
         return {x.row.contender: replace(x.row, status=status, detail=detail) for x in ready}
+    environment = after_load(ready[0].row.environment, device)
     by_name = {x.row.contender: rounds for x, rounds in zip(ready, times, strict=True)}
     baseline = by_name.get(BASELINE)
-    return {x.row.contender: _filled(x.row, by_name[x.row.contender], baseline, rates) for x in ready}
+    rows = [replace(x.row, environment=environment) for x in ready]
+    return {row.contender: _filled(row, by_name[row.contender], baseline, rates) for row in rows}
 
 
 def _filled(row: Row, rounds: Sequence[float], baseline: Sequence[float] | None, rates: MachineRates) -> Row:
@@ -145,6 +154,11 @@ def _nothing_compiled() -> Iterator[None]:
     torch.compiler.reset()
     with functorch_config.patch(enable_autograd_cache=False):
         yield
+
+
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Make a GPU the current one: events and compiled kernels go to that, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

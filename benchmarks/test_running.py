@@ -2,7 +2,8 @@
 
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 import builtin
 import scratch
-from benchmarks import contenders, measuring, running
+from benchmarks import contenders, environment, measuring, running
 from benchmarks.cases import COMPONENTS, MASKS, PRESETS, Case, Grid, cases_of
 from benchmarks.contenders import CONTENDERS, Contender, contenders_of
+from benchmarks.environment import after_load, environment_of
 from benchmarks.equality import Gate, compared_case
-from benchmarks.measuring import Runner, peak_memory_bytes, rounds_in_turns
+from benchmarks.measuring import MachineRates, Runner, machine_rates, peak_memory_bytes, rounds_in_turns, turn_seconds
 from benchmarks.running import run_case
 from benchmarks.workloads import Workload, gradients_of, runnable, workload
 
@@ -294,14 +296,19 @@ class TestRunCase:
             torch.empty(2**60, dtype=torch.uint8)
             raise AssertionError
 
+        def far_too_greedy(case: Case) -> Workload:
+            torch.empty(2**40, 2**40)
+            raise AssertionError
+
         def absent(case: Case) -> Workload:
             raise NotImplementedError("no kernel for this\nand more")
 
         monkeypatch.setitem(contenders.CONTENDERS, "greedy", Contender("greedy", "", greedy))
+        monkeypatch.setitem(contenders.CONTENDERS, "greedier", Contender("greedier", "", far_too_greedy))
         monkeypatch.setitem(contenders.CONTENDERS, "absent", Contender("absent", "", absent))
-        rows = run_case(case_of("attention"), ["greedy", "absent"], 0.0)
-        assert [row.status for row in rows] == ["timed", "out of memory", "unavailable"]
-        assert rows[2].detail == "no kernel for this"
+        rows = run_case(case_of("attention"), ["greedy", "greedier", "absent"], 0.0)
+        assert [row.status for row in rows] == ["timed", "out of memory", "out of memory", "unavailable"]
+        assert rows[3].detail == "no kernel for this"
 
     def test_without_the_built_in_nothing_can_be_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -319,7 +326,7 @@ class TestRunCase:
 
 class TestMeasuring:
     def runner(self, run: Callable[[], object]) -> Runner:
-        return Runner(run, measuring._no_switches, 1, torch.device("cpu"))
+        return Runner(run, nullcontext, 1, torch.device("cpu"))
 
     def test_rounds_are_taken_in_turns(self) -> None:
         order: list[str] = []
@@ -345,6 +352,66 @@ class TestMeasuring:
 
         assert 16_000 <= peak_memory_bytes(self.runner(run)) < 33_000
         assert peak_memory_bytes(self.runner(lambda: None)) == 0
+
+    def test_the_rate_is_the_best_of_all_sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(measuring, "_best_seconds", lambda *_: 2.0)
+        monkeypatch.setattr(measuring, "_product_seconds", lambda size, *_: {256: 1.0, 512: 1e-3, 1024: 1.0}[size])
+        rates = machine_rates.__wrapped__("float32", 1, torch.device("cpu"))
+        assert rates == MachineRates(2 * 512**3 / 1e-3, 2**27)
+
+    def test_on_cuda_events_stand_around_the_run_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        happened: list[str] = []
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                happened.append("event")
+
+            def elapsed_time(self, end: "Event") -> float:
+                assert happened[-1] == "synchronize"
+                return 4.0  # milliseconds
+
+        class Filler:
+            def zero_(self) -> None:
+                happened.append("flush")
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: happened.append("synchronize"))
+        monkeypatch.setattr(measuring, "_l2_filler", lambda _: Filler())
+        monkeypatch.setattr(measuring, "TURN_SECONDS", 0.01)
+        runner = Runner(lambda: happened.append("run"), nullcontext, 1, torch.device("cuda:1"))
+        assert turn_seconds(runner) == pytest.approx(4e-3)
+        once = ["flush", "event", "run", "event"]
+        assert happened == ["run", *once, "synchronize", *once, *once, "synchronize"]
+
+    def test_the_gpu_that_is_measured_is_the_current_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        current: list[str] = []
+
+        @contextmanager
+        def make_current(device: torch.device) -> Iterator[None]:
+            current.append(str(device))
+            yield
+            current.pop()
+
+        def gate(case: Case) -> None:
+            assert current == ["cuda:1"]
+            raise NotImplementedError("far enough")
+
+        monkeypatch.setattr(torch.cuda, "device", make_current)
+        monkeypatch.setattr(running, "Gate", gate)
+        monkeypatch.setattr(running, "environment_of", lambda _: environment_of(torch.device("cpu")))
+        (row,) = run_case(replace(case_of("attention"), device="cuda:1"), [], 0.0)
+        assert (row.detail, current) == ("far enough", [])
+
+    def test_the_state_of_the_gpu_is_noted_after_the_last_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(environment, "_gpu_state", lambda device: f"{device} is warm")
+        before = environment_of(torch.device("cpu"))
+        assert after_load(before, torch.device("cpu")) == before
+        assert after_load(before, torch.device("cuda:1")) == replace(before, gpu_state="cuda:1 is warm")
+        monkeypatch.setattr(running, "after_load", lambda found, _: replace(found, gpu_state="warm"))
+        assert {row.environment.gpu_state for row in run_case(case_of("attention"), ["scratch"], 0.0)} == {"warm"}
 
     @pytest.mark.cuda
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -72,6 +72,7 @@ def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
     assert roofline_seconds(case, flops_per_s=1e12, bytes_per_s=1.0) == moved
     assert roofline_seconds(replace(case, mode="backward"), 1.0, 1.0) is None
     assert roofline_seconds(CASES[3], 1.0, 1.0) is None
+    assert roofline_seconds(replace(case, mask="causal"), 1.0, 1.0) is None
 
 
 def test_all_sizes_differ() -> None:

@@ -109,7 +109,7 @@ def roofline_seconds(case: Case, flops_per_s: float, bytes_per_s: float) -> floa
         bytes_per_s: The rate of memory, measured.
 
     Returns:
-        Seconds; None where the bytes are not clear.
+        Seconds; None where the bytes are not clear, or where a mask lets a kernel leave scores out.
     """
     moved = bytes_moved(case)
-    return None if moved is None else max(flops(case) / flops_per_s, moved / bytes_per_s)
+    return None if moved is None or case.mask != "none" else max(flops(case) / flops_per_s, moved / bytes_per_s)
