@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,21 @@ def test_a_trap_that_is_told_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     monkeypatch.setattr(type(trap), "helps", lambda *_: False)
     assert examine(trap).state is State.ADVICE_FAILS
+
+
+@pytest.mark.parametrize(("category", "state"), [(FutureWarning, State.HOLDS), (UserWarning, State.MENDED)])
+def test_a_warning_counts_unless_it_is_about_the_future(
+    category: type[Warning], state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap = find_trap("mask_polarity")
+    wrong = trap.wrong
+
+    def warning() -> object:
+        warnings.warn("a word from torch", category, stacklevel=2)
+        return wrong()
+
+    monkeypatch.setattr(trap, "wrong", warning)
+    assert examine(trap).state is state
 
 
 @pytest.mark.parametrize("asked", ["1", "mask_polarity"])

@@ -9,7 +9,7 @@ from equivalence_tests.traps.entry import Severity, Trap
 from scratch import MultiheadAttention, functional, validation
 from scratch import masks as scratch_masks
 
-__all__ = ["MASKS", "PADDING_MASKS", "TRAPS"]
+__all__ = ["TRAPS"]
 
 MODEL_MASKS = ("mask", "src_mask", "tgt_mask", "memory_mask")
 MASKS = ("attn_mask", *MODEL_MASKS)

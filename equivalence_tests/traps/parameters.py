@@ -122,7 +122,7 @@ class OutProjNeverCalled(Trap):
     )
     places = (Place(MultiheadAttention.forward, "self.out_proj("),)
     instead = "Hook the attention itself. If out_proj has to be a module that runs, scratch's is."
-    issues = ("huggingface/peft#761",)
+    issues = ("huggingface/peft#761", "helicalAI/helical#405")
 
     def wrong(self) -> int:
         calls = []
@@ -199,7 +199,7 @@ class ClonesStartIdentical(Trap):
         Place(Transformer._reset_parameters, "for parameter in"),
     )
     instead = "Draw again after building the stack, as nn.Transformer does."
-    issues = ("pytorch/pytorch#72253", "pytorch/pytorch#86274")
+    issues = ("pytorch/pytorch#72253", "pytorch/pytorch#86274", "pytorch/pytorch#120396")
 
     def wrong(self) -> bool:
         layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)

@@ -61,7 +61,7 @@ def in_full(finding: Finding) -> Group:
     """
     trap, here = finding.trap, f"torch {torch.__version__}"
     first, second = typed_code(trap)
-    gone = f"The trap is gone: it is mended in {here}. What it was: " if finding.state is State.MENDED else ""
+    gone = f"It is no longer so in {here}. What it was: " if finding.state is State.MENDED else ""
     return Group(
         _head(finding),
         Text(trap.title),
