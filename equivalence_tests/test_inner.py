@@ -102,6 +102,40 @@ class NormalisingAll(Rotating):
         return q, k, v
 
 
+class TakesCosAndSin(Rotating):
+    """Right: cosines and sines are made outside, for each sample or for all."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        self.given = cos[: x.size(1)], sin[: x.size(1)]
+        return super().forward(x)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        cos, sin = self.given
+        return x * cos + self.turned(x) * sin
+
+
+class TakesBoth(TakesCosAndSin):
+    """Right: one argument, and an axis for the samples."""
+
+    def forward(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        cos, sin = (y.unsqueeze(1) for y in position_embeddings)
+        self.given = cos, sin
+        return Rotating.forward(self, x)
+
+
+class TakesComplex(Complex):
+    """Right: the table of complex numbers is an argument."""
+
+    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:  # type: ignore[override]
+        self.freqs_cis = freqs_cis
+        return super().forward(x)
+
+
+class TakesCosAndSinForQueries(TakesCosAndSin):
+    def inner(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rotated(q), k, v
+
+
 class Reversed(Rotating):
     def turned(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -142,6 +176,9 @@ class ScaledByTheWidth(Normalising):
         (KeepsFrequencies, "rotated by position (halves of a head)"),
         (Normalising, "normalised in each head, rotated by position (halves of a head)"),
         (NormalisingAll, "normalised before they are split"),
+        (TakesCosAndSin, "rotated by position (halves of a head)"),
+        (TakesBoth, "rotated by position (halves of a head)"),
+        (TakesComplex, "rotated by position (pairs of neighbours)"),
     ],
 )
 def test_what_is_done_to_queries_and_keys_is_read(right: Callable[..., Any], words: str) -> None:
@@ -157,6 +194,7 @@ def test_what_is_done_to_queries_and_keys_is_read(right: Callable[..., Any], wor
         (Reversed, "rotary_reversed"),
         (Mixed, "rotary_mixed"),
         (OnlyQueries, "rotary_queries"),
+        (TakesCosAndSinForQueries, "rotary_queries"),
         (OnlyKeys, "rotary_keys"),
         (ValuesToo, "rotary_values"),
         (ScaledByTheWidth, "scale_sqrt_d_model"),

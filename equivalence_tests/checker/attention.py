@@ -235,12 +235,13 @@ def _readings_as_called(
     subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, rotated: bool
 ) -> Iterator[Reading]:
     norms_of_parts = None if subject.module is None else norms_of_queries_and_keys(subject.module)
-    inner, base = inner_conventions(norms_of_parts, rotated), base_of(subject.module)
+    base = base_of(subject.module)
     norms = _norms(subject.module, norms_of_parts or ())[:3]
     for plan in plans:
         causal = _causal_behaviour(caller, plan, lengths)
         if causal == ("no",) and _mentions_a_triangle(subject):
             causal = ("no", "yes")  # a triangle that some mistake lets the future through
+        inner = inner_conventions(norms_of_parts, rotated or plan.takes_angles)
         unused = _never_used(subject.module, caller, plan, lengths)
         for projections, heads in _projections(subject, caller, plan, lengths, unused):
             for norm in norms or [None]:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.angles import AngleForm, takes_angles
 from equivalence_tests.checker.construction import Sizes, value_for
+from equivalence_tests.checker.inner import base_of
 from equivalence_tests.checker.masking import HeldMask, MaskForm
 from equivalence_tests.checker.reference import Inputs
 from equivalence_tests.checker.tracing import tensors_in, without_dropout
@@ -44,11 +46,13 @@ class CallPlan:
 
     Args:
         roles: For each parameter that is passed, in order: its name and what it gets (query, key, value, memory,
-            input, mask, neutral (a mask that hides nothing), or a constant written "=None", "=False", "=d_k").
+            input, mask, neutral (a mask that hides nothing), angles (of rotary positions), or a constant written
+            "=None", "=False", "=d_k").
         layout: One of ``LAYOUTS``.
         positional: Whether to pass by position, for parameters that have no usable name.
         named: Whether the names of the parameters told the roles.
         neutral: The mask that hides nothing, where one is required.
+        angles: The form of the angles, where they are an argument.
         output: Index of the output among the tensors that come back.
         weights: Index of the attention weights among them; -1 if they do not come back.
     """
@@ -58,6 +62,7 @@ class CallPlan:
     positional: bool = False
     named: bool = True
     neutral: MaskForm | None = None
+    angles: AngleForm | None = None
     output: int = 0
     weights: int = -1
 
@@ -70,6 +75,11 @@ class CallPlan:
     def mask_parameter(self) -> str:
         """Name of the mask argument; "" if there is none."""
         return next((name for name, role in self.roles if role in ("mask", "mask?")), "")
+
+    @property
+    def takes_angles(self) -> bool:
+        """Whether the angles of rotary positions are an argument."""
+        return any(role == "angles" for _, role in self.roles)
 
     @property
     def sequence_first(self) -> bool:
@@ -132,6 +142,9 @@ class Caller:
             return HeldMask(tensor) if form.held else tensor
         if role.startswith("="):
             return {"=None": None, "=False": False, "=True": True}.get(role, self._size(role[1:], inputs))
+        if role == "angles" and plan.angles is not None:
+            head = inputs.query[0, :, : inputs.query.size(-1) // self.num_heads].to(self.dtype)
+            return plan.angles.build(name, head, base_of(self.function))
         tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
         x = tensors.get(role, inputs.query if role == "input" else inputs.key)
         return to_layout(x.to(self.dtype, copy=True), plan.layout, self.num_heads)  # the code may write into it
@@ -341,6 +354,8 @@ def _role(parameter: inspect.Parameter) -> str:
     role = role_of_parameter(name)
     if optional and (isinstance(parameter.default, bool | int | float) or "str" in str(parameter.annotation)):
         return "default"
+    if takes_angles(name) and not optional:
+        return "angles"
     if SWITCH.search(name) and (role != "mask" or "head_mask" in name):
         return "default" if optional else "=None" if re.search("drop|cache|past", name) else "=False"
     if role == "" and optional:
@@ -367,6 +382,12 @@ def _assignments(count: int) -> Iterator[tuple[str, ...]]:
 
 
 def _working(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> Iterator[CallPlan]:
+    """Try a plan with each form of the angles that it takes."""
+    for angles in AngleForm.all() if plan.takes_angles else (None,):
+        yield from _with_masks(caller, replace(plan, angles=angles), sizes, errors)
+
+
+def _with_masks(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> Iterator[CallPlan]:
     """Try a plan without a mask, then with each mask that might hide nothing."""
     neutrals: list[MaskForm | None] = [None]
     if plan.mask_parameter:

@@ -220,7 +220,7 @@ def confirm(examination: AttentionExamination, match: Match) -> tuple[float, flo
     """
     module = examination.subject.module
     with_mistakes, without, count = 0.0, float("inf"), 0
-    saved = {} if module is None else {name: x.clone() for name, x in module.state_dict().items()}
+    saved = [] if module is None else [(p, p.detach().clone()) for p in module.parameters()]
     for seed, (query_len, key_len) in enumerate(((6, 9), (4, 7), (8, 3), (3, 6)), start=300):
         equal = examination.lengths.query_len == examination.lengths.key_len
         lengths = (query_len, query_len if equal else key_len)
@@ -237,8 +237,9 @@ def confirm(examination: AttentionExamination, match: Match) -> tuple[float, flo
             )
             without = min(without, distance(seen.output, attend(setting, projections, seen.inputs, plain)))
         count += len(seen.inputs.query)
-    if module is not None:
-        module.load_state_dict(saved)
+    with torch.no_grad():
+        for parameter, value in saved:
+            parameter.copy_(value)
     return with_mistakes, without, count
 
 

@@ -5,6 +5,7 @@ torch.nn has neither. Both are right, so they belong to the reading of a class, 
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 __all__ = [
     "BASE",
     "Options",
+    "angles_of",
     "words_of",
     "base_of",
+    "in_places",
     "inner_conventions",
     "norms_of_queries_and_keys",
     "normalise",
@@ -59,7 +62,7 @@ def inner_conventions(norms: tuple[str, str] | None, rotated: bool) -> list[Opti
     return [tuple(option for option in options if option[1] != "no") for options in both]
 
 
-def base_of(module: nn.Module | None) -> float:
+def base_of(module: Any) -> float:
     """Find the base of the angles: an attribute, or what kept frequencies tell; 10000 where nothing does.
 
     >>> module = nn.Module()
@@ -67,7 +70,7 @@ def base_of(module: nn.Module | None) -> float:
     >>> round(base_of(module))
     500
     """
-    for child in module.modules() if module is not None else ():
+    for child in module.modules() if isinstance(module, nn.Module) else ():
         kept = {**vars(child), **dict(child.named_buffers(recurse=False))}
         for name, value in kept.items():
             if isinstance(value, int | float) and re.search(r"theta|base", name.lower()) and value > 1:
@@ -104,17 +107,21 @@ def rotate(x: Tensor, role: str, how: str, base: float) -> Tensor:
     turned = {"queries": "q", "keys": "k", "values": "qkv"}.get(mistake, "qk")
     if how == "no" or role not in turned:
         return x
-    steps = base ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
-    angles = torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)  # (l, d / 2)
-    angles = _in_places(angles, layout) if mistake != "mixed" else _in_places(angles, OTHER[layout])
+    angles = in_places(angles_of(x, base), OTHER[layout] if mistake == "mixed" else layout)  # (l, d)
     return x * angles.cos() + _quarter_turn(x, layout) * angles.sin() * (-1 if mistake == "reversed" else 1)
 
 
 OTHER = {"halves": "pairs", "pairs": "halves"}
 
 
-def _in_places(angles: Tensor, layout: str) -> Tensor:
-    """Give both elements of a pair its angle."""
+def angles_of(x: Tensor, base: float) -> Tensor:
+    """Give the angle of each position and pair of elements, (l, d / 2), for (..., l, d)."""
+    steps = base ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
+    return torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)
+
+
+def in_places(angles: Tensor, layout: str) -> Tensor:
+    """Give both elements of a pair its angle, (l, d)."""
     return torch.cat((angles, angles), -1) if layout == "halves" else angles.repeat_interleave(2, -1)
 
 
