@@ -37,13 +37,177 @@ class TrainsInSilence(Plain):
         return self.mixed(self.weights(q, k), v)
 
 
-RIGHT = (TrainsInSilence,)
+class OfSounds(nn.Module):
+    """(batch, features, len), projected by convolutions over one step; q, k, v lie together for each head."""
+
+    def __init__(self, channels: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.GroupNorm(4, channels)
+        self.qkv, self.proj = nn.Conv1d(channels, 3 * channels, 1), nn.Conv1d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(1, (self.heads, -1)).chunk(3, 2)
+        weights = (q.mT @ k / q.size(2) ** 0.5).softmax(-1)
+        return x + self.proj((v @ weights.mT).flatten(1, 2))
+
+
+class OfImages(nn.Module):
+    """(batch, features, height, width)."""
+
+    def __init__(self, channels: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
+
+    def laid_out(self, context: Tensor) -> Tensor:
+        return context.mT
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).flatten(2).unflatten(1, (3, self.heads, -1)).mT.unbind(1)
+        context = (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v
+        return self.proj(self.laid_out(context).reshape(x.shape))
+
+
+class InFloat32(OfItself):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError("float32 only")
+        return x + super().forward(self.norm(x))
+
+
+class OfAnImageOfThisSize(OfItself):
+    def forward(self, x: Tensor, H: int = 0, W: int = 0) -> Tensor:  # noqa: N803  (the names are what is read)
+        return super().forward(x.unflatten(1, (H, W)).flatten(1, 2))
+
+
+class HasSections(OfItself):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.hidden_size, config.transformer["num_heads"])
+
+
+class MaySwitchMasksOff(OfItself):
+    def __init__(self, dim: int, heads: int, mask_flag: bool = False) -> None:
+        super().__init__(dim, heads)
+        self.mask_flag = mask_flag
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.mask_flag and mask is not None:
+            raise NotImplementedError
+        return super().forward(x)
+
+
+class NormalisesHeads(Plain):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.q_norm, self.k_norm = nn.LayerNorm(dim // heads), nn.LayerNorm(dim // heads)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, key = self.q_norm(self.split(self.q(q))), self.k_norm(self.split(self.k(k)))
+        return self.mixed((query @ key.mT / query.size(-1) ** 0.5).softmax(-1), v)
+
+
+class NormalisesMemory(Plain):
+    """Two norms, one for each sequence."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.q_norm, self.kv_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+
+    def normalised(self, memory: Tensor) -> Tensor:
+        return self.kv_norm(memory)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        memory = self.normalised(memory)
+        return self.mixed(self.weights(self.q_norm(x), memory), memory)
+
+
+class SplitsAlone(nn.Module):
+    """Heads, but no matrices."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        return ((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+RIGHT = (
+    TrainsInSilence,
+    OfSounds,
+    OfImages,
+    InFloat32,
+    OfAnImageOfThisSize,
+    HasSections,
+    MaySwitchMasksOff,
+    NormalisesHeads,
+    NormalisesMemory,
+    SplitsAlone,
+)
 
 
 @pytest.mark.parametrize("right", RIGHT)
 def test_right_attention_is_not_blamed(right: Callable[..., Any]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
+
+
+class MergesImagesWrongly(OfImages):
+    def laid_out(self, context: Tensor) -> Tensor:
+        return context
+
+
+class MergesFeaturesFirst(Plain):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context = self.weights(q, k) @ self.split(self.v(v))
+        return self.out(context.mT.reshape(q.shape))
+
+
+class ForgetsOneNorm(NormalisesMemory):
+    def normalised(self, memory: Tensor) -> Tensor:
+        return memory
+
+
+class NormalisesKeysOnly(Plain):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalised = self.norm(x)
+        return x + self.mixed(self.weights(x, normalised), normalised)
+
+
+class NormalisesMergedHeadsAndScalesTwice(Plain):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, key = self.split(self.q(q)), self.split(self.k(k))
+        context = (query @ key.mT / query.size(-1)).softmax(-1) @ self.split(self.v(v))
+        return self.out(self.norm(context.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        (MergesImagesWrongly, "heads_merged_without_transpose"),
+        (MergesFeaturesFirst, "heads_merged_without_transpose"),
+        (ForgetsOneNorm, "norm_never_used"),
+        (NormalisesKeysOnly, "queries_not_normalised"),
+        (NormalisesMergedHeadsAndScalesTwice, "scale_twice"),
+    ],
+)
+def test_a_mistake_is_named(broken: Callable[..., Any], name: str) -> None:
+    report = verify(broken)
+    assert report.mistakes == (name,), str(report)
 
 
 def test_a_file_may_switch_gradients_off(tmp_path: Path) -> None:

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import (
+    CHANNELS_FIRST,
     Caller,
     CallPlan,
     call_plans,
     cross_plans,
     forward_parameters,
+    from_layout,
     other_mask_plans,
     random_inputs,
     role_of_parameter,
+    to_layout,
 )
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.diagnosis import (
@@ -146,6 +149,21 @@ def _quietened(subject: Subject, caller: Caller, plan: CallPlan, lengths: Sizes)
     return caller
 
 
+@dataclass(frozen=True)
+class LaidOutNorm:
+    """A norm called with features last and in any precision, though it may want them first and in its own."""
+
+    norm: Any
+    layout: str
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Call it."""
+        if self.layout not in CHANNELS_FIRST:
+            return self.norm(x.to(self.dtype)).to(x.dtype)
+        return from_layout(self.norm(to_layout(x.to(self.dtype), self.layout, 1)), self.layout).to(x.dtype)
+
+
 class _Observations:
     """Calls the user's code once for each plan: as searched on, with other lengths, and with tokens all alike."""
 
@@ -237,6 +255,7 @@ def _readings_as_called(
     norms_of_parts = None if subject.module is None else norms_of_queries_and_keys(subject.module)
     base = base_of(subject.module)
     norms = _norms(subject.module, norms_of_parts or ())[:3]
+    pairs = [*((norm, None) for norm in norms), *itertools.permutations(norms, 2)] or [(None, None)]
     for plan in plans:
         causal = _causal_behaviour(caller, plan, lengths)
         if causal == ("no",) and _mentions_a_triangle(subject):
@@ -244,14 +263,16 @@ def _readings_as_called(
         inner = inner_conventions(norms_of_parts, rotated or plan.takes_angles)
         unused = _never_used(subject.module, caller, plan, lengths)
         for projections, heads in _projections(subject, caller, plan, lengths, unused):
-            for norm in norms or [None]:
-                setting = Setting(heads, plan.sequence_first, norm, base)
+            for pair in pairs:
+                norm, key_norm = (one and LaidOutNorm(one, plan.layout, subject.dtype) for one in pair)
+                setting = Setting(heads, plan.sequence_first, norm, base, key_norm, plan.channels_first)
                 named = projections is None or _named(projections)
-                for conventions in convention_sets(norm is not None, causal, inner):
+                count = len([norm for norm in pair if norm is not None])
+                for conventions in convention_sets(count, not plan.self_attention, causal, inner):
                     options = dict(conventions)
                     plain = options["split"] == options["merge"] == "lh"
                     if plain or named:
-                        implied = (*_implied(projections), *_unused(subject, projections, unused, options["wrap"]))
+                        implied = (*_implied(projections), *_unused(subject, projections, unused))
                         read = projections and replace(projections, norms=norms_of_parts)
                         yield Reading(plan, read, setting, conventions, implied, plain and named)
 
@@ -279,7 +300,7 @@ def _never_used(module: nn.Module | None, caller: Caller, plan: CallPlan, length
     return {name for name, gradient in zip(named, gradients, strict=True) if gradient is None}
 
 
-def _unused(subject: Subject, projections: ProjectionReading | None, unused: set[str], wrap: str) -> Iterator[str]:
+def _unused(subject: Subject, projections: ProjectionReading | None, unused: set[str]) -> Iterator[str]:
     """Name the parts that exist and are left out under a reading."""
     module = subject.module
     if module is None or projections is None:
@@ -288,13 +309,13 @@ def _unused(subject: Subject, projections: ProjectionReading | None, unused: set
     left_out = [leaf for leaf in leaves if set(leaf.weights) <= unused]
     if projections.output is None and any(leaf.role in ("output", "") for leaf in left_out):
         yield "output_projection_skipped"
-    norms = [name for name in unused if NORM.search(name.rpartition(".")[0].rpartition(".")[2])]
-    if norms and wrap in ("none", "residual"):
+    if any(NORM.search(name.rpartition(".")[0].rpartition(".")[2]) for name in unused):
         yield "norm_never_used"
 
 
 def _named(projections: ProjectionReading) -> bool:
-    return projections.by_name or (projections.layout != "separate" and projections.order == "qkv")
+    packed = projections.layout != "separate" and projections.leaves[-1].role not in ("query", "key", "value")
+    return projections.by_name or (packed and projections.order == "qkv")
 
 
 def _projections(
@@ -302,7 +323,8 @@ def _projections(
 ) -> Iterator[tuple[ProjectionReading | None, int]]:
     module, sizes = subject.module, subject.sizes
     if module is None or not any(p.dim() >= 2 for p in module.parameters()):
-        yield None, sizes.num_heads if plan.layout in ("b h l d", "b l h d") else 1
+        counted = subject.head_counts[:1] if module is not None else []
+        yield from ((None, heads) for heads in ([sizes.num_heads] if plan.heads_are_given else [1, *counted]))
         return
     for heads in subject.head_counts:
         leaves = leaves_of(module, heads, sizes.embed_dim)
@@ -335,7 +357,10 @@ def _fed_by_inputs(module: nn.Module, caller: Caller, plan: CallPlan, lengths: S
     inputs = random_inputs(lengths, plan, 1, caller.dtype)
     seen = trace(module, lambda: caller.returned(plan, inputs))
     known = [inputs.query, inputs.key, inputs.value]
-    known += [x for call in seen.calls if NORM.search(call.path) for x in tensors_in(call.output)]
+    given = {_mark(x) for x in known}
+    norms = [call for call in seen.calls if NORM.search(call.path)]
+    normalised = [call for call in norms if any(_mark(x) in given for x in tensors_in((call.args, call.kwargs)))]
+    known += [x for call in normalised for x in tensors_in(call.output)]
     marks = {_mark(x) for x in known}
     fed = set()
     for leaf in leaves:

@@ -24,7 +24,9 @@ from equivalence_tests.checker.tracing import tensors_in, without_dropout
 __all__ = ["CallPlan", "Caller", "call_plans", "cross_plans", "other_mask_plans", "random_inputs"]
 
 # "b l e": batch first; "l b e": sequence first; with heads given: "b h l d", "b l h d"; "l e": no batch.
-LAYOUTS = ("b l e", "l b e", "b h l d", "b l h d", "l e")
+# "b e l", "b e l 1": sounds and images, features first. Each group is tried where the ones before it cannot be called.
+CHANNELS_FIRST = ("b e l", "b e l 1")
+LAYOUTS = (("b l e", "l b e", "b h l d", "b l h d"), CHANNELS_FIRST, ("l e",))
 ROLE_NAMES = (
     (r"mask|valid_?len|lengths?$|^lens$|seq_len|attn_bias|^bias$|padding|^m$", "mask"),
     (r"^\w{0,4}_?q$|^q_?\w{0,5}$|quer(y|ies)|^tgt$|^target$|^trg$|dec(oder)?_?(in|hid|x)\w*|^xq$|^x_?1$", "query"),
@@ -33,6 +35,7 @@ ROLE_NAMES = (
     (r"mem|enc|context|^kv|cond|^y$|cross|source|^xa$|other|^x_?2$|^z$", "memory"),
     (r"^x$|hidden|input|^src$|emb|token|^h$|feature|seq|^inp$|^x_?\w*$|states?$|data", "input"),
 )
+IMAGE_SIZES = (("h", "w"), ("height", "width"))
 SWITCH = re.compile(
     r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freq|kwargs|layer_idx|relative"
 )
@@ -85,6 +88,16 @@ class CallPlan:
     def sequence_first(self) -> bool:
         """Whether the length comes before the batch."""
         return self.layout == "l b e"
+
+    @property
+    def channels_first(self) -> bool:
+        """Whether the features come before the length."""
+        return self.layout in CHANNELS_FIRST
+
+    @property
+    def heads_are_given(self) -> bool:
+        """Whether the tensors come split into heads."""
+        return "h" in self.layout
 
     @property
     def one_memory(self) -> bool:
@@ -150,6 +163,8 @@ class Caller:
         return to_layout(x.to(self.dtype, copy=True), plan.layout, self.num_heads)  # the code may write into it
 
     def _size(self, name: str, inputs: Inputs) -> Any:
+        if name in ("height", "width"):
+            return inputs.query.size(1) if name == "height" else 1
         width = inputs.query.size(-1)
         sizes = Sizes(num_heads=self.num_heads, head_dim=width // self.num_heads)
         return value_for(name, sizes)[1]
@@ -168,6 +183,8 @@ def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
         return x.transpose(0, 1).contiguous()
     if layout == "l e":
         return x[0]
+    if layout in CHANNELS_FIRST:
+        return x.mT.contiguous() if layout == "b e l" else x.mT.contiguous()[..., None]
     if layout in ("b h l d", "b l h d"):
         split = x.unflatten(-1, (num_heads, -1))
         return split.transpose(1, 2).contiguous() if layout == "b h l d" else split
@@ -180,6 +197,8 @@ def from_layout(x: Tensor, layout: str) -> Tensor:
         return x.transpose(0, 1)
     if layout == "l e":
         return x[None]
+    if layout in CHANNELS_FIRST:
+        return x.flatten(2).mT
     if layout == "b h l d" and x.dim() == 4:
         return x.transpose(1, 2).flatten(2)
     return x.flatten(2) if layout == "b l h d" and x.dim() == 4 else x
@@ -239,13 +258,12 @@ def call_plans(caller: Caller, sizes: Sizes, errors: list[str]) -> Iterator[tupl
     parameters = forward_parameters(caller.function)
     equal = replace(sizes, key_len=sizes.query_len)
     found = False
-    for lengths in (sizes, equal):
-        for roles, named in role_lists(parameters):
-            for layout in LAYOUTS:
-                plan = CallPlan(roles, layout, positional_only(parameters, roles), named)
-                for working in _working(caller, plan, lengths, errors):
-                    found = True
-                    yield working, lengths
+    for lengths, layouts in itertools.product((sizes, equal), LAYOUTS):
+        for (roles, named), layout in itertools.product(role_lists(parameters), layouts):
+            plan = CallPlan(roles, layout, positional_only(parameters, roles), named)
+            for working in _working(caller, plan, lengths, errors):
+                found = True
+                yield working, lengths
         if found:
             return
 
@@ -269,7 +287,8 @@ def cross_plans(caller: Caller, sizes: Sizes) -> Iterator[tuple[CallPlan, Sizes]
         kept = tuple((name, "memory" if name in memory else role) for name, role in kept)
     if not memory or not any(role == "input" for _, role in roles):
         return
-    for lengths, layout in itertools.product((sizes, replace(sizes, key_len=sizes.query_len)), LAYOUTS):
+    lengths_tried = (sizes, replace(sizes, key_len=sizes.query_len))
+    for lengths, layout in itertools.product(lengths_tried, itertools.chain(*LAYOUTS)):
         plan = CallPlan(kept, layout, positional_only(parameters, kept))
         yield from ((working, lengths) for working in _working(caller, plan, lengths, []))
 
@@ -301,7 +320,7 @@ def positional_only(parameters: list[inspect.Parameter], roles: tuple[tuple[str,
 
 def role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[tuple[str, str], ...], bool]]:
     """Propose what each parameter gets; also whether the names said so."""
-    roles = _with_one_mask([(p.name, _role(p)) for p in parameters], parameters)
+    roles = _with_one_mask(_with_image_sizes([(p.name, _role(p)) for p in parameters]), parameters)
     kept = [(name, role) for name, role in roles if role not in ("", "default")]
     unknown = [name for name, role in roles if role == ""]
     known = {role for _, role in kept}
@@ -312,6 +331,14 @@ def role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[tupl
     for assignment in _assignments(len(tensors)):
         chosen = dict(zip(tensors, assignment, strict=True))
         yield tuple((n, chosen.get(n, r)) for n, r in roles if n in chosen or r == "mask" or r.startswith("=")), False
+
+
+def _with_image_sizes(roles: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Height and width beside each other are the sizes of an image: x of (batch, height * width, features), H, W."""
+    names = {name.lower() for name, _ in roles}
+    sizes = next((pair for pair in IMAGE_SIZES if set(pair) <= names), ("", ""))
+    meant = dict(zip(sizes, ("=height", "=width"), strict=True))
+    return [(name, meant.get(name.lower(), role)) for name, role in roles]
 
 
 def _with_one_mask(roles: list[tuple[str, str]], parameters: list[inspect.Parameter]) -> list[tuple[str, str]]:
@@ -439,6 +466,9 @@ def _try(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> Cal
 
 def _is_output(x: Tensor, plan: CallPlan, inputs: Inputs, num_heads: int) -> bool:
     batch, length, width = inputs.query.shape
+    if plan.channels_first:
+        ending = (length,) if plan.layout == "b e l" else (length, 1)
+        return x.size(0) == batch and x.dim() == 2 + len(ending) and tuple(x.shape[2:]) == ending
     lead = {"b l e": (batch, length), "l b e": (length, batch), "l e": (length,)}
     if plan.layout in lead:
         return x.dim() == len(lead[plan.layout]) + 1 and tuple(x.shape[:-1]) == lead[plan.layout]

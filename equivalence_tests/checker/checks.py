@@ -7,17 +7,18 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.attention import AttentionExamination
+from equivalence_tests.checker.attention import AttentionExamination, LaidOutNorm
 from equivalence_tests.checker.calling import random_inputs
 from equivalence_tests.checker.construction import retype
 from equivalence_tests.checker.diagnosis import FLOAT32_INSIDE, TOLERANCE, Match, Observation, distance
 from equivalence_tests.checker.masking import draw_masks
 from equivalence_tests.checker.observing import as_float64, observe, other_sizes
-from equivalence_tests.checker.reference import Inputs, attend, attention_weights
+from equivalence_tests.checker.reference import Inputs, Norm, attend, attention_weights
 from equivalence_tests.checker.report import CheckResult
 from equivalence_tests.checker.state import default_dtype
 from equivalence_tests.checker.tracing import modules_created
@@ -141,6 +142,8 @@ def check_values_with_mask(examined: Examined) -> str:
     masks = examined.examination.masks
     if not examined.match.reading.plan.mask_parameter and masks.form is None:
         raise SkippedError("there is no mask argument")
+    if masks.switched_off:
+        raise SkippedError(f"masks have no effect: {masks.switched_off} is False")
     if masks.form is None and not masks.accepted:
         said = f"every form of mask raised, or gave no numbers: {masks.said or 'nothing but NaN'}"
         raise FailedError(said) if CODE_ERRORS.match(masks.said) else SkippedError(said)
@@ -434,14 +437,15 @@ def _with_equal_scores(inputs: Inputs) -> Inputs:
 def _in_float32(examined: Examined, single: nn.Module, inputs: Inputs) -> Tensor:
     """The same attention by the reference, in float32."""
     reading = examined.match.reading
-    setting = replace(reading.setting, norm=_same_norm(examined, single))
+    own = reading.setting
+    norms = {"norm": _same_norm(examined, own.norm, single), "key_norm": _same_norm(examined, own.key_norm, single)}
+    setting = replace(own, **norms)
     return attend(setting, reading.read(single), inputs, dict(reading.conventions))
 
 
-def _same_norm(examined: Examined, single: nn.Module) -> nn.Module | None:
-    norm = examined.match.reading.setting.norm
+def _same_norm(examined: Examined, norm: Norm | None, single: nn.Module) -> Any:
     module = examined.examination.subject.function
-    if norm is None or not isinstance(module, nn.Module):
+    if not isinstance(norm, LaidOutNorm) or not isinstance(module, nn.Module):
         return None
-    path = next((name for name, child in module.named_modules() if child is norm), "")
-    return single.get_submodule(path) if path else None
+    path = next((name for name, child in module.named_modules() if child is norm.norm), "")
+    return replace(norm, norm=single.get_submodule(path), dtype=torch.float32) if path else None

@@ -73,7 +73,7 @@ NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"vocab|num_embed|n_token|ntoken|num_tokens|src_size|tgt_size|trg_size", lambda s: VOCABULARY),
     (COUNTS_KEY_HEADS, lambda s: s.key_heads),
     (
-        r"head_?(dim|size|width|features|hidden)|(dim|d|size)_?(per_)?heads?$|^d_?[kqv]{1,2}$|^(key|query|value)_?dim$|^depth_k|^dk$|^dv$",
+        r"head_?(dim|size|width|features|hidden|channels)|(dim|d|size)_?(per_)?heads?$|^d_?[kqv]{1,2}$|^(key|query|value)_?dim$|^depth_k|^dk$|^dv$",
         lambda s: s.head_dim,
     ),
     (r"head|^h$|^nh$", lambda s: s.num_heads),
@@ -120,6 +120,10 @@ ALTERNATIVES = 3
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
 ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
 
+SECTION = re.compile(
+    r"^(transformer|attention|attn|encoder|decoder|model|network|arch\w*)(_(config|cfg|args|params))?$"
+)
+
 
 class ImitatedConfig:
     """Answers config.n_embd, config["n_embd"], config.num_attention_heads, ... with sizes, by what the name says."""
@@ -128,6 +132,8 @@ class ImitatedConfig:
         self._sizes = sizes
 
     def __getattr__(self, name: str) -> Any:
+        if SECTION.search(name.lower()):
+            return self
         if name.startswith("_") or ABSENT.search(name.lower()):
             raise AttributeError(name)
         known, value = value_for(name, self._sizes)

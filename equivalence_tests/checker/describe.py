@@ -27,6 +27,8 @@ LAYOUT_WORDS = {
     "b h l d": "(batch, heads, len, head_dim)",
     "b l h d": "(batch, len, heads, head_dim)",
     "l e": "(len, features)",
+    "b e l": "(batch, features, len)",
+    "b e l 1": "(batch, features, height, width)",
 }
 WRAP_WORDS = {
     "none": "attention alone",
@@ -36,6 +38,9 @@ WRAP_WORDS = {
     "pre_norm_residual": "+ LayerNorm on the input (pre-norm), + residual",
     "pre_norm_query_only": "+ LayerNorm on the query (pre-norm)",
     "pre_norm_residual_query_only": "+ LayerNorm on the query (pre-norm), + residual",
+    "pre_norm_keys_only": "+ LayerNorm on keys and values (pre-norm)",
+    "pre_norm_residual_keys_only": "+ LayerNorm on keys and values (pre-norm), + residual",
+    "merged_norm": "+ LayerNorm on the merged heads (sub-LN)",
 }
 PACKED_WORDS = {
     "3hd": "rows are [q; k; v]",
@@ -79,6 +84,7 @@ def conventions_of(examination: AttentionExamination) -> list[Row]:
 
 def _arguments_words(plan: CallPlan) -> str:
     words = {"input": "query = key = value", "memory": "key = value", "mask?": "mask"}
+    words |= {role: role.removeprefix("=") for _, role in plan.roles if role.startswith("=")}
     return ", ".join(
         name if words.get(role, role) == name else f"{name}: {words.get(role, role)}" for name, role in plan.roles
     )

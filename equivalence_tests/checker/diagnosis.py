@@ -257,8 +257,9 @@ def applicable(reading: Reading, projections: Projections, observation: Observat
             "matrices": full,
             "arguments": not one_tensor and reading.plan.named,
             "output": output is not None,
-            "wrap": reading.setting.norm is not None
-            or not m.option.startswith(("post", "norm", "residual_from", "residual_after")),
+            "wrap": (one_tensor or not m.option.endswith("keys_only"))
+            if reading.setting.norm is not None
+            else not m.option.startswith(("post", "pre", "norm", "residual_from", "residual_after")),
             "grouped": projections.key.weight is not None
             and projections.query.weight is not None
             and projections.key.weight.size(0) != projections.query.weight.size(0),
@@ -270,16 +271,20 @@ def applicable(reading: Reading, projections: Projections, observation: Observat
             return projections.query.weight is not None and len(set(projections.query.weight.shape)) > 1
         if m.option == "whole":
             return reading.setting.num_heads > 1
-        if m.slot in ("split", "merge") and m.option == ("lbhd" if reading.setting.sequence_first else "blhd"):
-            return False
+        own = reading.setting
+        if m.slot in ("split", "merge"):
+            return m.option != ("lbhd" if own.sequence_first else "bhdl" if own.channels_first else "blhd")
         return rules.get(m.slot, True)
 
     return [m for m in ATTENTION_MISTAKES if fits(m)]
 
 
-def convention_sets(has_norm: bool, causal: Iterable[str], inner: Iterable[Options] = ((),)) -> list[Options]:
+def convention_sets(
+    norms: int, crosses: bool, causal: Iterable[str], inner: Iterable[Options] = ((),)
+) -> list[Options]:
     """List the settings that are right too, the commonest first."""
-    wraps = CONVENTIONS["wrap"] if has_norm else ("none", "residual")
+    wraps = CONVENTIONS["wrap of two norms"] if norms == 2 else CONVENTIONS["wrap"] if norms else ("none", "residual")
+    wraps = (*wraps, *CONVENTIONS["wrap of cross-attention"]) if norms == 1 and crosses else wraps
     features = (("lh", "lh"), ("ld", "ld"), ("lh", "ld"), ("ld", "lh"))
     sets: list[Options] = []
     for (split, merge), wrap, mask, done in itertools.product(features, wraps, causal, inner):

@@ -40,6 +40,7 @@ class MaskReading:
         square: Whether masks work only with as many queries as keys.
         parameter: Name of the argument.
         said: What the code answered most often where it raised.
+        switched_off: The attribute that says so, where no form of mask has an effect.
         replaces_causal: Whether a mask that is given takes the place of the causal mask that is built in.
     """
 
@@ -53,6 +54,7 @@ class MaskReading:
     parameter: str = ""
     said: str = ""
     replaces_causal: bool = False
+    switched_off: str = ""
 
 
 @dataclass
@@ -130,6 +132,8 @@ def read_masks(subject: Subject, caller: Caller, lengths: Sizes, match: Match) -
         found = _read_without_causal(reader, observed) or found
     if found.form is None:
         found = next(_infinite_after_softmax(reader, found.accepted), found)
+    if any(m.option == IGNORED for m in found.mistakes) and (switch := _switch(subject)):
+        found = replace(found, mistakes=(), form=None, switched_off=switch)
     said = Counter(reader.errors).most_common(1)[0][0] if reader.errors else ""
     return replace(found, square=square, parameter=match.reading.plan.mask_parameter, said=said)
 
@@ -154,6 +158,13 @@ def _read(reader: _Reader, observed: Observed) -> MaskReading:
     if readings:
         return _likeliest(readings, related_sources(reader.subject.function, reader.subject.source))
     return MaskReading(understood[0] if understood else None, accepted, understood)
+
+
+def _switch(subject: Subject) -> str:
+    """Name the attribute that is False and speaks of masks; "" if there is none."""
+    owners = subject.module.named_modules() if subject.module is not None else ()
+    named = ((f"{path}.{name}".strip("."), value) for path, owner in owners for name, value in vars(owner).items())
+    return next((name for name, value in named if value is False and "mask" in name.rpartition(".")[2].lower()), "")
 
 
 def _read_without_causal(reader: _Reader, observed: Observed) -> MaskReading | None:

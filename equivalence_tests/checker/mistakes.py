@@ -39,7 +39,7 @@ class Mistake:
 
 SCALE_WANTED = "scores = q kᵀ / sqrt(head_dim)"
 SCALE_LINES = (
-    r"sqrt|\*\*\s*-?\(?\s*(0?\.5|1\s*/\s*[24]|0?\.25)|scale|temper|norm_fact|power\(|\.pow\(",
+    r"sqrt|\*\*\s*-?\(?\s*(0?\.5|1\s*/\s*[24]|0?\.25)|scale(?!d_dot)|temper|norm_fact|power\(|\.pow\(",
     r"(matmul|bmm|@).*(transpose|permute|\.m?T\b)",
     r"einsum|matmul|bmm|@",
     r"softmax",
@@ -207,7 +207,7 @@ MERGE_WANTED = "(b, h, l, d) -> transpose (b, l, h, d) -> reshape (b, l, h * d)"
 
 
 def _orders() -> list[str]:
-    return ["bhld", "hbld", "lhbd", "hlbd", "blhd", "lbhd"]
+    return ["bhld", "hbld", "lhbd", "hlbd", "blhd", "lbhd", "bhdl"]
 
 
 SPLIT_MISTAKES = (
@@ -559,6 +559,16 @@ WRAP_MISTAKES = (
         "The residual is taken from the normalised input.",
         "LayerNorm(x) + Attention(LayerNorm(x))",
         "Keep x from before the LayerNorm and add that.",
+    ),
+    *(
+        _wrap(
+            wrap,
+            "queries_not_normalised",
+            "Keys and values are made from the normalised input, queries from the input itself.",
+            f"{residual}Attention(x, LayerNorm(x), LayerNorm(x))",
+            "Normalise x once, and make queries, keys and values of that.",
+        )
+        for wrap, residual in (("pre_norm_keys_only", ""), ("pre_norm_residual_keys_only", "x + "))
     ),
     _wrap(
         "residual_twice", "residual_added_twice", "The residual is added twice.", "x + x + Attention(x)", "Add x once."
@@ -915,7 +925,10 @@ CONVENTIONS: dict[str, tuple[str, ...]] = {
         "pre_norm_residual",
         "pre_norm_query_only",
         "pre_norm_residual_query_only",
+        "merged_norm",
     ),
+    "wrap of two norms": ("pre_norm", "pre_norm_residual"),
+    "wrap of cross-attention": ("pre_norm_keys_only", "pre_norm_residual_keys_only"),
     "features": ("lh", "ld"),
     "softmax_precision": ("same", "float32"),
     "causal": ("no", "yes"),

@@ -62,10 +62,12 @@ class Leaf:
     shared_heads: int = 1
 
     def read(self, module: nn.Module) -> Projection:
-        """Give the matrix as (out, in), with its bias."""
+        """Give the matrix as (out, in), with its bias, in float64 whatever the module computes in."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        weight = torch.cat([self._matrix(parameters[name].detach()) for name in self.weights])
-        bias = torch.cat([parameters[name].detach().flatten() for name in self.biases]) if self.biases else None
+        weight = torch.cat([self._matrix(parameters[name].detach().double()) for name in self.weights])
+        bias = (
+            torch.cat([parameters[name].detach().double().flatten() for name in self.biases]) if self.biases else None
+        )
         if self.shared_heads > 1:
             weight = torch.block_diag(*[weight] * self.shared_heads)
             bias = None if bias is None else bias.repeat(self.shared_heads)
@@ -296,16 +298,18 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def _is_pointwise(module: nn.Module, name: str) -> bool:
-    """Whether a parameter is the kernel of a convolution over one token at a time, (out, in, 1)."""
+    """Whether a parameter is the kernel of a convolution over one token at a time, (out, in, 1) or (out, in, 1, 1)."""
     owner, _, last = name.rpartition(".")
     parent = module.get_submodule(owner)
-    return last == "weight" and isinstance(parent, nn.Conv1d) and (parent.kernel_size, parent.groups) == ((1,), 1)
+    if last != "weight" or not isinstance(parent, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return False
+    return parent.groups == 1 and set(parent.kernel_size) == {1}
 
 
 def _as_matrix(weight: Tensor, transposed: bool) -> Tensor:
-    """Flatten (h, e, d) or (h, d, e), drop the 1 of (out, in, 1), or transpose (in, out)."""
-    if weight.dim() == 3 and weight.size(-1) == 1:
-        return weight.squeeze(-1)
+    """Flatten (h, e, d) or (h, d, e), drop every 1 of (out, in, 1), or transpose (in, out)."""
+    if weight.dim() > 2 and weight.size(-1) == 1:
+        return weight.flatten(1)
     if weight.dim() == 3:
         return (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)
     return weight.t() if transposed else weight

@@ -31,8 +31,12 @@ class Projection:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, with_bias: bool = True) -> Tensor:
-        """Apply it."""
-        return x if self.weight is None else F.linear(x, self.weight, self.bias if with_bias else None)
+        """Apply it in the precision of x."""
+        if self.weight is None:
+            return x
+        return F.linear(
+            x, self.weight.to(x.dtype), self.bias.to(x.dtype) if with_bias and self.bias is not None else None
+        )
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,18 @@ class Setting:
     Args:
         num_heads: Number of heads.
         sequence_first: Whether the user's tensors are (len, b, e): wrong reshapes then give other numbers.
+        channels_first: Whether they are (b, e, len).
         norm: The LayerNorm inside, called as it is.
         rotary_base: Base of the angles by which positions turn queries and keys.
+        key_norm: The one for keys and values, where there are two.
     """
 
     num_heads: int
     sequence_first: bool = False
     norm: Norm | None = None
     rotary_base: float = BASE
+    key_norm: Norm | None = None
+    channels_first: bool = False
 
 
 def attend(setting: Setting, projections: Projections, inputs: Inputs, choices: Choices) -> Tensor:
@@ -100,6 +108,7 @@ def attend(setting: Setting, projections: Projections, inputs: Inputs, choices: 
     q, k, v = (_attended_axis(x, choices) for x in (q, k, v))
     context = _context(q, k, v, inputs, choices)
     merged = _merge(_attended_axis(context, choices), setting, choices.get("merge", "lh"))
+    merged = setting.norm(merged) if setting.norm is not None and wrap == "merged_norm" else merged
     output = merged
     if projections.output is not None and choices.get("output") != "skipped":
         output = projections.output(merged, choices.get("output_bias") != "dropped")
@@ -124,9 +133,11 @@ def _reorder_arguments(inputs: Inputs, order: str) -> Inputs:
 def _normalise_before(setting: Setting, inputs: Inputs, wrap: str) -> Inputs:
     if setting.norm is None or wrap not in PRE_NORM_WRAPS:
         return inputs
+    key_norm = setting.key_norm or setting.norm
+    query = inputs.query if wrap.endswith("keys_only") else setting.norm(inputs.query)
     if wrap.endswith("query_only"):
-        return Inputs(setting.norm(inputs.query), inputs.key, inputs.value, inputs.may_attend)
-    return Inputs(setting.norm(inputs.query), setting.norm(inputs.key), setting.norm(inputs.value), inputs.may_attend)
+        return Inputs(query, inputs.key, inputs.value, inputs.may_attend)
+    return Inputs(query, key_norm(inputs.key), key_norm(inputs.value), inputs.may_attend)
 
 
 def _project(
@@ -178,7 +189,8 @@ def _split(x: Tensor, heads: int, setting: Setting, order: str) -> Tensor:
     if order in ("lh", "ld"):
         axes = "blhd" if order == "lh" else "bldh"
     else:
-        axes, x = order, x.transpose(0, 1) if setting.sequence_first else x
+        axes = order
+        x = x.transpose(0, 1) if setting.sequence_first else x.mT if setting.channels_first else x
     return x.reshape([sizes[a] for a in axes]).permute([axes.index(a) for a in "bhld"])
 
 
@@ -191,6 +203,8 @@ def _merge(context: Tensor, setting: Setting, order: str) -> Tensor:
     laid_out = context.permute(["bhld".index(a) for a in order])
     if setting.sequence_first:
         return laid_out.reshape(length, batch, heads * width).transpose(0, 1)
+    if setting.channels_first:
+        return laid_out.reshape(batch, heads * width, length).mT
     return laid_out.reshape(batch, length, heads * width)
 
 
@@ -356,6 +370,8 @@ PRE_NORM_WRAPS = (
     "pre_norm_query_only",
     "pre_norm_residual_query_only",
     "residual_from_norm",
+    "pre_norm_keys_only",
+    "pre_norm_residual_keys_only",
 )
 
 
@@ -367,6 +383,7 @@ def _wrap(setting: Setting, x: Tensor, y: Tensor, wrap: str) -> Tensor:
         "post_norm": lambda: norm(x + y),
         "pre_norm_residual": lambda: x + y,
         "pre_norm_residual_query_only": lambda: x + y,
+        "pre_norm_residual_keys_only": lambda: x + y,
         "residual_from_norm": lambda: norm(x) + y,
         "residual_twice": lambda: x + x + y,
         "post_norm_residual_twice": lambda: norm(x + x + y),

@@ -364,8 +364,8 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
 
 def _other_mask_notes(examination: AttentionExamination) -> list[str]:
     """Say which of several masks no verdict is about."""
-    notes = []
     first = examination.masks
+    notes = [f"{first.parameter} has no effect: {first.switched_off} is False"] if first.switched_off else []
     if first.parameter and first.form is None and not first.accepted:
         notes.append(f"{first.parameter} was not read: every form raised, {first.said or 'or gave only NaN'}")
     for masks in examination.other_masks:
