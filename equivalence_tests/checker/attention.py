@@ -24,6 +24,7 @@ from equivalence_tests.checker.calling import (
 )
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.diagnosis import (
+    PROBES,
     Effort,
     Match,
     Observation,
@@ -129,7 +130,7 @@ def _searched(
         subject.function, lambda: caller.returned(plans[0], random_inputs(lengths, plans[0], 1, caller.dtype))
     )
     readings = list(_readings(subject, caller, plans, lengths, rotated=ROTATED in seen))
-    most = 1 if seen else 3  # with parts that no reading has, pairs and triples of mistakes explain nothing either
+    most = 1 if seen else effort.most  # with parts that no reading has, pairs and triples explain nothing either
     found = search(subject.function, readings, _Observations(caller, lengths), subject.dtype, effort, most)
     examination = AttentionExamination(subject, caller, lengths, plans, found, evaluated=effort.evaluated, seen=seen)
     examination.tried = f"{len(readings)} readings, {effort.evaluated} combinations of reading and mistakes"
@@ -165,7 +166,7 @@ class LaidOutNorm:
 
 
 class _Observations:
-    """Calls the user's code once for each plan: as searched on, with other lengths, and with tokens all alike."""
+    """Calls the user's code once for each plan: as searched on, with other lengths, and as the probes ask."""
 
     def __init__(self, caller: Caller, lengths: Sizes) -> None:
         self.caller, self.lengths = caller, lengths
@@ -177,9 +178,9 @@ class _Observations:
         return self.known[plan]
 
     def _observe(self, plan: CallPlan) -> Iterator[Observation]:
-        calls = ((self.lengths, False), (other_sizes(self.lengths)[0], False), (self.lengths, True))
-        for seed, (sizes, alike) in enumerate(calls):
-            observation = observe(self.caller, plan, sizes, seed, alike=alike)
+        calls = [(0, self.lengths, ""), (1, other_sizes(self.lengths)[0], "")]
+        for seed, sizes, probe in [*calls, *((0, self.lengths, probe) for probe in PROBES)]:
+            observation = observe(self.caller, plan, sizes, seed, probe=probe)
             if observation is not None:
                 yield observation
 

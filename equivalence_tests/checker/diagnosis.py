@@ -3,8 +3,8 @@
 Readings without a mistake are tried first, then one mistake under every reading, then pairs, then triples. What
 reproduces the output on the inputs of the search is confirmed on fresh inputs of other sizes and on other weights.
 
-Where all values are alike, weights that sum to one do not count. Such inputs part the mistakes: those that show there
-must explain the output there by themselves, and only what does so is joined with those that do not show.
+Two probes part the mistakes. Where all tokens are alike, weights that sum to one do not count: the mistakes that show
+there must explain the output there by themselves. And what makes the order of tokens count is in the code or it is not.
 """
 
 import itertools
@@ -18,31 +18,29 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import CallPlan
 from equivalence_tests.checker.inner import Options
-from equivalence_tests.checker.mistakes import ATTENTION_MISTAKES, CONVENTIONS, Mistake
+from equivalence_tests.checker.mistakes import ATTENTION_MISTAKES, CONVENTIONS, Mistake, mistake_for
 from equivalence_tests.checker.projections import ProjectionReading
 from equivalence_tests.checker.reference import Inputs, Projection, Projections, Setting, attend
 
-__all__ = ["Match", "Observation", "Reading", "distance", "matches", "search"]
+__all__ = ["PROBES", "Match", "Observation", "Reading", "distance", "matches", "search"]
 
 # Differences below this part of the largest value are rounding; a true one stands far above it.
 FEWEST_READINGS = 100  # are tried however little time is left
 LEVELS = ("readings", "single mistakes", "pairs of mistakes", "triples of mistakes")
 # Code that computes a part in float32, whatever it is given, is that exact and no more.
 FLOAT32_INSIDE = 3e-6
+PROBES = {"alike": Inputs.alike, "reversed": Inputs.reversed}
+UNSCALED = mistake_for("scale", "none")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One call of the user's code: canonical inputs, and the output as (b, q, e)."""
+    """One call of the user's code: canonical inputs, and the output as (b, q, e); also which of ``PROBES`` it was."""
 
     inputs: Inputs
     output: Tensor
-
-    @property
-    def alike(self) -> bool:
-        """Whether all values of a sample are alike."""
-        return bool((self.inputs.value == self.inputs.value[:, :1]).all())
+    probe: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,11 @@ class Match:
 
 @dataclass
 class Effort:
-    """How long the search may take, and how much of it was done."""
+    """How long the search may take, for how many mistakes together, and how much of it was done."""
 
     seconds: float
     progress: Callable[[str], None] = lambda text: None
+    most: int = 3
     evaluated: int = 0
     started: float = field(default_factory=time.monotonic)
 
@@ -170,7 +169,7 @@ def search(
                 break
             searched = _Searched(module, reading, observe(reading.plan), dtype, effort)
             found += searched.matches(count, parted)
-            if found and count == 0 and reading.likely and not found[-1].float32_inside:
+            if found and count != 1 and reading.likely and not found[-1].float32_inside:
                 break
         if found:
             return _distinct([m for m in found if not m.float32_inside] or found)
@@ -186,16 +185,12 @@ class _Searched:
         self.reading, self.observations, self.effort = reading, observations, effort
         self.projections = reading.read(module)
         self.bound = max(TOLERANCE[dtype], FLOAT32_INSIDE)
-        self.alike = next((o for o in observations if o.alike), None)
+        self.probes = {o.probe: o for o in observations if o.probe}
 
     def matches(self, count: int, parted: bool) -> list[Match]:
         """List what reproduces every output with so many mistakes."""
-        if not self.observations:
-            return []
-        options = applicable(self.reading, self.projections, self.observations[0]) if count else []
-        candidates = self._in_parts(options, count) if parted and self.alike else combinations_of(options, count)
         found: list[Match] = []
-        for mistakes in candidates:
+        for mistakes in self._candidates(count, parted) if self.observations else ():
             if mistakes and self.effort.exhausted:
                 break
             if self._error(mistakes, self.observations[0]) <= self.bound:
@@ -203,23 +198,43 @@ class _Searched:
                 found += [Match(self.reading, mistakes, worst)] if worst <= 3 * self.bound else []
         return found
 
+    def _candidates(self, count: int, parted: bool) -> Iterable[tuple[Mistake, ...]]:
+        options = applicable(self.reading, self.projections, self.observations[0]) if count else []
+        if not count or not parted or set(self.probes) != set(PROBES):
+            return combinations_of(options, count)
+        if self._ordered(self.observations[0].output, self.probes["reversed"].output):
+            return self._in_parts([m for m in options if not self._orders(m)], count)
+        ordering = [] if self._orders() else [m for m in options if self._orders(m)]
+        return (found for found in self._in_parts(options, count) if not ordering or any(m in ordering for m in found))
+
+    def _ordered(self, output: Tensor | None, other: Tensor | None) -> bool:
+        """Whether tokens in reverse give the output in reverse."""
+        return output is None or other is None or distance(other.flip(1), output) <= self.bound
+
+    def _orders(self, *mistakes: Mistake) -> bool:
+        """Whether these make the order of tokens count."""
+        return not self._ordered(*(self._output(mistakes, o) for o in (self.observations[0], self.probes["reversed"])))
+
     def _in_parts(self, options: Sequence[Mistake], count: int) -> Iterator[tuple[Mistake, ...]]:
-        """Join the mistakes that explain the output where all values are alike with those that change nothing there."""
-        assert self.alike is not None  # asked before
-        if not count:
-            yield ()
-            return
-        usual = self._output((), self.alike)
-        right = None if usual is None else replace(self.alike, output=usual)
+        """Join the mistakes that explain the output where all tokens are alike with those that change nothing there."""
+        alike = self.probes["alike"]
+        usual = self._output((), alike)
+        right = None if usual is None else replace(alike, output=usual)
         showing = [m for m in options if right is None or self._error((m,), right) > self.bound]
         silent = [m for m in options if m not in showing]
+        parting = [m for m in showing if self._parts_values(m)]
         for size in range(count + 1):
             for part in combinations_of(showing, size):
                 if self.effort.exhausted:
                     return
-                if self._error(part, self.alike) <= self.bound:
+                if any(m in parting for m in part) or self._error(part, alike) <= self.bound:
                     rest = combinations_of(silent, count - size)
                     yield from ((*part, *more) for more in rest if not {m.slot for m in part} & {m.slot for m in more})
+
+    def _parts_values(self, mistake: Mistake) -> bool:
+        """Whether it makes unlike values of tokens that are alike, so that weights count again."""
+        usual, other = (self._output(some, self.probes["alike"]) for some in ((mistake,), (mistake, UNSCALED)))
+        return usual is not None and other is not None and distance(other, usual) > self.bound
 
     def _error(self, mistakes: tuple[Mistake, ...], observation: Observation) -> float:
         expected = self._output(mistakes, observation)

@@ -6,7 +6,7 @@ import torch
 
 from equivalence_tests.checker.calling import Caller, CallPlan, random_inputs
 from equivalence_tests.checker.construction import Sizes
-from equivalence_tests.checker.diagnosis import Observation
+from equivalence_tests.checker.diagnosis import PROBES, Observation
 from equivalence_tests.checker.masking import MaskForm, draw_masks
 from equivalence_tests.checker.reference import Inputs
 
@@ -22,17 +22,17 @@ def observe(
     seed: int,
     mask: MaskForm | None = None,
     errors: list[str] | None = None,
-    alike: bool = False,
+    probe: str = "",
 ) -> Observation | None:
-    """Call once with random inputs, or with tokens that are all alike; None if it raises, as ``errors`` then says."""
+    """Call once with random inputs, or as a probe asks; None if the code raises, and then ``errors`` says what."""
     inputs = random_inputs(sizes, plan, seed, caller.dtype)
-    inputs = inputs.alike() if alike else inputs
+    inputs = PROBES[probe](inputs) if probe else inputs
     if mask is not None:
         may = draw_masks(mask.pattern, len(inputs.query), inputs.query.size(1), inputs.key.size(1), seed + 3)
         inputs = replace(inputs, may_attend=may)
     try:
         with torch.no_grad():
-            return Observation(as_float64(inputs), caller.output(plan, inputs, mask).double())
+            return Observation(as_float64(inputs), caller.output(plan, inputs, mask).double(), probe)
     except Exception as error:
         if errors is not None:
             errors.append(f"{type(error).__name__}: {error}")

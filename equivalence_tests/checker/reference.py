@@ -70,9 +70,17 @@ class Inputs:
         return Inputs(*(changed[id(x)] for x in (self.query, self.key, self.value)))
 
     def alike(self) -> "Inputs":
-        """Put the first token of every tensor in the place of all, keeping equal tensors equal."""
-        made = {id(x): x[:, :1].expand_as(x).clone() for x in (self.query, self.key, self.value)}
-        return Inputs(*(made[id(x)] for x in (self.query, self.key, self.value)))
+        """Put the first token of every tensor in the place of all."""
+        return self._each(lambda x: x[:, :1].expand_as(x).clone())
+
+    def reversed(self) -> "Inputs":
+        """Put the tokens of every tensor in reverse."""
+        return self._each(lambda x: x.flip(1))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
+        """Change every tensor, keeping equal tensors equal."""
+        changed = {id(x): change(x) for x in (self.query, self.key, self.value)}
+        return Inputs(*(changed[id(x)] for x in (self.query, self.key, self.value)))
 
 
 @dataclass(frozen=True)

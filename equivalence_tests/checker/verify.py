@@ -172,12 +172,15 @@ def verify_found(
     best: AttentionExamination | None = None
     effort = Effort(seconds, progress)
     for subject in subjects(found, name, adapter or Adapter()):
+        if best is not None and effort.exhausted:
+            break
         progress(f"built {name} with {subject.sizes.num_heads} heads of {subject.sizes.head_dim}")
         examination = _examine(subject, effort, errors)
         if examination is None or (best is not None and not _believed(examination, best)):
             continue
         best = examination
-        if examination.matches or effort.exhausted:
+        effort.most = 1  # what nothing explained at one size may still be read at another
+        if examination.matches:
             break
     if best is None:
         raise CannotCheckError(_cannot_call(errors))
