@@ -241,7 +241,7 @@ class MixesScalesAndNormalisesWrongly(Plain):
 
 
 def test_three_mistakes_are_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Effort, "exhausted", property(lambda self: self.evaluated > 20000))
+    monkeypatch.setattr(Effort, "exhausted", property(lambda self: self.evaluated > 30000))
     report = verify(MixesScalesAndNormalisesWrongly)
     assert set(report.mistakes) == {
         "scale_sqrt_d_model",

@@ -190,22 +190,28 @@ class _Searched:
     def matches(self, count: int, parted: bool) -> list[Match]:
         """List what reproduces every output with so many mistakes."""
         found: list[Match] = []
-        for mistakes in self._candidates(count, parted) if self.observations else ():
-            if mistakes and self.effort.exhausted:
+        for candidates in self._candidates(count, parted) if self.observations else ():
+            for mistakes in candidates:
+                if mistakes and self.effort.exhausted:
+                    return found
+                if self._error(mistakes, self.observations[0]) <= self.bound:
+                    worst = max(self._error(mistakes, o) for o in self.observations)
+                    found += [Match(self.reading, mistakes, worst)] if worst <= 3 * self.bound else []
+            if found:
                 break
-            if self._error(mistakes, self.observations[0]) <= self.bound:
-                worst = max(self._error(mistakes, o) for o in self.observations)
-                found += [Match(self.reading, mistakes, worst)] if worst <= 3 * self.bound else []
         return found
 
-    def _candidates(self, count: int, parted: bool) -> Iterable[tuple[Mistake, ...]]:
+    def _candidates(self, count: int, parted: bool) -> Iterator[Iterable[tuple[Mistake, ...]]]:
+        """Give what is to be tried, the soonest done first."""
         options = applicable(self.reading, self.projections, self.observations[0]) if count else []
-        if not count or not parted or set(self.probes) != set(PROBES):
-            return combinations_of(options, count)
-        if self._ordered(self.observations[0].output, self.probes["reversed"].output):
-            return self._in_parts([m for m in options if not self._orders(m)], count)
-        ordering = [] if self._orders() else [m for m in options if self._orders(m)]
-        return (found for found in self._in_parts(options, count) if not ordering or any(m in ordering for m in found))
+        if count < 2 or not parted or set(self.probes) != set(PROBES):
+            yield combinations_of(options, count)
+        elif self._ordered(self.observations[0].output, self.probes["reversed"].output):
+            yield from self._in_parts([m for m in options if not self._orders(m)], count)
+        else:
+            ordering = [] if self._orders() else [m for m in options if self._orders(m)]
+            for group in self._in_parts(options, count):
+                yield (found for found in group if not ordering or any(m in ordering for m in found))
 
     def _ordered(self, output: Tensor | None, other: Tensor | None) -> bool:
         """Whether tokens in reverse give the output in reverse."""
@@ -215,7 +221,7 @@ class _Searched:
         """Whether these make the order of tokens count."""
         return not self._ordered(*(self._output(mistakes, o) for o in (self.observations[0], self.probes["reversed"])))
 
-    def _in_parts(self, options: Sequence[Mistake], count: int) -> Iterator[tuple[Mistake, ...]]:
+    def _in_parts(self, options: Sequence[Mistake], count: int) -> Iterator[Iterator[tuple[Mistake, ...]]]:
         """Join the mistakes that explain the output where all tokens are alike with those that change nothing there."""
         alike = self.probes["alike"]
         usual = self._output((), alike)
@@ -223,13 +229,13 @@ class _Searched:
         showing = [m for m in options if right is None or self._error((m,), right) > self.bound]
         silent = [m for m in options if m not in showing]
         parting = [m for m in showing if self._parts_values(m)]
-        for size in range(count + 1):
-            for part in combinations_of(showing, size):
-                if self.effort.exhausted:
-                    return
-                if any(m in parting for m in part) or self._error(part, alike) <= self.bound:
-                    rest = combinations_of(silent, count - size)
-                    yield from ((*part, *more) for more in rest if not {m.slot for m in part} & {m.slot for m in more})
+        parts = [part for size in range(count + 1) for part in combinations_of(showing, size)]
+        settled = (part for part in parts if not any(m in parting for m in part) and self._explains(part, alike))
+        for some in (settled, (part for part in parts if any(m in parting for m in part))):
+            yield (joined for part in some for joined in _joined(part, silent, count))
+
+    def _explains(self, mistakes: tuple[Mistake, ...], observation: Observation) -> bool:
+        return not self.effort.exhausted and self._error(mistakes, observation) <= self.bound
 
     def _parts_values(self, mistake: Mistake) -> bool:
         """Whether it makes unlike values of tokens that are alike, so that weights count again."""
@@ -248,6 +254,14 @@ class _Searched:
             return attend(self.reading.setting, self.projections, observation.inputs, choices)
         except (RuntimeError, IndexError, ValueError, ZeroDivisionError):
             return None
+
+
+def _joined(part: tuple[Mistake, ...], others: Sequence[Mistake], count: int) -> Iterator[tuple[Mistake, ...]]:
+    """Fill a part up with others that set different switches."""
+    slots = {m.slot for m in part}
+    for rest in combinations_of(others, count - len(part)):
+        if not slots & {m.slot for m in rest}:
+            yield (*part, *rest)
 
 
 def combinations_of(options: Sequence[Mistake], count: int) -> Iterator[tuple[Mistake, ...]]:
