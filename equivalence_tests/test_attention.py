@@ -120,7 +120,8 @@ class TestBits:
         (torch.float64, 3, 19, 3, 5),
         (torch.float64, 2, 17, 2, 3),  # sqrt(1 / 3) is not 1 / sqrt(3)
         (torch.float64, 1, 50, 2, 1),
-        (torch.float64, 2, 33, 1, 11),
+        (torch.float64, 2, 50, 1, 11),  # one head alone is merged without a copy
+        (torch.float16, 2, 17, 1, 2),
         (torch.float32, 1, 25, 2, 1),
         (torch.float32, 2, 50, 3, 1),
     ],

@@ -222,6 +222,16 @@ class TestEdges:
             assert output[0, 0, 2].isnan().all()
             assert output[1:].isfinite().all()
 
+    @pytest.mark.parametrize("name", ["query", "key", "value"])
+    def test_so_they_do_where_a_query_may_look_at_no_key(self, sdpa: Any, name: str) -> None:
+        inputs = heads()
+        inputs[name][..., 3, 2] = math.nan
+        blind = torch.zeros(5, 7, dtype=torch.bool)
+        actual = outputs_and_gradients(sdpa, inputs, attn_mask=blind)
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = outputs_and_gradients(F.scaled_dot_product_attention, inputs, attn_mask=blind)
+        assert_equal(actual, expected)
+
     def test_float16_filled_with_256_does_not_overflow(self, sdpa: Any) -> None:
         inputs = {name: torch.full((2, 3, 7, 64), 256.0, dtype=torch.float16) for name in ("query", "key", "value")}
         assert torch.equal(sdpa(**inputs), inputs["value"])
