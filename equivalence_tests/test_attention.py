@@ -290,6 +290,14 @@ class TestForms:
         without, _ = attention(**tokens("three"), **blind, need_weights=False)
         assert torch.equal(without[1], attention.out_proj.bias.expand(2, 33))
 
+    def test_scores_beyond_float16_do_not_overflow_without_weights(self, package: Any) -> None:
+        module = package.MultiheadAttention(64, 1, bias=False, dtype=torch.float16)
+        with torch.no_grad():
+            module.in_proj_weight.copy_(torch.eye(64).repeat(3, 1))
+            module.out_proj.weight.copy_(torch.eye(64))
+        x = torch.full((7, 2, 64), 256.0, dtype=torch.float16)
+        assert torch.equal(module(x, x, x, need_weights=False)[0], x)
+
     def test_dropout_is_off_in_eval_and_on_in_training(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "three", dropout=0.5).double())
         inputs = tokens("three")

@@ -165,10 +165,11 @@ class TestBits:
         assert_equal(actual, expected, relative_bound=0)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "shapes"),
     [
+        (torch.float64, [(17, 7), (19, 7), (19, 2)]),
         (torch.float64, [(5, 3, 5, 8), (5, 3, 16, 8), (5, 3, 16, 7)]),
         (torch.float32, [(3, 3, 33, 8), (3, 3, 3, 8), (3, 3, 3, 16)]),
         (torch.float32, [(2, 5, 50, 1), (2, 5, 19, 1), (2, 5, 19, 11)]),
@@ -176,15 +177,25 @@ class TestBits:
     ids=str,
 )
 def test_the_bits_are_torchs_where_products_round_by_how_their_factors_lie_in_memory(
-    dtype: torch.dtype, shapes: list[tuple[int, ...]], arguments: dict[str, Any]
+    dtype: torch.dtype, shapes: list[tuple[int, ...]], is_causal: bool
 ) -> None:
     """From about 16 places on, the CPU's kernels take other paths for other strides and alignments."""
     query, key, value = (random_tensor(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes))
     inputs = {"query": query.mT.contiguous().mT, "key": key, "value": value.mT.contiguous().mT}
-    actual = outputs_and_gradients(scratch.scaled_dot_product_attention, inputs, **arguments)
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = outputs_and_gradients(F.scaled_dot_product_attention, inputs, **arguments)
-    assert_equal(actual, expected, relative_bound=0)
+    for enable_gqa in {False, query.dim() > 2}:  # groups of one: as without
+        arguments: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": enable_gqa}
+        actual = outputs_and_gradients(scratch.scaled_dot_product_attention, inputs, **arguments)
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = outputs_and_gradients(F.scaled_dot_product_attention, inputs, **arguments)
+        assert_equal(actual, expected, relative_bound=0)
+
+
+def test_so_are_those_of_a_key_that_stands_for_many() -> None:
+    query, key, value = random_tensor(17, 7), random_tensor(1, 7, seed=1).expand(19, 7), random_tensor(19, 2, seed=2)
+    for scale in (None, 1.0, -0.5):
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = F.scaled_dot_product_attention(query, key, value, scale=scale)
+        assert torch.equal(scratch.scaled_dot_product_attention(query, key, value, scale=scale), expected)
 
 
 @pytest.mark.parametrize("mask", [name for name in MASKS if "dropout" not in name])

@@ -101,6 +101,22 @@ class TestAgainstTorch:
             assert_equal(outputs_and_gradients(ours, inputs, seed=0, **masks), expected)
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_each_dropout_stands_where_torchs_does(layer: str) -> None:
+    """Each drops alone, as where somebody sets one of them apart: the names of equal ones could be swapped."""
+    ours, theirs = (getattr(package, layer)(**SIZES | {"dropout": 0.0}) for package in (scratch, nn))
+    with_same_weights(ours, theirs)
+    names = [name for name, module in theirs.named_modules() if isinstance(module, nn.Dropout)]
+    assert len(names) >= 3
+    for name in names:
+        results = []
+        for module in (ours, theirs):
+            module.get_submodule(name).p = 0.5
+            results.append(outputs_and_gradients(module, tokens(layer)))
+            module.get_submodule(name).p = 0.0
+        assert_equal(*results)
+
+
 @EACH_PACKAGE
 @pytest.mark.parametrize("layer", LAYERS)
 class TestForms:

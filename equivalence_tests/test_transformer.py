@@ -198,6 +198,13 @@ class TestProtocol:
         encoder(**tokens("src")).sum().backward()
         assert not torch.equal(first.linear1.weight.grad, others[0].linear1.weight.grad)
 
+    @pytest.mark.parametrize("side", ["Encoder", "Decoder"])
+    def test_the_layer_that_was_given_is_not_among_them(self, package: Any, side: str) -> None:
+        layer = getattr(package, f"Transformer{side}Layer")(12, 3, 5)
+        stack_of_copies = getattr(package, f"Transformer{side}")(layer, num_layers=2)
+        given = {id(x) for x in layer.parameters()}
+        assert given.isdisjoint(id(x) for x in stack_of_copies.parameters())
+
     def test_what_surrounds_a_sample_does_not_reach_it(self, package: Any) -> None:
         model = randomize_parameters(package.Transformer(**MODEL).double()).eval()
         inputs = tokens("src", "tgt")
