@@ -109,12 +109,11 @@ def test_each_dropout_stands_where_torchs_does(layer: str) -> None:
     names = [name for name, module in theirs.named_modules() if isinstance(module, nn.Dropout)]
     assert len(names) >= 3
     for name in names:
-        results = []
         for module in (ours, theirs):
-            module.get_submodule(name).p = 0.5
-            results.append(outputs_and_gradients(module, tokens(layer)))
-            module.get_submodule(name).p = 0.0
-        assert_equal(*results)
+            for each in names:
+                module.get_submodule(each).p = 0.5 if each == name else 0.0
+        actual, expected = (outputs_and_gradients(module, tokens(layer)) for module in (ours, theirs))
+        assert_equal(actual, expected)
 
 
 @EACH_PACKAGE

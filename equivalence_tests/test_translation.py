@@ -165,6 +165,23 @@ class TestTraining:
         outputs = translate(training.model, training.task, [source for source, _ in PAIRS], beam_size)
         assert outputs == [target for _, target in PAIRS]
 
+    def test_every_epoch_has_an_order_and_drops_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        task = TranslationTask([(f"x{i}", f"y{i}") for i in range(7)])
+        settings = TrainingSettings(num_epochs=2, batch_size=7)
+        training = Training(task.build(scratch.Seq2SeqTransformer, ModelSizes.small(), seed=0), task, settings)
+        drawn = []
+
+        def step(src_ids: torch.Tensor, _: torch.Tensor) -> float:
+            drawn.append((src_ids.flatten().tolist(), torch.rand(()).item()))
+            return 0.0
+
+        monkeypatch.setattr(training, "_step", step)
+        list(training.epochs())
+        (first, first_number), (second, second_number) = drawn
+        assert sorted(first) == sorted(second)
+        assert first != second
+        assert first_number != second_number
+
     def test_leaves_the_global_random_stream_alone(self) -> None:
         training = begin()
         torch.manual_seed(5)

@@ -136,9 +136,8 @@ class FixedCache:
         """
         if self._keys_values is None:
             q, k, v = attention.project(query, key, value)
-            # Out of the packed projection, so that splitting into heads copies nothing at each call.
-            self._keys_values = k.contiguous(), v.contiguous()
-            return q, *self._keys_values
+            self._keys_values = k, v
+            return q, k, v
         k, v = self._keys_values
         validation.check_cache_batch(k.size(1), query.size(1))
         weight, _, _ = attention.projection_weights()

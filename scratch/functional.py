@@ -262,10 +262,9 @@ def sequence_first(query: Tensor, key: Tensor, value: Tensor, batch_first: bool)
 
 
 def unpack(packed: Float[Tensor, "len batch packed_width"], widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Cut the product of several projections at once into one tensor for each.
+    """Cut the product of several projections at once into one tensor for each, each in one piece of memory.
 
-    Where they are equally wide, each lies in one piece of memory and all of them in a row, as in torch.nn: the products
-    that follow round as theirs do.
+    Equally wide ones lie in a row, as in torch.nn: the products that follow round as they do there.
 
     Args:
         packed: (len, batch, the sum of the widths).
@@ -280,7 +279,7 @@ def unpack(packed: Float[Tensor, "len batch packed_width"], widths: Sequence[int
     (tensor([[[0., 1.]]]), tensor([[[2., 3.]]]), tensor([[[4., 5.]]]))
     """
     if len(set(widths)) > 1:
-        return packed.split(list(widths), dim=-1)
+        return tuple(x.contiguous() for x in packed.split(list(widths), dim=-1))
     return packed.unflatten(-1, (len(widths), widths[0])).movedim(-2, 0).contiguous().unbind()
 
 

@@ -126,11 +126,12 @@ class Seq2SeqTransformer(nn.Module):
             d_model, nhead, num_decoder_layers=num_decoder_layers, custom_encoder=encoder, **arguments
         )
         self.projection = nn.Linear(d_model, tgt_vocab_size, bias=False, **factory)
+        self._reset_embeddings(scale_embeddings, tie_weights)
+
+    def _reset_embeddings(self, scale_embeddings: bool, tie_weights: bool) -> None:
         if tie_weights:
             self.projection.weight = self.tgt_embedding.weight
-        self._reset_embeddings(std=d_model**-0.5 if scale_embeddings or tie_weights else 1.0)
-
-    def _reset_embeddings(self, std: float) -> None:
+        std = self.transformer.d_model**-0.5 if scale_embeddings or tie_weights else 1.0
         for embedding in (self.src_embedding, self.tgt_embedding):
             nn.init.normal_(embedding.weight, std=std)
 
