@@ -319,6 +319,7 @@ class Transformer(nn.Transformer):
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
             The target looks at later places unless ``tgt_mask`` says no: see trap `not_causal_by_default`.
+            It is not shifted, so that place i has seen token i: see trap `target_not_shifted`.
             The is_causal promises mask nothing by themselves: see trap `is_causal_is_a_hint`.
             Without memory_key_padding_mask the decoder looks at padding, which carries other numbers on the fast path:
             see trap `memory_padding_forgotten`.

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
+from equivalence_tests.zoo.cases import zoo
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -91,6 +92,13 @@ def test_links_of_readme_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", text):
         inside = target in anchors if target.startswith("#") else (README.parent / target).exists()
         assert inside or target.startswith("https://"), target
+
+
+def test_readme_counts_the_classes_of_the_zoo() -> None:
+    expected = [bool(case.expected) for case in zoo()]
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    counts = re.findall(r"of (\d+) small classes .* all of the (\d+) broken ones .* none of the (\d+) right ones", text)
+    assert counts == [(str(len(expected)), str(sum(expected)), str(expected.count(False)))]
 
 
 def test_the_make_targets_of_readme_exist() -> None:

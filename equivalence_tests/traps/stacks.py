@@ -1,14 +1,17 @@
 """Layers and stacks: layout, what is passed on and what is not, and what decoding costs."""
 
+import math
+
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import scratch
 from equivalence_tests.excerpts import Place
 from equivalence_tests.traps.entry import Severity, Trap
 from equivalence_tests.traps.watching import operations
-from scratch import MultiheadAttention, Transformer, TransformerEncoderLayer, functional, transformer, validation
+from scratch import MultiheadAttention, Transformer, TransformerEncoderLayer, functional, masks, transformer, validation
 from scratch.decoding import GrowingCache, new_cache
 from scratch.positional import sinusoidal_encoding
 
@@ -203,6 +206,67 @@ class NoPositions(Trap):
         return right > 0.01
 
 
+class TargetNotShifted(Trap):
+    """nn.Transformer does not shift the target: unshifted, it learns to copy."""
+
+    number = 56
+    name = "target_not_shifted"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("tgt",)
+    expects = "Under a causal mask the model cannot see the token that it is asked for."
+    happens = (
+        "The sentences are chance, so that nothing can be predicted, and still the loss is near 0. The token asked for at each "
+        "place is the one given there, and a causal mask lets a token look at itself. Such a model can copy and nothing else."
+    )
+    why = (
+        "Output i is computed from tgt 0 to i, and nothing moves it. The language models of Hugging Face shift labels by themselves; "
+        "here the one who calls does."
+    )
+    places = (Place(Transformer.forward, "self.decoder("), Place(masks.causal, "tril(offset)"))
+    instead = "Give the target without its last token, and ask for the target without its first."
+
+    def wrong(self) -> float:
+        embedding, projection = nn.Embedding(8, 16), nn.Linear(16, 8)
+        model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+        parts = nn.ModuleList([embedding, model, projection])
+        optimizer = torch.optim.Adam(parts.parameters(), lr=0.01)
+        causal = torch.ones(7, 7, dtype=torch.bool).triu(1)  # True = may not look
+        for _ in range(40):
+            src, tgt = torch.randint(8, (2, 32, 7))  # chance
+            output = model(embedding(src), embedding(tgt), tgt_mask=causal)
+            logits = projection(output).flatten(0, 1)
+            loss = F.cross_entropy(logits, tgt.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"loss: {loss.item():.2f}, of guessing: {math.log(8):.2f}")
+        return loss.item()
+
+    def right(self) -> float:
+        embedding, projection = nn.Embedding(8, 16), nn.Linear(16, 8)
+        model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+        parts = nn.ModuleList([embedding, model, projection])
+        optimizer = torch.optim.Adam(parts.parameters(), lr=0.01)
+        causal = torch.ones(6, 6, dtype=torch.bool).triu(1)  # True = may not look
+        for _ in range(40):
+            src, tgt = torch.randint(8, (2, 32, 7))  # chance
+            given, wanted = tgt[:, :-1], tgt[:, 1:]
+            output = model(embedding(src), embedding(given), tgt_mask=causal)
+            logits = projection(output).flatten(0, 1)
+            loss = F.cross_entropy(logits, wanted.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"loss: {loss.item():.2f}, of guessing: {math.log(8):.2f}")
+        return loss.item()
+
+    def holds(self, wrong: float) -> bool:
+        return wrong < 0.5
+
+    def helps(self, right: float) -> bool:
+        return right > 1.8
+
+
 class UnbatchedProjectsThrice(Trap):
     """Without a batch axis self-attention projects three times."""
 
@@ -325,6 +389,7 @@ TRAPS: tuple[type[Trap], ...] = (
     NoCache,
     MemoryPaddingForgotten,
     NoPositions,
+    TargetNotShifted,
     UnbatchedProjectsThrice,
     DropoutByDefault,
     NoLayers,
