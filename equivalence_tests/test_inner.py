@@ -136,6 +136,35 @@ class TakesCosAndSinForQueries(TakesCosAndSin):
         return self.rotated(q), k, v
 
 
+class Block(nn.Module):
+    """Right: a layer as today's language models have it, whose heads must be of even width."""
+
+    def __init__(self, dim: int, num_heads: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.attention, self.attention_norm, self.ffn_norm = Rotating(dim, num_heads), nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.feed_forward = nn.Sequential(nn.Linear(dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class BlockThatTakesAngles(Block):
+    def __init__(self, dim: int, num_heads: int, hidden_dim: int) -> None:
+        super().__init__(dim, num_heads, hidden_dim)
+        self.attention = TakesCosAndSin(dim, num_heads)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class BlockWithoutAResidual(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
 class Reversed(Rotating):
     def turned(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -213,6 +242,19 @@ def test_a_rotation_depends_on_the_distance_only(how: str) -> None:
     for offset in range(5):
         torch.testing.assert_close(scores.diagonal(offset), scores[0, offset].expand(5 - offset))
     assert (scores[0].diff().abs() > 1e-3).all()
+
+
+@pytest.mark.parametrize("right", [Block, BlockThatTakesAngles])
+def test_a_layer_around_such_attention_is_followed(right: Callable[..., Any]) -> None:
+    report = verify(right)
+    assert report.verdict == "equal", str(report)
+    assert ("attention: queries and keys", "rotated by position (halves of a head)") in {
+        row[:2] for row in report.conventions
+    }
+
+
+def test_a_mistake_of_such_a_layer_is_named() -> None:
+    assert [finding.name for finding in verify(BlockWithoutAResidual).findings] == ["residual_missing"]
 
 
 def test_what_is_no_norm_of_queries_or_keys() -> None:
