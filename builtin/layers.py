@@ -171,6 +171,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
         The attentions' weights are not to be had: see trap `no_maps_from_layers`.
+        It drops from the start, until ``eval()``: see trap `dropout_by_default`.
+        Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.
         Step-by-step decoding computes everything anew: see trap `no_cache`.
 
     Source: Vaswani et al. 2017, sections 3.1 and 3.3; Xiong et al. 2020, figure 1 (pre-norm);

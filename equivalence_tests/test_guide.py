@@ -54,6 +54,12 @@ def test_the_code_runs(my_attention: Path, capsys: pytest.CaptureFixture[str]) -
     assert names["report"].exit_status == 1
 
 
+def test_links_of_the_guide_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", GUIDE.read_text(encoding="utf-8"))
+    assert targets
+    assert all((GUIDE.parent / target).exists() for target in targets)
+
+
 def test_every_check_is_described() -> None:
     rows = dict(re.findall(r"^\| `(check_\w+)` \| (.+) \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE))
     assert rows == {check.__name__: str(check.__doc__).rstrip(".") for check in checks.attention_checks()}

@@ -143,7 +143,7 @@ class SdpaMaskAndCausal(Trap):
         return difference < 1e-5 and "Explicit attn_mask should not be set" in message
 
     def helps(self, right: tuple[float, str]) -> bool:
-        return right[0] < 1e-5
+        return right[0] < 1e-5 and not right[1]
 
 
 class SdpaLengthsUnchecked(Trap):
