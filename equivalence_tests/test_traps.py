@@ -89,7 +89,10 @@ def test_one_trap_is_shown_by_name_and_number(asked: str) -> None:
     assert (data["number"], data["name"]) == (1, "mask_polarity")
 
 
-def test_an_unknown_trap_is_refused_with_near_names() -> None:
-    result = CliRunner().invoke(app, ["traps", "mask_polarty"])
+@pytest.mark.parametrize(
+    ("asked", "answer"), [("mask_polarty", "mask_polarity"), ("need_weights", "sidebyside explain need_weights")]
+)
+def test_an_unknown_trap_is_refused_with_where_to_look(asked: str, answer: str) -> None:
+    result = CliRunner().invoke(app, ["traps", asked])
     assert result.exit_code == 2
-    assert "mask_polarity" in result.stderr
+    assert answer in result.stderr

@@ -32,7 +32,7 @@ def find_trap(name_or_number: str) -> Trap:
         The trap.
 
     Raises:
-        LookupError: If there is none, with the names that come near.
+        LookupError: If there is none, with the names that come near, or with where to look for those of an argument.
 
     >>> find_trap("1").name
     'mask_polarity'
@@ -40,6 +40,10 @@ def find_trap(name_or_number: str) -> Trap:
     for trap in TRAPS:
         if name_or_number in (trap.name, str(trap.number)):
             return trap
+    if name_or_number in {concern.rpartition(".")[2] for trap in TRAPS for concern in trap.concerns}:
+        raise LookupError(
+            f"{name_or_number!r} is an argument: `sidebyside explain {name_or_number}` lists the traps that concern it."
+        )
     near = difflib.get_close_matches(name_or_number, [trap.name for trap in TRAPS], cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"the numbers go from 1 to {TRAPS[-1].number}."
     raise LookupError(f"there is no trap {name_or_number!r}: {hint} `sidebyside traps` lists them all.")
