@@ -1,5 +1,6 @@
 """Layers and models: what is put together rightly is followed to its end, what is not is named, the rest is said."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -197,3 +198,265 @@ class MemoryFirstMixedDecoderLayer(MemoryFirstDecoderLayer, layers.MixedMemoryDe
 def test_of_two_tensors_of_one_length_the_memory_is_found_out() -> None:
     assert verify(MemoryFirstDecoderLayer).verdict == "equal", str(verify(MemoryFirstDecoderLayer))
     assert verify(MemoryFirstMixedDecoderLayer).mistakes == ("cross_values_from_decoder",)
+
+
+class SeriesModel(nn.Module):
+    """Takes features, batch first, and gives one number for the sequence."""
+
+    batch_first = True
+
+    def __init__(self, width: int, d_model: int, nhead: int) -> None:
+        super().__init__()
+        self.proj, self.pos_embedding = nn.Linear(width, d_model), nn.Parameter(torch.zeros(1, 9, d_model))
+        layer = nn.TransformerEncoderLayer(d_model, nhead, 20, batch_first=self.batch_first)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(d_model, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.place(self.proj(x)))[:, -1])
+
+    def place(self, x: Tensor) -> Tensor:
+        """The stage that defects replace."""
+        return x + self.pos_embedding
+
+
+class MixedSeriesModel(SeriesModel):
+    batch_first = False
+
+
+class UnorderedSeriesModel(SeriesModel):
+    def place(self, x: Tensor) -> Tensor:
+        return x + self.pos_embedding[:, :1]
+
+
+class ImageModel(SeriesModel):
+    """Takes images of 12 by 12, patches of 4 by 4."""
+
+    def __init__(self, d_model: int = 24) -> None:
+        super().__init__(3, d_model, 4)
+        self.patches, self.blocks = nn.Conv2d(3, d_model, 4, 4), nn.ModuleList(self.make_blocks(d_model))
+
+    def make_blocks(self, d_model: int) -> Sequence[nn.Module]:
+        """The stage that defects replace."""
+        return [layers.SequentialFeedForwardLayer(d_model, 4, 40) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.place(self.patches(x).flatten(2).mT)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class UnorderedImageModel(ImageModel, UnorderedSeriesModel):
+    pass
+
+
+class OneBlockImageModel(ImageModel):
+    def make_blocks(self, d_model: int) -> Sequence[nn.Module]:
+        return 2 * [layers.SequentialFeedForwardLayer(d_model, 4, 40)]
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (SeriesModel(6, 24, 4), ()),
+        (MixedSeriesModel(6, 24, 4), ("samples_mixed",)),
+        (UnorderedSeriesModel(6, 24, 4), ("no_positions",)),
+        (ImageModel(), ()),
+        (UnorderedImageModel(), ("no_positions",)),
+        (OneBlockImageModel(), ("layers_share_parameters",)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_models_of_features_and_images_are_run(model: nn.Module, names: tuple[str, ...]) -> None:
+    report = verify(model)
+    assert report.mistakes == names, str(report)
+    assert report.verdict == ("deviates" if names else "equal"), str(report)
+
+
+class Stack(nn.Module):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers.TwoMaskDecoderLayer(d_model, n_heads, d_ff) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+class LastLayerStack(Stack):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return [layer(x, memory) for layer in self.layers][-1]
+
+
+def test_a_bare_stack_is_run_as_its_layers_are() -> None:
+    assert verify(Stack).verdict == "equal", str(verify(Stack))
+    assert verify(LastLayerStack).mistakes == ("layers_not_chained",)
+
+
+class CausalModel(nn.Module):
+    """Has a causal mask, which gives later layers an order, and no name that says so."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, max_len: int) -> None:
+        super().__init__()
+        self.embedding, self.pe = nn.Embedding(vocab_size, d_model), nn.Parameter(torch.ones(max_len, d_model))
+        layer = nn.TransformerEncoderLayer(d_model, nhead, 20, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.embedding(x) + self.places(x.size(1)), mask=self.hidden(x.size(1)))
+
+    def places(self, length: int) -> Tensor:
+        """The stage that defects replace."""
+        return self.pe[:length]
+
+    def hidden(self, length: int) -> Tensor:
+        """The stage that defects replace."""
+        return torch.ones(length, length).triu(1).bool()
+
+
+class OneRowCausalModel(CausalModel):
+    def places(self, length: int) -> Tensor:
+        return self.pe[0]
+
+
+class TransposedCausalModel(CausalModel):
+    def hidden(self, length: int) -> Tensor:
+        return super().hidden(length).mT
+
+
+def test_a_causal_model_needs_positions_and_must_not_read_the_future() -> None:
+    report = verify(CausalModel)
+    assert report.verdict == "equal", str(report)
+    assert ("the model: an output reads", "no later token (GPT)", "") in report.conventions
+    assert verify(OneRowCausalModel).mistakes == ("no_positions",)
+    assert verify(TransposedCausalModel).mistakes == ("future_is_seen",)
+
+
+class ExchangingModel(layers.TranslationModel):
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        memory, x = self.embed(tgt), self.encode(self.embed(src))
+        for layer in self.decoder_layers:
+            x = layer(x, memory)
+        return self.head(self.norm(x))
+
+
+def test_memory_and_target_are_told_apart() -> None:
+    assert "memory_and_target_exchanged" in verify(ExchangingModel).mistakes, str(verify(ExchangingModel))
+
+
+class DeafModel(CausalModel):
+    """Reads out a first token of its own, which sees no other: attention runs along the samples."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, max_len: int) -> None:
+        super().__init__(vocab_size, d_model, nhead, max_len)
+        layer = nn.TransformerEncoderLayer(d_model, nhead, 20)
+        self.encoder, self.first = nn.TransformerEncoder(layer, 2), nn.Parameter(torch.ones(1, 1, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(torch.cat([self.first.expand(len(x), -1, -1), self.embedding(x)], 1))[:, 0]
+
+
+def test_a_model_that_does_not_read_its_input_is_named() -> None:
+    assert verify(DeafModel).mistakes == ("input_never_read",), str(verify(DeafModel))
+
+
+class OuterMasksModel(layers.TranslationModel):
+    """Takes a mask for the source and one for the target, True = may not look."""
+
+    def make_decoder(self, d_model: int, n_heads: int, d_ff: int) -> nn.ModuleList:
+        self.num_heads = n_heads
+        return super().make_decoder(d_model, n_heads, d_ff)
+
+    def forward(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None = None, tgt_mask: Tensor | None = None
+    ) -> Tensor:
+        src_mask, tgt_mask = self.masks(src, tgt, src_mask, tgt_mask)
+        encoder, own, crossed = self.dealt(src_mask, tgt_mask, tgt.size(1))
+        memory, x = self.embed(src), self.embed(tgt)
+        for layer in self.encoder_layers:
+            memory = layer(memory, encoder)
+        for layer in self.decoder_layers:
+            x = layer(x, memory, own, crossed)
+        return self.head(self.norm(x))
+
+    def masks(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """From (batch, 1, key) to what torch's layers take."""
+        return self.full(src_mask, src, src), self.full(tgt_mask, tgt, tgt)
+
+    def full(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+        """The mask of each head."""
+        shape = (len(query), query.size(1), key.size(1))
+        return None if mask is None else mask.expand(shape).repeat_interleave(self.num_heads, 0)
+
+    def dealt(self, source: Tensor | None, target: Tensor | None, length: int) -> tuple[Tensor | None, ...]:
+        """The stage that defects replace: the masks of the encoder, the decoder, and its cross-attention."""
+        return source, target, self.crossed(source, length)
+
+    def crossed(self, source: Tensor | None, length: int) -> Tensor | None:
+        """The source's mask for as many queries as there are targets."""
+        return None if source is None else source[:, :1].expand(-1, length, -1)
+
+
+class ExchangedMasksModel(OuterMasksModel):
+    def dealt(self, source: Tensor | None, target: Tensor | None, length: int) -> tuple[Tensor | None, ...]:
+        return source, self.crossed(source, length), target
+
+
+class DroppedMaskModel(OuterMasksModel):
+    def dealt(self, source: Tensor | None, target: Tensor | None, length: int) -> tuple[Tensor | None, ...]:
+        return source, target, None
+
+
+class UnusedMaskModel(OuterMasksModel):
+    def dealt(self, source: Tensor | None, target: Tensor | None, length: int) -> tuple[Tensor | None, ...]:
+        return source, None, self.crossed(source, length)
+
+
+class InnerMasksModel(OuterMasksModel):
+    """Makes its masks of the padding, 0."""
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(src, tgt)
+
+    def masks(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        future = torch.ones(2 * [tgt.size(1)]).triu(1).bool()
+        return super().masks(src, tgt, self.hidden(src)[:, None], self.hidden(tgt)[:, None] | future)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """The stage that defects replace."""
+        return ids == 0
+
+
+class ExchangedInnerMasksModel(InnerMasksModel, ExchangedMasksModel):
+    pass
+
+
+class InvertedInnerMasksModel(InnerMasksModel):
+    def masks(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        source, target = super().masks(src, tgt, src_mask, tgt_mask)
+        return None if source is None else ~source, target
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        (OuterMasksModel, ()),
+        (ExchangedMasksModel, ("masks_exchanged",)),
+        (DroppedMaskModel, ("model_mask_dropped",)),
+        (UnusedMaskModel, ("model_mask_never_used",)),
+        (InnerMasksModel, ()),
+        (ExchangedInnerMasksModel, ("future_is_seen", "masks_exchanged")),
+        (InvertedInnerMasksModel, ("model_padding_inverted",)),
+    ],
+)
+def test_masks_are_followed_through_a_model(found: Any, names: tuple[str, ...]) -> None:
+    report = verify(found)
+    assert report.mistakes == names, str(report)
+    assert any(check.name.startswith("masks of the model") for check in report.checks), str(report)

@@ -1,143 +1,23 @@
-"""Run a whole model on token ids: are its layers chained, does the decoder read the encoder, do positions count?"""
+"""Run a whole model: are its layers chained, does the decoder read the encoder, do positions count?"""
 
-import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import forward_parameters, role_of_parameter
-from equivalence_tests.checker.masking import MaskForm
+from equivalence_tests.checker.causality import causal_claim
+from equivalence_tests.checker.model_calls import ModelRun
 from equivalence_tests.checker.tracing import ModuleCall, tensors_in, trace
 
-__all__ = ["ModelRun", "judge_model", "run_model"]
+__all__ = ["judge_model", "reads_later_tokens"]
 
-TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
-SOURCE_LEN, TARGET_LEN, BATCH = 7, 5, 2
-FIRST_ID = 4  # lower ones are often padding, start and end
+Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)
+POSITIONS = re.compile(r"(^|[._])pos|position|wpe")
 
 
-@dataclass(frozen=True)
-class ModelRun:
-    """How a model is called with token ids.
-
-    Args:
-        call: Gives the output, (batch, len, features), of source and target ids.
-        source: Ids of the source; the only ones where there is one sequence.
-        target: Ids of the target; None where there is one sequence.
-        masked: Whether masks come from outside.
-    """
-
-    call: Callable[[Tensor, Tensor | None], Tensor]
-    source: Tensor
-    target: Tensor | None
-    masked: bool
-
-
-def run_model(module: nn.Module) -> ModelRun | None:
-    """Find out how to call a model with token ids.
-
-    Args:
-        module: A model with embeddings.
-
-    Returns:
-        How, or None if no way was found.
-    """
-    embeddings = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
-    if not embeddings or min(embeddings) <= FIRST_ID + 2:
-        return None
-    required = [p for p in forward_parameters(module) if p.default is p.empty]
-    masks = [p.name for p in forward_parameters(module) if role_of_parameter(p.name) == "mask"]
-    ids = [p.name for p in required if p.name not in masks]
-    if len(ids) not in (1, 2):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    drawn = [_distinct(min(embeddings), length, generator) for length in (SOURCE_LEN, TARGET_LEN)[: len(ids)]]
-    names = sorted(ids, key=lambda name: bool(TARGET.search(name.lower()))) if len(ids) == 2 else ids
-    needed = [p.name for p in required if p.name in masks]
-    runs = [
-        _run(module, names, drawn, given, turned, bool(masks))
-        for given, turned in itertools.product(_mask_values(needed), (False, True))
-    ]
-    working = [run for run in runs if run is not None]
-    return next((run for run in working if _samples_are_independent(run)), None)
-
-
-def _samples_are_independent(run: ModelRun) -> bool:
-    """Whether other ids in sample 0 leave sample 1 alone: else batch and length are mixed up."""
-    others = [x if x is None else torch.cat([x[:1].flip(1), x[1:]]) for x in (run.source, run.target)]
-    assert others[0] is not None  # a source there is
-    try:
-        with torch.no_grad():
-            before, after = run.call(run.source, run.target), run.call(others[0], others[1])
-    except Exception:  # not with these ids
-        return False
-    return bool(torch.allclose(before[1], after[1], rtol=1e-9, atol=1e-11))
-
-
-def _distinct(size: int, length: int, generator: torch.Generator) -> Tensor:
-    """Draw ids, no two of a row alike where the vocabulary allows it."""
-    rows = [FIRST_ID + torch.randperm(size - FIRST_ID, generator=generator) for _ in range(BATCH)]
-    return torch.stack([row.repeat(length)[:length] for row in rows])
-
-
-def _mask_values(names: list[str]) -> Iterator[dict[str, MaskForm | None]]:
-    """Nothing for each mask that is required, or one that hides nothing."""
-    forms: list[MaskForm | None] = [None, *MaskForm.neutral_forms()] if names else [None]
-    for form in forms:
-        yield dict.fromkeys(names, form)
-
-
-def _run(
-    module: nn.Module,
-    names: list[str],
-    drawn: Sequence[Tensor],
-    masks: dict[str, MaskForm | None],
-    turned: bool,
-    masked: bool,
-) -> ModelRun | None:
-    def call(source: Tensor, target: Tensor | None) -> Tensor:
-        given = [source] if target is None else [source, target]
-        arguments: dict[str, Any] = {n: x.T if turned else x for n, x in zip(names, given, strict=True)}
-        arguments |= {name: _neutral(form, name, source, target) for name, form in masks.items()}
-        return _output(module(**arguments), given[-1], turned)
-
-    source, target = drawn[0], drawn[1] if len(drawn) == 2 else None
-    try:
-        call(source, target)
-    except Exception:  # not the way in which it is called
-        return None
-    return ModelRun(call, source, target, masked)
-
-
-def _neutral(form: MaskForm | None, name: str, source: Tensor, target: Tensor | None) -> Tensor | None:
-    if form is None:
-        return None
-    of_target = target is not None and TARGET.search(name.lower())
-    length = target.size(1) if of_target and target is not None else source.size(1)
-    return form.build(torch.ones(BATCH, length, length, dtype=torch.bool), 1, torch.get_default_dtype())
-
-
-def _output(returned: Any, ids: Tensor, turned: bool) -> Tensor:
-    """Pick what has one row for each token of the last sequence, batch first."""
-    found = [x.transpose(0, 1) if turned and x.dim() == 3 else x for x in tensors_in((returned,))]
-    for x in found:
-        if x.dim() == 3 and x.shape[:2] == ids.shape:
-            return x
-    for x in found:  # all tokens in one axis
-        if x.dim() == 2 and len(x) == ids.numel():
-            return x.view(*ids.shape, -1) if not turned else x.view(*ids.T.shape, -1).transpose(0, 1)
-    for x in found:  # of the last token, or of the whole sequence
-        if x.dim() in (2, 3) and len(x) == len(ids) and x.size(1) != ids.size(1):
-            return x if x.dim() == 3 else x[:, None]
-    raise ValueError("no output for each token")
-
-
-def judge_model(module: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, str]]:
+def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
     """Look at how a model is put together.
 
     Args:
@@ -152,18 +32,19 @@ def judge_model(module: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, st
         yield from _judge_order(module, run)
 
 
-def _judge_order(module: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, str]]:
+def _judge_order(module: nn.Module, run: ModelRun) -> Iterator[Row]:
     seen = trace(module, lambda: run.call(run.source, run.target)).calls
     stacks = list(_stacks(module))
     for path, layers in stacks:
         yield "layers of their own", "layers_share_parameters" if _shared(layers) else "", path
         yield "layers feed one another", "" if _chained(path, len(layers), seen) else "layers_not_chained", path
     if run.target is not None and len(stacks) == 2:
-        yield "memory", "" if _memory_is_encoded(stacks, seen) else "memory_is_not_encoder_output", stacks[1][0]
-    yield from _judge_tokens(module, run)
+        yield "memory", _memory_mistake(run, stacks, seen), stacks[1][0]
+    if bool(run.call(run.source, run.target).isfinite().all()):
+        yield from _judge_tokens(module, run, [path for path, _ in stacks])
 
 
-def _unused(module: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, str]]:
+def _unused(module: nn.Module, run: ModelRun) -> Iterator[Row]:
     """Name the norms and embeddings that no gradient reaches, where it reaches what stands beside them."""
     module.zero_grad(set_to_none=True)
     run.call(run.source, run.target).square().sum().backward()
@@ -187,15 +68,70 @@ def _owner(module: nn.Module, path: str) -> nn.Module:
     return module.get_submodule(owner)
 
 
-def _judge_tokens(module: nn.Module, run: ModelRun) -> Iterator[tuple[str, str, str]]:
-    causal = run.target is not None or GENERATES.search(type(module).__name__)
-    if causal and not run.masked:
-        yield "the future is unseen", "future_is_seen" if _future_is_seen(run) else "", ""
+def reads_later_tokens(run: ModelRun) -> bool | None:
+    """Whether an output changes with a later token of the last sequence; None where there is no output for each."""
+    ids = run.source if run.target is None else run.target
+    before = _with(run, ids)
+    if before.size(1) != ids.size(1) or run.kind == "image" or not bool(before.isfinite().all()):
+        return None
+    other = ids.clone()
+    other[:, -2] = ids[:, 0]  # the last one may be cut off, where targets are shifted inside
+    return not torch.allclose(before[:, :-2], _with(run, other)[:, :-2], rtol=1e-9, atol=1e-11)
+
+
+def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterator[Row]:
+    later = None if run.masked or run.kind == "stack" else reads_later_tokens(run)
+    asked = run.target is not None or GENERATES.search(type(module).__name__)
+    if later is not None and (asked or not later or _claims_to_be_causal(module, run)):
+        yield "the future is unseen", "future_is_seen" if later else "", ""
+    # Without ids, tokens may be a set, unless the model holds positions.
+    if run.kind != "ids" and not any(POSITIONS.search(name) for name in _names(module)):
+        return
     if run.target is not None:
-        yield "positions of the source", "no_positions" if _source_order_is_lost(run) else "", "source"
+        lost = _is_lost(lambda x: run.call(x, run.target), run, run.source)
+        yield "positions of the source", "no_positions" if lost else "", "source"
+    yield (
+        "positions",
+        "no_positions" if _order_is_lost(module, run, stacks) else "",
+        "target" * (run.target is not None),
+    )
+
+
+def _claims_to_be_causal(module: nn.Module, run: ModelRun) -> bool:
+    return bool(causal_claim(module, lambda: run.call(run.source, run.target)))
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    for path, child in module.named_modules():
+        yield f"{path}.{type(child).__name__}".lower()
+        yield from (name.lower() for name in (*child._parameters, *child._buffers))
+
+
+def _is_lost(call: Callable[[Tensor], Tensor], run: ModelRun, x: Tensor) -> bool:
+    """Whether exchanging the first two tokens leaves the last output alone, though it reads them."""
+    before, after, changed = (call(given)[:, -1] for given in (x, run.exchanged(x), run.replaced(x)))
+    if torch.allclose(before, changed, rtol=1e-9, atol=1e-11):
+        return False
+    return torch.allclose(before, after, rtol=1e-9, atol=1e-11)
+
+
+def _order_is_lost(module: nn.Module, run: ModelRun, stacks: list[str]) -> bool:
+    """Look at what the first layer gives: later on a causal mask alone tells the order of what came before."""
     last = run.source if run.target is None else run.target
-    if not (run.target is None and _future_is_seen(run)):
-        yield "positions", "no_positions" if _order_is_lost(run, last) else "", "" if run.target is None else "target"
+
+    def first_layer(x: Tensor) -> Tensor:
+        calls = trace(module, lambda: _with(run, x)).calls
+        output = _outputs(calls, f"{stacks[-1]}.0")
+        return _with(run, x) if output is None else _upright(output, run)
+
+    if not stacks or run.kind == "image":
+        return _is_lost(lambda x: _with(run, x), run, last)
+    return _is_lost(first_layer, run, last)
+
+
+def _upright(output: Tensor, run: ModelRun) -> Tensor:
+    """Batch first, as the samples of the run are counted."""
+    return output.transpose(0, 1) if output.dim() == 3 and output.size(0) != len(run.source) else output
 
 
 def _stacks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -239,7 +175,15 @@ def _chained(path: str, count: int, calls: list[ModuleCall]) -> bool:
     return True
 
 
-def _memory_is_encoded(stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> bool:
+def _memory_mistake(run: ModelRun, stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> str:
+    assert run.target is not None  # asked only then
+    rows = run.call(run.source, run.target).size(1)
+    if rows == run.source.size(1) != run.target.size(1):
+        return "memory_and_target_exchanged"
+    return "" if _memory_is_encoded(run, stacks, calls) else "memory_is_not_encoder_output"
+
+
+def _memory_is_encoded(run: ModelRun, stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> bool:
     """Whether the decoder's layers read something that was there only after the encoder's last layer."""
     (encoder, layers), (decoder, _) = stacks
     order = [call.path for call in calls]
@@ -250,7 +194,7 @@ def _memory_is_encoded(stacks: list[tuple[str, list[nn.Module]]], calls: list[Mo
     early = calls[: order.index(f"{encoder}.0")]
     first_inputs = _inputs(calls, f"{encoder}.0")[:1]
     known = [x for call in early for x in tensors_in((call.output,))] + first_inputs
-    memories = [x for x in given if SOURCE_LEN in x.shape[:2]]
+    memories = [x for x in given if run.source.size(1) in x.shape[:2]]
     return not memories or not all(any(_same(x, y) for y in known) for x in memories)
 
 
@@ -258,26 +202,5 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, rtol=1e-10, atol=1e-12)
 
 
-def _future_is_seen(run: ModelRun) -> bool:
-    ids = run.source if run.target is None else run.target
-    other = ids.clone()
-    other[:, -2] = ids[:, 0]  # the last one may be cut off, where targets are shifted inside
-    before, after = _with(run, ids), _with(run, other)
-    return not torch.allclose(before[:, :-2], after[:, :-2], rtol=1e-9, atol=1e-11)
-
-
-def _order_is_lost(run: ModelRun, ids: Tensor) -> bool:
-    """Whether exchanging the first two tokens leaves the last output alone."""
-    exchanged = ids[:, [1, 0, *range(2, ids.size(1))]]
-    before, after = _with(run, ids), _with(run, exchanged)
-    return torch.allclose(before[:, -1], after[:, -1], rtol=1e-9, atol=1e-11)
-
-
-def _source_order_is_lost(run: ModelRun) -> bool:
-    exchanged = run.source[:, [1, 0, *range(2, run.source.size(1))]]
-    before, after = run.call(run.source, run.target), run.call(exchanged, run.target)
-    return torch.allclose(before, after, rtol=1e-9, atol=1e-11)
-
-
-def _with(run: ModelRun, ids: Tensor) -> Tensor:
-    return run.call(ids, None) if run.target is None else run.call(run.source, ids)
+def _with(run: ModelRun, last: Tensor) -> Tensor:
+    return run.call(last, None) if run.target is None else run.call(run.source, last)

@@ -7,6 +7,7 @@ token ids (``models``). What could not be looked at is said, and nothing is call
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,11 +21,13 @@ from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.judging import Clock
-from equivalence_tests.checker.layer_masks import read_layer_masks
+from equivalence_tests.checker.layer_masks import LayerMask, read_layer_masks
 from equivalence_tests.checker.loading import Source, source_of
 from equivalence_tests.checker.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.mistakes import STRUCTURE
-from equivalence_tests.checker.models import judge_model, run_model
+from equivalence_tests.checker.model_calls import Attempts, ModelRun, run_model, run_stack
+from equivalence_tests.checker.model_masks import judge_model_masks
+from equivalence_tests.checker.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.part_mistakes import PART_MISTAKES, PartMistake
 from equivalence_tests.checker.parts import examine_part, guess_kind, kind_of_name
 from equivalence_tests.checker.report import CheckResult, Finding, Report
@@ -51,12 +54,14 @@ class Walk:
         module: The model, prepared.
         sizes: Of the tensors.
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
+        masks: For each class of layer, what its masks hide.
     """
 
     report: Report
     module: nn.Module
     sizes: Sizes
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
+    masks: dict[type[nn.Module], list[LayerMask]] = field(default_factory=dict)
 
     def check(self, name: str, mistakes: list[str], place: str, evidence: str, source: Source) -> None:
         """Add a row, and a finding for each mistake."""
@@ -217,7 +222,8 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     from equivalence_tests.checker.verify import verify_found
 
     kind = kind_of(path, child)
-    adapter = Adapter(embed_dim=walk.sizes.embed_dim)
+    width = walk.sizes.embed_dim  # that of a model may be that of its input only
+    adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None)
     try:
         part = (
             verify_found(child, path, adapter)
@@ -349,7 +355,9 @@ def _wiring(walk: Walk, caller: Caller, plan: CallPlan, lengths: Sizes, layer: n
 def _add_layer_masks(
     walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, source: Source, crossed: bool
 ) -> None:
-    for mask in read_layer_masks(caller, plan, lengths):
+    read = list(read_layer_masks(caller, plan, lengths))
+    walk.masks[type(caller.function)] = read  # type: ignore[index]  # layers are modules
+    for mask in read:
         if crossed and not mask.hides:
             continue  # without a cross-attention that works, its mask has nothing to hide
         hidden = {"x": "the layer's own tokens", "memory": "tokens of the memory"}.get(mask.hides, "")
@@ -394,19 +402,51 @@ def _add_mask_methods(walk: Walk) -> None:
 
 
 def _add_model(walk: Walk) -> None:
-    """Run a model with embeddings on token ids."""
-    if not any(isinstance(m, nn.Embedding) for m in walk.module.modules()):
+    """Run a whole model, or a stack, and look at how it is put together."""
+    if kind_of("model", walk.module) in EXAMINED or walk.module in [layer for _, layer in _layers(walk.module)]:
         return
-    run = run_model(walk.module)
+    run, attempts = _run(walk)
     if run is None:
-        walk.report.notes.append(
-            "no way to run the whole model on token ids was found: the parts and layers were checked, not their order"
-        )
+        _say_that_it_does_not_run(walk, attempts)
         return
     source = source_of(type(walk.module).forward)
-    evidence = "seen when the model is run on token ids, and on the same with two or one of them changed"
-    for what, mistake, where in judge_model(walk.module, run):
+    evidence = "seen when the model is run, and run again with one or two of its tokens changed"
+    judged = itertools.chain(judge_model(walk.module, run), judge_model_masks(walk.module, run, walk.masks))
+    for what, mistake, where in judged:
         walk.check(f"{what}{f' ({where})' if where else ''}", [mistake] if mistake else [], where, evidence, source)
+    walk.report.conventions += list(_model_rows(run))
+
+
+def _run(walk: Walk) -> tuple[ModelRun | None, Attempts]:
+    """A stack is called as a layer is; what is no stack has a way in: embeddings, patches or a projection."""
+    embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in walk.module.modules())
+    if not embeds:
+        caller = Subject("it", walk.module, walk.sizes, Source(), Adapter()).caller()
+        stack = run_stack(caller, walk.sizes)
+        if stack is not None:
+            return stack, Attempts()
+    return run_model(walk.module)
+
+
+def _say_that_it_does_not_run(walk: Walk, attempts: Attempts) -> None:
+    if attempts.wrong:
+        evidence = "seen when one sample of the batch is changed, in every way in which the model runs"
+        walk.check("samples are independent", [attempts.wrong], "", evidence, source_of(type(walk.module)))
+        return
+    said = f"; it said {attempts.said[-1]}" if attempts.said else ""
+    walk.report.notes.append(
+        f"no way to run the whole model was found: its parts and layers were checked, not their order{said}"
+    )
+
+
+def _model_rows(run: ModelRun) -> Iterator[tuple[str, str, str]]:
+    """Say what a model reads: what is right for one that classifies is wrong for one that predicts the next token."""
+    if run.turned:
+        yield "the model: layout", "(len, batch)", "(len, batch) unless batch_first"
+    later = reads_later_tokens(run) if run.kind != "stack" else None
+    if later is not None and not run.masked:
+        words = "every token, later ones too (BERT)" if later else "no later token (GPT)"
+        yield "the model: an output reads", words, ""
 
 
 def _add_layout_clash(walk: Walk) -> None:

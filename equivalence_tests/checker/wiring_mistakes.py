@@ -8,6 +8,10 @@ SUBLAYER = "LayerNorm(x + f(x)), or x + f(LayerNorm(x))"
 FORWARD = (r"def forward",)
 CROSS_LINES = (r"(cross|enc|multihead|src|inter)\w*\(", r"attn\w*\(|attention\w*\(")
 
+BATCH_FIRST_LINES = (r"(Encoder|Decoder)Layer\(|MultiheadAttention\(", r"nn\.Transformer\(", r"(transpose|permute)\(")
+
+MODEL_MASK_LINES = (r"(enc|dec)\w*\(", r"layers?\w*\(|blocks?\w*\(", r"def forward")
+
 WIRING_MISTAKES = {
     mistake.name: mistake
     for mistake in (
@@ -70,6 +74,30 @@ WIRING_MISTAKES = {
             CROSS_LINES,
         ),
         PartMistake(
+            "model_mask_never_used",
+            "The model takes a mask and hands it to none of its layers.",
+            "decoder(tgt, memory)",
+            "decoder(tgt, memory, tgt_mask, src_mask)",
+            "Pass the mask on.",
+            MODEL_MASK_LINES,
+        ),
+        PartMistake(
+            "model_mask_dropped",
+            "There is a mask for this sequence, and these layers are not handed it.",
+            "decoder(tgt, memory, tgt_mask)",
+            "decoder(tgt, memory, tgt_mask, src_mask)",
+            "Pass the mask of the source to the encoder and to the cross-attention, that of the target to the decoder.",
+            MODEL_MASK_LINES,
+        ),
+        PartMistake(
+            "model_padding_inverted",
+            "The padding is shown to these layers and the words are hidden: they read the mask the other way round.",
+            "mask = ids == pad, where True means may look",
+            "mask = ids != pad, where True means may look",
+            "Bring what builds the mask and what reads it to one meaning of True.",
+            (r"(==|!=|\.eq\(|\.ne\().*pad|pad.*(==|!=)", r"mask\s*="),
+        ),
+        PartMistake(
             "layers_not_chained",
             "The layers of a stack do not feed one another.",
             "every layer gets the same input",
@@ -84,6 +112,31 @@ WIRING_MISTAKES = {
             "decoder(tgt, encoder(src))",
             "Pass the encoder's output as memory.",
             (r"decoder\(|\bdec\(|layer\(.*(src|enc|mem)", r"def forward"),
+        ),
+        PartMistake(
+            "memory_and_target_exchanged",
+            "The decoder is given the encoder's output as its target and the target as memory: it answers for each "
+            "token of the source.",
+            "decoder(encoder(src), tgt)",
+            "decoder(tgt, encoder(src))",
+            "Exchange the two arguments.",
+            (r"decoder\(|decode\(|\bdec\(", r"def forward"),
+        ),
+        PartMistake(
+            "samples_mixed",
+            "What comes out for one sample depends on the others of the batch: batch and length are mixed up.",
+            "attention along axis 0, the samples, of (batch, len, features)",
+            "attention along the length",
+            "Build torch's layers with batch_first=True, or transpose before and after them.",
+            BATCH_FIRST_LINES,
+        ),
+        PartMistake(
+            "input_never_read",
+            "What comes out is the same for every input: batch and length may be mixed up.",
+            "the row that is read out sees no other, as where attention runs along the samples",
+            "the row that is read out sees its sequence",
+            "Build torch's layers with batch_first=True, or transpose before and after them.",
+            BATCH_FIRST_LINES,
         ),
         PartMistake(
             "layers_share_parameters",
