@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.cases import Case
 from benchmarks.contenders import BASELINE, CONTENDERS
-from benchmarks.results import Row
+from benchmarks.results import Row, in_turns
 from benchmarks.summarising import Ratio, median_ratio, ratio_of_medians
 from benchmarks.tables import bytes_in_words, time_in_words
 
@@ -35,9 +35,7 @@ def fastest(rows: Sequence[Row]) -> Row | None:
 
 def _ratio(row: Row, other: Row) -> Ratio:
     """Give the ratio of two times of one case, round by round where both were measured in the same rounds."""
-    # One environment is noted for all who run in turns.
-    together = row.environment == other.environment and len(row.rounds_us) == len(other.rounds_us)
-    return (median_ratio if together else ratio_of_medians)(row.rounds_us, other.rounds_us)
+    return (median_ratio if in_turns(row, other) else ratio_of_medians)(row.rounds_us, other.rounds_us)
 
 
 def _is_slower(ratio: Ratio) -> bool:

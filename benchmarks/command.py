@@ -41,7 +41,9 @@ def run(
         bool, typer.Option("--quick", help="Small sizes; under a minute. What happens by default.")
     ] = False,
     standard: Annotated[bool, typer.Option("--standard", help="Lengths to 4096; under ten minutes.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="All axes, lengths to 16384; hours.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Also lengths to 16384, more modes, masks, dtypes and compiled; many hours.")
+    ] = False,
     component: Annotated[str | None, _listed("What is timed", COMPONENTS)] = None,
     mode: Annotated[str | None, _listed("How", MODES)] = None,
     batch: Annotated[str | None, _listed("Numbers of sequences")] = None,
@@ -91,9 +93,8 @@ def run(
             "compiled": _switches("compiled", compiled),
             "bias": _switches("bias", bias),
         }
-        grids = [
-            replace(grid, **{k: v for k, v in axes.items() if v}) for grid in _chosen_grids(preset, axes["component"])
-        ]
+        chosen_axes = {name: values for name, values in axes.items() if values}
+        grids = [replace(grid, **chosen_axes) for grid in _chosen_grids(preset, axes["component"])]
         counts = _numbers("threads", threads) or (torch.get_num_threads(),)
         devices = _devices(device)
         cases = cases_of(grids, counts, devices)

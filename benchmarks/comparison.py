@@ -1,13 +1,15 @@
 """Two runs compared: what became faster or slower beyond noise."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rich import box
 from rich.table import Table
 
-from benchmarks.results import Row
+from benchmarks.cases import Case
+from benchmarks.contenders import BASELINE
+from benchmarks.results import Row, in_turns
 from benchmarks.summarising import Ratio, ratio_of_medians
 from benchmarks.tables import bytes_in_words, time_in_words
 from scratch.validation import ArgumentValueError
@@ -15,6 +17,7 @@ from scratch.validation import ArgumentValueError
 __all__ = ["Change", "change_table", "changes_between"]
 
 Verdict = Literal["same", "faster", "slower", "more memory", "less memory", "lost", "gained"]
+Cell = tuple[Case, str]
 WORSE = ("slower", "more memory", "lost")
 
 
@@ -46,7 +49,8 @@ def changes_between(old: Sequence[Row], new: Sequence[Row], threshold: float) ->
     Args:
         old: Rows of the earlier run.
         new: Rows of the later one.
-        threshold: Relative change that counts, if the interval of the ratio excludes 1 too.
+        threshold: Relative change that counts, if the interval of the ratio excludes 1 too. Where others ran in the
+            same rounds, it must count beside theirs, too: what slows all of them alike is the machine.
 
     Returns:
         One entry for each cell of both runs.
@@ -54,27 +58,40 @@ def changes_between(old: Sequence[Row], new: Sequence[Row], threshold: float) ->
     Raises:
         ValueError: If they share none.
     """
-    before = {(row.case, row.contender): row for row in old}
-    pairs = [(before[row.case, row.contender], row) for row in new if (row.case, row.contender) in before]
-    if not pairs:
+    before, after = ({(row.case, row.contender): row for row in rows} for rows in (old, new))
+    shared = [cell for cell in after if cell in before]
+    if not shared:
         raise ArgumentValueError("the two results must share a cell of equal settings, threads and device, got none")
-    return [_change(first, second, threshold) for first, second in pairs]
+    changes = []
+    for case, contender in shared:
+        other = (case, "scratch" if contender == BASELINE else BASELINE)
+        beside = _rounds_beside(before, (case, contender), other), _rounds_beside(after, (case, contender), other)
+        changes.append(_change(before[case, contender], after[case, contender], threshold, *beside))
+    return changes
 
 
-def _change(old: Row, new: Row, threshold: float) -> Change:
+def _rounds_beside(rows: Mapping[Cell, Row], cell: Cell, other: Cell) -> list[float]:
+    """Give the ratios of a cell's rounds to those of another; none where they were not measured in turns."""
+    row, companion = rows[cell], rows.get(other)
+    if companion is None or not in_turns(row, companion):
+        return []
+    return [x / y for x, y in zip(row.rounds_us, companion.rounds_us, strict=True)]
+
+
+def _change(old: Row, new: Row, threshold: float, old_beside: Sequence[float], new_beside: Sequence[float]) -> Change:
     if old.status != "timed" or new.status != "timed":
         verdict: Verdict = "lost" if old.status == "timed" else "gained" if new.status == "timed" else "same"
         return Change(old, new, verdict, None)
     ratio = ratio_of_medians(new.rounds_us, old.rounds_us)
-    if ratio.low > 1 and ratio.value > 1 + threshold:
+    ratios = [ratio, ratio_of_medians(new_beside, old_beside)] if old_beside and new_beside else [ratio]
+    old_bytes, new_bytes = (row.peak_memory_bytes or 0 for row in (old, new))
+    if all(x.low > 1 and x.value > 1 + threshold for x in ratios):
         return Change(old, new, "slower", ratio)
-    if (new.peak_memory_bytes or 0) > (1 + threshold) * (old.peak_memory_bytes or 0):
+    if new_bytes > (1 + threshold) * old_bytes:
         return Change(old, new, "more memory", ratio)
-    if ratio.high < 1 and ratio.value < 1 / (1 + threshold):
+    if all(x.high < 1 and x.value < 1 / (1 + threshold) for x in ratios):
         return Change(old, new, "faster", ratio)
-    if (old.peak_memory_bytes or 0) > (1 + threshold) * (new.peak_memory_bytes or 0):
-        return Change(old, new, "less memory", ratio)
-    return Change(old, new, "same", ratio)
+    return Change(old, new, "less memory" if old_bytes > (1 + threshold) * new_bytes else "same", ratio)
 
 
 def change_table(changes: Sequence[Change]) -> Table:

@@ -13,7 +13,7 @@ from benchmarks.cases import Case
 from benchmarks.environment import Environment
 from scratch.validation import ArgumentValueError
 
-__all__ = ["SCHEMA_VERSION", "Row", "Status", "append_rows", "read_rows", "without_cut_line", "write_csv"]
+__all__ = ["SCHEMA_VERSION", "Row", "Status", "append_rows", "in_turns", "read_rows", "without_cut_line", "write_csv"]
 
 SCHEMA_VERSION = 1
 Status = Literal["timed", "unequal", "out of memory", "unavailable"]
@@ -70,6 +70,11 @@ class Row:
     roofline_us: float | None = None
     tokens_per_s: float | None = None
     schema_version: int = SCHEMA_VERSION
+
+
+def in_turns(row: Row, other: Row) -> bool:
+    """Whether two rows of a case were timed in the same rounds: one environment is noted for all who were."""
+    return row.environment == other.environment and len(row.rounds_us) == len(other.rounds_us)
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:

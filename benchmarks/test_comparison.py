@@ -62,6 +62,22 @@ def test_only_equal_cells_are_compared() -> None:
         changes_between(old, [replace(old[0], case=replace(old[0].case, threads=9))], 0.05)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_slows_all_alike_is_the_machine(seed: int) -> None:
+    def rows(load: float, scratch_us: float, at: int) -> list[Row]:
+        return [row(load * 100.0, at, contender="builtin"), row(load * scratch_us, at + 1)]
+
+    def verdicts(new: list[Row]) -> list[str]:
+        return [x.verdict for x in changes_between(rows(1.0, 200.0, seed), new, 0.05)]
+
+    assert verdicts(rows(3.0, 200.0, seed + 100)) == ["same", "same"]
+    assert verdicts(rows(1.5, 300.0, seed + 100)) == ["same", "slower"]
+    assert verdicts([row(50.0, seed + 100, contender="builtin"), row(200.0, seed + 101)]) == ["faster", "same"]
+    apart = [row(300.0, seed + 100, contender="builtin"), row(600.0, seed + 101)]
+    apart[1] = replace(apart[1], environment=replace(ENVIRONMENT, measured_at="later"))
+    assert verdicts(apart) == ["slower", "slower"]
+
+
 def run(folder: Path, old: Sequence[Row], new: Sequence[Row]) -> tuple[int, str]:
     paths = [folder / "old.jsonl", folder / "new.jsonl"]
     for path, rows in zip(paths, (old, new), strict=True):
