@@ -160,6 +160,40 @@ class CentringRMSNorm(RootMeanSquare):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
+class ScaleNorm(RootMeanSquare):
+    """One gain for all features, and the length of the vector for the root of the mean."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / x.norm(dim=-1, keepdim=True).clamp(min=1e-5)
+
+
+class ChannelsLayerNorm(GainBiasLayerNorm):
+    """Takes (batch, features, len)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(1, keepdim=True)
+        spread = (centred.square().mean(1, keepdim=True) + self.eps).sqrt()
+        return self.gamma[:, None] * centred / spread + self.beta[:, None]
+
+
+class HalfFeedForward(PaperFeedForward):
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__(d_model, d_ff)
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.5 * super().forward(self.norm(x))
+
+
+class EarlyActivationFeedForward(PaperFeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(self.w_1(x.relu()))
+
+
 class LazyFeedForward(nn.Module):
     """Names the width of its output a feed-forward's, and works it out in the first call."""
 
@@ -284,6 +318,9 @@ RIGHT: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a function that leaves the mean": (lambda: rms_norm, "compared with", "nn.RMSNorm"),
     "a function of matrices": (lambda: feed_forward, "activation", "ReLU"),
     "an instance": (lambda: SwiGluFeedForward(8, 16), "gated", "SwiGLU"),
+    "one gain, no mean": (lambda: ScaleNorm, "compared with", "g * F.normalize(x)"),
+    "features before tokens, normalised": (lambda: ChannelsLayerNorm, "layout", "(batch, features, len)"),
+    "half of it": (lambda: HalfFeedForward, "includes", "+ LayerNorm on the input, half of it + residual"),
     "a list of sizes": (lambda: ShapedLayerNorm, "axes", "the last"),
     "an RMSNorm": (lambda: MyRMSNorm, "compared with", "nn.RMSNorm"),
     "torch's RMSNorm": (lambda: nn.RMSNorm, "compared with", "nn.RMSNorm"),
@@ -309,6 +346,7 @@ def test_what_is_right_is_read(name: str) -> None:
         (ScalarLayerNorm, {"norm_unbiased_std", "norm_eps_outside"}),
         (MeanlessLayerNorm, {"norm_without_mean"}),
         (CentringRMSNorm, {"norm_subtracts_mean"}),
+        (EarlyActivationFeedForward, {"activation_before_first_linear"}),
         (BilinearFeedForward, {"gate_without_activation"}),
         (LinearConvFeedForward, {"activation_missing"}),
         (feed_forward_of_rows, {"activation_missing"}),

@@ -88,6 +88,11 @@ class OneRowPositionalEncoding(Table):
         return x + self.pe[None][:, x.size(1)]
 
 
+class FirstRowPositionalEncoding(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pe[0]
+
+
 class MaskedPositionalEncoding(nn.Module):
     """Sums up a mask: positions from 1, divided by the last."""
 
@@ -151,6 +156,7 @@ def test_a_learned_table_is_said_to_be_one() -> None:
     ("found", "names"),
     [
         (OneRowPositionalEncoding, {"position_one_row"}),
+        (FirstRowPositionalEncoding, {"position_one_row"}),
         (ForgottenPositionalEncoding, {"position_not_added"}),
         (MultipliedPositionalEncoding, {"position_multiplied"}),
         (SinesOnlyPositionalEncoding, {"position_cosine_missing"}),
@@ -164,7 +170,9 @@ def test_what_is_wrong_is_named(found: Callable[..., Any], names: set[str]) -> N
     assert set(report.mistakes) == names, str(report)
 
 
-@pytest.mark.parametrize("name", ["PostionalEncoding", "PositonalEmbedding", "PosEmb", "SinusoidalPositions"])
+@pytest.mark.parametrize(
+    "name", ["PostionalEncoding", "PositonalEmbedding", "PosEmb", "SinusoidalPositions", "LearnedPositions", "RelPE"]
+)
 def test_names_are_known_in_other_spellings(name: str) -> None:
     assert guess_kind(type(name, (nn.Module,), {})) == "positional_encoding"
 
@@ -174,6 +182,6 @@ def test_a_table_of_sines_tells_what_a_module_is() -> None:
     assert guess_kind(nn.Embedding(16, 8)) == ""
 
 
-@pytest.mark.parametrize("name", ["PostNormEncoderLayer", "PosteriorEncoder"])
+@pytest.mark.parametrize("name", ["PostNormEncoderLayer", "PosteriorEncoder", "PositionWiseFFN", "PositionAttention"])
 def test_other_names_are_left_alone(name: str) -> None:
     assert guess_kind(type(name, (nn.Module,), {})) != "positional_encoding"

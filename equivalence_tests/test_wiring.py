@@ -460,3 +460,81 @@ def test_masks_are_followed_through_a_model(found: Any, names: tuple[str, ...]) 
     report = verify(found)
     assert report.mistakes == names, str(report)
     assert any(check.name.startswith("masks of the model") for check in report.checks), str(report)
+
+
+class UnreadNormDecoderLayer(layers.TwoMaskDecoderLayer):
+    """Normalises the memory, and reads it as it was."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.norm4 = nn.LayerNorm(d_model)
+
+    def cross(self, x: Tensor, memory: Tensor, src_mask: Tensor | None) -> Tensor:
+        self.norm4(memory)
+        return super().cross(x, memory, src_mask)
+
+
+def test_a_norm_that_nothing_reads_is_named() -> None:
+    assert verify(UnreadNormDecoderLayer).mistakes == ("norm_missing",)
+
+
+class EmbeddingDecoder(Stack):
+    """A decoder that embeds its own ids, and takes the memory and the masks of both."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int, d_ff: int, num_layers: int) -> None:
+        super().__init__(d_model, n_heads, d_ff, num_layers)
+        self.num_heads, self.embedding = n_heads, nn.Embedding(vocab_size, d_model)
+        self.positions = nn.Embedding(9, d_model)
+
+    def forward(self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor, src_mask: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.embedding(tgt) + self.positions(torch.arange(tgt.size(1)))
+        own, crossed = (mask.repeat_interleave(self.num_heads, 0) for mask in self.dealt(tgt_mask, src_mask))
+        for layer in self.layers:
+            x = layer(x, memory, own, crossed)
+        return x
+
+    def dealt(self, tgt_mask: Tensor, src_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The stage that defects replace."""
+        return tgt_mask, src_mask
+
+
+class ExchangingEmbeddingDecoder(EmbeddingDecoder):
+    def dealt(self, tgt_mask: Tensor, src_mask: Tensor) -> tuple[Tensor, Tensor]:
+        return src_mask, tgt_mask
+
+
+def test_a_decoder_that_embeds_its_own_ids_is_run_on_a_memory() -> None:
+    assert verify(EmbeddingDecoder).verdict == "equal", str(verify(EmbeddingDecoder))
+    assert verify(ExchangingEmbeddingDecoder).mistakes == ("masks_exchanged",)
+
+
+class TorchModel(nn.Module):
+    """nn.Transformer, with a padding mask for each side and one for the memory."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, max_len: int, device: str = "cuda") -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(d_model, nhead, 2, 2, 20, batch_first=True, device=device)
+        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(max_len, d_model)
+
+    def forward(self, src: Tensor, tgt: Tensor, src_mask: Tensor, tgt_mask: Tensor, src_padding_mask: Tensor) -> Tensor:
+        sequences = [self.embedding(x) + self.positions(torch.arange(x.size(1))) for x in (src, tgt)]
+        return self.transformer(*sequences, **self.masks(src_mask, tgt_mask, src_padding_mask))
+
+    def masks(self, src_mask: Tensor, tgt_mask: Tensor, src_padding_mask: Tensor) -> dict[str, Tensor]:
+        """The stage that defects replace."""
+        return {
+            "src_mask": src_mask,
+            "tgt_mask": tgt_mask,
+            "src_key_padding_mask": src_padding_mask,
+            "memory_key_padding_mask": src_padding_mask,
+        }
+
+
+class ExchangingTorchModel(TorchModel):
+    def masks(self, src_mask: Tensor, tgt_mask: Tensor, src_padding_mask: Tensor) -> dict[str, Tensor]:
+        return super().masks(tgt_mask, src_mask, src_padding_mask)
+
+
+def test_masks_are_followed_to_torchs_own_layers() -> None:
+    assert verify(TorchModel).verdict == "equal", str(verify(TorchModel))
+    assert verify(ExchangingTorchModel).mistakes == ("masks_exchanged",)

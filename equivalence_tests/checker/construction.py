@@ -274,6 +274,8 @@ def _parameters(target: Any) -> list[inspect.Parameter]:
 def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     """Give sizes to optional arguments too, where the name says so; flags and other switches keep their default."""
     default = parameter.default
+    if parameter.name == "device" and default is not None:
+        return ["cpu"]  # some default to a GPU
     known, value = value_for(parameter.name, sizes)
     wanted_number = isinstance(default, int | float) and not isinstance(default, bool)
     if known and wanted_number and isinstance(value, int | float) and not isinstance(value, bool):

@@ -45,6 +45,7 @@ WRAPS: dict[str, Wrap] = {
     "+ residual, then LayerNorm": lambda x, f, n: n(x + f(x)),
     "+ LayerNorm on the input": lambda x, f, n: f(n(x)),
     "+ LayerNorm on the input, + residual": lambda x, f, n: x + f(n(x)),
+    "+ LayerNorm on the input, half of it + residual (Conformer)": lambda x, f, n: x + 0.5 * f(n(x)),
 }
 WRONG_WRAPS: dict[str, tuple[str, Wrap]] = {
     "residual_missing": ("+ LayerNorm on the output, no residual", lambda x, f, n: n(f(x))),
@@ -133,18 +134,19 @@ def _bodies(module: nn.Module, first: Leaf, second: Leaf, width: int) -> Iterato
             if (not bias1 and one.bias is None) or (not bias2 and two.bias is None):
                 continue
             lost = (("ff_first_bias_unused",) if not bias1 else ()) + (("ff_second_bias_unused",) if not bias2 else ())
-            middle, after, both = _placed(_with_bias(one, bias1), _with_bias(two, bias2), activation)
+            middle, after, both, before = _placed(_with_bias(one, bias1), _with_bias(two, bias2), activation)
             yield Body(middle, rows, (*known, *lost), clues=clues)
             if name != "nothing":
+                yield Body(before, rows, ("activation_before_first_linear", *known, *lost))
                 yield Body(after, rows, ("activation_after_second_linear", *known, *lost))
                 yield Body(both, rows, ("activation_also_after_second_linear", *known, *lost))
         yield Body(_then(one, activation), rows, ("ff_second_linear_missing", *known))
 
 
-def _placed(one: Map, two: Map, activation: Map) -> tuple[Map, Map, Map]:
-    """Put the activation between the linears, after both, and in both places."""
-    middle = _then(_then(one, activation), two)
-    return middle, _then(_then(one, two), activation), _then(middle, activation)
+def _placed(one: Map, two: Map, activation: Map) -> tuple[Map, Map, Map, Map]:
+    """Put the activation between the linears, after both, in both places, and before both."""
+    middle, linear = _then(_then(one, activation), two), _then(one, two)
+    return middle, _then(linear, activation), _then(middle, activation), _then(activation, linear)
 
 
 def _then(f: Map, g: Map) -> Map:

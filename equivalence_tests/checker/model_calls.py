@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class ModelRun:
         source: The source, batch first; the only sequence where there is one.
         target: The target; None where there is one sequence.
         masks: Names of the masks that come from outside.
-        kind: What the sequences are: ids, features, an image, or what goes into a stack of layers.
+        kind: What the sequences are: ids, features, an image, what goes into a stack of layers, or, of a decoder that
+            embeds its own ids, a memory and ids.
         turned: Whether the length comes before the batch.
         patch: Width of the patches of an image.
     """
@@ -109,9 +110,11 @@ def run_model(module: nn.Module) -> tuple[ModelRun | None, Attempts]:
         return None, attempts
     names = sorted(names, key=lambda name: bool(TARGET.search(name.lower()))) if len(names) == 2 else names
     way = _Way(module, names, masks, [name for name in required if name in masks], segments)
+    ways = {"memory": [way, replace(way, names=names[::-1])]}
     for kind, drawn, patch in _drawn(module, len(names)):
-        for form, turned in itertools.product(way.mask_forms(), (False, True) if kind != "image" else (False,)):
-            run = way.attempt(kind, drawn, form, turned, patch, attempts)
+        turns = (False,) if kind == "image" else (False, True)
+        for one, form, turned in itertools.product(ways.get(kind, [way]), way.mask_forms(), turns):
+            run = one.attempt(kind, drawn, form, turned, patch, attempts)
             wrong = None if run is None else mixed_samples(run)
             if wrong == "":
                 return run, attempts
@@ -155,6 +158,11 @@ def _drawn(module: nn.Module, count: int) -> Iterator[tuple[str, list[Tensor], i
     if sizes:
         for one in lengths:
             yield "ids", [_distinct(min(sizes), length, generator) for length in one[:count]], 1
+    if sizes and count == 2:
+        width = next(m.embedding_dim for m in module.modules() if isinstance(m, nn.Embedding))
+        for source, target in LENGTHS:
+            memory = torch.randn(BATCH, source, width, generator=generator)
+            yield "memory", [memory, _distinct(min(sizes), target, generator)], 1
     patches = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
     if patches is not None:
         for size in _image_sizes(module):

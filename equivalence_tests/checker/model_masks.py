@@ -77,7 +77,7 @@ def judge_model_masks(
     unused = [origin for origin in origins if not origin.reached and not origin.has_effect]
     for origin in unused:
         yield "masks of the model", "model_mask_never_used", origin.name
-    exchanged = run.target is not None and any(_exchanged(origins, reads) for reads in ("target", "memory"))
+    exchanged = run.target is not None and any(_exchanged(origins, place) for place in places)
     dropped = [] if exchanged or unused else _dropped(origins, places)
     if exchanged:
         yield "masks of the model", "masks_exchanged", ""
@@ -176,13 +176,13 @@ def _arguments(module: nn.Module, run: ModelRun, places: Sequence[Place]) -> Ite
 
 def _paddings(module: nn.Module, run: ModelRun, places: Sequence[Place]) -> Iterator[Origin]:
     """Let one token become padding: what changes for the layers is a mask that the model builds."""
-    if run.kind != "ids":
+    if run.kind not in ("ids", "memory"):
         return
     plain = _handed(module, run, places, {})
     for side, ids in (("source", run.source), ("target", run.target)):
-        padded = ids if ids is None else ids.clone()
+        padded = ids if ids is None or ids.is_floating_point() else ids.clone()
         for place, pad in zip(range(HIDDEN, run.source.size(1)), _pads(module), strict=False):
-            if padded is not None:
+            if padded is not None and padded is not ids:
                 padded[:, place] = pad
         pair = (padded, run.target) if side == "source" else (run.source, padded)
         reached = _differing(places, plain, _handed(module, run, places, {}, *pair))
@@ -196,10 +196,10 @@ def _pads(module: nn.Module) -> list[int]:
     return [n for n in dict.fromkeys([*told, *USUAL_PADS]) if 0 <= n < most]
 
 
-def _exchanged(origins: Sequence[Origin], reads: str) -> bool:
+def _exchanged(origins: Sequence[Origin], place: Place) -> bool:
     """Whether a place gets the mask of the other sequence and not that of its own."""
-    own, other = ("target", "source") if reads == "target" else ("source", "target")
-    sides = {origin.side for origin in origins for place in origin.reached if place.reads == reads}
+    own, other = ("target", "source") if place.reads == "target" else ("source", "target")
+    sides = {origin.side for origin in origins if place in origin.reached}
     return other in sides and not sides & {own, ""}
 
 

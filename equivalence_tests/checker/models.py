@@ -85,9 +85,9 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
     if later is not None and (asked or not later or _claims_to_be_causal(module, run)):
         yield "the future is unseen", "future_is_seen" if later else "", ""
     # Without ids, tokens may be a set, unless the model holds positions.
-    if run.kind != "ids" and not any(POSITIONS.search(name) for name in _names(module)):
+    if run.kind not in ("ids", "memory") and not any(POSITIONS.search(name) for name in _names(module)):
         return
-    if run.target is not None:
+    if run.target is not None and run.kind != "memory":
         lost = _is_lost(lambda x: run.call(x, run.target), run, run.source)
         yield "positions of the source", "no_positions" if lost else "", "source"
     yield (

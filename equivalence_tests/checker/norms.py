@@ -69,6 +69,7 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
     Yields:
         LayerNorms and RMSNorms, right and with mistakes; which of the two is right, its class's name says.
     """
+    yield from _scale_norms(module)
     rms = is_rms_norm(module)
     stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
     for affine, eps in itertools.product(_affines(module, width), dict.fromkeys([*stated, *EPS])):
@@ -86,6 +87,21 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
                 )
                 formula = _formula(affine, eps, divisor, axes, centred, divided)
                 yield PartReading(formula, words, (*known, *misplaced, *spread, *wrong_axes, *mean))
+
+
+def _scale_norms(module: nn.Module) -> Iterator[PartReading]:
+    """G x / |x|, with one number g: what is no LayerNorm is no wrong one."""
+    words = (("compared with", "g * F.normalize(x): ScaleNorm", ""),)
+    note = "torch.nn has no ScaleNorm: it equals g * F.normalize(x, dim=-1)"
+    for name, p in module.named_parameters():
+        if p.numel() == 1:
+            rows = (*words, ("gain", name, ""))
+            for eps in (1e-12, *EPS):
+                yield PartReading(_scaled(p.detach(), eps), rows, notes=(note,))
+
+
+def _scaled(gain: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: gain * x / (x.norm(dim=-1, keepdim=True) + eps)
 
 
 def _affines(module: nn.Module, width: int) -> Iterator[Affine]:

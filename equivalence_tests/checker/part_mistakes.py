@@ -34,6 +34,7 @@ NORM = "gain * (x - mean) / sqrt(var + eps) + bias, over the last axis, var with
 FF = "linear2(activation(linear1(x)))"
 PE = "PE(pos, 2i) = sin(pos / 10000^(2i / d)), PE(pos, 2i + 1) = cos(the same)"
 POST_OR_PRE = "LayerNorm(x + f(x)), or x + f(LayerNorm(x))"
+ACTIVATION_LINES = (r"(?i)(relu|gelu|silu|act\w*)\((?!\))", r"relu|gelu|act")  # first where it is called
 POSITION_LINES = (r"10000|exp\(|pow|\*\*", r"sin\(|cos\(")
 
 PART_MISTAKES = {
@@ -165,12 +166,20 @@ PART_MISTAKES = {
             True,
         ),
         PartMistake(
+            "activation_before_first_linear",
+            "The activation stands before the first linear layer.",
+            "linear2(linear1(activation(x)))",
+            FF,
+            "Apply it between the two.",
+            ACTIVATION_LINES,
+        ),
+        PartMistake(
             "activation_after_second_linear",
             "The activation stands after the second linear layer.",
             "activation(linear2(linear1(x)))",
             FF,
             "Apply it between the two.",
-            (r"relu|gelu|act",),
+            ACTIVATION_LINES,
         ),
         PartMistake(
             "activation_also_after_second_linear",
@@ -178,7 +187,7 @@ PART_MISTAKES = {
             "activation(linear2(activation(linear1(x))))",
             FF,
             "Apply it once, between the two.",
-            (r"relu|gelu|act",),
+            ACTIVATION_LINES,
         ),
         PartMistake(
             "ff_first_bias_unused",
@@ -247,7 +256,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_missing",
-            "A LayerNorm exists and is not applied.",
+            "A LayerNorm exists and is not applied, or nothing reads what it gives.",
             "x + f(x)",
             POST_OR_PRE,
             "Call the LayerNorm.",
@@ -407,7 +416,7 @@ PART_MISTAKES = {
             "x + pe[:, len]",
             "x + pe[:, :len]",
             "Put a colon before the length: pe[:, :x.size(1)].",
-            (r"\[:, *[^:\]]*(size|shape|len)", r"pe\w*\["),
+            (r"\[:, *[^:\]]*(size|shape|len)", r"\[(0|.*(size|shape|len)[^:]*)\]", r"pe\w*\["),
         ),
         PartMistake(
             "position_indexed_by_batch",

@@ -34,7 +34,7 @@ NAMES = (
     (r"feed_?forward", "feed_forward"),  # one may hold a norm, and say so in its name
     (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
     (r"ffn|^ff|mlp|position_?wise", "feed_forward"),
-    (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|^pe$", "positional_encoding"),
+    (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|(^|_)(pe|positions?|positional)($|_)", "positional_encoding"),
     (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
 )
 SHAPES = ((2, 5), (4, 6), (1, 8))
@@ -146,11 +146,12 @@ def _examine_module(
     turned, observations = _fed(module, width, kind)
     if not observations:
         return None
+    rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
+    readings = norm_readings(module, width) if kind == "layer_norm" else feed_forward_readings(module, width)
+    readings = (replace(r, words=(*r.words, *rows)) for r in readings)
     if kind == "layer_norm":
         words = "RMSNorm" if is_rms_norm(module) else "layer norm"
-        return judge(subject, words, where, norm_readings(module, width), observations, clock)
-    rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
-    readings = (replace(r, words=(*r.words, *rows)) for r in feed_forward_readings(module, width))
+        return judge(subject, words, where, readings, observations, clock)
     report = judge(subject, "feed forward", where, readings, observations, clock)
     seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
     if report.verdict == "unchecked" and seen > 1:
@@ -191,9 +192,9 @@ def _own_copy(module: nn.Module, trained: bool) -> nn.Module:
 
 
 def _fed(module: nn.Module, width: int, kind: str) -> tuple[bool, list[Observation]]:
-    """Feed it tokens; a feed-forward of convolutions may want features and tokens in each other's place."""
+    """Feed it tokens; beside convolutions, features and tokens may be in each other's place."""
     straight = list(_observe(module, width, kind, turned=False))
-    if straight or kind == "layer_norm":
+    if straight:
         return False, straight
     return True, list(_observe(module, width, kind, turned=True))
 

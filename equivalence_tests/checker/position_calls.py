@@ -222,7 +222,11 @@ def _along_axes(called: list[_Called], rests: list[Tensor], words: tuple[Any, ..
     if same_samples and same_tokens and all(bool((rest == 0).all()) for rest in rests):
         yield Placement(words, [_numbered(r[0]) for r in rests])
     elif same_samples and same_tokens:
-        for number, name in (([c.length for c in called], "length"), ([c.batch for c in called], "number of samples")):
+        lengths, batches = [c.length for c in called], [c.batch for c in called]
+        rows_of = [(lengths, "length"), (batches, "number of samples"), ([0] * len(called), "first token")]
+        if "mask" in words[0][1]:
+            rows_of.pop()  # a mask read the other way round hides all positions
+        for number, name in rows_of:
             observations = [(torch.tensor([float(n)]), r[:1, 0]) for n, r in zip(number, rests, strict=True)]
             rows = (*words, ("positions run along", f"no axis: one row, that of the {name}, for every token", ""))
             yield Placement(rows, observations, ("position_one_row",))

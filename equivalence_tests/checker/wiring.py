@@ -154,7 +154,7 @@ def read_wiring(
     with torch.no_grad():
         final = values.as_sum(caller.output(plan, inputs))
     _Stream(wiring, final, plan).follow()
-    _judge_norms(wiring)
+    _judge_norms(wiring, final)
     if not plan.self_attention:
         _judge_cross(caller.function, wiring, atoms)
     return wiring
@@ -363,8 +363,13 @@ class _Stream:
         return any(Counter(x) == Counter((*self.now, label)) for x in sums)
 
 
-def _judge_norms(wiring: Wiring) -> None:
-    """Name a LayerNorm that stands in two places."""
+def _judge_norms(wiring: Wiring, final: Sum | None) -> None:
+    """Name a LayerNorm that stands in two places, and one whose result nothing reads."""
+    read = [x for step in wiring.steps for x in step.inputs] + [final]
+    labels = {label for x in read if x is not None for label in x}
+    norms = [step.output for step in wiring.steps if step.kind == "layer_norm"]
+    if None not in read and any(label not in labels for label in norms):
+        wiring.blame("norm_missing")
     places: dict[str, set[Sum | None]] = {}
     for step in wiring.steps:
         if step.kind == "layer_norm" and step.inputs and step.inputs[0] != ("memory",):
