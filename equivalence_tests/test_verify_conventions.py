@@ -138,7 +138,30 @@ class SplitsAlone(nn.Module):
         return ((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+class TakesItsWholeLength(OfItself):
+    """The causal mask is as long as asked for, and never cut."""
+
+    def __init__(self, dim: int, heads: int, n_ctx: int) -> None:
+        super().__init__(dim, heads)
+        self.register_buffer("triangle", torch.ones(n_ctx, n_ctx).tril())
+
+    def hidden(self, scores: Tensor) -> Tensor:
+        return scores * self.triangle - 1e9 * (1 - self.triangle)  # type: ignore[operator]
+
+
+class ProjectsTheOutputOnly(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.out = heads, nn.Linear(dim, dim)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        return self.out(((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 RIGHT = (
+    TakesItsWholeLength,
+    ProjectsTheOutputOnly,
     TrainsInSilence,
     OfSounds,
     OfImages,
@@ -195,9 +218,38 @@ class NormalisesMergedHeadsAndScalesTwice(Plain):
         return self.out(self.norm(context.transpose(1, 2).flatten(2)))
 
 
+class CutsThePackAtOnce(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.proj = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).reshape(3, batch, self.heads, length, width // self.heads)
+        return self.proj(((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class KeepsNoCount(nn.Module):
+    """The mask is required, True = may not look: one that was meant to hide nothing may hide everything."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.shape, self.norm = (heads, dim // heads), nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+        split = [
+            layer(x).unflatten(-1, self.shape).transpose(1, 2) for layer, x in ((self.q, q), (self.k, k), (self.v, v))
+        ]
+        scores = (split[0] @ split[1].mT / q.size(-1) ** 0.5).masked_fill(attn_mask[:, None], -1e9)
+        return self.norm(q + self.out((scores.softmax(-1) @ split[2]).transpose(1, 2).flatten(2)))
+
+
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
+        (CutsThePackAtOnce, "packed_parts_mixed"),
+        (KeepsNoCount, "scale_sqrt_d_model"),
         (MergesImagesWrongly, "heads_merged_without_transpose"),
         (MergesFeaturesFirst, "heads_merged_without_transpose"),
         (ForgetsOneNorm, "norm_never_used"),

@@ -263,7 +263,9 @@ def _readings_as_called(
             causal = ("no", "yes")  # a triangle that some mistake lets the future through
         inner = inner_conventions(norms_of_parts, rotated or plan.takes_angles)
         unused = _never_used(subject.module, caller, plan, lengths)
+        left_out = _left_out(subject, unused)
         for projections, heads in _projections(subject, caller, plan, lengths, unused):
+            implied = (*_implied(projections), *_unused(projections, left_out))
             for pair in pairs:
                 norm, key_norm = (one and LaidOutNorm(one, plan.layout, subject.dtype) for one in pair)
                 setting = Setting(heads, plan.sequence_first, norm, base, key_norm, plan.channels_first)
@@ -273,7 +275,6 @@ def _readings_as_called(
                     options = dict(conventions)
                     plain = options["split"] == options["merge"] == "lh"
                     if plain or named:
-                        implied = (*_implied(projections), *_unused(subject, projections, unused))
                         read = projections and replace(projections, norms=norms_of_parts)
                         yield Reading(plan, read, setting, conventions, implied, plain and named)
 
@@ -301,20 +302,26 @@ def _never_used(module: nn.Module | None, caller: Caller, plan: CallPlan, length
     return {name for name, gradient in zip(named, gradients, strict=True) if gradient is None}
 
 
-def _unused(subject: Subject, projections: ProjectionReading | None, unused: set[str]) -> Iterator[str]:
+def _left_out(subject: Subject, unused: set[str]) -> set[str]:
+    """Name the roles of what exists and takes no part: "norm" for a norm."""
+    if subject.module is None or not unused:
+        return set()
+    leaves = leaves_of(subject.module, subject.head_counts[0], subject.sizes.embed_dim)
+    norms = (name for name in unused if NORM.search(name.rpartition(".")[0].rpartition(".")[2]))
+    return {leaf.role for leaf in leaves if set(leaf.weights) <= unused} | {"norm" for _ in norms}
+
+
+def _unused(projections: ProjectionReading | None, left_out: set[str]) -> Iterator[str]:
     """Name the parts that exist and are left out under a reading."""
-    module = subject.module
-    if module is None or projections is None:
-        return
-    leaves = leaves_of(module, subject.head_counts[0], subject.sizes.embed_dim)
-    left_out = [leaf for leaf in leaves if set(leaf.weights) <= unused]
-    if projections.output is None and any(leaf.role in ("output", "") for leaf in left_out):
+    if projections is not None and projections.output is None and left_out & {"output", ""}:
         yield "output_projection_skipped"
-    if any(NORM.search(name.rpartition(".")[0].rpartition(".")[2]) for name in unused):
+    if projections is not None and "norm" in left_out:
         yield "norm_never_used"
 
 
 def _named(projections: ProjectionReading) -> bool:
+    if not projections.leaves:
+        return False
     packed = projections.layout != "separate" and projections.leaves[-1].role not in ("query", "key", "value")
     return projections.by_name or (packed and projections.order == "qkv")
 
@@ -423,7 +430,7 @@ def _implied(projections: ProjectionReading | None) -> tuple[str, ...]:
     pattern = "".join(first[leaf.weights] for leaf in projections.leaves)
     if len(pattern) == 3 and pattern != "qkv":
         implied.append(mistake_for("matrices", pattern).name)
-    if projections.layout == "separate" and "-" in projections.order:
+    if projections.layout == "separate" and "-" in projections.order and projections.leaves:
         implied.append(mistake_for("matrices", projections.order).name)
     if any(leaf.shared_heads > 1 for leaf in projections.leaves):
         implied.append("projection_shared_by_heads")

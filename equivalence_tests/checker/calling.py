@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.angles import AngleForm, takes_angles
-from equivalence_tests.checker.construction import Sizes, value_for
+from equivalence_tests.checker.construction import MAX_LEN, Sizes, value_for
 from equivalence_tests.checker.inner import base_of
 from equivalence_tests.checker.masking import HeldMask, MaskForm
 from equivalence_tests.checker.reference import Inputs
@@ -258,7 +258,8 @@ def call_plans(caller: Caller, sizes: Sizes, errors: list[str]) -> Iterator[tupl
     parameters = forward_parameters(caller.function)
     equal = replace(sizes, key_len=sizes.query_len)
     found = False
-    for lengths, layouts in itertools.product((sizes, equal), LAYOUTS):
+    whole = replace(sizes, query_len=MAX_LEN, key_len=MAX_LEN)
+    for lengths, layouts in itertools.product((sizes, equal, whole), LAYOUTS):
         for (roles, named), layout in itertools.product(role_lists(parameters), layouts):
             plan = CallPlan(roles, layout, positional_only(parameters, roles), named)
             for working in _working(caller, plan, lengths, errors):

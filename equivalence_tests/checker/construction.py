@@ -50,6 +50,11 @@ class Sizes:
     num_layers: int = 2
 
     @property
+    def whole(self) -> bool:
+        """Whether the lengths are the greatest that was asked for: some code takes no other."""
+        return self.query_len == self.key_len == MAX_LEN
+
+    @property
     def embed_dim(self) -> int:
         """Width of the tokens."""
         return self.num_heads * self.head_dim

@@ -230,6 +230,8 @@ def confirm(examination: AttentionExamination, match: Match) -> tuple[float, flo
     for seed, (query_len, key_len) in enumerate(((6, 9), (4, 7), (8, 3), (3, 6)), start=300):
         equal = examination.lengths.query_len == examination.lengths.key_len
         lengths = (query_len, query_len if equal else key_len)
+        if examination.lengths.whole:
+            lengths = (examination.lengths.query_len, examination.lengths.key_len)
         if module is not None:
             prepare(module, examination.subject.dtype, seed)
         seen = observe(examination.caller, match.reading.plan, _with(examination.lengths, *lengths), seed)

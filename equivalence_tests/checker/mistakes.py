@@ -235,6 +235,19 @@ SPLIT_MISTAKES = (
         for order in _orders()
     ),
 )
+PACKED_MISTAKES = tuple(
+    Mistake(
+        "packed_parts_mixed",
+        "split",
+        order,
+        "What the packed projection gives is cut by reshaping without a transpose: queries, keys and values mix.",
+        f"qkv.reshape({', '.join(order)})",
+        "(b, l, 3 * h * d) -> reshape (b, l, 3, h, d) -> permute (3, b, h, l, d)",
+        "Use qkv.reshape(batch, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4).",
+        (r"qkv\w*.*\.(view|reshape)\(", *SPLIT_LINES),
+    )
+    for order in ("3blhd", "3bhld", "b3lhd", "b3hld", "bhl3d")
+)
 MERGE_MISTAKES = tuple(
     Mistake(
         "heads_merged_without_transpose",
@@ -725,6 +738,7 @@ CAUSAL_USE_MISTAKES = (
 ATTENTION_MISTAKES = (
     *SCALE_MISTAKES,
     *SPLIT_MISTAKES,
+    *PACKED_MISTAKES,
     *MERGE_MISTAKES,
     *AXIS_MISTAKES,
     *ROLE_MISTAKES,

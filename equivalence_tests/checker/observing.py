@@ -50,4 +50,6 @@ def as_float64(inputs: Inputs) -> Inputs:
 def other_sizes(sizes: Sizes) -> list[Sizes]:
     """Give other lengths; equal ones where only equal ones work."""
     equal = sizes.query_len == sizes.key_len
+    if sizes.whole:
+        return [replace(sizes, batch=batch) for batch, _, _ in OTHER_LENGTHS]
     return [replace(sizes, batch=b, query_len=q, key_len=q if equal else k) for b, q, k in OTHER_LENGTHS]

@@ -64,7 +64,7 @@ class Leaf:
     def read(self, module: nn.Module) -> Projection:
         """Give the matrix as (out, in), with its bias, in float64 whatever the module computes in."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        weight = torch.cat([self._matrix(parameters[name].detach().double()) for name in self.weights])
+        weight = _stacked([self._matrix(parameters[name].detach().double()) for name in self.weights])
         bias = (
             torch.cat([parameters[name].detach().double().flatten() for name in self.biases]) if self.biases else None
         )
@@ -232,6 +232,8 @@ def _by_trying(leaves: list[Leaf], fed: set[str]) -> Iterator[ProjectionReading]
         for one in rest:
             yield from (ProjectionReading((one,), output, order=order, by_name=False) for order in ("q--", "--v"))
         yield from (ProjectionReading((one,) * 3, output, by_name=False) for one in rest)
+        if output is not None:
+            yield ProjectionReading((), output, order="---", by_name=False)
         for one, other in itertools.permutations(rest, 2):
             for three in ((one, other, other), (one, one, other), (one, other, one)):
                 yield ProjectionReading(three, output, by_name=False)
@@ -291,6 +293,11 @@ def _unpack(packed: Projection, layout: str, num_heads: int, parts: int) -> list
     weights = cut(packed.weight)
     biases: tuple[Tensor | None, ...] = (None,) * parts if packed.bias is None else cut(packed.bias)
     return [Projection(w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """Put parts below each other; one part stays where it is, since large matrices are read many times."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

@@ -176,11 +176,22 @@ def _heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split what is projected, and do what the class does before it scores: normalise, rotate."""
     order, normed, rotary = choices.get("split", "lh"), choices.get("qk_norm"), choices.get("rotary", "no")
+    if "3" in order:
+        return _mixed_parts(torch.cat((q, k, v), -1), setting, order)
     q, k = normalise(q, k, projections.norms if normed == "width" else None)
     shared = key_heads(q.size(-1), k.size(-1), setting.num_heads)
     q, k, v = (_split(x, n, setting, order) for x, n in ((q, setting.num_heads), (k, shared), (v, shared)))
     q, k = normalise(q, k, projections.norms if normed == "heads" else None)
     q, k, v = (rotate(x, role, rotary, setting.rotary_base) for x, role in ((q, "q"), (k, "k"), (v, "v")))
+    return q, k, v
+
+
+def _mixed_parts(packed: Tensor, setting: Setting, order: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut (b, l, 3 * h * d) by a reshape to these axes alone."""
+    batch, length, width = packed.shape
+    sizes = {"3": 3, "b": batch, "l": length, "h": setting.num_heads, "d": width // (3 * setting.num_heads)}
+    x = packed.transpose(0, 1) if setting.sequence_first else packed
+    q, k, v = x.reshape([sizes[a] for a in order]).permute([order.index(a) for a in "3bhld"])
     return q, k, v
 
 

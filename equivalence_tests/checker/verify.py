@@ -345,6 +345,8 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
     projections = match.reading.projections
     if projections is not None and projections.output is None and "output_projection_skipped" not in match.names:
         notes.append("there is no output projection: right where another class holds it (BERT), else it is missing")
+    if projections is not None and not projections.leaves:
+        notes.append("there are no projections of the inputs: right where the caller projects, else they are missing")
     for masks in (examination.masks, *examination.other_masks):
         if masks.form is not None and masks.form.encoding == "additive" and not masks.mistakes:
             name = masks.parameter or "the mask"
