@@ -207,6 +207,25 @@ CONSTRUCTORS = [
     bad_construction(MHA, "embed_dim 0", {"embed_dim": 0}, POSITIVE, "embed_dim=0 and num_heads=3"),
     bad_construction(MHA, "embed_dim negative", {"embed_dim": -33}, POSITIVE, "embed_dim=-33"),
     bad_construction(MHA, "no heads", {"num_heads": 0}, POSITIVE, "num_heads=0"),
+    *(
+        bad_construction(
+            component,
+            f"{name} {value!r}",
+            {name: value},
+            f"{says} must be a whole number, got {value!r}",
+            error=TypeError,
+            torch_accepts="torch.nn builds it, and fails at the first call" if name in ("num_heads", "nhead") else "",
+        )
+        for component, name, value, says in (
+            (MHA, "embed_dim", "33", "embed_dim"),
+            (MHA, "embed_dim", 33.0, "embed_dim"),
+            (MHA, "num_heads", 3.0, "num_heads"),
+            (MHA, "kdim", 19.0, "kdim"),
+            (ENCODER_LAYER, "nhead", 3.0, "num_heads"),
+            (DECODER_LAYER, "dim_feedforward", 13.0, "dim_feedforward"),
+            (ENCODER, "num_layers", "2", "num_layers"),
+        )
+    ),
     bad_construction(MHA, "kdim negative", {"kdim": -1}, "kdim must not be negative, got -1"),
     bad_construction(MHA, "vdim negative", {"vdim": -1}, "vdim must not be negative, got -1"),
     *(
@@ -1054,6 +1073,21 @@ MASKS = [
         )
         for name in ("to_module_mask", "to_score_bias", "draw")
     ),
+    *(
+        bad_call(f"masks.{name}", f"{argument} {value!r}", {argument: value}, f"{argument} {says}", error=TypeError)
+        for name, argument, value, says in (
+            ("causal", "query_len", 2.5, "must be a whole number, got 2.5"),
+            ("sliding_window", "window", 1.5, "must be a whole number, got 1.5"),
+            ("from_lengths", "lengths", [2, 3], "must be a tensor, got list"),
+            ("from_lengths", "max_len", 2.5, "must be a whole number, got 2.5"),
+            ("from_token_ids", "token_ids", [[2, 3]], "must be a tensor, got list"),
+            ("from_module_mask", "module_mask", [[True]], "must be a tensor, got list"),
+            ("from_score_bias", "score_bias", [[0.0]], "must be a tensor, got list"),
+            ("to_score_bias", "dtype", torch.int64, "must be a floating dtype, got torch.int64"),
+            ("draw", "may_attend", [[True]], "must be a tensor, got list"),
+        )
+    ),
+    bad_call("masks.from_lengths", "max_len negative", {"max_len": -2}, "max_len must not be negative, got -2"),
     bad_call("masks.draw", "3-D", {"may_attend": mask(2, 5, 7)}, "may_attend must be 2-D, got 3-D of shape (2, 5, 7)"),
 ]
 

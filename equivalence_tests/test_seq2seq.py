@@ -568,7 +568,7 @@ BAD_MODELS: list[tuple[dict[str, Any], str]] = [
     ({"d_model": 299, "nhead": 6}, "embed_dim must be divisible by num_heads, got embed_dim=299 and num_heads=6"),
     ({"num_decoder_layers": 0}, "num_layers must be greater than 0"),
     ({"max_len": -1}, "max_len must not be negative, got -1"),
-    ({"positional": "rotary"}, "layout must be one of 'interleaved', 'concatenated', got 'rotary'"),
+    ({"positional": "rotary"}, "positional must be one of 'interleaved', 'concatenated', got 'rotary'"),
     ({"activation": "tanh"}, "activation should be relu/gelu"),
 ]
 BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
@@ -624,6 +624,10 @@ BAD_CALLS: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         r"tgt_ids must hold at least one row .* got shape \(1, 0\)",
     ),
+    (lambda m: call(m, src_ids=[[3]]), TypeError, "src_ids must be a tensor, got list"),
+    (lambda m: m.generate([[3]]), TypeError, "src_ids must be a tensor, got list"),
+    (lambda m: m.generate(SRC_IDS, max_len=2.5), TypeError, "max_len must be a whole number, got 2.5"),
+    (lambda m: m.generate(SRC_IDS, 3, beam_size=None), TypeError, "beam_size must be a whole number, got None"),
     (lambda m: m.generate(SRC_IDS[:0]), ValueError, r"src_ids must hold at least one row .* got shape \(0, 3\)"),
     (lambda m: m.generate(SRC_IDS[0]), ValueError, r"src_ids must have shape \(batch, len\), got 1-D"),
     (

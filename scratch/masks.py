@@ -139,7 +139,7 @@ def from_lengths(lengths: Int[Tensor, " batch"], max_len: int | None = None) -> 
         (batch, key_len), True = may look. ``[:, None, None, :]`` broadcasts it over heads and queries.
 
     Raises:
-        ValueError: If ``lengths`` is not one-dimensional.
+        ValueError: If ``lengths`` is not one-dimensional, or max_len negative.
         TypeError: If it does not hold integers.
 
     In torch.nn: ``key_padding_mask`` is the opposite of this (``to_module_mask``).
@@ -149,7 +149,7 @@ def from_lengths(lengths: Int[Tensor, " batch"], max_len: int | None = None) -> 
     1 1 1
     0 0 0
     """
-    validation.check_lengths(lengths)
+    validation.check_lengths(lengths, max_len)
     if max_len is None:
         max_len = int(lengths.max()) if lengths.numel() else 0
     return torch.arange(max_len, device=lengths.device) < lengths[:, None]
@@ -235,7 +235,7 @@ def to_score_bias(may_attend: Bool[Tensor, "*shape"], dtype: torch.dtype = torch
         The same shape.
 
     Raises:
-        TypeError: If ``may_attend`` is not bool.
+        TypeError: If ``may_attend`` is not bool, or ``dtype`` not floating.
 
     In torch.nn: ``nn.Transformer.generate_square_subsequent_mask`` builds this form, always in float32 by default.
 
@@ -244,6 +244,7 @@ def to_score_bias(may_attend: Bool[Tensor, "*shape"], dtype: torch.dtype = torch
             [0., 0.]])
     """
     validation.check_bool("may_attend", may_attend)
+    validation.check_floating("dtype", dtype)
     return torch.zeros_like(may_attend, dtype=dtype).masked_fill_(~may_attend, -math.inf)
 
 

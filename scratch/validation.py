@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
@@ -61,12 +62,14 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 def check_bool(name: str, x: Tensor) -> None:
     """Ask for a bool tensor."""
+    check_tensor(name, x)
     if x.dtype != torch.bool:
         raise ArgumentTypeError(f"{name} must be a bool tensor (True = may look), got {x.dtype}")
 
 
 def check_integer(name: str, x: Tensor) -> None:
     """Ask for a tensor of integers."""
+    check_tensor(name, x)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise ArgumentTypeError(f"{name} must hold integers, got {x.dtype}")
 
@@ -85,6 +88,7 @@ def check_tensor(name: str, x: object) -> None:
 
 def check_mask_dtype(name: str, mask: Tensor) -> None:
     """Ask for a bool or floating mask."""
+    check_tensor(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ArgumentTypeError(
             f"{name} must be bool or floating (only bool and floating types of {name} are supported), "
@@ -98,8 +102,16 @@ def check_dropout(name: str, probability: float) -> None:
         raise ArgumentValueError(f"dropout probability has to be between 0 and 1, but got {name}={probability}")
 
 
+def check_whole(**sizes: object) -> None:
+    """Ask for whole numbers."""
+    for name, size in sizes.items():
+        if not isinstance(size, int | np.integer | torch.SymInt):
+            raise ArgumentTypeError(f"{name} must be a whole number, got {size!r}")
+
+
 def check_not_negative(**sizes: int | None) -> None:
-    """Ask that sizes which are given are not negative."""
+    """Ask that sizes which are given are whole numbers and not negative."""
+    check_whole(**{name: size for name, size in sizes.items() if size is not None})
     for name, size in sizes.items():
         if size is not None and size < 0:
             raise ArgumentValueError(f"{name} must not be negative, got {size}")
@@ -107,18 +119,27 @@ def check_not_negative(**sizes: int | None) -> None:
 
 def check_window(window: int) -> None:
     """Ask for a window that holds at least the query's own place."""
+    check_whole(window=window)
     if window < 1:
         raise ArgumentValueError(f"window must be at least 1 (the query's own place), got {window}")
 
 
-def check_lengths(lengths: Tensor) -> None:
+def check_lengths(lengths: Tensor, max_len: int | None) -> None:
     """Ask for one length for each sample."""
     check_integer("lengths", lengths)
     check_dim("lengths", lengths, 1)
+    check_not_negative(max_len=max_len)
+
+
+def check_floating(name: str, dtype: torch.dtype) -> None:
+    """Ask for a floating dtype, which has -inf."""
+    if not dtype.is_floating_point:
+        raise ArgumentTypeError(f"{name} must be a floating dtype, got {dtype}")
 
 
 def check_score_bias(score_bias: Tensor) -> None:
     """Ask for a float mask that holds only 0 and -inf."""
+    check_tensor("score_bias", score_bias)
     if not score_bias.is_floating_point():
         raise ArgumentTypeError(f"score_bias must be floating, got {score_bias.dtype}")
     strange = score_bias[(score_bias != 0) & (score_bias != float("-inf"))]
@@ -129,7 +150,8 @@ def check_score_bias(score_bias: Tensor) -> None:
 
 
 def check_positive(**sizes: int | None) -> None:
-    """Ask that sizes which are given are at least 1."""
+    """Ask that sizes which are given are whole numbers of at least 1."""
+    check_whole(**{name: size for name, size in sizes.items() if size is not None})
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ArgumentValueError(f"{name} must be greater than 0, got {name}={size}")
@@ -144,6 +166,7 @@ def check_attention_sizes(
     v_head_dim: int | None,
 ) -> None:
     """Check the sizes that a multi-head attention is built with."""
+    check_whole(embed_dim=embed_dim, num_heads=num_heads)
     if embed_dim <= 0 or num_heads <= 0:
         raise ArgumentValueError(
             f"embed_dim and num_heads must be greater than 0, got embed_dim={embed_dim} and num_heads={num_heads}"
@@ -153,7 +176,8 @@ def check_attention_sizes(
     if embed_dim % num_heads and (qk_head_dim is None or v_head_dim is None):
         raise ArgumentValueError(
             f"embed_dim must be divisible by num_heads, got embed_dim={embed_dim} and num_heads={num_heads} "
-            f"({embed_dim} = {num_heads} * {embed_dim // num_heads} + {embed_dim % num_heads})"
+            f"({embed_dim} = {num_heads} * {embed_dim // num_heads} + {embed_dim % num_heads}); layers call "
+            f"them d_model and nhead"
         )
 
 
@@ -489,7 +513,6 @@ def check_stack_input(
     _check_sequence(name, x)
     for given_name, given in ((mask_name, attn_mask), (f"{name}_key_padding_mask", key_padding_mask)):
         if given is not None:
-            check_tensor(given_name, given)
             check_mask_dtype(given_name, given)
 
 
@@ -572,6 +595,7 @@ def check_map_recorded(path: str, calls: Mapping[str, Sequence[Tensor]]) -> None
 
 def check_num_layers(num_layers: int) -> None:
     """Ask for at least one layer: torch.nn builds an empty stack too, which no call gets through."""
+    check_whole(num_layers=num_layers)
     check_positive(num_layers=num_layers)
 
 
@@ -586,6 +610,7 @@ def check_positional_encoding(max_len: int, d_model: int, layout: str, base: flo
 
 def check_positions(x: Tensor, offset: int, d_model: int, max_len: int) -> None:
     """Ask that tokens have the width and lie within the positions of the table."""
+    check_tensor("x", x)
     if x.dim() not in (2, 3) or x.size(-1) != d_model:
         raise ArgumentValueError(
             f"x must have shape (batch, len, d_model) or (len, d_model) with d_model = {d_model}, got shape {shape(x)}"
@@ -612,6 +637,7 @@ def check_cache_layers(cache: Sequence[Any], num_layers: int) -> None:
 
 def check_decoding(end_id: int, pad_id: int, max_len: int) -> None:
     """Check what every way of decoding needs."""
+    check_whole(max_len=max_len)
     check_positive(max_len=max_len)
     if end_id == pad_id:
         raise ArgumentValueError(f"end_id must differ from pad_id, which is never chosen, got {end_id} for both")
@@ -619,6 +645,7 @@ def check_decoding(end_id: int, pad_id: int, max_len: int) -> None:
 
 def check_beams(beam_size: int, length_penalty: float) -> None:
     """Check what beam search needs."""
+    check_whole(beam_size=beam_size)
     check_positive(beam_size=beam_size)
     if not 0 <= length_penalty < float("inf"):
         raise ArgumentValueError(
@@ -629,6 +656,8 @@ def check_beams(beam_size: int, length_penalty: float) -> None:
 
 def check_vocabularies(src_vocab_size: int, tgt_vocab_size: int, pad_id: int, start_id: int, end_id: int) -> None:
     """Ask that the special tokens are in the vocabularies, and that padding is no other token."""
+    check_whole(src_vocab_size=src_vocab_size, tgt_vocab_size=tgt_vocab_size)
+    check_whole(pad_id=pad_id, start_id=start_id, end_id=end_id)
     check_positive(src_vocab_size=src_vocab_size, tgt_vocab_size=tgt_vocab_size)
     sizes = {"src_vocab_size": src_vocab_size, "tgt_vocab_size": tgt_vocab_size}
     for name, token_id in (("pad_id", pad_id), ("start_id", start_id), ("end_id", end_id)):
@@ -644,6 +673,7 @@ def check_vocabularies(src_vocab_size: int, tgt_vocab_size: int, pad_id: int, st
 
 def check_token_ids(name: str, token_ids: Tensor, embedding: Any, max_len: int) -> None:
     """Check token ids without reading them: kind, rank, length and device."""
+    check_tensor(name, token_ids)
     if token_ids.dtype not in (torch.int64, torch.int32):
         raise ArgumentTypeError(f"{name} must hold token ids as int64 or int32, got {token_ids.dtype}")
     if token_ids.dim() != 2:
