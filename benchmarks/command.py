@@ -1,6 +1,6 @@
 """The command line: run is what happens without a command; compare and report read what it kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.advice import advice_by_case
-from benchmarks.cases import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Grid, cases_of
+from benchmarks.cases import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Case, Grid, cases_of
 from benchmarks.comparison import change_table, changes_between
 from benchmarks.contenders import CONTENDERS
 from benchmarks.own import check_own, own_takes_part
@@ -79,7 +79,6 @@ def run(
     with one_line_errors():
         preset = _preset(quick, standard, full)
         axes: dict[str, Any] = {
-            "component": _names(component) or (WITH_OWN if implementation else ()),
             "mode": _names(mode),
             "batch": _numbers("batch", batch),
             "length": _numbers("length", length),
@@ -93,13 +92,10 @@ def run(
             "compiled": _switches("compiled", compiled),
             "bias": _switches("bias", bias),
         }
-        chosen_axes = {name: values for name, values in axes.items() if values}
-        grids = [replace(grid, **chosen_axes) for grid in _chosen_grids(preset, axes["component"])]
-        counts = _numbers("threads", threads) or (torch.get_num_threads(),)
-        devices = _devices(device)
-        cases = cases_of(grids, counts, devices)
-        own = _own(implementation)
-        cases = [case for case in cases if component or not own or any(own_takes_part(name, case) for name in own)]
+        components = _names(component) or (WITH_OWN if implementation else ())
+        counts, devices = _numbers("threads", threads) or (torch.get_num_threads(),), _devices(device)
+        cases, own = cases_of(_chosen_grids(preset, components, axes), counts, devices), _own(implementation)
+        cases = cases if component or not own else _taking_part(own, cases)
         chosen = (*_chosen_contenders(contender, preset, devices), *own)
         plan = Plan(cases, chosen, SECONDS[preset], output, _bytes(memory))
         done = plan.begin(resume)
@@ -174,14 +170,24 @@ def _preset(quick: bool, standard: bool, full: bool) -> str:
     return chosen[0] if chosen else "quick"
 
 
-def _chosen_grids(preset: str, components: tuple[str, ...]) -> list[Grid]:
-    """Keep the grids of the preset that have these components; one of their own for those that it lacks."""
-    grids = [grid for grid in PRESETS[preset] if not components or set(grid.component) & set(components)]
-    missing = set(components) - {name for grid in grids for name in grid.component}
-    grids = [
-        replace(grid, component=tuple(x for x in grid.component if x in components or not components)) for grid in grids
-    ]
-    return grids + [Grid(tuple(x for x in components if x in missing))] * bool(missing)
+def _chosen_grids(preset: str, components: tuple[str, ...], axes: Mapping[str, Any]) -> list[Grid]:
+    """Keep the grids of the preset that have these components, one of their own for those that it lacks; set axes."""
+    preset_grids = PRESETS[preset]
+    if components:
+        kept = [(grid, tuple(x for x in grid.component if x in components)) for grid in preset_grids]
+        missing = tuple(x for x in components if all(x not in names for _, names in kept))
+        own_grid = (Grid(missing),) if missing else ()
+        preset_grids = (*(replace(grid, component=names) for grid, names in kept if names), *own_grid)
+    return [replace(grid, **{name: values for name, values in axes.items() if values}) for grid in preset_grids]
+
+
+def _taking_part(own: Sequence[str], cases: Sequence[Case]) -> list[Case]:
+    found = [case for case in cases if any(own_takes_part(name, case) for name in own)]
+    if not found:
+        raise validation.ArgumentValueError(
+            f"implementation must take part in a case that is chosen, got {', '.join(own)} in none of {len(cases)}"
+        )
+    return found
 
 
 def _chosen_contenders(given: str | None, preset: str, devices: Sequence[str]) -> tuple[str, ...]:

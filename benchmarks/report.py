@@ -34,13 +34,15 @@ svg { max-width: 100%; height: auto; } .wide { overflow-x: auto; }
 METHOD = """
 <p>Before anything is timed, the outputs of each contender, and in backward passes all gradients, are compared with
 those of <b>builtin</b>; what differs more than rounding explains is not timed. All contenders of a case then run in
-turns, A B C A B C, so that other work on the machine slows all of them. Times are medians over the rounds. A ratio is
-the median of the ratios round by round, with the 95% interval of a bootstrap; where the interval holds 1 it is shown in
-yellow. ~ marks times whose middle half spreads over more than a tenth of the median, also when timed again. Memory is
-the most that one run held beyond weights and inputs. Operations are counted by formulas that are the same for every
-contender, and count hidden scores too; the share is that of the best rate of large matrix products measured in the same
-run, and a kernel that leaves hidden scores out may come to more than all of it. "At least" is the roofline bound, where
-nothing is hidden: the time that arithmetic or memory alone would take at the rates measured.</p>
+turns, A B C A B C, so that other work on the machine slows all of them. Of <b>builtin</b> and <b>scratch</b> the checks
+of arguments are timed too, about ten microseconds a call, which tell at the shortest lengths beside code without any.
+Times are medians over the rounds. A ratio is the median of the ratios round by round, with the 95% interval of a
+bootstrap; where the interval holds 1 it is shown in yellow. ~ marks times whose middle half spreads over more than a
+tenth of the median, also when timed again. Memory is the most that one run held beyond weights and inputs. Operations
+are counted by formulas that are the same for every contender, and count hidden scores too; the share is that of the
+best rate of large matrix products measured in the same run, and a kernel that leaves hidden scores out may come to more
+than all of it. "At least" is the roofline bound, where nothing is hidden: the time that arithmetic or memory alone
+would take at the rates measured.</p>
 """
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks import children, measuring, running
-from benchmarks.cases import Case
+from benchmarks import children, command, measuring, running
+from benchmarks.cases import PRESETS, Case, Grid
 from benchmarks.command import app
 from benchmarks.results import Row, read_rows
+from benchmarks.session import Plan
 
 TINY = ["--batch", "2", "--width", "32", "--heads", "2", "--layers", "1", "--threads", "1", "--length", "5"]
 ONE = [*TINY, "--component", "attention", "--contender", "scratch"]
@@ -53,6 +54,33 @@ def test_axes_replace_those_of_the_preset(tmp_path: Path) -> None:
         for length in (3, 5)
     }
     assert (folder / "results.csv").read_text().count("\n") == 1 + len(rows)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Collect what would be measured."""
+    found: list[Plan] = []
+
+    def keep(plan: Plan, _done: Sequence[Row]) -> int:
+        found.append(plan)
+        return 0
+
+    monkeypatch.setattr(command, "measure", keep)
+    return found
+
+
+@pytest.mark.parametrize("preset", ["--quick", "--standard", "--full"])
+def test_each_component_keeps_to_its_grids_of_the_preset(preset: str, plans: list[Plan]) -> None:
+    for components in ("attention", "encoder_layer", "attention,encoder_layer"):
+        assert invoke(preset, "--component", components).exit_code == 0
+    attention, encoder, both = (set(plan.cases) for plan in plans)
+    assert both == attention | encoder
+
+
+def test_components_that_a_preset_lacks_get_a_grid(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "quick", (Grid(("attention",), length=(64,)),))
+    assert invoke("--component", "attention,generate", "--batch", "3").exit_code == 0
+    assert [(x.component, x.query_len, x.batch) for x in plans[0].cases] == [("attention", 64, 3), ("generate", 512, 3)]
 
 
 def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,9 @@ def test_the_command_times_it(file: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert {row.case.component for row in rows} == {"self_attention", "cross_attention"}
     assert {row.status for row in rows if row.contender.endswith("Separate")} == {"timed"}
     assert {row.status for row in rows if row.contender.endswith("WrongScale")} == {"unequal"}
+    nothing = CliRunner().invoke(app, ["--implementation", f"{file}:Separate", "--need-weights", "yes"])
+    assert nothing.exit_code == 2
+    assert "implementation must take part in a case that is chosen" in nothing.output
     refused = CliRunner().invoke(app, ["--implementation", "nowhere.py:Mine"])
     assert refused.exit_code == 2
     assert refused.output.startswith("error: implementation must be such as")
