@@ -1,5 +1,6 @@
 """Examine an attention function or a multi-head attention module: read it, compare it, name its mistakes."""
 
+import contextlib
 import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -38,6 +39,7 @@ from equivalence_tests.checker.loading import source_of
 from equivalence_tests.checker.mask_reading import MaskReading, read_masks
 from equivalence_tests.checker.mistakes import mistake_for
 from equivalence_tests.checker.observing import observe, other_sizes
+from equivalence_tests.checker.own_bias import is_graded, own_bias
 from equivalence_tests.checker.projections import Leaf, ProjectionReading, leaves_of, projection_readings
 from equivalence_tests.checker.reference import Inputs, Setting
 from equivalence_tests.checker.subject import Subject
@@ -131,10 +133,26 @@ def _searched(
     )
     readings = list(_readings(subject, caller, plans, lengths, rotated=ROTATED in seen))
     most = 1 if seen else effort.most  # with parts that no reading has, pairs and triples explain nothing either
-    found = search(subject.function, readings, _Observations(caller, lengths), subject.dtype, effort, most)
+    observations = _Observations(caller, lengths)
+    found = search(subject.function, readings, observations, subject.dtype, effort, min(most, 1))
+    if not found:
+        biased = list(_with_own_bias(caller, readings, lengths))
+        found = search(subject.function, biased, observations, subject.dtype, effort, min(most, 1))
+    if not found:
+        found = search(subject.function, readings, observations, subject.dtype, effort, most, fewest=2)
     examination = AttentionExamination(subject, caller, lengths, plans, found, evaluated=effort.evaluated, seen=seen)
     examination.tried = f"{len(readings)} readings, {effort.evaluated} combinations of reading and mistakes"
     return examination
+
+
+def _with_own_bias(caller: Caller, readings: Sequence[Reading], lengths: Sizes) -> Iterator[Reading]:
+    """Give the likely readings of code that adds a bias to its scores by itself."""
+    biases = {plan: own_bias(caller, plan, lengths.embed_dim) for plan in {reading.plan for reading in readings}}
+    for plan, bias in biases.items():
+        key_len = lengths.query_len if plan.self_attention else lengths.key_len
+        with contextlib.suppress(Exception):  # the code has its own say on tokens that are all alike
+            if is_graded(bias(lengths.query_len, key_len)):
+                yield from (replace(r, own_bias=bias) for r in readings if r.plan == plan and r.likely)
 
 
 def _quietened(subject: Subject, caller: Caller, plan: CallPlan, lengths: Sizes) -> Caller:

@@ -287,7 +287,7 @@ def check_order_of_keys_is_irrelevant(examined: Examined) -> str:
     plan = examined.match.reading.plan
     if dict(examined.match.reading.conventions).get("causal") == "yes":
         raise SkippedError("a causal mask is built in")
-    if "rotary" in examined.match.choices:
+    if "rotary" in examined.match.choices or examined.match.reading.own_bias is not None:
         raise SkippedError("positions are built in")
     inputs = examined.inputs(101)
     order = torch.arange(inputs.key.size(1) - 1, -1, -1)

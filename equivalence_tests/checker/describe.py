@@ -75,6 +75,8 @@ def conventions_of(examination: AttentionExamination) -> list[Row]:
     rows += _projection_rows(examination, match)
     if words := words_of(options):
         rows.append(("queries and keys", words, "used as they are projected"))
+    if match.reading.own_bias is not None:
+        rows.append(("scores", "a bias by position is added", "attn_mask of floats, given in each call"))
     wrap = options.get("wrap", "none")
     rows.append(("includes", WRAP_WORDS.get(wrap, wrap), "attention alone"))
     if options.get("causal") == "yes" and "attend_over" not in match.choices:  # tokens that see no other look causal

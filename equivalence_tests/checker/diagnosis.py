@@ -7,6 +7,7 @@ Two probes part the mistakes. Where all tokens are alike, weights that sum to on
 there must explain the output there by themselves. And what makes the order of tokens count is in the code or it is not.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,6 +55,7 @@ class Reading:
         conventions: Settings of the family that are right too, as (slot, option).
         implied: Mistakes that the structure itself shows, such as a projection that does not exist.
         likely: Whether names, and not trying, led here.
+        own_bias: Reads the bias that the code adds to its scores by itself, for lengths of queries and keys.
     """
 
     plan: CallPlan
@@ -62,13 +64,15 @@ class Reading:
     conventions: tuple[tuple[str, str], ...] = ()
     implied: tuple[str, ...] = ()
     likely: bool = True
+    own_bias: Callable[[int, int], Tensor] | None = None
 
     def read(self, module: Any) -> Projections:
-        """Give the matrices that the module holds now."""
+        """Give the matrices that the module holds now, and its bias."""
+        bias = self.own_bias and functools.cache(self.own_bias)
         if self.projections is None or not isinstance(module, nn.Module):
             nothing = Projection()
-            return Projections(nothing, nothing, nothing, None)
-        return self.projections.read(module, self.setting.num_heads)
+            return Projections(nothing, nothing, nothing, None, own_bias=bias)
+        return replace(self.projections.read(module, self.setting.num_heads), own_bias=bias)
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,7 @@ def search(
     dtype: torch.dtype,
     effort: Effort,
     most: int = 3,
+    fewest: int = 0,
 ) -> list[Match]:
     """Find the fewest mistakes that explain the output, under any reading.
 
@@ -155,6 +160,7 @@ def search(
         dtype: Precision that the code computed in.
         effort: Bounds the search.
         most: Greatest number of mistakes together.
+        fewest: Least number of them.
 
     Returns:
         Every match with the least number of mistakes; several readings without a mistake, or several mistakes that
@@ -166,7 +172,7 @@ def search(
     others = [r for r in readings if not r.likely]
     stages = [(likely, 0), (others[:1500], 0), (likely[:40], 1), (others[:60], 1), (likely[:10], 2), (likely[:4], 3)]
     for parted, (group, count) in [*((True, stage) for stage in stages), (False, (likely[:10], 2))]:
-        if count > most or (count and effort.exhausted):
+        if not fewest <= count <= most or (count and effort.exhausted):
             continue
         effort.progress(f"{LEVELS[count]} under {len(group)} readings")
         found: list[Match] = []

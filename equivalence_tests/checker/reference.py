@@ -48,6 +48,7 @@ class Projections:
     value: Projection
     output: Projection | None
     norms: tuple[Norm, Norm] | None = None  # of queries and of keys
+    own_bias: Callable[[int, int], Tensor] | None = None  # of the scores, (h or 1, q, k) for these lengths
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def attend(setting: Setting, projections: Projections, inputs: Inputs, choices: 
         q = q * math.sqrt(setting.num_heads)  # the scale is still that of one head
     k, v = (_repeat_heads(x, q.size(1), choices.get("grouped", "interleaved")) for x in (k, v))
     q, k, v = (_attended_axis(x, choices) for x in (q, k, v))
-    context = _context(q, k, v, inputs, choices)
+    context = _context(q, k, v, inputs, choices, _bias(projections, q, k))
     merged = _merge(_attended_axis(context, choices), setting, choices.get("merge", "lh"))
     merged = setting.norm(merged) if setting.norm is not None and wrap == "merged_norm" else merged
     output = merged
@@ -129,7 +130,13 @@ def attention_weights(setting: Setting, projections: Projections, inputs: Inputs
     before = _normalise_before(setting, inputs, choices.get("wrap", "none"))
     q, k, v = _project(setting, projections, before, choices)
     q, k, v = _heads(q, k, v, setting, projections, choices)
-    return _weights(q, _repeat_heads(k, q.size(1), choices.get("grouped", "interleaved")), inputs, choices)
+    k = _repeat_heads(k, q.size(1), choices.get("grouped", "interleaved"))
+    return _weights(q, k, inputs, choices, _bias(projections, q, k))
+
+
+def _bias(projections: Projections, q: Tensor, k: Tensor) -> Tensor | None:
+    own = projections.own_bias
+    return None if own is None else own(q.size(-2), k.size(-2)).to(q.dtype)
 
 
 def _reorder_arguments(inputs: Inputs, order: str) -> Inputs:
@@ -241,11 +248,11 @@ def _attended_axis(x: Tensor, choices: Choices) -> Tensor:
     return x if over == "tokens" else x.transpose(1, 2) if over == "heads" else x.transpose(0, 2)
 
 
-def _context(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, choices: Choices) -> Tensor:
+def _context(q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, choices: Choices, bias: Tensor | None) -> Tensor:
     if choices.get("attend_over", "tokens") != "tokens":
         inputs = Inputs(inputs.query, inputs.key, inputs.value)
         choices = {slot: choice for slot, choice in choices.items() if slot != "causal"}
-    return _weights(q, k, inputs, choices) @ v
+    return _weights(q, k, inputs, choices, bias) @ v
 
 
 SCALES: dict[str, Callable[[Tensor, Tensor], float]] = {
@@ -268,11 +275,12 @@ SCALES: dict[str, Callable[[Tensor, Tensor], float]] = {
 }
 
 
-def _weights(q: Tensor, k: Tensor, inputs: Inputs, choices: Choices) -> Tensor:
+def _weights(q: Tensor, k: Tensor, inputs: Inputs, choices: Choices, bias: Tensor | None) -> Tensor:
     scale = choices.get("scale", "right")
     transposed = k.reshape(*k.shape[:-2], k.size(-1), k.size(-2)) if "key_transpose" in choices else k.transpose(-2, -1)
     factor = inputs.query.size(-1) ** -0.5 if scale == "sqrt_input" else SCALES[scale](q, k)
     scores = q @ transposed * factor  # (b, h, q, k)
+    scores = scores if bias is None else scores + bias
     scores, blocked, built_in = _masked(scores, factor, inputs.may_attend, choices)
     weights = _softmax(scores, choices)
     if choices.get("mask") == "after_softmax":

@@ -342,6 +342,8 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
         notes.append("a part is computed in float32 whatever the input is; float32 and its error ratio decide")
     if words := words_of(match.choices):
         notes.append(f"torch.nn leaves queries and keys as they are; compared with attention in which they are {words}")
+    if match.reading.own_bias is not None:
+        notes.append("the bias that it adds to the scores by position is taken as it is; torch.nn has none")
     projections = match.reading.projections
     if projections is not None and projections.output is None and "output_projection_skipped" not in match.names:
         notes.append("there is no output projection: right where another class holds it (BERT), else it is missing")

@@ -1,0 +1,112 @@
+"""verify on attention that adds a bias of its own to the scores: by distance, or from a table."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests import verify
+
+
+class Distant(nn.Module):
+    """Right: a straight line for each head (ALiBi)."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def bias(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.size(1), dtype=x.dtype)
+        slopes = 2.0 ** -torch.arange(1, self.heads + 1, dtype=x.dtype)
+        return -slopes[:, None, None] * (position[:, None] - position).abs()
+
+    def scale(self, q: Tensor) -> float:
+        return float(q.size(-1)) ** -0.5
+
+    def weights(self, x: Tensor) -> Tensor:
+        q, k = self.split(self.query(x)), self.split(self.key(x))
+        return (q @ k.mT * self.scale(q) + self.bias(x)).softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.weights(x) @ self.split(self.value(x))).transpose(1, 2).flatten(2))
+
+
+class Table(Distant):
+    """Right: a learned number for each distance and head (T5), beside a causal mask."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.relative_bias = nn.Embedding(9, heads)
+
+    def bias(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.size(1))
+        distance = (position[:, None] - position).clamp(-4, 4) + 4
+        future = position[:, None] < position
+        return self.relative_bias(distance).permute(2, 0, 1).masked_fill(future, -math.inf)
+
+
+class Fused(Distant):
+    """Right: the fused kernel adds the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
+        context = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(x))
+        return self.out(context.transpose(1, 2).flatten(2))
+
+
+class Unscaled(Table):
+    def scale(self, q: Tensor) -> float:
+        return 1.0
+
+
+class OverQueries(Distant):
+    def weights(self, x: Tensor) -> Tensor:
+        q, k = self.split(self.query(x)), self.split(self.key(x))
+        return (q @ k.mT * self.scale(q) + self.bias(x)).softmax(-2)
+
+
+class AddsItsMask(Distant):
+    """A causal mask of ones and zeros, added: no bias that anybody would want."""
+
+    def bias(self, x: Tensor) -> Tensor:
+        return torch.ones(x.size(1), x.size(1), dtype=x.dtype).tril()
+
+
+class Near(Distant):
+    """A mask of its own, which nothing but its author knows to be right."""
+
+    def bias(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.size(1))
+        far = (position[:, None] - position).abs() > 1
+        return torch.zeros_like(far, dtype=x.dtype).masked_fill(far, -math.inf)
+
+
+@pytest.mark.parametrize("right", [Distant, Table, Fused])
+def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None:
+    report = verify(right)
+    assert report.verdict == "equal", str(report)
+    assert ("scores", "a bias by position is added") in {row[:2] for row in report.conventions}
+
+
+@pytest.mark.parametrize(("broken", "name"), [(Unscaled, "scale_missing"), (OverQueries, "softmax_over_queries")])
+def test_mistakes_beside_a_bias_are_named(broken: Callable[..., Any], name: str) -> None:
+    report = verify(broken)
+    assert [finding.name for finding in report.findings] == [name], str(report)
+
+
+def test_a_mask_that_is_added_is_no_bias() -> None:
+    report = verify(AddsItsMask)
+    assert report.verdict == "deviates"
+    assert all("bias by position" not in theirs for _, theirs, _ in report.conventions), str(report)
+
+
+def test_a_mask_of_its_own_is_not_called_right() -> None:
+    assert verify(Near).verdict == "unchecked"
