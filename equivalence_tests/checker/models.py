@@ -47,7 +47,10 @@ def _judge_order(module: nn.Module, run: ModelRun) -> Iterator[Row]:
 def _unused(module: nn.Module, run: ModelRun) -> Iterator[Row]:
     """Name the norms and embeddings that no gradient reaches, where it reaches what stands beside them."""
     module.zero_grad(set_to_none=True)
-    run.call(run.source, run.target).square().sum().backward()
+    output = run.call(run.source, run.target)
+    if not output.requires_grad:
+        return
+    output.square().sum().backward()
     for path, child in module.named_modules():
         small = "norm" in type(child).__name__.lower() or isinstance(child, nn.Embedding)
         alone = small and not list(child.children()) and any(p.requires_grad for p in child.parameters())

@@ -87,7 +87,7 @@ class IsCausalWithoutMask(Trap):
     )
     places = (Place(validation._check_mask_kinds, "if is_causal and attn_mask is None"),)
     instead = "Pass the mask; the hint beside it is for speed."
-    issues = ("pytorch/pytorch#96941", "pytorch/pytorch#108517", "pytorch/pytorch#118972")
+    issues = ("pytorch/pytorch#96941", "pytorch/pytorch#108517", "pytorch/pytorch#99282")
     since = "2.0"
 
     def wrong(self) -> tuple[Tensor, str]:
