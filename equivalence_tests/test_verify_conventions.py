@@ -245,9 +245,33 @@ class KeepsNoCount(nn.Module):
         return self.norm(q + self.out((scores.softmax(-1) @ split[2]).transpose(1, 2).flatten(2)))
 
 
+class TakesTenFromHiddenKeys(Plain):
+    """Right for a mask of 0 and -inf, which nobody would hand to it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key = self.split(self.q(q)), self.split(self.k(k))
+        scores = query @ key.mT / query.size(-1) ** 0.5
+        if mask is not None:
+            scores = scores - 10.0 * (1.0 - mask[:, None, None].to(scores.dtype))
+        return self.mixed(scores.softmax(-1), v)
+
+
+class FoldsHeadsFirst(Plain):
+    """Heads lie outside the batch, and the mask is repeated as if they lay inside."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key = (self.split(x).transpose(0, 1).flatten(0, 1) for x in (self.q(q), self.k(k)))
+        scores = query @ key.mT / query.size(-1) ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(mask.repeat_interleave(self.heads, 0), -torch.inf)
+        return self.mixed(scores.softmax(-1).unflatten(0, (self.heads, -1)).transpose(0, 1), v)
+
+
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
+        (FoldsHeadsFirst, "mask_repeated_in_wrong_order"),
+        (TakesTenFromHiddenKeys, "mask_fill_too_small"),
         (CutsThePackAtOnce, "packed_parts_mixed"),
         (KeepsNoCount, "scale_sqrt_d_model"),
         (MergesImagesWrongly, "heads_merged_without_transpose"),

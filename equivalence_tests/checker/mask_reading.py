@@ -22,6 +22,7 @@ __all__ = ["MaskReading", "read_masks"]
 Observed = list[tuple[MaskForm, list[Observation]]]
 HIDING = ("right", "fill_large")
 IGNORED = "ignored"
+COMPLEMENT = r"\b1(\.0*)?\s*-\s*\(?\w*mask"
 # What code answers that wants an object with a mask in it; all it asks of a tensor itself exists.
 HELD = "'Tensor' object has no attribute"
 
@@ -141,6 +142,9 @@ def read_masks(subject: Subject, caller: Caller, lengths: Sizes, match: Match) -
 def _read(reader: _Reader, observed: Observed) -> MaskReading:
     accepted = tuple(form for form, _ in observed)
     understood = tuple(form for form, seen in observed if any(reader.fits(seen, use) for use in HIDING))
+    if all(form.encoding == "additive" for form in understood) and _counts_from_one(reader.subject):
+        observed = [(form, seen) for form, seen in observed if form.encoding != "additive"]
+        understood = ()  # a mask of -inf passes such arithmetic by chance
     shared_only = bool(understood) and all(form.pattern == "shared" for form in understood)
     suspects = observed if not understood else _per_sample(observed, understood) if shared_only else []
     no_effect = not understood and all(reader.fits(seen, IGNORED) for _, seen in observed)
@@ -158,6 +162,11 @@ def _read(reader: _Reader, observed: Observed) -> MaskReading:
     if readings:
         return _likeliest(readings, related_sources(reader.subject.function, reader.subject.source))
     return MaskReading(understood[0] if understood else None, accepted, understood)
+
+
+def _counts_from_one(subject: Subject) -> bool:
+    """Whether the code takes the mask from one: its masks are zeros and ones."""
+    return any(place.line_matching(COMPLEMENT) for place in related_sources(subject.function, subject.source))
 
 
 def _switch(subject: Subject) -> str:

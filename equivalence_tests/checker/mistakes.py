@@ -70,6 +70,7 @@ MASK_LINES_OF = {
     **dict.fromkeys(("added_visible", "added_blocked", "subtracted_blocked"), ADDED_LINES),
     **dict.fromkeys(("multiplied_visible", "multiplied_blocked"), (r"\*.*mask|mask.*\*|\bmul_?\(",)),
     "ignored": (r"^\s*[\w.\[\]]+\.masked_fill\(", r"def forward"),
+    "heads_first_order": (r"(mask|len|bias)\w*.*(repeat|expand|tile)", *MASK_LINES),
     "head_order": (r"(mask|len|bias)\w*.*(repeat|expand|tile)", *MASK_LINES),
     "first_sample": (r"mask\w*\[0\b", *MASK_LINES),
     "transposed": (r"mask.*(transpose|permute|\.t\(|\.m?T\b|unsqueeze|None)", *MASK_LINES),
@@ -104,7 +105,7 @@ SCALE_MISTAKES = (
         "The scores are not scaled.",
         "q kᵀ",
         "Divide the scores by sqrt(head_dim).",
-        "T5 leaves the scale out and makes up for it in the initialisation.",
+        "T5 leaves the scale out and makes up for it in the initialisation; non-local blocks have none.",
     ),
     _scale(
         "twice",
@@ -788,6 +789,13 @@ MASK_MISTAKES = (
         "Fill with -inf where the mask hides a key.",
     ),
     _mask(
+        "subtracted_10",
+        "mask_fill_too_small",
+        "Only 10 is taken from the scores of hidden keys, which hides them only nearly.",
+        "softmax(scores - 10 * hidden)",
+        "Fill with -inf where the mask hides a key.",
+    ),
+    _mask(
         "multiplied_visible",
         "mask_multiplied",
         "The scores are multiplied by the mask: a score of 0 hides nothing.",
@@ -835,6 +843,13 @@ MASK_MISTAKES = (
         "The mask is repeated over the heads in the wrong order: samples get each other's mask.",
         "mask.repeat(num_heads, 1, 1)",
         "Heads lie inside each sample: use mask.repeat_interleave(num_heads, 0).",
+    ),
+    _mask(
+        "heads_first_order",
+        "mask_repeated_in_wrong_order",
+        "The mask is repeated over the heads in the wrong order: samples get each other's mask.",
+        "mask.repeat_interleave(num_heads, 0)",
+        "Heads lie outside the batch here: use mask.repeat(num_heads, 1, 1).",
     ),
     _mask(
         "first_sample",

@@ -361,10 +361,12 @@ def _misread(blocked: Tensor, scores: Tensor, use: str) -> Tensor:
         return blocked.transpose(-2, -1)
     if use == "first_sample":
         return blocked[:1]
-    if use == "head_order":  # repeated (h, b) where heads are folded as (b, h)
+    if use in ("head_order", "heads_first_order"):
         batch, heads = scores.shape[:2]
-        folded = blocked.expand(batch, 1, *scores.shape[-2:]).repeat(heads, 1, 1, 1)
-        return folded.reshape(batch, heads, *scores.shape[-2:])
+        mask = blocked.expand(batch, 1, *scores.shape[-2:]).squeeze(1)
+        if use == "head_order":  # repeated (h, b) where heads are folded as (b, h)
+            return mask.repeat(heads, 1, 1).unflatten(0, (batch, heads))
+        return mask.repeat_interleave(heads, 0).unflatten(0, (heads, batch)).transpose(0, 1)
     return blocked
 
 
@@ -379,6 +381,8 @@ def _hide(scores: Tensor, blocked: Tensor, factor: float, use: str) -> Tensor:
         return scores + blocked.to(scores.dtype)
     if use == "subtracted_blocked":
         return scores - blocked.to(scores.dtype)
+    if use == "subtracted_10":
+        return scores - 10.0 * blocked.to(scores.dtype)
     if use == "multiplied_visible":
         return scores * (~blocked).to(scores.dtype)
     if use == "multiplied_blocked":
