@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import scratch
 from equivalence_tests.side_by_side import (
@@ -119,7 +120,13 @@ class TestBits:
         (torch.float64, 1, 17, 2, 7),
         (torch.float64, 3, 19, 3, 5),
         (torch.float64, 2, 17, 2, 3),  # sqrt(1 / 3) is not 1 / sqrt(3)
-        (torch.float64, 1, 50, 2, 1),
+        pytest.param(
+            *(torch.float64, 1, 50, 2, 1),
+            marks=pytest.mark.skipif(
+                torch.__version__ < TorchVersion("2.13"),
+                reason="before 2.13 torch.nn lays merged heads of width 1 out anew",
+            ),
+        ),
         (torch.float64, 2, 50, 1, 11),  # one head alone is merged without a copy
         (torch.float16, 2, 17, 1, 2),
         (torch.float32, 1, 25, 2, 1),
