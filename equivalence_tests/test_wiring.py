@@ -70,6 +70,10 @@ class SmallFeedForward(nn.Module):
         return self.linear2(self.linear1(x).relu())
 
 
+class PositionwiseFeedForward(SmallFeedForward):
+    pass
+
+
 class GivenPartsLayer(nn.Module):
     def __init__(self, size: int, self_attn: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
@@ -273,10 +277,18 @@ def test_models_of_features_and_images_are_run(model: nn.Module, names: tuple[st
     assert report.verdict == ("deviates" if names else "equal"), str(report)
 
 
+class PositionwiseLayer(layers.TwoMaskDecoderLayer):
+    """Its feed-forward speaks of positions, and is no encoding of them."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.mlp = nn.Sequential(PositionwiseFeedForward(d_model, d_ff))
+
+
 class Stack(nn.Module):
     def __init__(self, d_model: int, n_heads: int, d_ff: int, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers.TwoMaskDecoderLayer(d_model, n_heads, d_ff) for _ in range(num_layers))
+        self.layers = nn.ModuleList(PositionwiseLayer(d_model, n_heads, d_ff) for _ in range(num_layers))
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         for layer in self.layers:

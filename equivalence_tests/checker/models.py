@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.causality import causal_claim
 from equivalence_tests.checker.model_calls import ModelRun
+from equivalence_tests.checker.parts import kind_of_name
 from equivalence_tests.checker.tracing import ModuleCall, tensors_in, trace
 
 __all__ = ["judge_model", "reads_later_tokens"]
 
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)
-POSITIONS = re.compile(r"(^|[._])pos|position|wpe")
 
 
 def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
@@ -88,7 +88,7 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
     if later is not None and (asked or not later or _claims_to_be_causal(module, run)):
         yield "the future is unseen", "future_is_seen" if later else "", ""
     # Without ids, tokens may be a set, unless the model holds positions.
-    if run.kind not in ("ids", "memory") and not any(POSITIONS.search(name) for name in _names(module)):
+    if run.kind not in ("ids", "memory") and not _holds_positions(module):
         return
     if run.target is not None and run.kind != "memory":
         lost = _is_lost(lambda x: run.call(x, run.target), run, run.source)
@@ -104,10 +104,11 @@ def _claims_to_be_causal(module: nn.Module, run: ModelRun) -> bool:
     return bool(causal_claim(module, lambda: run.call(run.source, run.target)))
 
 
-def _names(module: nn.Module) -> Iterator[str]:
-    for path, child in module.named_modules():
-        yield f"{path}.{type(child).__name__}".lower()
-        yield from (name.lower() for name in (*child._parameters, *child._buffers))
+def _holds_positions(module: nn.Module) -> bool:
+    """Whether a part, a parameter or a buffer is called a positional encoding."""
+    names = [name for child in module.modules() for name in (*child._parameters, *child._buffers, *child._modules)]
+    names += [type(child).__name__ for child in module.modules()]
+    return any(kind_of_name(name) == "positional_encoding" for name in names)
 
 
 def _is_lost(call: Callable[[Tensor], Tensor], run: ModelRun, x: Tensor) -> bool:

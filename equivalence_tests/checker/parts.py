@@ -34,7 +34,7 @@ NAMES = (
     (r"feed_?forward", "feed_forward"),  # one may hold a norm, and say so in its name
     (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
     (r"ffn|^ff|mlp|position_?wise", "feed_forward"),
-    (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|(^|_)(pe|positions?|positional)($|_)", "positional_encoding"),
+    (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|(^|_)(w?pe|positions)($|_)", "positional_encoding"),
     (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
 )
 SHAPES = ((2, 5), (4, 6), (1, 8))
