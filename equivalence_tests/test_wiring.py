@@ -550,3 +550,33 @@ class ExchangingTorchModel(TorchModel):
 def test_masks_are_followed_to_torchs_own_layers() -> None:
     assert verify(TorchModel).verdict == "equal", str(verify(TorchModel))
     assert verify(ExchangingTorchModel).mistakes == ("masks_exchanged",)
+
+
+class OnePatchImageModel(ImageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_size = 4
+
+    def place(self, x: Tensor) -> Tensor:
+        assert x.size(1) == 1
+        return x + self.pos_embedding[:, :1]
+
+
+def test_an_image_of_one_patch_shows_no_order() -> None:
+    report = verify(OnePatchImageModel())
+    assert report.verdict == "equal", str(report)
+    assert any("no way to run the whole model" in note for note in report.notes)
+
+
+class ChoosyModel(CausalModel):
+    """Refuses a token that comes twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert all(len(row.unique()) == len(row) for row in x), "a token comes twice"
+        return super().forward(x)
+
+
+def test_a_model_that_refuses_other_tokens_is_no_verdict() -> None:
+    report = verify(ChoosyModel)
+    assert report.verdict == "unchecked", str(report)
+    assert "a token comes twice" in report.reason

@@ -188,7 +188,8 @@ def _image_sizes(module: nn.Module) -> list[int]:
     sides = [
         math.isqrt(n) * int(conv.kernel_size[0]) for length in _exact_lengths(module) for n in (length, length - 1)
     ]
-    return [n for n in dict.fromkeys([*told, *sides, 32, 28, 64, 224]) if isinstance(n, int) and n > 0]
+    fewest = 2 * int(conv.kernel_size[0])  # two patches can be exchanged
+    return [n for n in dict.fromkeys([*told, *sides, 32, 28, 64, 224]) if isinstance(n, int) and n >= fewest]
 
 
 def _distinct(size: int, length: int, generator: torch.Generator) -> Tensor:

@@ -412,8 +412,11 @@ def _add_model(walk: Walk) -> None:
     source = source_of(type(walk.module).forward)
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
     judged = itertools.chain(judge_model(walk.module, run), judge_model_masks(walk.module, run, walk.masks))
-    for what, mistake, where in judged:
-        walk.check(f"{what}{f' ({where})' if where else ''}", [mistake] if mistake else [], where, evidence, source)
+    try:
+        for what, mistake, where in judged:
+            walk.check(f"{what}{f' ({where})' if where else ''}", [mistake] if mistake else [], where, evidence, source)
+    except Exception as error:  # the user's code may refuse other tokens than those it ran on
+        walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")
     walk.report.conventions += list(_model_rows(run))
 
 
