@@ -117,6 +117,7 @@ def examine(subject: Subject, effort: Effort, errors: list[str]) -> AttentionExa
     if match is not None and match.reading.plan.self_attention:
         crossing = [(p, sizes) for p, sizes in cross_plans(caller, lengths) if p.layout == match.reading.plan.layout]
         if crossing:
+            effort.most = 1  # the rest is explained: what has more mistakes here is not read in the same way
             examination.cross = _searched(subject, caller, [crossing[0][0]], crossing[0][1], effort)
     return examination
 
