@@ -4,6 +4,7 @@ Names are read first. Where they say nothing, every assignment is tried with len
 output then has the length of the query, and perturbing one sample shows which axis the samples lie on.
 """
 
+import contextlib
 import inspect
 import itertools
 import re
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.angles import AngleForm, takes_angles
 from equivalence_tests.checker.construction import MAX_LEN, Sizes, value_for
 from equivalence_tests.checker.inner import base_of
+from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.masking import HeldMask, MaskForm
 from equivalence_tests.checker.reference import Inputs
 from equivalence_tests.checker.tracing import tensors_in, without_dropout
@@ -125,9 +127,7 @@ class Caller:
     def returned(self, plan: CallPlan, inputs: Inputs, mask: MaskForm | None = None) -> list[Tensor]:
         """Call and list the tensors that come back, untouched."""
         args, kwargs = self.arguments(plan, inputs, mask)
-        if not self.quiet_dropout:
-            return list(tensors_in((self.function(*args, **kwargs),)))
-        with without_dropout():
+        with keeping_state(self.function), without_dropout() if self.quiet_dropout else contextlib.nullcontext():
             return list(tensors_in((self.function(*args, **kwargs),)))
 
     def output(self, plan: CallPlan, inputs: Inputs, mask: MaskForm | None = None) -> Tensor:

@@ -68,8 +68,9 @@ class Sizes:
 # Odd sizes show the most; code that insists on even ones, or on its own defaults, gets what it asks for.
 SIZES = (Sizes(), Sizes(num_heads=3, head_dim=10), Sizes(num_heads=4, head_dim=16), Sizes(num_heads=8, head_dim=64))
 
-# Groups of three queries that share two keys and values: neither the order of repetition nor the counts mix up.
+# Heads of even width; two of keys, each for three of queries, so that neither their order nor their counts mix up.
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
+ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
 COUNTS_KEY_HEADS = r"(kv|key_value|group|kv_n)_?\w*(head|group)|heads?_kv|query_groups|n_local_kv|n_kv"
 
 # What a name asks for, the first pattern that matches the lower-cased name decides.
@@ -186,7 +187,7 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
     """
     errors: list[str] = []
     built = False
-    for sizes in GROUPED_SIZES if _asks_for_groups(target) else SIZES:
+    for sizes in GROUPED_SIZES if _asks_for_groups(target) or _rotates(target) else SIZES:
         alternatives = itertools.groupby(argument_lists(target, sizes), key=lambda proposal: proposal[0])
         made = (_first_that_builds(target, (arguments for _, arguments in group), errors) for _, group in alternatives)
         for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
@@ -207,6 +208,14 @@ def _asks_for_groups(target: Any) -> bool:
     code = getattr(getattr(target, "__init__", target), "__code__", None) or getattr(target, "__code__", None)
     words = [*code.co_varnames, *code.co_names, *code.co_consts] if code else []
     return any(isinstance(word, str) and re.search(COUNTS_KEY_HEADS, word.lower()) for word in words)
+
+
+def _rotates(target: Any) -> bool:
+    """Whether the file of a class speaks of rotary positions, which need heads of even width."""
+    try:
+        return bool(ROTARY.search(inspect.getsource(inspect.getmodule(target) or target)))
+    except (OSError, TypeError):
+        return False
 
 
 def _first_that_builds(target: Any, proposals: Iterator[dict[str, Any]], errors: list[str]) -> Any:

@@ -19,6 +19,7 @@ from equivalence_tests.checker.describe import confirm, conventions_of, findings
 from equivalence_tests.checker.diagnosis import Effort, Match
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.inner import words_of
+from equivalence_tests.checker.kept_state import changed_by_calls
 from equivalence_tests.checker.loading import load, with_signature
 from equivalence_tests.checker.parts import PART_KINDS, examine_part, guess_kind, there_and_back
 from equivalence_tests.checker.report import CheckResult, Finding, Report
@@ -344,6 +345,8 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
         notes.append(f"torch.nn leaves queries and keys as they are; compared with attention in which they are {words}")
     if match.reading.own_bias is not None:
         notes.append("the bias that it adds to the scores by position is taken as it is; torch.nn has none")
+    if changed := changed_by_calls(examination.caller.function):
+        notes.append(f"a call changes {', '.join(changed)}; that was put back each time, so that no call saw another's")
     projections = match.reading.projections
     if projections is not None and projections.output is None and "output_projection_skipped" not in match.names:
         notes.append("there is no output projection: right where another class holds it (BERT), else it is missing")

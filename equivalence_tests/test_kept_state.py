@@ -1,0 +1,66 @@
+"""verify on modules that remember: each call must start from the same state."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests import verify
+
+
+class Remembers(nn.Module):
+    """Keys and values are written into a cache, graph and all; in eval nothing but the new tokens is looked at."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.cache = torch.zeros(2, 64, 64, dim)
+
+    def scale(self, q: Tensor) -> float:
+        return float(q.size(-1)) ** -0.5
+
+    def remembered(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        batch, length, _ = x.shape
+        self.cache = self.cache.to(x)
+        self.cache[0, :batch, :length], self.cache[1, :batch, :length] = self.key(x), self.value(x)
+        return self.cache[0, :batch, :length], self.cache[1, :batch, :length]
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.remembered(x)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (self.query(x), k, v))
+        return self.out(((q @ k.mT * self.scale(q)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Grows(Remembers):
+    """Keys and values are joined with those of all calls before."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.kv_cache: Tensor | None = None
+
+    def remembered(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.stack((self.key(x), self.value(x)))
+        self.kv_cache = both if self.kv_cache is None else torch.cat((self.kv_cache, both), 2)
+        return self.kv_cache[0], self.kv_cache[1]
+
+
+class RemembersUnscaled(Remembers):
+    def scale(self, q: Tensor) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(("right", "name"), [(Remembers, "cache"), (Grows, "kv_cache")])
+def test_no_call_sees_what_another_left(right: type[nn.Module], name: str) -> None:
+    report = verify(right)
+    assert report.verdict == "equal", str(report)
+    assert any(note.startswith(f"a call changes {name};") for note in report.notes)
+
+
+def test_the_instance_is_left_as_it_was() -> None:
+    module = Remembers(12, 2)
+    verify(module)
+    assert not module.cache.any()
+
+
+def test_a_mistake_beside_a_cache_is_named() -> None:
+    assert [finding.name for finding in verify(RemembersUnscaled).findings] == ["scale_missing"]
