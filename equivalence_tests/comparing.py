@@ -131,18 +131,24 @@ class ErrorRatio:
         candidate_error: Greatest absolute error of the candidate.
         builtin_error: Greatest absolute error of the built-in.
         floor: A few units in the last place of the largest value, below which an error means nothing.
-        bound: What the candidate's error may be: twice the built-in's plus the floor.
         misfit: Why the results cannot be compared, or "".
-        passed: Whether it is kept.
     """
 
     name: str
     candidate_error: float
     builtin_error: float
     floor: float
-    bound: float
     misfit: str
-    passed: bool
+
+    @property
+    def bound(self) -> float:
+        """What the candidate's error may be: twice the built-in's plus the floor."""
+        return ERROR_FACTOR * self.builtin_error + self.floor
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is kept."""
+        return not self.misfit and self.candidate_error <= self.bound
 
     @property
     def ratio(self) -> float:
@@ -254,7 +260,6 @@ def compare_errors(
     name: str = "output",
     largest: float | None = None,
     rounded_to: torch.dtype | None = None,
-    error_nearby: float = 0.0,
 ) -> ErrorRatio:
     """Compare two errors: the candidate's may be at most twice the built-in's, plus a few units in the last place.
 
@@ -269,8 +274,6 @@ def compare_errors(
         largest: The largest value of the group that the tensor belongs to; its own by default.
         rounded_to: The dtype whose units count, if it is not that of ``builtin``: under autocast a float32 output
             may carry the rounding of bfloat16.
-        error_nearby: The built-in's greatest error on numbers close by, which counts where it is greater: a few numbers
-            may come out well by chance.
 
     Returns:
         An ``ErrorRatio``. A difference in shape or dtype is a difference, not an error.
@@ -291,11 +294,8 @@ def compare_errors(
     if not misfit:
         differences = _distances(builtin.double(), reference64)
         known = differences < math.inf
-        builtin_error = max(_max(differences[known]), error_nearby)
-        errors = _max(_distances(candidate.double(), reference64)[known]), builtin_error
-    floor = FLOOR_ULPS * ulp_size(largest, rounded_to or builtin.dtype)
-    bound = ERROR_FACTOR * errors[1] + floor
-    return ErrorRatio(name, *errors, floor, bound, misfit, passed=not misfit and errors[0] <= bound)
+        errors = _max(_distances(candidate.double(), reference64)[known]), _max(differences[known])
+    return ErrorRatio(name, *errors, FLOOR_ULPS * ulp_size(largest, rounded_to or builtin.dtype), misfit)
 
 
 def first_stage_that_parts(

@@ -122,8 +122,8 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     if not layers and not set(atoms_of(module).values()) & {"attention", "layers"}:
         walk.skip("wiring", "it holds no attention; if parts are handed to its constructor, pass an instance")
     _add_mask_methods(walk)
-    _add_model(walk)
     _add_layout_clash(walk)
+    _add_model(walk)
     return _concluded(walk.report, subject)
 
 
@@ -412,8 +412,11 @@ def _add_model(walk: Walk) -> None:
     source = source_of(type(walk.module).forward)
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
     judged = itertools.chain(judge_model(walk.module, run), judge_model_masks(walk.module, run, walk.masks))
+    misplaced = any(finding.name.startswith("position_") for finding in walk.report.findings)
     try:
         for what, mistake, where in judged:
+            if misplaced and mistake == "no_positions":
+                continue  # it has some, and what is wrong with them was said of the part
             walk.check(f"{what}{f' ({where})' if where else ''}", [mistake] if mistake else [], where, evidence, source)
     except Exception as error:  # the user's code may refuse other tokens than those it ran on
         walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")
