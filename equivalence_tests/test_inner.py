@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equivalence_tests import verify
 from equivalence_tests.checker.inner import base_of, norms_of_queries_and_keys, rotate
@@ -165,6 +166,21 @@ class BlockWithoutAResidual(Block):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class NormalisingWithoutWeights(Rotating):
+    """Right: rotated first, which the norm does not mind."""
+
+    def inner(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = (F.rms_norm(self.rotated(x), x.shape[-1:]) for x in (q, k))
+        return q, k, v
+
+
+class TakesOneTuple(TakesCosAndSin):
+    """Right: both in one argument, as its name says."""
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(x, *cos_sin)
+
+
 class Reversed(Rotating):
     def turned(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -207,6 +223,8 @@ class ScaledByTheWidth(Normalising):
         (NormalisingAll, "normalised before they are split"),
         (TakesCosAndSin, "rotated by position (halves of a head)"),
         (TakesBoth, "rotated by position (halves of a head)"),
+        (TakesOneTuple, "rotated by position (halves of a head)"),
+        (NormalisingWithoutWeights, "normalised in each head, without weights, rotated by position (halves of a head)"),
         (TakesComplex, "rotated by position (pairs of neighbours)"),
     ],
 )

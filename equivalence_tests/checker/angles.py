@@ -17,6 +17,8 @@ NAMES = re.compile(
     r"^(freqs?|angles?|rope|rotary|cos|sin|pos(ition)?_?emb(edding)?s?)($|_)|freqs_c|(^|_)(cos|sin|rope)$"
 )
 
+AXES = ("l c", "1 l c", "1 1 l c", "1 l 1 c", "l 1 c")
+
 
 def takes_angles(name: str) -> bool:
     """Whether an argument of this name is for the angles of rotary positions.
@@ -32,22 +34,22 @@ class AngleForm:
     """One form in which angles are handed over.
 
     Args:
-        kind: "complex" (cos + i sin), "angles", or "both" (a tuple of cosines and sines). An argument called cos or
-            sin gets just these.
+        kind: "complex" (cos + i sin), "angles", or "both" (a tuple of cosines and sines). An argument called cos,
+            sin or cos_sin gets just these.
         places: "once" for a column a pair, "halves" or "pairs" for a column an element.
-        leading: How many axes of size 1 come before (len, columns).
+        axes: "l c" for (len, columns), with a 1 for each axis of that size around the length.
     """
 
     kind: str
     places: str = "once"
-    leading: int = 0
+    axes: str = "l c"
 
     @classmethod
     def all(cls) -> Iterator["AngleForm"]:
         """List the forms to try."""
         yield cls("complex")
-        for kind, places, leading in itertools.product(("both", "angles"), ("halves", "pairs", "once"), (0, 1, 2)):
-            yield cls(kind, places, leading)
+        for form in itertools.product(("both", "angles"), ("halves", "pairs", "once"), AXES):
+            yield cls(*form)
 
     def build(self, name: str, x: Tensor, base: float) -> Any:
         """Make the argument of this name for tokens of one head, (..., len, head_dim)."""
@@ -55,7 +57,9 @@ class AngleForm:
         if self.kind == "complex":
             return torch.polar(torch.ones_like(angles), angles)
         laid_out = angles if self.places == "once" else in_places(angles, self.places)
-        laid_out = laid_out[(None,) * self.leading]
-        if match := re.search("cos|sin", name.lower()):
-            return laid_out.cos() if match[0] == "cos" else laid_out.sin()
+        before, after = self.axes.removesuffix(" c").split("l")
+        laid_out = laid_out.unflatten(0, (*(1,) * before.count("1"), -1, *(1,) * after.count("1")))
+        if asked := set(re.findall("cos|sin", name.lower())):
+            given = [laid_out.cos()] * ("cos" in asked) + [laid_out.sin()] * ("sin" in asked)
+            return tuple(given) if len(given) == 2 else given[0]
         return (laid_out.cos(), laid_out.sin()) if self.kind == "both" else laid_out

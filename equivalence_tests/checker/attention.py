@@ -33,7 +33,7 @@ from equivalence_tests.checker.diagnosis import (
     convention_sets,
     search,
 )
-from equivalence_tests.checker.hints import ROTATED, seen_inside
+from equivalence_tests.checker.hints import NORMALISED, ROTATED, seen_inside
 from equivalence_tests.checker.inner import base_of, inner_conventions, norms_of_queries_and_keys
 from equivalence_tests.checker.loading import source_of
 from equivalence_tests.checker.mask_reading import MaskReading, read_masks
@@ -132,8 +132,9 @@ def _searched(
     seen = seen_inside(
         subject.function, lambda: caller.returned(plans[0], random_inputs(lengths, plans[0], 1, caller.dtype))
     )
-    readings = list(_readings(subject, caller, plans, lengths, rotated=ROTATED in seen))
-    most = 1 if seen else effort.most  # with parts that no reading has, pairs and triples explain nothing either
+    readings = list(_readings(subject, caller, plans, lengths, seen))
+    # With parts that no reading has, pairs and triples of mistakes explain nothing either.
+    most = 1 if set(seen) - {NORMALISED} else effort.most
     observations = _Observations(caller, lengths)
     found = search(subject.function, readings, observations, subject.dtype, effort, min(most, 1))
     if not found:
@@ -255,13 +256,13 @@ def independent_samples(caller: Caller, plan: CallPlan, lengths: Sizes) -> bool:
 
 
 def _readings(
-    subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, rotated: bool
+    subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, seen: Collection[str]
 ) -> Iterator[Reading]:
     """List the readings; those that names suggest are marked as likely.
 
     Code may turn its tensors to the other layout inside: that matters to a wrong reshape only, and comes last.
     """
-    found = list(_readings_as_called(subject, caller, plans, lengths, rotated))
+    found = list(_readings_as_called(subject, caller, plans, lengths, seen))
     yield from found
     for reading in found:
         if reading.likely and reading.plan.layout in ("b l e", "l b e"):
@@ -270,7 +271,7 @@ def _readings(
 
 
 def _readings_as_called(
-    subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, rotated: bool
+    subject: Subject, caller: Caller, plans: list[CallPlan], lengths: Sizes, seen: Collection[str]
 ) -> Iterator[Reading]:
     norms_of_parts = None if subject.module is None else norms_of_queries_and_keys(subject.module)
     base = base_of(subject.module)
@@ -280,7 +281,7 @@ def _readings_as_called(
         causal = _causal_behaviour(caller, plan, lengths)
         if causal == ("no",) and _mentions_a_triangle(subject):
             causal = ("no", "yes")  # a triangle that some mistake lets the future through
-        inner = inner_conventions(norms_of_parts, rotated or plan.takes_angles)
+        inner = inner_conventions(norms_of_parts, ROTATED in seen or plan.takes_angles, NORMALISED in seen)
         unused = _never_used(subject.module, caller, plan, lengths)
         left_out = _left_out(subject, unused)
         for projections, heads in _projections(subject, caller, plan, lengths, unused):

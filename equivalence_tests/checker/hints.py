@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["ROTATED", "seen_inside"]
+__all__ = ["NORMALISED", "ROTATED", "seen_inside"]
 
 ROTATED = "positions are rotated inside (rotary)"
 NAMES = (
@@ -20,7 +20,9 @@ NAMES = (
     (r"rel(ative)?_?(pos|att|bias|emb|key|value|[hw]$)|bias_table|pos(ition)?_?bias", "a table of positions or biases"),
     (r"alibi|slopes?$", "a bias that grows with the distance (ALiBi)"),
 )
+NORMALISED = "norms without weights"
 CALLS = (
+    (("rms_norm",), NORMALISED),
     (("cos", "sin", "polar", "view_as_complex"), ROTATED),
     (("tanh",), "tanh, as additive attention has it"),
     (("conv1d", "conv2d", "conv3d"), "a convolution"),

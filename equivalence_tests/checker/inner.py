@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 __all__ = [
     "BASE",
@@ -20,6 +21,7 @@ __all__ = [
     "inner_conventions",
     "norms_of_queries_and_keys",
     "normalise",
+    "rms_norm",
     "rotate",
 ]
 
@@ -49,14 +51,15 @@ def _is_norm(module: nn.Module) -> bool:
     return not list(module.children()) and not isinstance(module, nn.Identity)
 
 
-def inner_conventions(norms: tuple[str, str] | None, rotated: bool) -> list[Options]:
+def inner_conventions(norms: tuple[str, str] | None, rotated: bool, rms: bool) -> list[Options]:
     """List what may be done to queries and keys, nothing last.
 
     Args:
         norms: From ``norms_of_queries_and_keys``.
         rotated: Whether something was seen that rotates.
+        rms: Whether a norm without weights was seen.
     """
-    normed = ("heads", "width", "no") if norms is not None else ("no",)
+    normed = (*(("heads", "width") if norms is not None else ()), *(("rms",) if rms else ()), "no")
     turned = ("halves", "pairs", "no") if rotated else ("no",)
     both = [(("qk_norm", norm), ("rotary", turn)) for norm in normed for turn in turned]
     return [tuple(option for option in options if option[1] != "no") for options in both]
@@ -87,6 +90,11 @@ def _falls_from_one(x: Tensor) -> bool:
 def normalise(q: Tensor, k: Tensor, norms: tuple[Norm, Norm] | None) -> tuple[Tensor, Tensor]:
     """Call the norms of queries and keys, if they are called here."""
     return (q, k) if norms is None else (norms[0](q), norms[1](k))
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Divide by the root of the mean square, without weights."""
+    return F.rms_norm(x, x.shape[-1:])
 
 
 def rotate(x: Tensor, role: str, how: str, base: float) -> Tensor:
@@ -145,6 +153,7 @@ def words_of(options: Mapping[str, str]) -> str:
 WORDS = {
     ("qk_norm", "heads"): "normalised in each head",
     ("qk_norm", "width"): "normalised before they are split",
+    ("qk_norm", "rms"): "normalised in each head, without weights",
     ("rotary", "halves"): "rotated by position (halves of a head)",
     ("rotary", "pairs"): "rotated by position (pairs of neighbours)",
 }

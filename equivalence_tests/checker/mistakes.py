@@ -263,6 +263,7 @@ MERGE_MISTAKES = tuple(
     for order in _orders()
 )
 
+TURNS_BACK = "nanochat turns this way; a model trained so is as good, but weights of other code do not fit."
 # (name, sentence, have, want, fix) for either way to pair the elements of a head.
 ROTARY_MISTAKES = (
     (
@@ -423,6 +424,7 @@ AXIS_MISTAKES = (
             want,
             fix,
             (r"cat|stack", r"cos|sin|polar|rot"),
+            choice=TURNS_BACK if name == "rotary_reversed" else "",
         )
         for layout in ("halves", "pairs")
         for name, sentence, have, want, fix in ROTARY_MISTAKES

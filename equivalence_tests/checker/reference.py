@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equivalence_tests.checker.inner import BASE, normalise, rotate
+from equivalence_tests.checker.inner import BASE, normalise, rms_norm, rotate
 
 __all__ = ["Choices", "Inputs", "Projection", "Projections", "Setting", "attend", "attention_weights", "key_heads"]
 
@@ -182,13 +182,13 @@ def _heads(
     q: Tensor, k: Tensor, v: Tensor, setting: Setting, projections: Projections, choices: Choices
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split what is projected, and do what the class does before it scores: normalise, rotate."""
-    order, normed, rotary = choices.get("split", "lh"), choices.get("qk_norm"), choices.get("rotary", "no")
+    order, normed, rotary = choices.get("split", "lh"), choices.get("qk_norm", "no"), choices.get("rotary", "no")
     if "3" in order:
         return _mixed_parts(torch.cat((q, k, v), -1), setting, order)
     q, k = normalise(q, k, projections.norms if normed == "width" else None)
     shared = key_heads(q.size(-1), k.size(-1), setting.num_heads)
     q, k, v = (_split(x, n, setting, order) for x, n in ((q, setting.num_heads), (k, shared), (v, shared)))
-    q, k = normalise(q, k, projections.norms if normed == "heads" else None)
+    q, k = normalise(q, k, {"heads": projections.norms, "rms": (rms_norm, rms_norm)}.get(normed))
     q, k, v = (rotate(x, role, rotary, setting.rotary_base) for x, role in ((q, "q"), (k, "k"), (v, "v")))
     return q, k, v
 

@@ -341,7 +341,7 @@ def _notes(examination: AttentionExamination, report: Report) -> list[str]:
     notes = []
     if match.float32_inside:
         notes.append("a part is computed in float32 whatever the input is; float32 and its error ratio decide")
-    if words := words_of(match.choices):
+    if words := words_of(dict(match.reading.conventions)):
         notes.append(f"torch.nn leaves queries and keys as they are; compared with attention in which they are {words}")
     if match.reading.own_bias is not None:
         notes.append("the bias that it adds to the scores by position is taken as it is; torch.nn has none")
