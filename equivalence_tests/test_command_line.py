@@ -68,9 +68,15 @@ def test_summary_counts_the_source_s_model(package: str) -> None:
 def test_plots_are_written(checkpoint: Path, tmp_path: Path) -> None:
     positional, attention = tmp_path / "p.svg", tmp_path / "a.png"
     assert run("scratch", "plot", "positional", "-o", positional).exit_code == 0
-    assert run("builtin", "plot", "attention", "ich mag das Buch", "-c", checkpoint, "-o", attention).exit_code == 0
+    drawn = run("builtin", "plot", "attention", "ich mag das Buch", "-c", checkpoint, "-o", attention)
+    assert drawn.exit_code == 0
     assert positional.stat().st_size > 1000
-    assert attention.stat().st_size > 1000
+    whole = attention.stat().st_size
+    part = run(
+        "scratch", "plot", "attention", "ich mag das Buch", "--only", "encoder", "-c", checkpoint, "-o", attention
+    )
+    assert part.exit_code == 0
+    assert 1000 < attention.stat().st_size < whole
 
 
 @pytest.mark.parametrize(

@@ -372,3 +372,8 @@ class TestSteps:
         assert nothing is None
         assert not without[:, 2].any()
         assert_equal({"output": without[:, seen]}, {"output": context[:, seen]})
+
+
+def test_grouped_heads_of_which_there_are_none_need_no_division() -> None:
+    query, key = torch.empty(0, 5, 4), torch.empty(0, 7, 4)
+    assert scratch.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape == (0, 5, 4)

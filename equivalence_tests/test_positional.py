@@ -146,6 +146,14 @@ class TestPositionalEncoding:
         with pytest.raises(ValueError, match="offset must not be negative, got -1"):
             encoding(torch.zeros(2, 3, 11), offset=-1)
 
+    def test_what_is_no_tensor_is_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"^x must be a tensor, got list"):
+            PositionalEncoding(11)([[0.0] * 11])
+
+    def test_dropout_that_is_no_probability_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"between 0 and 1, but got dropout=1.5"):
+            PositionalEncoding(11, dropout=1.5)
+
     @pytest.mark.parametrize("shape", [(2, 5, 12), (11,), (2, 3, 5, 11)])
     def test_other_shapes_are_refused(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(ValueError, match=r"x must have shape .* with d_model = 11, got shape \("):

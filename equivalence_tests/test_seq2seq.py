@@ -664,6 +664,14 @@ class TestErrors:
             texts.add(str(error.value))
         assert len(texts) == 1
 
+    @pytest.mark.parametrize("name", ["src_vocab_size", "tgt_vocab_size", "pad_id", "start_id", "end_id"])
+    def test_sizes_and_ids_are_whole_numbers(self, name: str) -> None:
+        for package in PACKAGES.values():
+            with pytest.raises(TypeError, match=f"^{name} must be a whole number, got 2.5"):
+                package.Seq2SeqTransformer(
+                    **{"src_vocab_size": SRC_VOCAB, "tgt_vocab_size": TGT_VOCAB, **SIZES, name: 2.5}
+                )
+
     @pytest.mark.parametrize(("bad_call", "kind", "text"), BAD_CALLS)
     def test_bad_calls_are_refused_with_the_same_words(self, bad_call: Any, kind: type[Exception], text: str) -> None:
         texts = set()

@@ -198,6 +198,8 @@ class TestTraining:
             ({"batch_size": 0}, "batch_size must be greater than 0"),
             ({"learning_rate": 0.0}, "learning_rate must be greater than 0"),
             ({"momentum": 1.0}, "momentum must be in 0"),
+            ({"seed": -1}, r"seed must be in 0 ... 2\*\*32 - 1, got -1"),
+            ({"seed": 2**32}, r"seed must be in 0 ... 2\*\*32 - 1, got 4294967296"),
             ({"label_smoothing": 0.1}, "label_smoothing needs loss='kl'"),
         ],
     )
@@ -207,6 +209,7 @@ class TestTraining:
 
     def test_settings_in_range_are_taken(self) -> None:
         assert TrainingSettings(loss="kl", label_smoothing=0.1).label_smoothing == 0.1
+        assert TrainingSettings(seed=2**32 - 1).seed == 2**32 - 1
 
 
 class TestCheckpoint:

@@ -149,11 +149,11 @@ def check_score_bias(score_bias: Tensor) -> None:
         )
 
 
-def check_positive(**sizes: int | None) -> None:
-    """Ask that sizes which are given are whole numbers of at least 1."""
-    check_whole(**{name: size for name, size in sizes.items() if size is not None})
+def check_positive(**sizes: int) -> None:
+    """Ask for whole numbers of at least 1."""
+    check_whole(**sizes)
     for name, size in sizes.items():
-        if size is not None and size < 1:
+        if size < 1:
             raise ArgumentValueError(f"{name} must be greater than 0, got {name}={size}")
 
 
@@ -172,7 +172,8 @@ def check_attention_sizes(
             f"embed_dim and num_heads must be greater than 0, got embed_dim={embed_dim} and num_heads={num_heads}"
         )
     check_not_negative(kdim=kdim, vdim=vdim)
-    check_positive(qk_head_dim=qk_head_dim, v_head_dim=v_head_dim)
+    given = {"qk_head_dim": qk_head_dim, "v_head_dim": v_head_dim}
+    check_positive(**{name: size for name, size in given.items() if size is not None})
     if embed_dim % num_heads and (qk_head_dim is None or v_head_dim is None):
         raise ArgumentValueError(
             f"embed_dim must be divisible by num_heads, got embed_dim={embed_dim} and num_heads={num_heads} "
@@ -595,7 +596,6 @@ def check_map_recorded(path: str, calls: Mapping[str, Sequence[Tensor]]) -> None
 
 def check_num_layers(num_layers: int) -> None:
     """Ask for at least one layer: torch.nn builds an empty stack too, which no call gets through."""
-    check_whole(num_layers=num_layers)
     check_positive(num_layers=num_layers)
 
 
@@ -637,7 +637,6 @@ def check_cache_layers(cache: Sequence[Any], num_layers: int) -> None:
 
 def check_decoding(end_id: int, pad_id: int, max_len: int) -> None:
     """Check what every way of decoding needs."""
-    check_whole(max_len=max_len)
     check_positive(max_len=max_len)
     if end_id == pad_id:
         raise ArgumentValueError(f"end_id must differ from pad_id, which is never chosen, got {end_id} for both")
@@ -645,7 +644,6 @@ def check_decoding(end_id: int, pad_id: int, max_len: int) -> None:
 
 def check_beams(beam_size: int, length_penalty: float) -> None:
     """Check what beam search needs."""
-    check_whole(beam_size=beam_size)
     check_positive(beam_size=beam_size)
     if not 0 <= length_penalty < float("inf"):
         raise ArgumentValueError(
@@ -656,7 +654,6 @@ def check_beams(beam_size: int, length_penalty: float) -> None:
 
 def check_vocabularies(src_vocab_size: int, tgt_vocab_size: int, pad_id: int, start_id: int, end_id: int) -> None:
     """Ask that the special tokens are in the vocabularies, and that padding is no other token."""
-    check_whole(src_vocab_size=src_vocab_size, tgt_vocab_size=tgt_vocab_size)
     check_whole(pad_id=pad_id, start_id=start_id, end_id=end_id)
     check_positive(src_vocab_size=src_vocab_size, tgt_vocab_size=tgt_vocab_size)
     sizes = {"src_vocab_size": src_vocab_size, "tgt_vocab_size": tgt_vocab_size}
