@@ -211,6 +211,7 @@ def _orders() -> list[str]:
     return ["bhld", "hbld", "lhbd", "hlbd", "blhd", "lbhd", "bhdl"]
 
 
+HEADS_BEFORE_LENGTH = r"\.(view|reshape)\([^,]+,\s*[\w.]*heads?\w*\s*,"
 SPLIT_MISTAKES = (
     Mistake(
         "heads_never_split",
@@ -232,6 +233,7 @@ SPLIT_MISTAKES = (
             SPLIT_WANTED,
             "Use view(batch, length, num_heads, head_dim).transpose(1, 2).",
             SPLIT_LINES,
+            tell=HEADS_BEFORE_LENGTH if order == "bhld" else "",
         )
         for order in _orders()
     ),
@@ -245,7 +247,7 @@ PACKED_MISTAKES = tuple(
         f"qkv.reshape({', '.join(order)})",
         "(b, l, 3 * h * d) -> reshape (b, l, 3, h, d) -> permute (3, b, h, l, d)",
         "Use qkv.reshape(batch, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4).",
-        (r"qkv\w*.*\.(view|reshape)\(", *SPLIT_LINES),
+        (r"qkv\w*.*\.(view|reshape)\((3\b|[^,]+,\s*3\b|.*\b3\s*\*)", *SPLIT_LINES),
     )
     for order in ("3blhd", "3bhld", "b3lhd", "b3hld", "bhl3d")
 )
