@@ -296,39 +296,39 @@ def applicable(reading: Reading, projections: Projections, observation: Observat
     """List the mistakes that could change anything under a reading."""
     inputs = observation.inputs
     parts = {"query": projections.query, "key": projections.key, "value": projections.value}
-    has_bias = {f"{name}_bias": p.bias is not None for name, p in parts.items()}
-    output = projections.output
-    has_bias["output_bias"] = output is not None and output.bias is not None
-    full = all(p.weight is not None for p in parts.values()) and reading.projections is not None
-    one_tensor = inputs.query is inputs.key is inputs.value
+    heights = {name: None if p.weight is None else p.weight.size(0) for name, p in parts.items()}
+    output, one_tensor = projections.output, inputs.query is inputs.key is inputs.value
+    square = inputs.query.size(1) == inputs.key.size(1)
+    slots = {f"{name}_bias": p.bias is not None for name, p in parts.items()} | {
+        "output_bias": output is not None and output.bias is not None,
+        "output": output is not None,
+        "matrices": None not in heights.values() and reading.projections is not None,
+        "arguments": not one_tensor and reading.plan.named,
+        "grouped": None not in (heights["query"], heights["key"]) and heights["query"] != heights["key"],
+        "causal_use": square,
+        "causal": square,
+    }
+    return [
+        m for m in ATTENTION_MISTAKES if slots.get(m.slot, True) and _option_fits(m, reading, projections, one_tensor)
+    ]
 
-    def fits(m: Mistake) -> bool:
-        rules = {
-            "matrices": full,
-            "arguments": not one_tensor and reading.plan.named,
-            "output": output is not None,
-            "wrap": (one_tensor or not m.option.endswith("keys_only"))
-            if reading.setting.norm is not None
-            else not m.option.startswith(("post", "pre", "norm", "residual_from", "residual_after")),
-            "grouped": projections.key.weight is not None
-            and projections.query.weight is not None
-            and projections.key.weight.size(0) != projections.query.weight.size(0),
-            "rotary": m.option.startswith(dict(reading.conventions).get("rotary", "never")),
-            "causal_use": inputs.query.size(1) == inputs.key.size(1),
-            "causal": inputs.query.size(1) == inputs.key.size(1),
-        } | has_bias
-        if m.option == "sqrt_input":
-            return projections.query.weight is not None and len(set(projections.query.weight.shape)) > 1
-        if m.option == "whole":
-            return reading.setting.num_heads > 1
-        if m.name == "packed_parts_mixed":
-            return reading.projections is not None and reading.projections.layout == "qkv3hd"
-        own = reading.setting
-        if m.slot in ("split", "merge"):
-            return m.option != ("lbhd" if own.sequence_first else "bhdl" if own.channels_first else "blhd")
-        return rules.get(m.slot, True)
 
-    return [m for m in ATTENTION_MISTAKES if fits(m)]
+def _option_fits(m: Mistake, reading: Reading, projections: Projections, one_tensor: bool) -> bool:
+    """Whether the option of a switch could change anything under a reading."""
+    own, query = reading.setting, projections.query.weight
+    if m.option == "sqrt_input":
+        return query is not None and len(set(query.shape)) > 1
+    if m.option == "whole":
+        return own.num_heads > 1
+    if m.name == "packed_parts_mixed":
+        return reading.projections is not None and reading.projections.layout == "qkv3hd"
+    if m.slot in ("split", "merge"):
+        return m.option != ("lbhd" if own.sequence_first else "bhdl" if own.channels_first else "blhd")
+    if m.slot == "rotary":
+        return m.option.startswith(dict(reading.conventions).get("rotary", "never"))
+    if m.slot == "wrap" and own.norm is not None:
+        return one_tensor or not m.option.endswith("keys_only")
+    return m.slot != "wrap" or not m.option.startswith(("post", "pre", "norm", "residual_from", "residual_after"))
 
 
 def convention_sets(

@@ -338,38 +338,40 @@ def _structural(name: str, evidence: str, examination: AttentionExamination) -> 
 def _notes(examination: AttentionExamination, report: Report) -> list[str]:
     match = examination.match
     assert match is not None  # called only with one
-    notes = []
+    notes = [*_reading_notes(examination, match), *_mask_notes(examination), *_other_mask_notes(examination)]
+    return notes + [f"{c.name}: {c.detail}" for c in report.checks if c.name in NOT_JUDGED and c.outcome == "failed"]
+
+
+def _reading_notes(examination: AttentionExamination, match: Match) -> Iterator[str]:
+    """Say what the code has that torch.nn has not, and what it has not."""
     if match.float32_inside:
-        notes.append("a part is computed in float32 whatever the input is; float32 and its error ratio decide")
+        yield "a part is computed in float32 whatever the input is; float32 and its error ratio decide"
     if words := words_of(dict(match.reading.conventions)):
-        notes.append(f"torch.nn leaves queries and keys as they are; compared with attention in which they are {words}")
+        yield f"torch.nn leaves queries and keys as they are; compared with attention in which they are {words}"
     if match.reading.own_bias is not None:
-        notes.append("the bias that it adds to the scores by position is taken as it is; torch.nn has none")
+        yield "the bias that it adds to the scores by position is taken as it is; torch.nn has none"
     if changed := changed_by_calls(examination.caller.function):
-        notes.append(f"a call changes {', '.join(changed)}; that was put back each time, so that no call saw another's")
+        yield f"a call changes {', '.join(changed)}; that was put back each time, so that no call saw another's"
     projections = match.reading.projections
     if projections is not None and projections.output is None and "output_projection_skipped" not in match.names:
-        notes.append("there is no output projection: right where another class holds it (BERT), else it is missing")
+        yield "there is no output projection: right where another class holds it (BERT), else it is missing"
     if projections is not None and not projections.leaves:
-        notes.append("there are no projections of the inputs: right where the caller projects, else they are missing")
+        yield "there are no projections of the inputs: right where the caller projects, else they are missing"
+
+
+def _mask_notes(examination: AttentionExamination) -> Iterator[str]:
     for masks in (examination.masks, *examination.other_masks):
         if masks.form is not None and masks.form.encoding == "additive" and not masks.mistakes:
-            name = masks.parameter or "the mask"
-            notes.append(f"{name} is added to the scores: a bool or 0/1 mask would leak softly")
+            yield f"{masks.parameter or 'the mask'} is added to the scores: a bool or 0/1 mask would leak softly"
     if examination.cross is not None and examination.cross.match is None:
         names = ", ".join(name for name, role in examination.cross.plans[0].roles if role != "query")
-        notes.append(
-            f"with {names} given, nothing that is known reproduces the output: the verdict is about calls without"
-        )
+        yield f"with {names} given, nothing that is known reproduces the output: the verdict is about calls without"
     if examination.masks.replaces_causal:
-        notes.append("a mask that is given takes the place of the causal mask that is built in")
+        yield "a mask that is given takes the place of the causal mask that is built in"
     if examination.masks.square:
-        notes.append("the mask was read with as many queries as keys; with other lengths the call raises")
+        yield "the mask was read with as many queries as keys; with other lengths the call raises"
     if examination.masks.form is not None and len(examination.masks.understood) > 1:
-        notes.append(f"{len(examination.masks.understood)} forms of mask are understood; the one above is one of them")
-    notes += _other_mask_notes(examination)
-    notes += [f"{c.name}: {c.detail}" for c in report.checks if c.name in NOT_JUDGED and c.outcome == "failed"]
-    return notes
+        yield f"{len(examination.masks.understood)} forms of mask are understood; the one above is one of them"
 
 
 def _other_mask_notes(examination: AttentionExamination) -> list[str]:
