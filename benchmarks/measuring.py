@@ -128,7 +128,7 @@ def _cuda_peak(runner: Runner) -> int:
 def _cpu_peak(runner: Runner) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes to the standard error otherwise
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         runner.run()
     assert profiler.profiler is not None
     held = peak = 0

@@ -192,7 +192,7 @@ def _under_its_switches(contender: Contender, case: Case) -> Callable[[], object
 
 
 def _called(run: Callable[[], object]) -> list[str]:
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         run()
     return [x.name for x in profiler.events()]
 
