@@ -1,7 +1,7 @@
 # Everything runs in .venv. `make setup` builds it; the other targets bring it up to date first.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare benchmark test mutants diagnose-report lint format clean
+.PHONY: help setup compare page benchmark test mutants wild wild-mutants diagnose-report lint format clean
 
 # What an earlier `make setup PYTHON=... CONSTRAINTS=... TORCH=...` chose stays chosen.
 -include .venv/choices.mk
@@ -38,7 +38,10 @@ compare: $(STAMP) ## Show, on this machine, that scratch and builtin give the sa
 	$(BIN)/sidebyside compare $(ARGS)
 	$(BIN)/sidebyside-bench --quick
 
-benchmark: $(STAMP) ## Measure this machine, and renew what is in benchmarks/results and README's table
+page: $(STAMP) ## Write attention.html, the page to learn from: hand-written beside built-in, with live numbers
+	$(BIN)/sidebyside page attention.html $(ARGS)
+
+benchmark: $(STAMP) ## Measure this machine, and renew benchmarks/results and README's figures
 	$(BIN)/sidebyside-bench --standard --resume --output build/benchmark-$(RESULTS) $(ARGS)
 	rm -rf benchmarks/results/$(RESULTS)
 	mv build/benchmark-$(RESULTS) benchmarks/results/$(RESULTS)
@@ -53,6 +56,14 @@ diagnose-report: $(STAMP) ## Verify every broken and right class of the zoo, and
 
 mutants: $(STAMP) ## Break scratch in every small way and see that a test fails; takes long
 	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.mutation $(ARGS)
+
+wild: $(STAMP) ## Check every attention of transformers, timm and diffusers, and renew the result; takes long
+	@$(BIN)/python -c 'import diffusers, timm, transformers' 2> /dev/null || $(BIN)/python -m pip install -e '.[wild]'
+	$(BIN)/python -m equivalence_tests.wild check --part all --output equivalence_tests/wild/results/checked.json $(ARGS)
+
+wild-mutants: $(STAMP) ## Break those attentions, one change at a time, and count what is found and named; takes long
+	@$(BIN)/python -c 'import diffusers, timm, transformers' 2> /dev/null || $(BIN)/python -m pip install -e '.[wild]'
+	$(BIN)/python -m equivalence_tests.wild mutants --part all --output equivalence_tests/wild/results/mutants.json $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .

@@ -1,16 +1,75 @@
-"""What to use: one sentence for each shape."""
+"""What to use: the best contender of each case, and a sentence or two about it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from benchmarks.cases import Case
 from benchmarks.contenders import BASELINE, CONTENDERS
-from benchmarks.results import Row, in_turns
-from benchmarks.summarising import Ratio, median_ratio, ratio_of_medians
-from benchmarks.tables import bytes_in_words, time_in_words
+from benchmarks.grids import Case
+from benchmarks.own import is_own
+from benchmarks.results import Row, Status, ratio_between
+from benchmarks.summarising import Ratio
+from benchmarks.tables import bytes_in_words, cost_in_words, short_names
 
-__all__ = ["advice", "advice_by_case", "fastest"]
+__all__ = ["Advice", "advice_by_case", "fastest"]
 
-NOTICEABLE = 1.05  # what takes up to a twentieth longer is as good
+NOTICEABLE = 1.05  # nobody changes code for less than a twentieth
+PREFERRED = ("torch.nn", BASELINE, "scratch")
+NOT_TIMED: dict[Status, str] = {
+    "unequal": "was not timed, because its numbers differ",
+    "out of memory": "ran out of memory",
+    "unavailable": "does not run here",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What the rows of one case come to.
+
+    Args:
+        case: The case.
+        best: The contender to use, of those that come with the project; None if none of them was timed.
+        own: The user's.
+        compared: builtin and scratch, where they are not the best themselves.
+        names: How the user's are called.
+    """
+
+    case: Case
+    best: Row | None
+    own: tuple[Row, ...]
+    compared: tuple[Row, ...]
+    names: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Say what to use; the user's own comes first."""
+        if self.best is None and not self.own:
+            return "Nothing could be timed."
+        sentences = [f"{self.names[row.contender]} {_against(row, self.best)}." for row in self.own]
+        if self.best is not None and not self.own:
+            sentences.append(f"Use {_in_full(self.best)}: {cost_in_words(self.best)}.")
+        if self.best is not None and self.compared:
+            others = ", ".join(f"{row.contender} {_beside(row, self.best)}" for row in self.compared)
+            sentences.append(f"{f'Against {self.best.contender}' if self.own else 'By comparison'}, {others}.")
+        return " ".join(sentences)
+
+
+def advice_by_case(rows: Iterable[Row]) -> Iterator[Advice]:
+    """Say for each case what to use.
+
+    Args:
+        rows: Results.
+
+    Yields:
+        One entry for each case.
+    """
+    by_case: dict[Case, list[Row]] = {}
+    for row in rows:
+        by_case.setdefault(row.case, []).append(row)
+    names = short_names(row.contender for found in by_case.values() for row in found if is_own(row.contender))
+    for case, found in by_case.items():
+        own, known = ([row for row in found if is_own(row.contender) == wanted] for wanted in (True, False))
+        best = fastest(known)
+        compared = [row for row in known if row.contender in (BASELINE, "scratch") and row is not best]
+        yield Advice(case, best, tuple(own), tuple(compared), names)
 
 
 def fastest(rows: Sequence[Row]) -> Row | None:
@@ -20,79 +79,49 @@ def fastest(rows: Sequence[Row]) -> Row | None:
         rows: Of one case.
 
     Returns:
-        The fastest; the built-in, or else scratch, if it takes at most a twentieth longer, or if it cannot be told
-        whether it takes longer at all. None if nothing was timed.
+        The fastest; but torch.nn, builtin or scratch if what the fastest saves is less than a twentieth, or may be
+        noise. None if nothing was timed.
     """
-    timed = {row.contender: row for row in rows if row.median_us is not None}
+    timed = [row for row in rows if row.median_us is not None]
     if not timed:
         return None
-    best = min(timed.values(), key=_time)
-    for name in (BASELINE, "scratch"):
-        if name in timed and not _is_slower(_ratio(timed[name], best)):
-            return timed[name]
-    return best
+    best = min(timed, key=_time)
+    kept = [row for row in timed if row.contender in PREFERRED and not _is_slower(ratio_between(row, best))] or [best]
+    good = [row for row in kept if _time(row) <= NOTICEABLE * min(map(_time, kept))]
+    return min(good, key=lambda row: PREFERRED.index(row.contender) if row.contender in PREFERRED else 0)
 
 
-def _ratio(row: Row, other: Row) -> Ratio:
-    """Give the ratio of two times of one case, round by round where both were measured in the same rounds."""
-    return (median_ratio if in_turns(row, other) else ratio_of_medians)(row.rounds_us, other.rounds_us)
+def _time(row: Row) -> float:
+    assert row.median_us is not None
+    return row.median_us
 
 
 def _is_slower(ratio: Ratio) -> bool:
     return ratio.low > 1 and ratio.value > NOTICEABLE
 
 
-def advice(rows: Sequence[Row]) -> str:
-    """Say in one sentence what to use.
+def _in_full(row: Row) -> str:
+    if row.contender in PREFERRED or row.contender not in CONTENDERS:
+        return row.contender
+    return f"{CONTENDERS[row.contender].meaning} ({row.contender})"
 
-    Args:
-        rows: Of one case.
 
-    Returns:
-        The sentence.
-    """
-    best = fastest(rows)
+def _against(own: Row, best: Row | None) -> str:
+    """Compare the user's own with the best of the others."""
+    if own.median_us is None:
+        use = "" if best is None else f"; {best.contender} takes {cost_in_words(best)}"
+        return NOT_TIMED[own.status] + use
     if best is None:
-        return "Nothing could be timed."
-    words = (
-        f"Use {_in_full(best.contender)}: {time_in_words(_time(best))}, {bytes_in_words(best.peak_memory_bytes or 0)}"
-    )
-    others = [row for row in rows if row.contender in (BASELINE, "scratch") and row is not best]
-    return "; ".join([words, *(_compared(row, best) for row in others)]) + "."
+        return f"takes {cost_in_words(own)}"
+    ratio = ratio_between(own, best)
+    speed = f"{ratio.value:.2f}× the time of" if ratio.is_clear else "within the noise as fast as"
+    return f"takes {cost_in_words(own)}: {speed} {best.contender}, the best of the others ({cost_in_words(best)})"
 
 
-def advice_by_case(rows: Iterable[Row]) -> Iterator[tuple[Case, str]]:
-    """Say for each case what to use.
-
-    Args:
-        rows: Results.
-
-    Yields:
-        The case and the sentence.
-    """
-    by_case: dict[Case, list[Row]] = {}
-    for row in rows:
-        by_case.setdefault(row.case, []).append(row)
-    for case, found in by_case.items():
-        yield case, advice(found)
-
-
-def _in_full(contender: str) -> str:
-    if contender in (BASELINE, "scratch") or contender not in CONTENDERS:
-        return contender
-    return f"{contender} ({CONTENDERS[contender].meaning})"
-
-
-def _compared(row: Row, best: Row) -> str:
+def _beside(row: Row, best: Row) -> str:
     if row.median_us is None:
-        return f"{row.contender} is {row.status}"
-    ratio, memory = _ratio(row, best), bytes_in_words(row.peak_memory_bytes or 0)
+        return NOT_TIMED[row.status]
+    ratio, memory = ratio_between(row, best), bytes_in_words(row.peak_memory_bytes or 0)
     if _is_slower(ratio):
-        return f"{row.contender} takes {ratio.value:.3g} times as long, with {memory}"
-    as_fast = "as fast" if ratio.value <= NOTICEABLE else "as fast, as far as the noise lets one tell"
-    return f"{row.contender} is {as_fast}, with {memory}"
-
-
-def _time(row: Row) -> float:
-    assert row.median_us is not None
-    return row.median_us
+        return f"takes {ratio.value:.2f}× the time ({memory})"
+    return f"is as fast ({memory})" if ratio.value <= NOTICEABLE else f"is as fast within the noise ({memory})"

@@ -1,6 +1,7 @@
 """Large cases and the user's code run in a process of their own: what ends that does not end the whole run."""
 
 import multiprocessing
+import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.cases import TOKEN_LEVEL, Case
 from benchmarks.contenders import BASELINE, contenders_of
+from benchmarks.grids import TOKEN_LEVEL, Case
 from benchmarks.own import is_own
 from benchmarks.results import Row, Status
 from benchmarks.running import rows_without_times, run_case
@@ -137,16 +138,20 @@ def in_child(
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_call, args=(sender, function, arguments, limit_bytes))
-    with _interrupts_ignored():
-        process.start()
+    try:
+        with _interrupts_ignored():
+            process.start()
+    except OSError as error:
+        raise ChildEndedError(f"could not be started ({error.strerror}) and ended", None) from error
     sender.close()
     try:
         if not receiver.poll(patience_seconds):
-            raise ChildEndedError(f"was ended after {patience_seconds:.0f} s", None)
+            raise ChildEndedError(f"was stopped after {patience_seconds:.0f} s", None)
         result: Result = receiver.recv()
-    except EOFError:
+    except (EOFError, OSError, pickle.UnpicklingError):  # the last two: it was killed while it wrote
         process.join()
-        raise ChildEndedError(f"ended with exit code {process.exitcode}", process.exitcode) from None
+        killed = "was killed, as happens where memory runs out," if process.exitcode == -signal.SIGKILL else ""
+        raise ChildEndedError(killed or f"ended with exit code {process.exitcode}", process.exitcode) from None
     finally:
         process.kill()
         process.join()

@@ -7,77 +7,83 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from benchmarks.advice import advice_by_case
-from benchmarks.cases import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Case, Grid, cases_of
-from benchmarks.comparison import change_table, changes_between
 from benchmarks.contenders import CONTENDERS
+from benchmarks.fitting import fitted
+from benchmarks.grids import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Case, Grid, cases_of
+from benchmarks.measuring import machine_rates
 from benchmarks.own import check_own, own_takes_part
-from benchmarks.readme import README, renewed_readme
+from benchmarks.readme import renewed
+from benchmarks.regressions import change_table, changes_between
 from benchmarks.results import read_rows
-from benchmarks.session import Plan, measure, write_report
+from benchmarks.screen import command_errors, console
+from benchmarks.session import Plan, begun, measure, write_report
 from scratch import validation
-from scratch.command_line import one_line_errors
 
 __all__ = ["app"]
 
 WITH_OWN = ("attention", "self_attention", "cross_attention")
 SECONDS = {"quick": 0.4, "standard": 1.0, "full": 4.0}
+QUICK_SECONDS = 45.0  # for measuring; importing torch and writing the page take the rest of the minute
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode=None)
 
 
 def _listed(help_text: str, names: Sequence[str] = ()) -> Any:
     choices = f" ({', '.join(names)})" if names else ""
-    return typer.Option(help=f"{help_text}{choices}.")
+    return typer.Option(help=f"{help_text}{choices}.", metavar="LIST")
 
 
 @app.callback()
 def run(
     context: typer.Context,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes; under a minute. What happens by default.")
+        bool, typer.Option("--quick", help="Sizes fitted to the machine, within a minute. The default.")
     ] = False,
-    standard: Annotated[bool, typer.Option("--standard", help="Lengths to 4096; under ten minutes.")] = False,
+    standard: Annotated[bool, typer.Option("--standard", help="Lengths up to 4096; about ten minutes.")] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Also lengths to 16384, more modes, masks, dtypes and compiled; many hours.")
+        bool, typer.Option("--full", help="Lengths up to 16384, more modes, masks and dtypes, compiled; many hours.")
     ] = False,
-    component: Annotated[str | None, _listed("What is timed", COMPONENTS)] = None,
-    mode: Annotated[str | None, _listed("How", MODES)] = None,
+    component: Annotated[str | None, _listed("What to time", COMPONENTS)] = None,
+    mode: Annotated[str | None, _listed("How to run it", MODES)] = None,
     batch: Annotated[str | None, _listed("Numbers of sequences")] = None,
-    length: Annotated[str | None, _listed("Lengths, of queries and keys")] = None,
-    key_length: Annotated[str | None, _listed("Lengths of keys or source, where they are others")] = None,
+    length: Annotated[str | None, _listed("Lengths of queries and keys")] = None,
+    key_length: Annotated[
+        str | None, _listed("Lengths of keys, or of the source, if they differ from --length")
+    ] = None,
     width: Annotated[str | None, _listed("embed_dim or d_model")] = None,
     heads: Annotated[str | None, _listed("Numbers of heads")] = None,
-    layers: Annotated[str | None, _listed("Numbers of layers, of encoder and decoder each")] = None,
-    dtype: Annotated[str | None, _listed("Of parameters and inputs", DTYPES)] = None,
-    mask: Annotated[str | None, _listed("Which", MASKS)] = None,
+    layers: Annotated[str | None, _listed("Numbers of layers in the encoder and in the decoder")] = None,
+    dtype: Annotated[str | None, _listed("Dtypes of parameters and inputs", DTYPES)] = None,
+    mask: Annotated[str | None, _listed("Masks", MASKS)] = None,
+    window: Annotated[str | None, _listed("Numbers of keys that a query sees with --mask window")] = None,
     need_weights: Annotated[str | None, _listed("Whether attention returns its weights (no, yes)")] = None,
-    compiled: Annotated[str | None, _listed("Whether torch.compile is used (no, yes)")] = None,
+    compiled: Annotated[str | None, _listed("Whether to use torch.compile (no, yes)")] = None,
     bias: Annotated[str | None, _listed("Whether projections have biases (no, yes)")] = None,
-    threads: Annotated[str | None, _listed("Numbers of threads on the CPU; else as many as torch takes")] = None,
-    device: Annotated[str, _listed("Where", ["cpu", "cuda", "cuda:1"])] = "cpu",
-    contender: Annotated[str | None, _listed("Who, besides builtin", list(CONTENDERS))] = None,
+    threads: Annotated[str | None, _listed("Numbers of threads on the CPU; by default as many as torch uses")] = None,
+    device: Annotated[str, _listed("Where to run", ["cpu", "cuda", "cuda:1"])] = "cpu",
+    contender: Annotated[str | None, _listed("What to compare with builtin", list(CONTENDERS))] = None,
     implementation: Annotated[
-        str | None, _listed("Your own attention, my.py:MyAttention, read as sidebyside verify does")
+        list[str] | None, typer.Option(metavar="FILE:NAME", help="Your own attention; may be given several times.")
     ] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB that a large case may take on the CPU; else all.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for rows, plots and the page; else nothing is kept.")
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="Memory that a large case may use on the CPU; by default all that is free."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the folder.")] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to keep rows, plots and a page.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run that is kept in --output.")] = False,
 ) -> None:
     """Time scratch, torch.nn and your own attention side by side, after comparing their numbers.
 
-    Any axis replaces that of the preset; several values stand with commas between, as in --length 512,2048. The exit
-    status is 0 if all contenders are equal, 1 if one is not, 2 for bad arguments.
+    Each option replaces the values of the preset. Separate several values by commas: --length 512,2048. The exit status
+    is 0 if all contenders are equal, 1 if one is not, 2 for bad arguments, 3 if results could not be written, and 130
+    after Ctrl-C.
     """
     if context.invoked_subcommand is not None:
         return
-    with one_line_errors():
-        preset = _preset(quick, standard, full)
+    with command_errors():
         axes: dict[str, Any] = {
             "mode": _names(mode),
             "batch": _numbers("batch", batch),
@@ -88,79 +94,83 @@ def run(
             "layers": _numbers("layers", layers),
             "dtype": _names(dtype),
             "mask": _names(mask),
+            "window": _numbers("window", window),
             "need_weights": _switches("need-weights", need_weights),
             "compiled": _switches("compiled", compiled),
             "bias": _switches("bias", bias),
         }
-        components = _names(component) or (WITH_OWN if implementation else ())
+        preset, own = _preset(quick, standard, full), _own(implementation)
+        components = _names(component) or (WITH_OWN if own else ())
         counts, devices = _numbers("threads", threads) or (torch.get_num_threads(),), _devices(device)
-        cases, own = cases_of(_chosen_grids(preset, components, axes), counts, devices), _own(implementation)
+        grids, done = PRESETS[preset], begun(output, resume)
+        if preset == "quick" and not axes["length"]:
+            rates = machine_rates("float32", counts[0], torch.device(devices[0]))
+            grids = tuple(fitted(grids, rates.flops_per_s, done[0].case if done else None))
+        cases = cases_of(_chosen_grids(grids, components, axes), counts, devices)
         cases = cases if component or not own else _taking_part(own, cases)
         chosen = (*_chosen_contenders(contender, preset, devices), *own)
-        plan = Plan(cases, chosen, SECONDS[preset], output, _bytes(memory))
-        done = plan.begin(resume)
-    raise typer.Exit(measure(plan, done))
+        # What somebody has chosen is measured, however long it takes; unless --quick was typed too.
+        in_a_minute = preset == "quick" and (quick or not (component or any(axes.values()) or own))
+        limit_seconds = QUICK_SECONDS if in_a_minute else None
+        plan = Plan(cases, chosen, SECONDS[preset], output, _bytes(memory), limit_seconds)
+        raise typer.Exit(measure(plan, done))
 
 
 @app.command()
 def compare(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="Results of the earlier run.")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Results of the later run.")],
-    threshold: Annotated[float, typer.Option(help="Relative change that counts, beside the noise.")] = 0.05,
+    threshold: Annotated[float, typer.Option(help="The relative change that counts if it is beyond the noise.")] = 0.05,
 ) -> None:
     """Say what became faster or slower between two files of results.
 
-    What lies within the noise does not count. The exit status is 1 if anything became slower, takes more memory or
-    is not timed any more.
+    The exit status is 1 if anything became slower, needs more memory or could not be timed any more.
     """
-    with one_line_errors():
+    with command_errors():
         before, after = read_rows(old), read_rows(new)
         changes = changes_between(before, after, threshold)
-    console = Console(highlight=False, emoji=False)
-    machines = [str(rows[0].environment) for rows in (before, after)]
-    if machines[0] != machines[1]:
-        console.print(f"[yellow]Measured on different grounds:[/]\n  before: {machines[0]}\n  after: {machines[1]}")
-    changed = [x for x in changes if x.verdict != "same"]
-    if changed:
-        console.print(change_table(changes))
-    worse = sum(x.is_regression for x in changes)
-    console.print(
-        f"{len(changes)} cells: {worse} worse, {len(changed) - worse} better, {len(changes) - len(changed)} the same."
-    )
-    raise typer.Exit(int(worse > 0))
+        screen = console()
+        machines = [str(rows[0].environment) for rows in (before, after)]
+        if machines[0] != machines[1]:
+            screen.print(
+                f"[yellow]Measured on different machines or versions:[/]\n  old: {machines[0]}\n  new: {machines[1]}"
+            )
+        changed = [x for x in changes if x.verdict != "same"]
+        if changed:
+            screen.print(change_table(changes))
+        worse = sum(x.is_regression for x in changes)
+        same = len(changes) - len(changed)
+        screen.print(
+            f"Cells compared: {len(changes)}. Worse: {worse}, better: {len(changed) - worse}, the same: {same}."
+        )
+        raise typer.Exit(int(worse > 0))
 
 
 @app.command()
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A file of results, results.jsonl.")],
-    output: Annotated[Path | None, typer.Option(help="Folder; that of the results if not given.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write to; by default that of the results.")] = None,
 ) -> None:
-    """Say for each shape what to use, and write CSV, plots and a page.
+    """Say what to use in each case, and write the table, plots and page.
 
-    The page needs no other file.
+    The page is a single file of HTML.
     """
-    with one_line_errors():
+    with command_errors():
         rows = read_rows(results)
         folder = results.parent if output is None else output
         validation.check_writable(folder / "report.html")
-    console = Console(highlight=False, emoji=False)
-    for case, sentence in advice_by_case(rows):
-        console.print(f"[bold]{case}[/]\n  {escape(sentence)}")
-    write_report(rows, folder, console)
+        screen = console()
+        for advice in advice_by_case(rows):
+            screen.print(f"[bold]{advice.case}[/]\n  {escape(str(advice))}")
+        write_report(rows, folder, screen)
 
 
 @app.command()
-def readme(
-    check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit status 1 if README is not current.")
-    ] = False,
-) -> None:
-    """Renew the table in README from the results that are committed."""
-    with one_line_errors():
-        text = renewed_readme()
-    if check:
-        raise typer.Exit(int(text != README.read_text(encoding="utf-8")))
-    README.write_text(text, encoding="utf-8")
+def readme() -> None:
+    """Renew the figures in README and in benchmarks/results."""
+    with command_errors():
+        for path, text in renewed().items():
+            path.write_text(text, encoding="utf-8")
 
 
 def _preset(quick: bool, standard: bool, full: bool) -> str:
@@ -170,9 +180,8 @@ def _preset(quick: bool, standard: bool, full: bool) -> str:
     return chosen[0] if chosen else "quick"
 
 
-def _chosen_grids(preset: str, components: tuple[str, ...], axes: Mapping[str, Any]) -> list[Grid]:
+def _chosen_grids(preset_grids: tuple[Grid, ...], components: tuple[str, ...], axes: Mapping[str, Any]) -> list[Grid]:
     """Keep the grids of the preset that have these components, one of their own for those that it lacks; set axes."""
-    preset_grids = PRESETS[preset]
     if components:
         kept = [(grid, tuple(x for x in grid.component if x in components)) for grid in preset_grids]
         missing = tuple(x for x in components if all(x not in names for _, names in kept))
@@ -205,10 +214,11 @@ def _devices(given: str) -> list[str]:
     return [str(device) for device in found]
 
 
-def _own(given: str | None) -> tuple[str, ...]:
-    for name in _names(given):
+def _own(given: Sequence[str] | None) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name for text in given or () for name in _split(text)))
+    for name in names:
         check_own(name)
-    return _names(given)
+    return names
 
 
 def _bytes(gib: float | None) -> int | None:

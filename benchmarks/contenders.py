@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import builtin
 import scratch
-from benchmarks.cases import Case
+from benchmarks.grids import TOKEN_LEVEL, Case
 from benchmarks.own import is_own, own_takes_part, own_workload
 from benchmarks.workloads import Workload, seen_lengths, workload
-from equivalence_tests.side_by_side import fast_path
+from equivalence_tests.instruments.side_by_side import TORCH, fast_path
+from scratch.tiling import TILES_FROM
 
 __all__ = ["BASELINE", "CONTENDERS", "Contender", "contenders_of"]
 
@@ -28,7 +28,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-FAST_PATH_COMPONENTS = ("self_attention", "encoder_layer", "transformer", "seq2seq", "generate")
+WITH_FAST_PATH = ("self_attention", "encoder_layer", "transformer", "seq2seq")
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Contender:
     """One implementation, or one path through it.
 
     Args:
-        name: How it is called in tables.
-        meaning: What it is, in a few words.
+        name: Its name in tables and on the command line.
+        meaning: What it is, in a few words that also fit into a sentence: "use ...".
         prepare: Builds its share of a case.
         takes_part: Whether there is such a thing in a case.
-        backend: The kernel that ``F.scaled_dot_product_attention`` is held to, with the fast path off.
+        backend: The kernel that ``F.scaled_dot_product_attention`` is held to; MATH keeps scratch to the textbook.
         fast_path: Whether torch's fused fast path may be taken.
     """
 
@@ -79,53 +79,73 @@ def _mask_function(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Ten
 
     def may_attend(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = key < lengths[sample]
+        if case.window:
+            return seen & (key <= query) & (query - key < case.window)
         return seen & (key <= query) if case.is_causal else seen
 
     return may_attend
 
 
-def _without_weights(case: Case) -> bool:
-    return case.component in ("attention", "self_attention", "cross_attention") and not case.need_weights
+def _in_tiles(case: Case) -> bool:
+    """Whether scratch attends in tiles, so that it tells something to keep it to the textbook."""
+    in_eager_mode_on_cpu = case.device == "cpu" and not case.compiled
+    long = case.query_len * case.key_len >= TILES_FROM
+    return in_eager_mode_on_cpu and long and not case.need_weights and case.component != "generate"
+
+
+def _chooses_kernel(case: Case) -> bool:
+    """Whether it tells something to hold torch to one kernel: for the function, and for modules off the fast path."""
+    in_eval = case.component in ("self_attention", "cross_attention") and case.mode == "forward"
+    return (case.component == "attention" or in_eval) and not case.need_weights
 
 
 CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender(
-            "builtin", "torch.nn, behind the same checks of arguments as by hand", lambda case: workload(case, builtin)
+            "builtin", "torch.nn behind this project's checks of arguments", lambda case: workload(case, builtin)
+        ),
+        Contender(
+            "torch.nn",
+            "plain torch.nn; for the function, F.scaled_dot_product_attention",
+            lambda case: workload(case, TORCH),
+            takes_part=lambda case: case.component not in TOKEN_LEVEL,
         ),
         Contender("scratch", "by hand", lambda case: workload(case, scratch, cached=True)),
         Contender(
+            "scratch textbook",
+            "by hand without tiles",
+            lambda case: workload(case, scratch),
+            takes_part=_in_tiles,
+            backend=SDPBackend.MATH,
+        ),
+        Contender(
             "scratch recomputed",
-            "by hand, every step of decoding anew",
+            "by hand without a cache",
             lambda case: workload(case, scratch),
             takes_part=lambda case: case.component == "generate",
         ),
         Contender(
-            "no fast path",
-            "torch.nn with its fused fast path switched off",
+            "plain path",
+            "torch.nn with its fast path switched off",
             lambda case: workload(case, builtin),
-            takes_part=lambda case: case.mode == "forward" and case.component in FAST_PATH_COMPONENTS,
+            takes_part=lambda case: case.mode == "forward" and case.component in WITH_FAST_PATH,
             fast_path=False,
         ),
         *(
             Contender(
                 name,
                 f"torch.nn held to the {name} kernel of F.scaled_dot_product_attention",
-                lambda case: workload(case, builtin),
-                takes_part=_without_weights,
+                lambda case: workload(case, TORCH),
+                takes_part=_chooses_kernel,
                 backend=backend,
                 fast_path=False,
             )
             for name, backend in BACKENDS.items()
         ),
         Contender(
-            "sdpa",
-            "F.scaled_dot_product_attention, called directly",
-            lambda case: workload(case, builtin, attend=F.scaled_dot_product_attention),
-            takes_part=lambda case: case.component == "attention",
+            "flex", "torch's flex attention, compiled", _flex, takes_part=lambda case: case.component == "attention"
         ),
-        Contender("flex", "flex attention, compiled", _flex, takes_part=lambda case: case.component == "attention"),
     )
 }
 

@@ -6,15 +6,16 @@ from dataclasses import replace
 import torch
 
 import builtin
-from benchmarks.cases import Case
 from benchmarks.contenders import BASELINE, CONTENDERS, Contender
+from benchmarks.grids import Case
 from benchmarks.workloads import Results, Workload, gradients_of, workload
-from equivalence_tests.comparing import compare_errors, compare_group, largest_value
+from equivalence_tests.instruments.differences import compare_errors, compare_group, largest_value
 
 __all__ = ["LARGEST_COMPARED_SCORES", "Gate", "compared_case"]
 
 # Elements of one score matrix over batch and heads: float64 copies of a few of them fit into any memory.
 LARGEST_COMPARED_SCORES = 2**23
+LONGEST_COMPARED_DECODING = 64  # without a cache the work grows with the square, and in float64 it takes twice as long
 
 WITHOUT_RELU = ("attention", "self_attention", "cross_attention")
 
@@ -24,8 +25,8 @@ Compute = Callable[[Case, Workload], Results]
 def compared_case(case: Case) -> Case:
     """Give the case on which contenders are compared: the same, with shorter sequences where they are very long.
 
-    The yardstick is float64 without a fused kernel, whose memory grows with the square of the length. "generate" is
-    compared in float64 by itself: in lower precision rounding may turn the choice between two tokens.
+    The yardstick is float64 without a fused kernel, whose memory grows with the square of the length. Decoders are
+    themselves compared in float64: in lower precision, rounding may decide between two tokens.
 
     Args:
         case: What is timed.
@@ -39,7 +40,9 @@ def compared_case(case: Case) -> Case:
     while case.batch * case.num_heads * case.query_len * case.key_len > LARGEST_COMPARED_SCORES:
         longer = max(case.query_len, case.key_len)
         case = replace(case, query_len=min(case.query_len, longer // 2), key_len=min(case.key_len, longer // 2))
-    return replace(case, dtype="float64") if case.component == "generate" else case
+    if case.component == "generate":
+        return replace(case, dtype="float64", query_len=min(case.query_len, LONGEST_COMPARED_DECODING))
+    return case
 
 
 class Gate:

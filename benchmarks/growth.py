@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.cases import Case
+from benchmarks.grids import Case
 from benchmarks.results import Row
 from benchmarks.summarising import growth_exponent
 

@@ -2,20 +2,30 @@
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch.utils import benchmark
 
-from benchmarks.summarising import is_unstable
+from benchmarks.summarising import why_unstable
 
-__all__ = ["MachineRates", "Runner", "machine_rates", "peak_memory_bytes", "rounds_in_turns", "turn_seconds"]
+__all__ = [
+    "MachineRates",
+    "Runner",
+    "machine_rates",
+    "peak_memory_bytes",
+    "rounds_in_turns",
+    "thread_count",
+    "turn_seconds",
+]
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 25
+FEWEST_LONG_ROUNDS = 3  # where a single round takes longer than all of them should
 TURN_SECONDS = 0.01
+LONG_TURN_SECONDS = 0.05  # a run that takes this long needs no other before it to warm up
 MOST_CUDA_REPEATS = 100
 
 
@@ -39,21 +49,24 @@ class Runner:
 def rounds_in_turns(runners: Sequence[Runner], seconds: float) -> list[list[float]]:
     """Time several contenders in turns, A B C A B C, so that other work on the machine slows all of them.
 
-    If any is unstable, all are timed once more, and the first timing is thrown away.
+    If any is unstable and a round is short, all are timed once more, and the first timing is thrown away.
 
     Args:
-        runners: What is timed.
-        seconds: Time for the rounds, about; there are at least five.
+        runners: What is timed; each has run before.
+        seconds: Time for the rounds, about; there are at least five, or three where each of them takes longer.
 
     Returns:
         For each runner the seconds of one run, round by round.
     """
     start = benchmark.timer()
-    _time_rounds(runners, 1)  # warms up
+    first = _time_rounds(runners, 1)
     one_round = benchmark.timer() - start
+    if one_round > seconds:
+        others = _time_rounds(runners, FEWEST_LONG_ROUNDS - 1)
+        return [before + after for before, after in zip(first, others, strict=True)]
     rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(seconds / one_round)))
     times = _time_rounds(runners, rounds)
-    return _time_rounds(runners, rounds) if any(is_unstable(x) for x in times) else times
+    return _time_rounds(runners, rounds) if any(why_unstable(x) for x in times) else times
 
 
 def _time_rounds(runners: Sequence[Runner], rounds: int) -> list[list[float]]:
@@ -62,7 +75,7 @@ def _time_rounds(runners: Sequence[Runner], rounds: int) -> list[list[float]]:
 
 
 def turn_seconds(runner: Runner) -> float:
-    """Time one turn: a run to warm up, then runs for about ten milliseconds, at least one.
+    """Time one turn: a run to warm up, then runs for about ten milliseconds; a single run if that takes long.
 
     Args:
         runner: What is timed.
@@ -70,11 +83,27 @@ def turn_seconds(runner: Runner) -> float:
     Returns:
         Seconds of one run, the median of the turn.
     """
-    with runner.switches():
+    with runner.switches(), thread_count(runner.threads):
         if runner.device.type == "cuda":
             return _cuda_turn(runner)
+        start = benchmark.timer()
+        runner.run()
+        seconds = benchmark.timer() - start
+        if seconds > LONG_TURN_SECONDS:
+            return seconds
         timer = benchmark.Timer("run()", globals={"run": runner.run}, num_threads=runner.threads)
         return timer.blocked_autorange(min_run_time=TURN_SECONDS).median
+
+
+@contextmanager
+def thread_count(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _cuda_turn(runner: Runner) -> float:

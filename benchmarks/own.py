@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import builtin
-from benchmarks.cases import Case
+from benchmarks.grids import Case
 from benchmarks.workloads import Results, Workload, compiled, may_attend_of, workload
 from equivalence_tests.checker.attention import AttentionExamination, examine
 from equivalence_tests.checker.calling import Caller, from_layout
@@ -52,7 +52,9 @@ def check_own(name: str) -> None:
         _load(name)
     except CannotCheckError as error:
         reason = " ".join(str(error).split())
-        raise ArgumentValueError(f"implementation must be such as my.py:MyAttention, got {name}: {reason}") from error
+        raise ArgumentValueError(
+            f"implementation must name your code as in my.py:MyAttention, got {name}: {reason}"
+        ) from error
 
 
 def own_takes_part(name: str, case: Case) -> bool:
@@ -81,7 +83,9 @@ def own_workload(name: str, case: Case) -> Workload:
     """
     own = _examined(name, case.num_heads, case.head_dim)
     if own is None:
-        raise NotImplementedError("what it computes could not be read at this width; sidebyside verify says more")
+        raise NotImplementedError(
+            "the checker could not tell at this width what it computes; sidebyside verify says more"
+        )
     theirs = workload(case, builtin)
     if own.subject.module is None:
         return _bound(own, case, own.subject.function, theirs)
@@ -89,7 +93,7 @@ def own_workload(name: str, case: Case) -> Workload:
     reading = _match(own).reading.projections
     assert theirs.module is not None  # only the function has none
     if reading is None:
-        raise NotImplementedError("its projections could not be read")
+        raise NotImplementedError("the checker could not find its projections")
     places = _Places(module, reading, case.num_heads, theirs.module)
     places.fill(module, theirs.module)
     return replace(_bound(own, case, module, theirs), module=module, translated=places.translated)
@@ -139,7 +143,7 @@ def _bound(own: AttentionExamination, case: Case, function: Callable[..., Any], 
     """Lay inputs and mask out as the code wants them, once: only its own work is timed."""
     plan = _match(own).reading.plan
     if case.component == "cross_attention" and plan.self_attention:
-        raise NotImplementedError("it takes one tensor, which is query, key and value")
+        raise NotImplementedError("it takes a single tensor for query, key and value")
     form = _mask_form(own, case)
     inputs = {name: x.requires_grad_(case.mode != "forward") for name, x in theirs.inputs.items()}
     query, key, value = (_laid_out(x, plan.layout) for x in _query_key_value(inputs))
@@ -171,22 +175,22 @@ def _query_key_value(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tens
 def _laid_out(x: Tensor, layout: str) -> Tensor:
     """Fold the heads of a function's inputs into the batch where it was read as working on three dimensions."""
     if x.dim() == 4 and layout not in ("b h l d", "b l e"):
-        raise NotImplementedError("it wants other inputs than (batch, heads, len, head_dim) or (batch, len, features)")
+        raise NotImplementedError("its inputs are neither (batch, heads, len, head_dim) nor (batch, len, features)")
     return x.flatten(0, 1) if x.dim() == 4 and layout == "b l e" else x
 
 
 def _mask_form(own: AttentionExamination, case: Case) -> MaskForm | None:
     causal_by_itself = _match(own).choices.get("causal") == "yes"
-    if causal_by_itself and not case.is_causal:
-        raise NotImplementedError("it is causal by itself; --mask causal times it")
-    needs_queries = case.is_causal and not causal_by_itself
+    if causal_by_itself and not case.is_causal and not case.window:
+        raise NotImplementedError("it is always causal; --mask causal times it")
+    needs_queries = bool(case.window) or (case.is_causal and not causal_by_itself)
     if not needs_queries and not case.is_padded:
         return None
     form = own.masks.form
     if form is None:
-        raise NotImplementedError("it takes no mask that the checker understood")
+        raise NotImplementedError("it has no mask argument that the checker understands")
     if (needs_queries and form.pattern not in ("full", "shared")) or (case.is_padded and form.pattern == "shared"):
-        raise NotImplementedError(f"its mask, {form}, cannot say what this case hides")
+        raise NotImplementedError(f"its mask, {form}, cannot express what this case hides")
     return form
 
 
@@ -239,9 +243,9 @@ class _Places:
 
 def _fitting(name: str, places: Tensor | None, wanted: Tensor) -> Tensor:
     if places is None and name.endswith("bias"):
-        raise NotImplementedError("a projection of it has no bias; --bias no times it if none has one")
+        raise NotImplementedError("one of its projections has no bias; if none has, --bias no times it")
     if places is None or places.shape != wanted.shape:
-        raise NotImplementedError(f"what plays the part of {name} was not found in it")
+        raise NotImplementedError(f"the checker could not find its counterpart of {name}")
     return places
 
 

@@ -1,85 +1,211 @@
-"""The table in README, from the results that are committed."""
+"""The figures in README and the tables in benchmarks/results, from the results that are committed."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.advice import fastest
-from benchmarks.cases import TOKEN_LEVEL, Case
+from benchmarks.aims import outcomes
 from benchmarks.contenders import BASELINE
-from benchmarks.results import Row, read_rows
-from benchmarks.tables import bytes_in_words, groups_of, label_of, time_in_words
+from benchmarks.grids import SETTINGS, Case, label_of
+from benchmarks.plots import at_a_glance, is_plain
+from benchmarks.results import Row, ratio_between, read_rows
+from benchmarks.tables import bytes_in_words, cost_in_words, groups_of
 from scratch.validation import ArgumentValueError
 
-__all__ = ["README", "renewed_readme", "summary"]
+__all__ = ["README", "RESULTS", "highlights", "renewed", "tables"]
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
+RESULTS = HERE / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-SHAPE = ("batch", "query_len", "key_len", "embed_dim", "num_heads", "num_layers")
+SHOWN = "cpu"  # the machine whose figures stand in README
+GLANCE = "at-a-glance.svg"
 
 
-def renewed_readme(folder: Path = HERE / "results", readme: Path = README) -> str:
-    """Give README with its table made anew.
+def renewed(results: Path = RESULTS, readme: Path = README) -> dict[Path, str]:
+    """Make everything anew that follows from the committed results.
 
     Args:
-        folder: Holds a folder for each machine, with its results.
-        readme: The file.
+        results: Holds a folder for each machine, and a README.
+        readme: The project's.
 
     Returns:
-        Its text.
+        The text of each file: both READMEs, and the plot of each machine.
 
     Raises:
-        ValueError: If README does not have the two comments between which the table stands, or a file of results
-            cannot be read.
+        ValueError: If a README lacks the two comments between which the figures stand, if a file of results cannot be
+            read, or if matplotlib is missing.
     """
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    before, begin, rest = text.partition(BEGIN)
+    machines = {path.parent: read_rows(path) for path in sorted(results.glob("*/results.jsonl"))}
+    plots = {folder / GLANCE: at_a_glance(rows) for folder, rows in machines.items()}
+    plots = {path: svg for path, svg in plots.items() if svg}
+    where = results.relative_to(readme.parent)
+    shown = [(folder, rows) for folder, rows in machines.items() if folder.name == SHOWN]
+    front = [highlights(rows, where / folder.name, with_plot=folder / GLANCE in plots) for folder, rows in shown]
+    full = [tables(rows, folder.name, with_plot=folder / GLANCE in plots) for folder, rows in machines.items()]
+    nothing = ["Nothing has been measured yet; `make benchmark` does it."]
+    inner = results / "README.md"
+    return {
+        readme: _between_comments(readme, "\n\n".join(front or nothing)),
+        inner: _between_comments(inner, "\n\n".join(full or nothing)),
+        **plots,
+    }
+
+
+def _between_comments(path: Path, text: str) -> str:
+    found = path.read_text(encoding="utf-8") if path.exists() else ""
+    before, begin, rest = found.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ArgumentValueError(f"{readme} must have the comments {BEGIN} and {END}")
-    tables = [summary(read_rows(path)) for path in sorted(folder.glob("*/results.jsonl"))]
-    table = "\n\n".join(tables) or "Nothing is measured yet; `make benchmark` does it."
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+        raise ArgumentValueError(f"{path} must have the comments {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Write the longest case of each component and mode as a table in Markdown.
+def highlights(rows: Sequence[Row], folder: Path, *, with_plot: bool) -> str:
+    """Write how fast scratch is in three lines: the module, the function, and decoding.
 
     Args:
         rows: Results of one machine.
+        folder: Where they are, as README links to it.
+        with_plot: Whether there is a plot to show.
 
     Returns:
-        A line about the machine, and the table.
+        Markdown; a line of which nothing was measured is left out.
     """
-    environment = f"{rows[0].environment}, {label_of(rows[0].case, ['threads'])}"
-    head = ["", "shape", "`builtin`", "`scratch`", "ratio", "fastest"]
-    lines = [head, ["---", "---", "---:", "---:", "---:", "---"], *_lines(rows)]
-    return f"{environment}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [*_module_lines(rows), *_function_lines(rows), *_decoding_lines(rows)]
+    plot = [f"\n![Time of scratch over time of torch.nn, against the length]({folder / GLANCE})"] if with_plot else []
+    return "\n".join([f"On {rows[0].environment}, {label_of(rows[0].case, ['threads'])}:\n", *lines, *plot])
 
 
-def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
+def _module_lines(rows: Sequence[Row]) -> Iterator[str]:
+    in_eval = _longest(rows, "self_attention", "forward", "torch.nn")
+    training = _longest(rows, "self_attention", "backward", "torch.nn")
+    if in_eval is not None and training is not None:
+        memory = _memory(in_eval[0]) / max(_memory(in_eval[1]), 1)
+        yield (
+            f"- `MultiheadAttention` ({_sizes(in_eval[0].case)}): {_ratio(*in_eval)} the time of `torch.nn` in eval, "
+            f"with {memory:.2f}× the memory, and {_ratio(*training)} the time in training "
+            f"at length {training[0].case.query_len}."
+        )
+
+
+def _function_lines(rows: Sequence[Row]) -> Iterator[str]:
+    plain = _longest(rows, "attention", "forward", "flash")
+    causal = _longest(rows, "attention", "forward", "flash", mask="causal")
+    window = _longest(rows, "attention", "forward", "torch.nn", mask="window")
+    if plain is not None and causal is not None and window is not None:
+        yield (
+            f"- `scaled_dot_product_attention` at length {plain[0].case.query_len}: {_ratio(*plain)} the time of "
+            f"torch's flash kernel, {_ratio(*causal)} with a causal mask, and {_ratio(*window)} with a window of "
+            f"{window[0].case.window}, because it skips what no query may see."
+        )
+
+
+def _decoding_lines(rows: Sequence[Row]) -> Iterator[str]:
+    found = _longest(rows, "generate", "forward", "scratch recomputed")
+    if found is not None:
+        cached, recomputed = found
+        gain = ratio_between(recomputed, cached).value
+        yield f"- Decoding {cached.case.query_len} tokens: {gain:.1f} times as fast with the cache as without."
+
+
+def _longest(
+    rows: Sequence[Row], component: str, mode: str, against: str, mask: str | None = None
+) -> tuple[Row, Row] | None:
+    """Find scratch and another contender in the longest case of a kind in which both were timed."""
+    timed = {(row.case, row.contender): row for row in rows if row.status == "timed"}
+    pairs = [
+        (row, timed[case, against])
+        for (case, contender), row in timed.items()
+        if contender == "scratch" and (case, against) in timed and (case.component, case.mode) == (component, mode)
+        if (is_plain(case) if mask is None else case.mask == mask)
+    ]
+    return max(pairs, key=lambda pair: (pair[0].case.query_len, pair[0].case.threads), default=None)
+
+
+def _ratio(row: Row, other: Row) -> str:
+    return f"{ratio_between(row, other).value:.2f}×"
+
+
+def _memory(row: Row) -> int:
+    return row.peak_memory_bytes or 0
+
+
+def _sizes(case: Case) -> str:
+    return label_of(case, ("batch", "query_len", "embed_dim", "num_heads", "dtype"))
+
+
+def tables(rows: Sequence[Row], name: str, *, with_plot: bool) -> str:
+    """Write everything about one machine: its aims, and a table for each component and mode.
+
+    Args:
+        rows: Results.
+        name: Of their folder.
+        with_plot: Whether there is a plot to show.
+
+    Returns:
+        Markdown.
+    """
+    parts = [f"## {name}", f"{rows[0].environment}. The page, with plots: [{name}/report.html]({name}/report.html)."]
+    if with_plot:
+        parts.append(f"![Time of scratch over time of torch.nn, against the length]({name}/{GLANCE})")
+    parts += ["### What scratch aims for", _table(_aim_lines(rows))]
     for (component, mode), group in groups_of(rows).items():
-        case = _longest([row for row in group if _is_plain(row.case)])
-        if case is not None:
-            found = {row.contender: row for row in group if row.case == case}
-            ours, theirs, best = found["scratch"], found[BASELINE], fastest(list(found.values()))
-            assert best is not None  # both were timed
-            what = f"{component}, {mode}".replace("_", " ")
-            ratio = f"{ours.ratio_to_builtin:.2f} ({ours.ratio_low:.2f}–{ours.ratio_high:.2f})"
-            yield [what, label_of(case, SHAPE), _cost(theirs), _cost(ours), ratio, best.contender]
+        parts += [f"### {component}, {mode}".replace("_", " "), _table(_case_lines(group))]
+    return "\n\n".join(parts)
 
 
-def _is_plain(case: Case) -> bool:
-    mask = "causal" if case.component in TOKEN_LEVEL or case.component == "transformer" else "none"
-    return case.dtype == "float32" and case.mask == mask and not case.need_weights and not case.compiled
+def _table(lines: Iterator[Sequence[str]]) -> str:
+    """Write a table whose first line is its head; numbers stand on the right, so the first column on the left."""
+    head, *others = lines
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *others))
 
 
-def _longest(rows: Sequence[Row]) -> Case | None:
-    timed = {(row.case, row.contender) for row in rows if row.status == "timed"}
-    both = [row.case for row in rows if (row.case, "scratch") in timed and (row.case, BASELINE) in timed]
-    return max(both, key=lambda case: case.query_len, default=None)
+def _aim_lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    yield "aim", "compared with", "at most", "reached in", "greatest", "where"
+    for outcome in outcomes(rows):
+        worst, count = outcome.ratios[outcome.worst], len(outcome.ratios)
+        interval = "" if outcome.aim.of_memory else f" ({worst.low:.2f}–{worst.high:.2f})"
+        yield (
+            outcome.aim.what,
+            f"`{outcome.aim.against}`",
+            f"{outcome.aim.at_most:g}",
+            f"{count - len(outcome.missed)} of {count}",
+            f"{worst.value:.2f}{interval}",
+            str(outcome.worst),
+        )
 
 
-def _cost(row: Row) -> str:
-    assert row.median_us is not None
-    return f"{time_in_words(row.median_us)}, {bytes_in_words(row.peak_memory_bytes or 0)}"
+def _case_lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    """Compare scratch with torch.nn, or with builtin where torch.nn has no such thing."""
+    by_cell = {(row.case, row.contender): row for row in rows}
+    yield "case", "`torch.nn`", "`scratch`", "time", "memory", "fastest"
+    for case in dict.fromkeys(row.case for row in rows):
+        theirs = by_cell.get((case, "torch.nn")) or by_cell.get((case, BASELINE))
+        ours = by_cell.get((case, "scratch"))
+        best = fastest([row for row in rows if row.case == case])
+        yield (
+            label_of(case, SETTINGS, usual=False),
+            _cost(theirs),
+            _cost(ours),
+            *_ratios(ours, theirs),
+            "" if best is None else f"{best.contender}, {cost_in_words(best)}",
+        )
+
+
+def _cost(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return row.status if row.median_us is None else cost_in_words(row) + (", unstable" if row.unstable else "")
+
+
+def _ratios(ours: Row | None, theirs: Row | None) -> tuple[str, str]:
+    if ours is None or theirs is None or ours.median_us is None or theirs.median_us is None:
+        return "", ""
+    ratio = ratio_between(ours, theirs)
+    memory = _memory(ours) / _memory(theirs) if _memory(theirs) else None
+    return (
+        f"{ratio.value:.2f} ({ratio.low:.2f}–{ratio.high:.2f})",
+        bytes_in_words(_memory(ours)) if memory is None else f"{memory:.2f}",
+    )

@@ -1,143 +1,257 @@
-"""Results as one page of HTML that needs nothing else: advice, plots, tables, and how it was measured."""
+"""Results as one page of HTML that needs nothing else: ratio against length, what to use, and how it was measured."""
 
 from collections.abc import Iterator, Sequence
-from html import escape
+from dataclasses import dataclass
+
+import jinja2
 
 from benchmarks.advice import advice_by_case
 from benchmarks.contenders import BASELINE, CONTENDERS
-from benchmarks.growth import growths
-from benchmarks.plots import Picture, svg_of
-from benchmarks.results import Row
+from benchmarks.grids import LENGTHS, SETTINGS, Case, label_of
+from benchmarks.growth import growths, series_by_length
+from benchmarks.plots import combination_of, dark_rules, ratio_plot, title_of
+from benchmarks.results import Row, ratio_between
 from benchmarks.tables import (
     bytes_in_words,
     contenders_in,
-    groups_of,
-    label_of,
-    shared_settings,
+    short_names,
     time_in_words,
-    varying_label,
+    varying_settings,
 )
+from scratch.validation import ArgumentValueError
 
 __all__ = ["html_page"]
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; }
-small { color: #666; display: block; white-space: nowrap; }
-.slower { color: #b3261e; } .faster { color: #1b7f3b; } .same { color: #8a6d00; } .missing { color: #999; }
-.wrong { color: #b3261e; font-weight: bold; }
-svg { max-width: 100%; height: auto; } .wide { overflow-x: auto; }
-"""
-METHOD = """
-<p>Before anything is timed, the outputs of each contender, and in backward passes all gradients, are compared with
-those of <b>builtin</b>; what differs more than rounding explains is not timed. All contenders of a case then run in
-turns, A B C A B C, so that other work on the machine slows all of them. Of <b>builtin</b> and <b>scratch</b> the checks
-of arguments are timed too, about ten microseconds a call, which tell at the shortest lengths beside code without any.
-Times are medians over the rounds. A ratio is the median of the ratios round by round, with the 95% interval of a
-bootstrap; where the interval holds 1 it is shown in yellow. ~ marks times whose middle half spreads over more than a
-tenth of the median, also when timed again. Memory is the most that one run held beyond weights and inputs. Operations
-are counted by formulas that are the same for every contender, and count hidden scores too; the share is that of the
-best rate of large matrix products measured in the same run, and a kernel that leaves hidden scores out may come to more
-than all of it. "At least" is the roofline bound, where nothing is hidden: the time that arithmetic or memory alone
-would take at the rates measured.</p>
-"""
+# What there is a choice for even where it does not vary; anything else that varies joins them.
+FILTERED = ("dtype", "mask")
+FEWEST_LENGTHS = 2
+TITLES = {
+    "embed_dim": "width",
+    "num_heads": "heads",
+    "num_layers": "layers",
+    "need_weights": "weights",
+    "bias": "biases",
+}
 
 
-def html_page(rows: Sequence[Row], drawn: Sequence[Picture]) -> str:
+@dataclass(frozen=True)
+class Filter:
+    """One menu above the plots."""
+
+    name: str
+    title: str
+    choices: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was measured with the same settings, at one length or more: a plot, and a table below it.
+
+    Args:
+        title: The settings in words.
+        settings: Those that can be chosen, by the names of the menus.
+        advice: What to use at the greatest length.
+        plot: An SVG; "" where there is a single length.
+        contenders: The headings of the table.
+        lines: Its lines: a length, and a row of results for each contender that took part.
+    """
+
+    title: str
+    settings: dict[str, str]
+    advice: str
+    plot: str
+    contenders: Sequence[str]
+    lines: Sequence[tuple[str, Sequence[Row | None]]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell of the table of advice: its text, and the number by which it is sorted, if it is one."""
+
+    text: str
+    value: float | None = None
+
+
+def html_page(rows: Sequence[Row]) -> str:
     """Write the page.
 
     Args:
         rows: Results.
-        drawn: Figures, which are put into it.
 
     Returns:
-        HTML.
+        HTML; without plots where matplotlib is missing.
     """
-    grounds = dict.fromkeys(f"{row.environment}; {label_of(row.case, ['threads'])}" for row in rows)
+    no_plots, filtered = "", _filtered(rows)
+    try:
+        parts = [_part(group, rows, filtered, with_plot=True) for group in _combinations(rows)]
+    except ArgumentValueError as error:
+        no_plots, parts = str(error), [_part(group, rows, filtered, with_plot=False) for group in _combinations(rows)]
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("benchmarks"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"time": time_in_words, "small_print": _small_print}
+    return environment.get_template("page.html").render(
+        dark_rules=dark_rules(),
+        grounds=_grounds(rows),
+        filters=[_menu(name, parts) for name in ("component", "mode", *filtered)],
+        parts=parts,
+        no_plots=no_plots,
+        advice=_advice_table(rows),
+        growths=list(_growth_lines(rows)),
+        contenders=[(name, _meaning(name)) for name in contenders_in(rows)],
+    )
+
+
+def _grounds(rows: Sequence[Row]) -> Iterator[str]:
+    """Say where, when and with what the rows were measured."""
+    yield from dict.fromkeys(f"{row.environment}; {label_of(row.case, ['threads'])}" for row in rows)
+    yield from dict.fromkeys(row.environment.gpu_state for row in rows if row.environment.gpu_state)
     commits = dict.fromkeys(row.environment.commit for row in rows if row.environment.commit)
-    parts = [
-        "<h1>Attention, side by side</h1>",
-        *(f"<p>{escape(ground)}</p>" for ground in grounds),
-        *(f"<p>{escape(state)}</p>" for state in dict.fromkeys(row.environment.gpu_state for row in rows) if state),
-        f"<p>Measured {escape(rows[0].environment.measured_at)}, commit {escape(', '.join(commits) or 'unknown')}.</p>",
-        "<h2>What to use</h2>",
-        *_advice(rows),
-        "<h2>Against the length</h2>" if drawn else "",
-        *(f'<div class="wide">{svg_of(picture)}</div>' for picture in drawn),
-        *_growth(rows),
-        "<h2>Everything</h2>",
-        *(part for group in groups_of(rows).values() for part in _group(group)),
-        "<h2>Who takes part</h2>",
-        *_who(rows),
-        "<h2>How it was measured</h2>",
-        METHOD,
-    ]
-    head = f'<meta charset="utf-8"><title>Attention, side by side</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+    yield f"Measured {rows[0].environment.measured_at}, commit {', '.join(commits) or 'unknown'}."
 
 
-def _advice(rows: Sequence[Row]) -> Iterator[str]:
-    yield "<ul>"
-    for case, sentence in advice_by_case(rows):
-        yield f"<li><b>{escape(str(case))}</b>: {escape(sentence)}</li>"
-    yield "</ul>"
+def _filtered(rows: Sequence[Row]) -> list[str]:
+    """Name the settings, beside component and mode, that can be chosen on the page: those that leave a choice."""
+    cases: dict[tuple[str, str], list[Case]] = {}
+    for row in rows:
+        cases.setdefault((row.case.component, row.case.mode), []).append(row.case)
+    varying = {name for found in cases.values() for name in varying_settings(found)}
+    return [name for name in SETTINGS if name in FILTERED or (name in varying and name not in (*LENGTHS, "window"))]
 
 
-def _growth(rows: Sequence[Row]) -> Iterator[str]:
-    found = growths(rows)
-    if not found:
-        return
-    yield "<p>Exponents p of cost = c · length<sup>p</sup>:</p>"
-    yield "<table><tr><th>case</th><th>contender</th><th>lengths</th><th>time</th><th>memory</th></tr>"
-    for growth in found:
-        memory = "" if growth.memory is None else f"{growth.memory:.2f}"
-        lengths = f"{growth.lengths[0]} to {growth.lengths[-1]}"
-        cells = (str(growth.case), growth.contender, lengths, f"{growth.time:.2f}", memory)
-        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
-    yield "</table>"
+def _menu(name: str, parts: Sequence[Part]) -> Filter:
+    choices = list(dict.fromkeys(part.settings[name] for part in parts))
+    return Filter(name, TITLES.get(name, name), choices)
 
 
-def _group(rows: Sequence[Row]) -> Iterator[str]:
-    case = rows[0].case
-    names = contenders_in(rows)
-    by_cell = {(row.case, row.contender): row for row in rows}
-    yield f"<h3>{escape(f'{case.component}, {case.mode}'.replace('_', ' '))}</h3><p>{escape(shared_settings(rows))}</p>"
-    yield '<div class="wide"><table><tr><th></th>' + "".join(f"<th>{escape(name)}</th>" for name in names) + "</tr>"
-    for other in dict.fromkeys(row.case for row in rows):
-        cells = "".join(f"<td>{_cell(by_cell.get((other, name)))}</td>" for name in names)
-        yield f"<tr><td>{escape(varying_label(other, rows))}</td>{cells}</tr>"
-    yield "</table></div>"
+def _combinations(rows: Sequence[Row]) -> list[list[Row]]:
+    """Put together what differs in nothing but length and contender, the most telling first."""
+    found: dict[Case, list[Row]] = {}
+    for row in rows:
+        found.setdefault(combination_of(row.case), []).append(row)
+
+    def weight(group: Sequence[Row]) -> tuple[int, bool]:
+        return len({row.case for row in group}), group[0].case.component == "self_attention"
+
+    first = max(found.values(), key=weight)
+    return [first, *(group for group in found.values() if group is not first)]
 
 
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return ""
-    if row.median_us is None:
-        kind = "wrong" if row.status == "unequal" else "missing"
-        return f'<span class="{kind}" title="{escape(row.detail)}">{escape(row.status)}</span>'
-    return "".join([f"{time_in_words(row.median_us)}{'~' if row.is_unstable else ''}", *_small_print(row)])
+def _part(group: Sequence[Row], rows: Sequence[Row], filtered: Sequence[str], *, with_plot: bool) -> Part:
+    combination = combination_of(group[0].case)
+    cases = sorted({row.case for row in group}, key=lambda case: case.query_len)
+    names, by_cell = contenders_in(group), {(row.case, row.contender): row for row in group}
+    in_full = short_names(row.contender for row in rows)
+    (advice,) = advice_by_case(row for row in group if row.case == cases[-1])
+    series = [x for x in series_by_length(group) if len(x) >= FEWEST_LENGTHS] if with_plot else []
+    return Part(
+        title_of(combination),
+        {"component": _spaced(combination.component), "mode": _spaced(combination.mode)}
+        | {name: _choice(combination, name) for name in filtered},
+        f"At length {cases[-1].query_len}: {advice}" if len(cases) > 1 else str(advice),
+        ratio_plot(series, in_full) if series else "",
+        [in_full[name] for name in names],
+        [(str(case.query_len), [by_cell.get((case, name)) for name in names]) for case in cases],
+    )
 
 
-def _small_print(row: Row) -> Iterator[str]:
+def _choice(combination: Case, name: str) -> str:
+    """Write a setting as a choice of its menu."""
+    if name == "mask":
+        return label_of(combination, ("mask", "window"))
+    value = getattr(combination, name)
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _small_print(row: Row) -> Iterator[tuple[str, str]]:
+    """Give what stands below the time in a cell, with the class of each line."""
     if row.contender != BASELINE and row.ratio_low is not None and row.ratio_high is not None:
         kind = "slower" if row.ratio_low > 1 else "faster" if row.ratio_high < 1 else "same"
-        interval = f"({row.ratio_low:.2f}–{row.ratio_high:.2f})"
-        yield f'<small class="{kind}">× {row.ratio_to_builtin:.2f} {interval}</small>'
-    yield f"<small>{bytes_in_words(row.peak_memory_bytes or 0)}</small>"
+        yield kind, f"× {row.ratio_to_builtin:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f})"
+    if row.unstable:
+        yield "unstable", f"unstable: {row.unstable}"
+    yield "memory", bytes_in_words(row.peak_memory_bytes or 0)
     if row.flops_per_s is not None and row.share_of_matmul_rate is not None:
-        yield f"<small>{row.flops_per_s / 1e9:.3g} GFLOP/s, {row.share_of_matmul_rate:.0%}</small>"
+        yield "rate", f"{row.flops_per_s / 1e9:.3g} GFLOP/s, {row.share_of_matmul_rate:.0%}"
     if row.tokens_per_s is not None:
-        yield f"<small>{row.tokens_per_s:.0f} tokens/s</small>"
+        yield "rate", f"{row.tokens_per_s:.0f} tokens/s"
     if row.roofline_us is not None:
-        yield f"<small>at least {time_in_words(row.roofline_us)}</small>"
+        yield "bound", f"at least {time_in_words(row.roofline_us)}"
 
 
-def _who(rows: Sequence[Row]) -> Iterator[str]:
-    yield "<ul>"
-    for name in contenders_in(rows):
-        meaning = CONTENDERS[name].meaning if name in CONTENDERS else "your own"
-        yield f"<li><b>{escape(name)}</b>: {escape(meaning)}</li>"
-    yield "</ul>"
+@dataclass(frozen=True)
+class Table:
+    """What to use in each case."""
+
+    headings: Sequence[str]
+    lines: Sequence[Sequence[Entry]]
+
+
+def _advice_table(rows: Sequence[Row]) -> Table:
+    found = list(advice_by_case(rows))
+    own = list(dict.fromkeys(row.contender for advice in found for row in advice.own))
+    beside = [*own, "scratch", BASELINE]
+    names = short_names(beside)
+    by_cell = {(row.case, row.contender): row for row in rows}
+    headings = [
+        "component",
+        "mode",
+        "length",
+        "settings",
+        "use",
+        "time",
+        "memory",
+        *(f"{names[x]} / best" for x in beside),
+    ]
+    lines = [
+        [
+            *_what(advice.case),
+            *_best(advice.best),
+            *(_ratio(by_cell.get((advice.case, x)), advice.best) for x in beside),
+        ]
+        for advice in found
+    ]
+    return Table(headings, lines)
+
+
+def _what(case: Case) -> Iterator[Entry]:
+    others = [name for name in SETTINGS if name not in LENGTHS]
+    yield Entry(_spaced(case.component))
+    yield Entry(_spaced(case.mode))
+    yield Entry(label_of(case, LENGTHS).removeprefix("length "), case.query_len)
+    yield Entry(label_of(case, others, usual=False))
+
+
+def _best(best: Row | None) -> Iterator[Entry]:
+    if best is None or best.median_us is None:
+        yield from (Entry("nothing could be timed"), Entry(""), Entry(""))
+        return
+    memory = best.peak_memory_bytes or 0
+    yield Entry(best.contender)
+    yield Entry(time_in_words(best.median_us), best.median_us)
+    yield Entry(bytes_in_words(memory), memory)
+
+
+def _ratio(row: Row | None, best: Row | None) -> Entry:
+    """Compare a contender with the best."""
+    if row is None or best is None:
+        return Entry("")
+    if row.median_us is None:
+        return Entry(row.status)
+    ratio = ratio_between(row, best).value
+    return Entry(f"{ratio:.2f}", ratio)
+
+
+def _growth_lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    for growth in growths(rows):
+        lengths = f"{growth.lengths[0]} to {growth.lengths[-1]}"
+        memory = "" if growth.memory is None else f"{growth.memory:.2f}"
+        yield title_of(combination_of(growth.case)), growth.contender, lengths, f"{growth.time:.2f}", memory
+
+
+def _meaning(name: str) -> str:
+    return CONTENDERS[name].meaning if name in CONTENDERS else "your own"

@@ -2,20 +2,33 @@
 
 import csv
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.cases import Case
 from benchmarks.environment import Environment
+from benchmarks.grids import Case
+from benchmarks.summarising import Ratio, ratio_in_turns, ratio_of_medians
 from scratch.validation import ArgumentValueError
 
-__all__ = ["SCHEMA_VERSION", "Row", "Status", "append_rows", "in_turns", "read_rows", "without_cut_line", "write_csv"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Row",
+    "Status",
+    "append_rows",
+    "in_turns",
+    "ratio_between",
+    "read_rows",
+    "without_cut_line",
+    "write_csv",
+]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Status = Literal["timed", "unequal", "out of memory", "unavailable"]
 
 
@@ -35,8 +48,8 @@ class Row:
         rounds_us: Time of one run in each round, in microseconds.
         median_us: Their median.
         iqr_us: The range of their middle half.
-        is_unstable: Whether that is above a tenth of the median, also when timed again.
-        ratio_to_builtin: Median of the ratios to the built-in's time, round by round.
+        unstable: Why its times cannot be relied on; "" if they can.
+        ratio_to_builtin: Its median over the built-in's.
         ratio_low: Where the 95% interval of a bootstrap begins.
         ratio_high: Where it ends.
         peak_memory_bytes: The most that one run held beyond weights and inputs.
@@ -58,7 +71,7 @@ class Row:
     rounds_us: tuple[float, ...] = ()
     median_us: float | None = None
     iqr_us: float | None = None
-    is_unstable: bool = False
+    unstable: str = ""
     ratio_to_builtin: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
@@ -77,17 +90,33 @@ def in_turns(row: Row, other: Row) -> bool:
     return row.environment == other.environment and len(row.rounds_us) == len(other.rounds_us)
 
 
+def ratio_between(row: Row, other: Row) -> Ratio:
+    """Give the ratio of the times of two rows, by the rounds of both where those belong together."""
+    return (ratio_in_turns if in_turns(row, other) else ratio_of_medians)(row.rounds_us, other.rounds_us)
+
+
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Add rows to a file, and wait until they are on the disk.
 
     Args:
         path: A file that may not exist yet.
-        rows: What is added.
+        rows: What is added: all of them or, if the disk is full, none.
+
+    Raises:
+        OSError: If they cannot be written.
     """
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
+    text = "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            written = file.write(text.encode())
+            if written < len(text.encode()):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):  # what is no regular file cannot be cut
+                file.truncate(before)
+            raise
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -9,13 +9,21 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
-from benchmarks.cases import Case
 from benchmarks.contenders import BASELINE, Contender, contenders_of
 from benchmarks.environment import Environment, after_load, environment_of
 from benchmarks.equality import Gate
-from benchmarks.measuring import MachineRates, Runner, machine_rates, peak_memory_bytes, rounds_in_turns, turn_seconds
+from benchmarks.grids import Case
+from benchmarks.measuring import (
+    MachineRates,
+    Runner,
+    machine_rates,
+    peak_memory_bytes,
+    rounds_in_turns,
+    thread_count,
+    turn_seconds,
+)
 from benchmarks.results import Row, Status
-from benchmarks.summarising import is_unstable, median_and_iqr, median_ratio
+from benchmarks.summarising import median_and_iqr, ratio_in_turns, why_unstable
 from benchmarks.work import bytes_moved, flops, roofline_seconds
 from benchmarks.workloads import runnable
 
@@ -51,7 +59,12 @@ def run_case(case: Case, chosen: Sequence[str], seconds: float) -> list[Row]:
         One row for each contender.
     """
     # Kernels that cannot be used say why in warnings; the status of their row says it too.
-    with warnings.catch_warnings(), _threads(case.threads), _nothing_compiled(), _current(torch.device(case.device)):
+    with (
+        warnings.catch_warnings(),
+        thread_count(case.threads),
+        _nothing_compiled(),
+        _current(torch.device(case.device)),
+    ):
         warnings.simplefilter("ignore")
         try:
             gate = Gate(case)
@@ -121,14 +134,14 @@ def _time(ready: Sequence[_Ready], seconds: float) -> dict[str, Row]:
 def _filled(row: Row, rounds: Sequence[float], baseline: Sequence[float] | None, rates: MachineRates) -> Row:
     """Put times, in seconds, and all that follows from them into a row."""
     median, iqr = median_and_iqr(rounds)
-    ratio = None if baseline is None else median_ratio(rounds, baseline)
+    ratio = None if baseline is None else ratio_in_turns(rounds, baseline)
     bound = roofline_seconds(row.case, rates.flops_per_s, rates.bytes_per_s)
     return replace(
         row,
         rounds_us=tuple(round(1e6 * x, 3) for x in rounds),
         median_us=1e6 * median,
         iqr_us=1e6 * iqr,
-        is_unstable=is_unstable(rounds),
+        unstable=why_unstable(rounds, baseline),
         ratio_to_builtin=ratio.value if ratio else None,
         ratio_low=ratio.low if ratio else None,
         ratio_high=ratio.high if ratio else None,
@@ -159,13 +172,3 @@ def _nothing_compiled() -> Iterator[None]:
 def _current(device: torch.device) -> AbstractContextManager[None]:
     """Make a GPU the current one: events and compiled kernels go to that, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

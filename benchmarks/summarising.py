@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 __all__ = [
-    "UNSTABLE_SPREAD",
     "Ratio",
     "growth_exponent",
-    "is_unstable",
     "median_and_iqr",
-    "median_ratio",
+    "ratio_in_turns",
     "ratio_of_medians",
+    "why_unstable",
 ]
 
 UNSTABLE_SPREAD = 0.10
+UNSTABLE_DRIFT = 0.05
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 
@@ -51,32 +51,51 @@ def median_and_iqr(times: Sequence[float]) -> tuple[float, float]:
     return float(median), float(high - low)
 
 
-def is_unstable(times: Sequence[float]) -> bool:
-    """Whether the middle half spreads over more than a tenth of the median.
-
-    >>> is_unstable([1.0, 1.01, 1.02]), is_unstable([1.0, 1.5, 2.0])
-    (False, True)
-    """
-    median, iqr = median_and_iqr(times)
-    return iqr > UNSTABLE_SPREAD * median
-
-
-def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> Ratio:
-    """Give the median of the ratios round by round: what slows a whole round slows both and falls out.
+def why_unstable(times: Sequence[float], baseline: Sequence[float] | None = None) -> str:
+    """Say why times cannot be relied on.
 
     Args:
         times: The time of each round.
         baseline: That of the baseline in the same rounds.
 
     Returns:
-        The median, with the interval of a bootstrap over rounds.
+        A few words if the middle half of the times spreads over more than a tenth of their median, or if the ratio to
+        the baseline is another by more than a twentieth when it is taken round by round. Else "".
 
-    >>> median_ratio([2.0, 20.0, 4.2], [1.0, 10.0, 2.0]).value
-    2.0
+    >>> why_unstable([1.0, 1.01, 1.02])
+    ''
+    >>> why_unstable([1.0, 1.5, 2.0])
+    'its times spread by 33%'
     """
-    ratios = np.asarray(times) / np.asarray(baseline)
-    medians = np.median(_resampled(ratios), axis=1)
-    return Ratio(statistics.median(ratios.tolist()), *_interval(medians))
+    median, iqr = median_and_iqr(times)
+    if iqr > UNSTABLE_SPREAD * median:
+        return f"its times spread by {iqr / median:.0%}"
+    if baseline is None:
+        return ""
+    by_round = statistics.median(x / y for x, y in zip(times, baseline, strict=True))
+    of_medians = median / statistics.median(baseline)
+    if abs(by_round / of_medians - 1) > UNSTABLE_DRIFT:
+        return f"round by round the ratio is {by_round:.2f}"
+    return ""
+
+
+def ratio_in_turns(times: Sequence[float], baseline: Sequence[float]) -> Ratio:
+    """Give the ratio of two medians, with the interval of a bootstrap over the rounds that both ran in.
+
+    A round is drawn for both or for neither: what slows a whole round slows both, and widens the interval little.
+
+    Args:
+        times: The time of each round.
+        baseline: That of the baseline in the same rounds.
+
+    Returns:
+        The ratio of the medians, as they are printed beside it, and its interval.
+
+    >>> ratio_in_turns([2.0, 20.0, 4.2], [1.0, 10.0, 2.1])
+    Ratio(value=2.0, low=2.0, high=2.0)
+    """
+    ours, theirs = (np.median(_resampled(np.asarray(x)), axis=1) for x in (times, baseline))
+    return Ratio(statistics.median(times) / statistics.median(baseline), *_interval(ours / theirs))
 
 
 def ratio_of_medians(times: Sequence[float], baseline: Sequence[float]) -> Ratio:

@@ -1,15 +1,14 @@
 """Results as tables for the terminal: a row for each case, a column for each contender."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.cases import Case
 from benchmarks.contenders import BASELINE, CONTENDERS
+from benchmarks.grids import LENGTHS, SETTINGS, Case, label_of
 from benchmarks.growth import Growth, growths
 from benchmarks.results import Row
 from benchmarks.summarising import Ratio
@@ -17,10 +16,11 @@ from benchmarks.summarising import Ratio
 __all__ = [
     "bytes_in_words",
     "contenders_in",
+    "cost_in_words",
     "groups_of",
-    "label_of",
     "result_tables",
     "shared_settings",
+    "short_names",
     "time_in_words",
     "varying_label",
     "varying_settings",
@@ -36,7 +36,7 @@ def result_tables(rows: Sequence[Row]) -> Iterator[RenderableType]:
         rows: Results.
 
     Yields:
-        Tables, each followed by the growth of its costs and by what could not be timed.
+        Tables, each followed by the growth of its costs and by what could not be timed or is unstable.
     """
     for (component, mode), group in groups_of(rows).items():
         title = f"[bold]{component.replace('_', ' ')}, {mode.replace('_', ' ')}[/]: {shared_settings(group)}"
@@ -58,8 +58,7 @@ def varying_settings(cases: Iterable[Case]) -> tuple[str, ...]:
     ('query_len',)
     """
     found = list(cases)
-    names = [x.name for x in fields(Case) if x.name not in ("component", "mode")]
-    return tuple(name for name in names if len({getattr(case, name) for case in found}) > 1)
+    return tuple(name for name in SETTINGS if len({getattr(case, name) for case in found}) > 1)
 
 
 def time_in_words(microseconds: float) -> str:
@@ -86,43 +85,34 @@ def bytes_in_words(count: int) -> str:
     return f"{count} B"
 
 
-def label_of(case: Case, settings: Sequence[str], usual: bool = True) -> str:
-    """Write some settings of a case.
+def cost_in_words(row: Row) -> str:
+    """Write median time and peak memory of a row that was timed."""
+    assert row.median_us is not None
+    return f"{time_in_words(row.median_us)}, {bytes_in_words(row.peak_memory_bytes or 0)}"
 
-    Args:
-        case: Any.
-        settings: Names of fields.
-        usual: Whether to say what goes without saying, too: "no mask", "eager".
 
-    Returns:
-        Words with commas between.
+def short_names(contenders: Iterable[str]) -> dict[str, str]:
+    """Leave the folders of users' files out, as far as no two names become one.
 
-    >>> label_of(Case("attention", mask="none"), ("query_len", "mask")), label_of(Case("attention"), ("mask",), False)
-    ('length 512, no mask', '')
+    >>> short_names(["scratch", "/home/me/a.py:Mine", "old/b.py:Mine", "new/b.py:Mine"])["/home/me/a.py:Mine"]
+    'a.py:Mine'
+    >>> list(short_names(["old/b.py:Mine", "new/b.py:Mine"]).values())
+    ['old/b.py:Mine', 'new/b.py:Mine']
     """
-    words = {
-        "batch": f"batch {case.batch}",
-        "query_len": f"length {case.query_len}",
-        "key_len": "" if case.key_len == case.query_len else f"{case.key_len} keys",
-        "embed_dim": f"width {case.embed_dim}",
-        "num_heads": f"{case.num_heads} heads",
-        "num_layers": f"{case.num_layers} layers" if case.num_layers else "",
-        "dtype": case.dtype,
-        "mask": {"none": "no mask" if usual else "", "both": "causal, padding"}.get(case.mask, case.mask),
-        "need_weights": "weights" if case.need_weights else "no weights" if usual else "",
-        "compiled": "compiled" if case.compiled else "eager" if usual else "",
-        "bias": "no bias" if not case.bias else "bias" if usual else "",
-        "threads": "1 thread" if case.threads == 1 else f"{case.threads} threads",
-        "device": case.device,
-    }
-    return ", ".join(words[name] for name in settings if words[name])
+    names = list(dict.fromkeys(contenders))
+    return {name: _shortest(name, [other for other in names if other != name]) for name in names}
+
+
+def _shortest(name: str, others: Sequence[str]) -> str:
+    parts = name.replace("\\", "/").split("/")
+    tails = ("/".join(parts[-count:]) for count in range(1, len(parts)))
+    return next((tail for tail in tails if not any(f"/{other}".endswith(f"/{tail}") for other in others)), name)
 
 
 def shared_settings(rows: Sequence[Row]) -> str:
     """Write the settings that all rows of a table have."""
     varying = varying_settings(row.case for row in rows)
-    shared = [x.name for x in fields(Case) if x.name not in ("component", "mode", *varying)]
-    return label_of(rows[0].case, shared, usual=False)
+    return label_of(rows[0].case, [name for name in SETTINGS if name not in varying], usual=False)
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -131,8 +121,8 @@ def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
     names = contenders_in(rows)
-    for name in names:
-        table.add_column(name.rpartition("/")[2], justify="right")  # of the user's own the file, without folders
+    for heading in short_names(names).values():
+        table.add_column(heading, justify="right")
     for case in cases:
         cells = [_cell(by_cell.get((case, name))) for name in names]
         table.add_row(varying_label(case, rows), *cells, end_section=len(cases) > 1)
@@ -156,9 +146,11 @@ def _cell(row: Row | None) -> Text:
         return Text("")
     if row.status != "timed" or row.median_us is None:
         return Text(WORDS[row.status], style="bold red" if row.status == "unequal" else "dim")
-    lines = Text(time_in_words(row.median_us) + ("~" if row.is_unstable else ""))
+    lines = Text(time_in_words(row.median_us))
     if row.contender != BASELINE and row.ratio_to_builtin is not None:
         lines.append(f"\n× {row.ratio_to_builtin:.2f}", style=_colour(row))
+    if row.unstable:
+        lines.append("\nunstable", style="yellow")
     if row.peak_memory_bytes is not None:
         lines.append(f"\n{bytes_in_words(row.peak_memory_bytes)}", style="dim")
     return lines
@@ -175,7 +167,7 @@ def _colour(row: Row) -> str:
 def _growth_lines(rows: Sequence[Row]) -> Iterator[Text]:
     by_settings: dict[str, list[Growth]] = {}
     found = growths(rows)
-    settings = [name for name in varying_settings(row.case for row in rows) if name not in ("query_len", "key_len")]
+    settings = [name for name in varying_settings(row.case for row in rows) if name not in LENGTHS]
     for growth in found:
         by_settings.setdefault(label_of(growth.case, settings), []).append(growth)
     for label, group in by_settings.items():
@@ -189,3 +181,7 @@ def _problem_lines(rows: Sequence[Row]) -> Iterator[Text]:
     problems = dict.fromkeys(f"{row.contender}, {row.status}: {row.detail}" for row in rows if row.status != "timed")
     for problem in problems:
         yield Text(f"  {problem}", style="red")
+    for row in rows:
+        if row.unstable:
+            where = varying_label(row.case, rows)
+            yield Text(f"  {row.contender}{where and f', {where}'}, unstable: {row.unstable}", style="yellow")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import torch
 
 import scratch
 from benchmarks import children, contenders
-from benchmarks.cases import COMPONENTS, Case, Grid, cases_of
 from benchmarks.children import (
     LARGE_BYTES,
     PATIENCE_SECONDS,
@@ -24,6 +24,7 @@ from benchmarks.children import (
     in_child,
     run_case_safely,
 )
+from benchmarks.grids import COMPONENTS, Case, Grid, cases_of
 from benchmarks.measuring import Runner, peak_memory_bytes
 from benchmarks.results import Row
 from benchmarks.running import rows_without_times
@@ -51,12 +52,32 @@ def test_a_child_is_held_to_its_memory() -> None:
 
 
 def test_a_child_that_is_ended_is_told_by_its_exit_code() -> None:
-    with pytest.raises(ChildEndedError, match="exit code -9 before it gave a result"):
+    with pytest.raises(ChildEndedError, match="was killed, as happens where memory runs out, before it gave a result"):
+        in_child(end_itself, [])
+    with pytest.raises(ChildEndedError, match="its process ended with exit code 7 before it gave a result"):
+        in_child(os._exit, [7])
+
+
+def test_a_child_that_is_killed_while_it_answers_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_short(_: Connection) -> None:
+        raise OSError("got end of file during message")
+
+    monkeypatch.setattr(Connection, "recv", cut_short)
+    with pytest.raises(ChildEndedError, match="was killed"):
+        in_child(end_itself, [])
+
+
+def test_a_child_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", refuse)
+    with pytest.raises(ChildEndedError, match=r"could not be started \(Resource temporarily unavailable\)"):
         in_child(end_itself, [])
 
 
 def test_a_child_that_takes_too_long_is_ended() -> None:
-    with pytest.raises(ChildEndedError, match="was ended after 0 s before it gave a result"):
+    with pytest.raises(ChildEndedError, match="was stopped after 0 s before it gave a result"):
         in_child(time.sleep, [1e6], patience_seconds=0.0)
     assert multiprocessing.active_children() == []
 

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks import children, command, measuring, running
-from benchmarks.cases import PRESETS, Case, Grid
+from benchmarks import children, command, measuring, running, session
+from benchmarks.aims import AIMS
 from benchmarks.command import app
-from benchmarks.results import Row, read_rows
+from benchmarks.grids import PRESETS, Case, Grid
+from benchmarks.measuring import MachineRates
+from benchmarks.plots import is_plain
+from benchmarks.results import Row, append_rows, read_rows
 from benchmarks.session import Plan
 
 TINY = ["--batch", "2", "--width", "32", "--heads", "2", "--layers", "1", "--threads", "1", "--length", "5"]
@@ -21,6 +24,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take as few rounds as there can be, of one run each."""
     monkeypatch.setattr(measuring, "FEWEST_ROUNDS", 2)
     monkeypatch.setattr(measuring, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(measuring, "FEWEST_LONG_ROUNDS", 2)
     monkeypatch.setattr(measuring, "TURN_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -36,7 +40,7 @@ def test_the_quick_preset_runs_every_component() -> None:
         assert f"\n{title}: " in result.output
     assert "Nothing is kept" in result.output
     assert "unavailable" not in result.output
-    assert max(map(len, result.output.splitlines())) <= 80
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_axes_replace_those_of_the_preset(tmp_path: Path) -> None:
@@ -66,7 +70,116 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         return 0
 
     monkeypatch.setattr(command, "measure", keep)
+    monkeypatch.setattr(command, "machine_rates", lambda *_: MachineRates(1e11, 1e10))
     return found
+
+
+def test_what_is_chosen_is_measured_however_long_it_takes(plans: list[Plan]) -> None:
+    for arguments in ([], ["--quick"], ["--quick", "--length", "8"], ["--length", "8"], ["--component", "attention"]):
+        assert invoke(*arguments, "--threads", "1").exit_code == 0
+    assert invoke("--standard").exit_code == 0
+    assert [plan.limit_seconds for plan in plans] == [45.0, 45.0, 45.0, None, None, None]
+
+
+def test_the_quick_preset_is_fitted_to_the_machine(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    for rate in (1e9, 1e13):
+        monkeypatch.setattr(command, "machine_rates", lambda *_, rate=rate: MachineRates(rate, 1.0))
+        assert invoke("--quick").exit_code == 0
+    slow, fast = (max(case.query_len for case in plan.cases) for plan in plans)
+    assert slow < fast
+    assert invoke("--quick", "--length", "8").exit_code == 0
+    assert {case.query_len for case in plans[-1].cases} == {8}
+
+
+def test_a_quick_run_is_continued_at_its_own_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[set[Case]] = []
+    for rate in (1e11, 1e9):
+        monkeypatch.setattr(command, "machine_rates", lambda *_, rate=rate: MachineRates(rate, 1e10))
+        monkeypatch.setattr(command, "QUICK_SECONDS", 0.0)
+        assert invoke("--quick", *TINY[:-2], "--output", str(tmp_path), "--resume").exit_code == 0
+        found.append({row.case for row in read_rows(tmp_path / "results.jsonl")})
+    assert [len(cases) for cases in found] == [1, 2]
+    assert {case.query_len for case in found[1]} == {64, 256}
+
+
+def test_the_goals_are_among_the_cases_of_the_standard_preset(plans: list[Plan]) -> None:
+    assert invoke("--standard").exit_code == 0
+    cases = plans[0].cases
+    assert all(any(aim.concerns(case) for case in cases) for aim in AIMS)
+    lengths = {(x.component, x.mode, x.query_len) for x in cases if is_plain(x) and x.batch == 1}
+    for component in ("attention", "self_attention", "encoder_layer"):
+        assert {(component, mode, length) for mode in ("forward", "backward") for length in (1024, 4096)} <= lengths
+
+
+def test_the_command_ends_after_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "QUICK_SECONDS", 0.0)
+    result = invoke("--quick", *ONE, "--length", "3,5", "--output", str(tmp_path))
+    assert result.exit_code == 0
+    assert "The minute is over: 1 of 2 cases are measured." in result.output
+    assert len({row.case for row in read_rows(tmp_path / "results.jsonl")}) == 1
+
+
+def test_progress_is_visible_in_a_pipe() -> None:
+    result = invoke(*ONE, "--length", "3,5")
+    assert result.stderr.splitlines() == [
+        f"[{number}/2] attention, forward, batch 2, length {length}, width 32, 2 heads, float32, 1 thread"
+        for number, length in ((1, 3), (2, 5))
+    ]
+    assert "[1/2]" not in result.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "append_rows", lambda _, rows: append_rows(Path("/dev/full"), rows))
+    result = invoke(*ONE, "--length", "3,5", "--output", str(tmp_path))
+    assert result.exit_code == 3
+    first, *errors = result.stderr.splitlines()
+    assert first.startswith("[1/2] attention")
+    assert errors == [f"error: {tmp_path} could not be written: No space left on device"]
+    assert "attention, forward" in result.stdout  # what was measured is shown at least
+
+
+def test_a_folder_that_turns_read_only_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(path: Path, rows: Sequence[Row]) -> None:
+        if path.exists():
+            raise PermissionError(13, "Permission denied", str(path))
+        append_rows(path, rows)
+
+    monkeypatch.setattr(session, "append_rows", once)
+    result = invoke(*ONE, "--length", "3,5,7", "--output", str(tmp_path))
+    assert result.exit_code == 3
+    assert result.stderr.count("error: ") == 1
+    assert f"error: {tmp_path / 'results.jsonl'} could not be written: Permission denied" in result.stderr
+    assert "results.jsonl keeps them; the same command with --resume goes on" in result.stdout
+    monkeypatch.undo()
+    assert [row.case.query_len for row in read_rows(tmp_path / "results.jsonl")] == [3, 3]
+
+
+def test_a_report_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "results.csv").mkdir()
+    result = invoke(*ONE, "--output", str(tmp_path))
+    assert result.exit_code == 3
+    assert f"error: {tmp_path / 'results.csv'} could not be written: Is a directory" in result.stderr
+    assert "All rows are kept; sidebyside-bench report " in result.stdout
+    assert len(read_rows(tmp_path / "results.jsonl")) == 2
+    again = invoke("report", str(tmp_path / "results.jsonl"))
+    assert again.exit_code == 3
+    assert again.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141), (ZeroDivisionError(), 3)]
+)
+def test_status_1_means_unequal_and_nothing_else(
+    error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "measure", fail)
+    assert invoke(*ONE).exit_code == status
+    monkeypatch.setattr(command, "read_rows", fail)
+    assert invoke("report", "results.jsonl").exit_code == status
 
 
 @pytest.mark.parametrize("preset", ["--quick", "--standard", "--full"])
@@ -78,8 +191,8 @@ def test_each_component_keeps_to_its_grids_of_the_preset(preset: str, plans: lis
 
 
 def test_components_that_a_preset_lacks_get_a_grid(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PRESETS, "quick", (Grid(("attention",), length=(64,)),))
-    assert invoke("--component", "attention,generate", "--batch", "3").exit_code == 0
+    monkeypatch.setitem(PRESETS, "standard", (Grid(("attention",), length=(64,)),))
+    assert invoke("--standard", "--component", "attention,generate", "--batch", "3").exit_code == 0
     assert [(x.component, x.query_len, x.batch) for x in plans[0].cases] == [("attention", 64, 3), ("generate", 512, 3)]
 
 
@@ -99,15 +212,19 @@ def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkey
     first = invoke(*arguments)
     assert first.exit_code == 130
     assert "attention, forward" in first.output
-    assert "Interrupted: what was measured is above" in first.output
+    assert first.output.count("Interrupted") == first.output.count("results.jsonl keeps them") == 1
+    assert "Interrupted: 1 of 3 cases are measured." in first.output
+    assert "the same command with --resume goes on from there" in first.output
     kept = (tmp_path / "results.jsonl").read_bytes()
     assert [row.case.query_len for row in read_rows(tmp_path / "results.jsonl")] == [3, 3]
     again = invoke(*arguments)
     assert again.exit_code == 2
-    assert "is there already: go on with --resume" in again.output
+    assert "is there already: continue it with --resume" in again.output
     (tmp_path / "results.jsonl").write_bytes(kept + kept[:50])
     resumed = invoke(*arguments, "--resume")
     assert resumed.exit_code == 0, resumed.output
+    assert "keeps them" not in resumed.output
+    assert "Written to " in resumed.output
     assert measured == [3, 0, 5, 7]
     assert (tmp_path / "results.jsonl").read_bytes().startswith(kept)
     assert [row.case.query_len for row in read_rows(tmp_path / "results.jsonl")] == [3, 3, 5, 5, 7, 7]
@@ -119,7 +236,7 @@ def test_what_is_measured_is_frozen_when_others_join_later(tmp_path: Path) -> No
     kept = path.read_bytes().replace(b'"torch": "', b'"torch": "1.')
     path.write_bytes(kept)
     joined = invoke(*ONE, "--contender", "scratch,math", "--output", str(tmp_path), "--resume")
-    assert "Some of what is there was measured on other grounds" in joined.output
+    assert "Some of the results were measured elsewhere" in joined.output
     assert path.read_bytes().startswith(kept)
     assert [row.contender for row in read_rows(path)] == ["builtin", "scratch", "math"]
     path.write_bytes(b"")
@@ -143,6 +260,7 @@ def test_what_is_measured_is_frozen_when_others_join_later(tmp_path: Path) -> No
         ("--threads 0", "threads must be greater than 0"),
         ("--quick --full", "one preset can be given, got --quick --full"),
         ("--implementation my[odd]:X:", "got my[odd]:X:: "),
+        ("--window 0 --mask window", "window must be greater than 0"),
         ("--resume", "--resume needs --output"),
         ("--output /proc/nothing", "output must be a folder that can be made, got /proc/nothing"),
     ],

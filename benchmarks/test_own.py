@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 import builtin
 from benchmarks import measuring
-from benchmarks.cases import Case
 from benchmarks.command import app
 from benchmarks.contenders import contenders_of
 from benchmarks.equality import Gate
+from benchmarks.grids import MASKS, Case
 from benchmarks.own import check_own, own_takes_part, own_workload
 from benchmarks.results import read_rows
 from benchmarks.workloads import may_attend_of, workload
@@ -95,9 +95,9 @@ def objection(name: str, case: Case) -> str:
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
-@pytest.mark.parametrize("mask", ["none", "causal", "padding", "both"])
+@pytest.mark.parametrize("mask", MASKS)
 def test_a_module_is_equal_under_every_mask_with_all_gradients(file: Path, mask: str, mode: str) -> None:
-    case = replace(CASE, mask=mask, mode=mode)
+    case = replace(CASE, mask=mask, window=2 * (mask == "window"), mode=mode)
     assert objection(f"{file}:Separate", case) == ""
     assert objection(f"{file}:Separate", replace(case, component="cross_attention", key_len=7)) == ""
     assert objection(f"{file}:attention", replace(case, component="attention", key_len=7)) == ""
@@ -106,11 +106,13 @@ def test_a_module_is_equal_under_every_mask_with_all_gradients(file: Path, mask:
 def test_packed_weights_and_a_mask_of_its_own(file: Path) -> None:
     name = f"{file}:PackedCausal"
     assert objection(name, replace(CASE, mask="causal", mode="backward")) == ""
-    with pytest.raises(NotImplementedError, match="it is causal by itself"):
+    with pytest.raises(NotImplementedError, match="has no mask argument"):
+        own_workload(name, replace(CASE, mask="window", window=2))
+    with pytest.raises(NotImplementedError, match="it is always causal"):
         own_workload(name, CASE)
-    with pytest.raises(NotImplementedError, match="takes no mask"):
+    with pytest.raises(NotImplementedError, match="has no mask argument"):
         own_workload(name, replace(CASE, mask="both"))
-    with pytest.raises(NotImplementedError, match="takes one tensor"):
+    with pytest.raises(NotImplementedError, match="takes a single tensor"):
         own_workload(name, replace(CASE, component="cross_attention", mask="causal"))
 
 
@@ -155,24 +157,32 @@ def test_may_attend_joins_both_masks() -> None:
 
 @pytest.mark.parametrize("name", ["nowhere.py:Mine", "mine.py", "benchmarks.own:Absent"])
 def test_what_cannot_be_imported_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match=f"implementation must be such as my.py:MyAttention, got {name}: "):
+    with pytest.raises(ValueError, match=f"implementation must name your code as in my.py:MyAttention, got {name}: "):
         check_own(name)
 
 
 def test_the_command_times_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("FEWEST_ROUNDS", 2), ("MOST_ROUNDS", 2), ("TURN_SECONDS", 0.0)):
+    for name, value in (("FEWEST_ROUNDS", 2), ("MOST_ROUNDS", 2), ("FEWEST_LONG_ROUNDS", 2), ("TURN_SECONDS", 0.0)):
         monkeypatch.setattr(measuring, name, value)
     sizes = ["--length", "5", "--width", "20", "--heads", "2", "--batch", "2", "--contender", "scratch"]
-    names = f"{file}:Separate,{file}:WrongScale"
-    result = CliRunner().invoke(app, ["--implementation", names, *sizes, "--output", str(tmp_path)])
+    names = [f"{file}:Separate", f"{file}:WrongScale", f"{file}:PackedCausal"]
+    given = ["--implementation", names[0], "--implementation", f"{names[1]},{names[2]}"]
+    result = CliRunner().invoke(app, [*given, *sizes, "--mask", "causal", "--output", str(tmp_path)])
     assert result.exit_code == 1, result.output
     rows = read_rows(tmp_path / "results.jsonl")
     assert {row.case.component for row in rows} == {"self_attention", "cross_attention"}
-    assert {row.status for row in rows if row.contender.endswith("Separate")} == {"timed"}
-    assert {row.status for row in rows if row.contender.endswith("WrongScale")} == {"unequal"}
+    assert {row.status for row in rows if row.contender == names[0]} == {"timed"}
+    assert {row.status for row in rows if row.contender == names[1]} == {"unequal"}
+    assert {row.status for row in rows if row.contender == names[2]} == {"timed", "unavailable"}
+    for name in names:  # a column for each
+        assert f"mine.py:{name.rpartition(':')[2]}" in "".join(result.output.split())
+    advice = CliRunner().invoke(app, ["report", str(tmp_path / "results.jsonl")]).output
+    for shown in (result.output, advice):
+        assert "\n  mine.py:Separate takes " in shown
+    assert "mine.py:WrongScale was not timed, because its numbers differ" in " ".join(advice.split())
     nothing = CliRunner().invoke(app, ["--implementation", f"{file}:Separate", "--need-weights", "yes"])
     assert nothing.exit_code == 2
     assert "implementation must take part in a case that is chosen" in nothing.output
     refused = CliRunner().invoke(app, ["--implementation", "nowhere.py:Mine"])
     assert refused.exit_code == 2
-    assert refused.output.startswith("error: implementation must be such as")
+    assert refused.output.startswith("error: implementation must name your code as in")

@@ -1,29 +1,27 @@
-"""Tests of advice, growth, plots, the page and README's table, on rows whose numbers are made up."""
+"""Tests of advice, growth, tables and plots, on rows whose numbers are made up."""
 
-import csv
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
-from benchmarks import command, plots, readme, session
-from benchmarks.advice import advice, fastest
-from benchmarks.cases import Case
-from benchmarks.command import app
+from benchmarks import plots
+from benchmarks.advice import advice_by_case, fastest
 from benchmarks.contenders import CONTENDERS
 from benchmarks.environment import environment_of
-from benchmarks.growth import growths
-from benchmarks.plots import pictures, save_pictures, svg_of
-from benchmarks.report import html_page
-from benchmarks.results import Row, append_rows, read_rows
-from benchmarks.tables import result_tables
-from scratch.validation import ArgumentValueError
+from benchmarks.grids import Case
+from benchmarks.growth import growths, series_by_length
+from benchmarks.plots import at_a_glance, dark_rules, ratio_plot, save_pictures
+from benchmarks.results import Row
+from benchmarks.summarising import ratio_in_turns
+from benchmarks.tables import result_tables, short_names, time_in_words
 
 ENVIRONMENT = environment_of(torch.device("cpu"))
 LENGTHS = (64, 256, 1024)
@@ -61,33 +59,70 @@ def grown(component: str = "attention") -> list[Row]:
     return [*rows, replace(unequal, rounds_us=(), peak_memory_bytes=None)]
 
 
+def advice(rows: Sequence[Row]) -> str:
+    (found,) = advice_by_case(rows)
+    return str(found)
+
+
 class TestAdvice:
     def test_the_fastest_is_named_with_what_the_others_cost(self) -> None:
         rows = [row("builtin", 200.0), row("scratch", 300.0, peak_memory_bytes=2**21), row("flex", 100.0)]
         assert advice(rows) == (
-            "Use flex (flex attention, compiled): 100 µs, 1.0 MiB; builtin takes 2 times as long, with 1.0 MiB; "
-            "scratch takes 3 times as long, with 2.0 MiB."
+            "Use torch's flex attention, compiled (flex): 100 µs, 1.0 MiB. By comparison, builtin takes 2.00× the time "
+            "(1.0 MiB), scratch takes 3.00× the time (2.0 MiB)."
         )
 
-    def test_the_built_in_is_kept_to_where_others_are_hardly_faster(self) -> None:
+    def test_a_path_that_is_switched_off_cannot_be_read_against_itself(self) -> None:
+        text = advice([row("builtin", 200.0), row("plain path", 100.0)])
+        assert text.startswith("Use torch.nn with its fast path switched off (plain path): 100 µs, 1.0 MiB.")
+        assert not any(name.startswith(("no ", "not ", "without ")) for name in CONTENDERS)
+
+    def test_yours_against_the_best_comes_first(self) -> None:
+        mine = row("/home/me/mine.py:Mine", 250.0)
+        rows = [row("builtin", 200.0), row("scratch", 300.0), row("flash", 100.0), mine]
+        best = "flash, the best of the others (100 µs, 1.0 MiB)"
+        others = "Against flash, builtin takes 2.00× the time (1.0 MiB), scratch takes 3.00× the time (1.0 MiB)."
+        assert advice(rows) == f"mine.py:Mine takes 250 µs, 1.0 MiB: 2.50× the time of {best}. {others}"
+        faster = row("/home/me/mine.py:Mine", 50.0)
+        assert advice([*rows[:3], faster]).startswith(f"mine.py:Mine takes 50 µs, 1.0 MiB: 0.50× the time of {best}.")
+        same = row("/home/me/mine.py:Mine", 110.0, rounds_us=(90.0, 110.0, 130.0))
+        assert advice([*rows[:3], same]).startswith(
+            f"mine.py:Mine takes 110 µs, 1.0 MiB: within the noise as fast as {best}."
+        )
+
+    def test_each_of_yours_has_its_sentence(self) -> None:
+        wrong = row("new/mine.py:Mine", 1.0, status="unequal", median_us=None, rounds_us=())
+        text = advice([row("builtin", 100.0), row("old/mine.py:Mine", 250.0), wrong])
+        assert text.startswith("old/mine.py:Mine takes 250 µs, 1.0 MiB: 2.50× the time of builtin")
+        assert "new/mine.py:Mine was not timed, because its numbers differ; builtin takes 100 µs, 1.0 MiB." in text
+        assert advice([replace(wrong, contender="a.py:A")]) == "a.py:A was not timed, because its numbers differ."
+        assert advice([row("a.py:A", 7.0)]) == "a.py:A takes 7 µs, 1.0 MiB."
+
+    def test_what_people_have_is_kept_to_where_others_are_hardly_faster(self) -> None:
         rows = [row("builtin", 104.0), row("scratch", 101.0), row("math", 100.0)]
         assert fastest(rows) == rows[0]
-        assert advice(rows) == "Use builtin: 104 µs, 1.0 MiB; scratch is as fast, with 1.0 MiB."
+        assert advice(rows) == "Use builtin: 104 µs, 1.0 MiB. By comparison, scratch is as fast (1.0 MiB)."
         assert fastest([row("builtin", 106.0), *rows[1:]]) == rows[1]
+        assert fastest([*rows, row("torch.nn", 104.5)]) == row("torch.nn", 104.5)
 
     def test_no_one_is_called_faster_or_slower_where_that_may_be_noise(self) -> None:
         noisy = row("builtin", 140.0, rounds_us=(90.0, 140.0, 190.0))
-        rows = [noisy, row("scratch", 120.0), row("math", 100.0)]
+        rows = [noisy, row("scratch", 150.0, rounds_us=(90.0, 150.0, 190.0)), row("math", 100.0)]
         assert fastest(rows) == noisy
         by_hand = row("scratch", 170.0, rounds_us=(85.0, 170.0, 230.0))
         assert advice([noisy, by_hand]) == (
-            "Use builtin: 140 µs, 1.0 MiB; scratch is as fast, as far as the noise lets one tell, with 1.0 MiB."
+            "Use builtin: 140 µs, 1.0 MiB. By comparison, scratch is as fast within the noise (1.0 MiB)."
         )
+
+    def test_the_one_to_use_is_never_shown_as_much_slower_than_another_of_its_kind(self) -> None:
+        slow = row("torch.nn", 198.0, rounds_us=(120.0, 198.0, 250.0))
+        fast = row("builtin", 130.0, rounds_us=(110.0, 130.0, 260.0))
+        assert fastest([slow, fast]) == fast
 
     def test_what_slows_whole_rounds_hides_no_difference(self) -> None:
         rows = [
-            row("builtin", 200.0, rounds_us=(120.0, 240.0, 600.0)),
-            row("flash", 2.0, rounds_us=(100.0, 200.0, 500.0)),
+            row("builtin", 240.0, rounds_us=(120.0, 240.0, 600.0)),
+            row("flash", 200.0, rounds_us=(100.0, 200.0, 500.0)),
         ]
         assert fastest(rows) == rows[1]
         apart = replace(rows[1], environment=replace(ENVIRONMENT, measured_at="later"))
@@ -95,7 +130,9 @@ class TestAdvice:
 
     def test_what_was_not_timed_is_said(self) -> None:
         gone = row("scratch", 1.0, status="out of memory", median_us=None)
-        assert advice([row("builtin", 100.0), gone]) == "Use builtin: 100 µs, 1.0 MiB; scratch is out of memory."
+        assert advice([row("builtin", 100.0), gone]) == (
+            "Use builtin: 100 µs, 1.0 MiB. By comparison, scratch ran out of memory."
+        )
         assert advice([gone]) == "Nothing could be timed."
 
 
@@ -115,9 +152,12 @@ class TestGrowth:
 
 
 class TestTables:
+    def shown(self, rows: Sequence[Row], capsys: pytest.CaptureFixture[str], width: int = 80) -> str:
+        Console(width=width, highlight=False).print(*result_tables(rows))
+        return capsys.readouterr().out
+
     def test_cells_growth_and_problems_are_shown(self, capsys: pytest.CaptureFixture[str]) -> None:
-        Console(width=80, highlight=False).print(*result_tables(grown()))
-        text = capsys.readouterr().out
+        text = self.shown(grown(), capsys)
         for shown in (
             "length 64",
             "× 0.85",
@@ -129,149 +169,127 @@ class TestTables:
             assert shown in text
         assert max(map(len, text.splitlines())) <= 80
 
+    def test_what_differs_in_threads_alone_is_told_apart(self, capsys: pytest.CaptureFixture[str]) -> None:
+        text = self.shown([replace(x, case=replace(x.case, threads=n)) for n in (1, 2) for x in grown()], capsys, 150)
+        lines = [line for line in text.splitlines() if "length " in line or "to the power" in line]
+        assert len(set(lines)) == 8
+        assert [sum(word in line for line in lines) for word in ("1 thread", "2 threads")] == [4, 4]
 
-class TestPictures:
-    def test_a_figure_for_what_was_measured_at_three_lengths(self, tmp_path: Path) -> None:
+    def test_a_cell_that_is_unstable_says_so_and_why(self, capsys: pytest.CaptureFixture[str]) -> None:
+        rows = grown()
+        rows[1] = replace(rows[1], unstable="its times spread by 30%")
+        text = self.shown(rows, capsys)
+        assert text.count("unstable") == 2
+        assert "scratch, length 64, unstable: its times spread by 30%" in text
+
+    @pytest.mark.parametrize("seed", range(50))
+    def test_a_printed_ratio_is_that_of_the_printed_times(self, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        ours, theirs = generator.lognormal(0, 0.3, (2, 7)) * 10.0 ** generator.integers(0, 7, (2, 1))
+        printed = []
+        for times in (ours, theirs):
+            number, unit = time_in_words(float(np.median(times))).split()
+            printed.append(float(number) * {"µs": 1.0, "ms": 1e3, "s": 1e6}[unit])
+        ratio = ratio_in_turns(ours.tolist(), theirs.tolist())
+        assert printed[0] / printed[1] == pytest.approx(ratio.value, rel=0.0101)  # three digits, of both
+        assert ratio.low <= ratio.value <= ratio.high
+
+    def test_yours_have_a_column_each(self, capsys: pytest.CaptureFixture[str]) -> None:
+        names = ["old/mine.py:Mine", "new/mine.py:Mine", "/somewhere/else/other.py:Mine"]
+        assert list(short_names(names).values()) == [*names[:2], "other.py:Mine"]
+        text = self.shown([*grown(), *(row(name, 5.0, case=grown()[0].case) for name in names)], capsys, 120)
+        head = next(line for line in text.splitlines() if "builtin" in line)
+        assert [name for name in short_names(names).values() if name in head] == [*names[:2], "other.py:Mine"]
+
+
+def texts(svg: str) -> list[str]:
+    return [x.text or "" for x in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+class TestPlots:
+    def test_a_file_for_what_was_measured_at_three_lengths(self, tmp_path: Path) -> None:
         short = [replace(x, case=replace(x.case, mask="causal")) for x in grown()[:4]]
-        (picture,) = pictures(grown() + short)
-        time, ratio, memory = picture.figure.axes
+        folder = tmp_path / "plots"
+        folder.mkdir()
+        (folder / "of-an-earlier-run.svg").write_text("")
+        assert save_pictures(grown() + short, folder) == 1
+        (path,) = folder.iterdir()
+        assert path.name == "attention-forward-batch-8-width-512-8-heads-float32-1-thread.svg"
+        shown = texts(path.read_text())
+        assert {"builtin", "scratch", "64", "256", "1024", "time, ms", "peak memory, MiB"} <= set(shown)
+        assert "flash" not in shown
+
+    def test_what_is_drawn(self) -> None:
+        series = list(series_by_length(grown()))
+        figure = plots._plot("", series, (plots.TIME, plots.RATIO, plots.MEMORY), (9, 3), short_names(CONTENDERS))
+        time, ratio, memory = figure.axes
         assert [line.get_label() for line in time.get_lines()] == ["builtin", "scratch"]
         assert list(time.get_lines()[1].get_xdata()) == list(LENGTHS)
         assert list(time.get_lines()[1].get_ydata()) == [length**2 / 1e5 for length in LENGTHS]
         assert list(ratio.get_lines()[1].get_ydata()) == [length / 300 for length in LENGTHS]
         assert list(memory.get_lines()[0].get_ydata()) == [64 * length / 2**20 for length in LENGTHS]
         assert {axes.get_xscale() + axes.get_yscale() for axes in (time, ratio, memory)} == {"loglog"}
-        save_pictures([picture], tmp_path / "plots")
-        assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
-            f"{picture.name}{x}" for x in (".png", ".svg")
-        ]
 
-    def test_decoding_is_drawn_as_tokens_per_second(self) -> None:
-        (picture,) = pictures(grown("generate"))
-        assert picture.figure.axes[0].get_ylabel() == "tokens per second"
-        assert list(picture.figure.axes[0].get_lines()[0].get_ydata()) == [1e6 / length for length in LENGTHS]
+    @pytest.mark.parametrize(
+        ("name", "value"), [("threads", 2), ("dtype", "bfloat16"), ("batch", 1), ("device", "cuda")]
+    )
+    def test_no_picture_overwrites_that_of_another_setting(self, name: str, value: Any, tmp_path: Path) -> None:
+        other = [replace(x, case=replace(x.case, **{name: value})) for x in grown()]
+        assert save_pictures([*grown(), *other], tmp_path) == len(list(tmp_path.iterdir())) == 2
+
+    def test_a_small_difference_looks_small(self) -> None:
+        rows = [replace(x, ratio_to_builtin=1.01, ratio_low=1.0, ratio_high=1.02) for x in grown()]
+        (axes,) = plots._plot("", list(series_by_length(rows)), (plots.RATIO,), (4, 3), short_names(CONTENDERS)).axes
+        assert axes.get_ylim() == (0.8, 1.25)
+        (wide,) = plots._plot("", list(series_by_length(grown())), (plots.RATIO,), (4, 3), short_names(CONTENDERS)).axes
+        assert wide.get_ylim()[0] < 0.3
+        assert wide.get_ylim()[1] > 3.4
+
+    def test_decoding_is_drawn_as_tokens_per_second(self, tmp_path: Path) -> None:
+        save_pictures(grown("generate"), tmp_path)
+        (path,) = tmp_path.iterdir()
+        assert "tokens per second" in texts(path.read_text())
 
     def test_contenders_keep_their_colours(self) -> None:
-        assert len(plots.COLOURS) == len(set(plots.COLOURS)) == len(plots.MARKERS) > len(CONTENDERS)
-        assert plots._place("my.py:Mine") == len(plots.COLOURS) - 1
+        light, dark = zip(*plots.COLOURS, strict=True)
+        assert len(set(light)) == len(set(dark)) == len(plots.COLOURS) == len(plots.MARKERS) > len(CONTENDERS) + 1
+        some, all_of_them = plots._places(["scratch", "a.py:A"]), plots._places([*CONTENDERS, "a.py:A", "b.py:B"])
+        assert some["scratch"] == all_of_them["scratch"]
+        assert len(set(all_of_them.values())) == len(CONTENDERS) + 2
+        many = plots._places([f"a.py:A{number}" for number in range(40)])
+        assert set(many.values()) == set(range(len(CONTENDERS), len(plots.COLOURS)))
 
-    def test_svg_holds_its_text_as_text(self) -> None:
-        (picture,) = pictures(grown())
-        text = svg_of(picture)
-        assert text.startswith("<svg")
-        assert ">peak memory, MiB</text>" in text
+    def test_every_colour_has_one_for_the_dark(self) -> None:
+        svg = ratio_plot(list(series_by_length(grown())), short_names(CONTENDERS))
+        replaced = set(re.findall(r'style\*="(?:fill|stroke): (#[0-9a-f]{6})"', dark_rules()))
+        assert set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", svg)) <= replaced
+        assert "prefers-color-scheme" not in svg  # the page has the rules
+        assert "prefers-color-scheme: dark" in at_a_glance(beside_torch())
 
+    def test_two_plots_of_a_page_share_no_names(self) -> None:
+        first, second = (
+            ratio_plot(list(series_by_length(rows)), short_names(CONTENDERS)) for rows in (grown(), grown("generate"))
+        )
+        ids = [{x for x in re.findall(r'id="(\w+)"', svg) if re.match("[mp][0-9a-f]{8}", x)} for svg in (first, second)]
+        assert ids[0]
+        assert not ids[0] & ids[1]
 
-class Page(HTMLParser):
-    """Reads a page, and asks that its elements are closed in order."""
+    def test_scratch_at_a_glance(self) -> None:
+        shown = texts(at_a_glance(beside_torch()))
+        assert {"self attention, forward", "time of scratch / time of torch.nn", "256"} <= set(shown)
+        assert "batch 8, width 512, 8 heads, float32, 1 thread" in shown
+        assert at_a_glance(beside_torch()[: len(grown())]) == at_a_glance(beside_torch())
+        assert at_a_glance(grown()) == ""
+        several = [*beside_torch(), *(replace(x, case=replace(x.case, threads=2)) for x in beside_torch())]
+        shown = texts(at_a_glance(several))
+        assert {"self attention, forward, 1 thread", "self attention, forward, 2 threads"} <= set(shown)
+        assert "batch 8, width 512, 8 heads, float32" in shown
 
-    EMPTY = ("meta", "br")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.text = ""
-        self.links: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag not in self.EMPTY:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+    def test_the_same_rows_give_the_same_file(self) -> None:
+        assert at_a_glance(beside_torch()) == at_a_glance(beside_torch())
 
 
-class TestPage:
-    def test_it_is_whole_and_needs_nothing_else(self) -> None:
-        rows = grown()
-        page = Page(html_page(rows, list(pictures(rows))))
-        assert page.tags.count("svg") == 1
-        assert "script" not in page.tags
-        assert all(link.startswith("#") for link in page.links)
-        for shown in (
-            ENVIRONMENT.torch,
-            "Use scratch: 41 µs, 4.0 KiB; builtin takes 4.69 times as long",
-            "× 3.41 (3.38–3.45)",
-            "1 GFLOP/s, 50%",
-            "64 to 1024",
-            "unequal",
-        ):
-            assert shown in page.text
-        assert Page(html_page(rows, [])).tags.count("svg") == 0
-
-    def test_the_command_writes_it_beside_the_results(self, tmp_path: Path) -> None:
-        path = tmp_path / "results.jsonl"
-        append_rows(path, grown())
-        result = CliRunner().invoke(app, ["report", str(path)])
-        assert result.exit_code == 0, result.output
-        assert "length 1024, width 512, 8 heads, float32\n  Use builtin: 3.07 ms" in result.output
-        assert {x.name for x in tmp_path.iterdir()} == {"results.jsonl", "results.csv", "report.html", "plots"}
-        with (tmp_path / "results.csv").open(newline="") as file:
-            assert len(list(csv.DictReader(file))) == len(grown())
-        elsewhere = CliRunner().invoke(app, ["report", str(path), "--output", str(tmp_path / "nowhere" / "deep")])
-        assert elsewhere.exit_code == 2
-        assert "must be in a folder that exists" in elsewhere.output
-
-    def test_without_matplotlib_the_page_has_no_plots(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(rows: Sequence[Row]) -> None:
-            raise ArgumentValueError("plots need matplotlib")
-
-        monkeypatch.setattr(session, "pictures", refuse)
-        append_rows(tmp_path / "results.jsonl", grown())
-        result = CliRunner().invoke(app, ["report", str(tmp_path / "results.jsonl")])
-        assert result.exit_code == 0
-        assert "No plots: plots need matplotlib" in result.output
-        assert (tmp_path / "report.html").exists()
-
-
-class TestReadme:
-    def test_it_is_current(self) -> None:
-        message = "README's table is not that of benchmarks/results: run `python -m benchmarks readme`"
-        assert readme.renewed_readme() == readme.README.read_text(encoding="utf-8"), message
-
-    def test_the_committed_results_can_be_read(self) -> None:
-        for path in sorted((readme.HERE / "results").glob("*/results.jsonl")):
-            assert {row.status for row in read_rows(path)} <= {"timed", "out of memory", "unavailable"}
-
-    def test_the_table_is_put_between_the_comments(self, tmp_path: Path) -> None:
-        file, folder = tmp_path / "README.md", tmp_path / "results"
-        file.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-        assert "make benchmark" in readme.renewed_readme(folder, file)
-        (folder / "cpu").mkdir(parents=True)
-        masked = [replace(x, case=replace(x.case, mask="causal")) for x in grown()]
-        append_rows(folder / "cpu" / "results.jsonl", [*masked, *grown(), *grown("generate")[:-1]])
-        text = readme.renewed_readme(folder, file)
-        assert text.startswith(f"before\n{readme.BEGIN}\n{ENVIRONMENT}")
-        assert text.endswith(f"{readme.END}\nafter\n")
-        assert "old" not in text
-        assert (
-            "| attention, forward | batch 8, length 1024, width 512, 8 heads | 3.07 ms, 64 KiB | 10.5 ms, 1.0 MiB "
-            "| 3.41 (3.38–3.45) | builtin |"
-        ) in text
-
-    def test_without_the_comments_it_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "README.md").write_text("nothing\n")
-        with pytest.raises(ValueError, match="must have the comments"):
-            readme.renewed_readme(tmp_path, tmp_path / "README.md")
-
-    def test_the_command_checks_and_renews(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        file = tmp_path / "README.md"
-        file.write_text("old")
-        monkeypatch.setattr(command, "README", file)
-        monkeypatch.setattr(command, "renewed_readme", lambda: "new")
-        assert CliRunner().invoke(app, ["readme", "--check"]).exit_code == 1
-        assert file.read_text() == "old"
-        assert CliRunner().invoke(app, ["readme"]).exit_code == 0
-        assert file.read_text() == "new"
-        assert CliRunner().invoke(app, ["readme", "--check"]).exit_code == 0
+def beside_torch() -> list[Row]:
+    """Put torch.nn in the place of the built-in; then the same under a mask."""
+    rows = [replace(x, contender=x.contender.replace("builtin", "torch.nn")) for x in grown("self_attention")]
+    return [*rows, *(replace(x, case=replace(x.case, mask="causal")) for x in rows)]

@@ -2,15 +2,17 @@
 
 import csv
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.cases import Case
 from benchmarks.environment import environment_of
-from benchmarks.results import Row, append_rows, read_rows, without_cut_line, write_csv
+from benchmarks.grids import Case
+from benchmarks.results import Row, append_rows, ratio_between, read_rows, without_cut_line, write_csv
 
 ENVIRONMENT = environment_of(torch.device("cpu"))
 ROWS = [
@@ -30,12 +32,41 @@ def path(tmp_path: Path) -> Path:
 def test_rows_come_back_as_they_were(path: Path) -> None:
     assert read_rows(path) == ROWS
     assert len(path.read_text().splitlines()) == 2
+    append_rows(path, ROWS)
+    assert read_rows(path) == ROWS * 2
+
+
+def test_a_disk_that_is_full_leaves_the_rows_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        append_rows(path, ROWS)
+    assert path.read_bytes() == kept
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_what_cannot_be_written_is_an_error() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        append_rows(Path("/dev/full"), ROWS)
 
 
 def test_units_stand_in_the_names() -> None:
     numbers = {x.name for x in dataclasses.fields(Row) if "float" in str(x.type)}
     units = ("_us", "_per_s", "ratio_low", "ratio_high", "ratio_to_builtin", "share_of_matmul_rate")
     assert all(name.endswith(units) for name in numbers)
+
+
+def test_rows_are_compared_by_rounds_where_they_ran_in_turns() -> None:
+    slow = dataclasses.replace(ROWS[0], contender="scratch", rounds_us=(2.0, 4.0, 8.0))
+    assert dataclasses.astuple(ratio_between(slow, ROWS[0])) == (2.0, 2.0, 2.0)
+    later = dataclasses.replace(slow, environment=dataclasses.replace(ENVIRONMENT, measured_at="later"))
+    apart = ratio_between(later, ROWS[0])
+    assert apart.value == 2.0
+    assert apart.low < 2.0 < apart.high
 
 
 def test_a_line_cut_short_is_named_and_taken_off_to_go_on(path: Path) -> None:
@@ -56,7 +87,7 @@ def test_a_line_cut_short_is_named_and_taken_off_to_go_on(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda row: row | {"schema_version": 99}, "line 1, must be of version 1, got version 99"),
+        (lambda row: row | {"schema_version": 99}, "line 1, must be of version 2, got version 99"),
         (lambda row: {name: x for name, x in row.items() if name != "case"}, "with all its fields: 'case'"),
         (lambda row: row | {"colour": "red"}, "with all its fields: .*colour"),
         (lambda _: [1, 2], r"line 1, must be a row of results, got '\[1, 2\]'"),

@@ -1,5 +1,6 @@
 """Tests of cases, contenders, gate and rows: what is timed is equal and what it says; no time is asserted."""
 
+import dataclasses
 import shutil
 import statistics
 from collections.abc import Callable, Iterator
@@ -14,13 +15,16 @@ from torch import Tensor, nn
 import builtin
 import scratch
 from benchmarks import contenders, environment, measuring, running
-from benchmarks.cases import COMPONENTS, MASKS, PRESETS, Case, Grid, cases_of
 from benchmarks.contenders import CONTENDERS, Contender, contenders_of
 from benchmarks.environment import after_load, environment_of
 from benchmarks.equality import Gate, compared_case
+from benchmarks.fitting import fitted
+from benchmarks.grids import COMPONENTS, MASKS, PRESETS, SETTINGS, Case, Grid, cases_of, label_of
 from benchmarks.measuring import MachineRates, Runner, machine_rates, peak_memory_bytes, rounds_in_turns, turn_seconds
 from benchmarks.running import run_case
+from benchmarks.work import flops
 from benchmarks.workloads import Workload, gradients_of, runnable, workload
+from scratch import tiling
 
 # torch.nn's own encoder says that an odd number of heads keeps it off a part of its fast path.
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
@@ -45,6 +49,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take as few rounds as there can be, of one run each."""
     monkeypatch.setattr(measuring, "FEWEST_ROUNDS", 2)
     monkeypatch.setattr(measuring, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(measuring, "FEWEST_LONG_ROUNDS", 2)
     monkeypatch.setattr(measuring, "TURN_SECONDS", 0.0)
 
 
@@ -61,7 +66,9 @@ class TestCases:
         assert case_of("self_attention").num_layers == 0
         assert case_of("generate", mode="backward").mode == "forward"
         assert not case_of("generate", compiled=True).compiled
-        assert [case_of("seq2seq", mask=mask).mask for mask in MASKS] == ["causal", "causal", "both", "both"]
+        assert [case_of("seq2seq", mask=x).mask for x in MASKS] == ["causal", "causal", "both", "both", "causal"]
+        assert [case_of("attention", mask=x).window for x in MASKS] == [0, 0, 0, 0, 256]
+        assert case_of("generate", mask="window").window == 0
 
     def test_a_function_has_no_training_step(self) -> None:
         assert case_of("attention", mode="training_step").mode == "backward"
@@ -74,6 +81,7 @@ class TestCases:
             ({"dtype": ("int8",)}, "dtype must be one of .*got 'int8'"),
             ({"mask": ("some",)}, "mask must be one of .*got 'some'"),
             ({"length": (0,)}, "length must be greater than 0"),
+            ({"window": (0,)}, "window must be greater than 0"),
             ({"batch": (-1,)}, "batch must be greater than 0"),
             ({"heads": (7,)}, "embed_dim must be divisible by num_heads, got embed_dim=512 and num_heads=7"),
         ],
@@ -81,6 +89,59 @@ class TestCases:
     def test_what_cannot_be_is_named(self, settings: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             cases_of([replace(Grid(("attention",)), **settings)], [1], ["cpu"])
+
+
+def other_values() -> list[tuple[str, Any]]:
+    """Give another value for each field of a case."""
+    found = {
+        "component": "self_attention",
+        "mode": "backward",
+        "dtype": "bfloat16",
+        "mask": "causal",
+        "device": "cuda:1",
+    }
+    fields = {x.name: getattr(Case("attention"), x.name) for x in dataclasses.fields(Case)}
+    return [
+        (name, found[name] if name in found else not x if isinstance(x, bool) else x + 1) for name, x in fields.items()
+    ]
+
+
+class TestLabels:
+    @pytest.mark.parametrize(("name", "value"), other_values())
+    def test_two_cases_that_differ_are_called_differently(self, name: str, value: Any) -> None:
+        case = Case("attention")
+        other = replace(case, **{name: value})
+        assert str(other) != str(case)
+        if name in SETTINGS:
+            assert label_of(other, [name]) != label_of(case, [name])
+
+    def test_windows_are_told_apart(self) -> None:
+        narrow, wide = (Case("attention", mask="window", window=window) for window in (2, 3))
+        assert label_of(narrow, ("window",)) == "window of 2"
+        assert label_of(narrow, ("mask",)) == label_of(wide, ("mask",)) == "window mask"
+        assert str(narrow).endswith("float32, window of 2, 1 thread")
+
+
+class TestFitting:
+    @pytest.mark.parametrize("preset", PRESETS)
+    def test_a_faster_machine_gets_longer_sequences(self, preset: str) -> None:
+        def work(flops_per_s: float) -> int:
+            return sum(map(flops, cases_of(fitted(PRESETS[preset], flops_per_s), [1], ["cpu"])))
+
+        amounts = [work(10.0**power) for power in range(6, 16)]
+        assert amounts == sorted(amounts)
+        assert amounts[0] < amounts[-1]
+
+    def test_nothing_takes_long_and_nothing_vanishes(self) -> None:
+        for rate in (1e11, 1e12, 1e13):
+            cases = cases_of(fitted(PRESETS["quick"], rate), [1], ["cpu"])
+            assert {case.component for case in cases} == set(COMPONENTS)
+            assert max(map(flops, cases)) / rate <= 0.1
+        assert min(case.query_len for case in cases_of(fitted(PRESETS["quick"], 1.0), [1], ["cpu"])) > 1
+
+    def test_decoding_is_not_made_longer(self) -> None:
+        grids = [Grid(("generate",), length=(32,), batch=(1,)), Grid(("attention",), length=(32,), batch=(1,))]
+        assert [grid.length for grid in fitted(grids, 1e15)] == [(32,), (512,)]
 
 
 class TestWorkloads:
@@ -91,20 +152,41 @@ class TestWorkloads:
         assert list(left) == list(right)
         assert all(torch.equal(left[name], right[name]) for name in left)
 
-    @pytest.mark.parametrize("mask", ["causal", "padding", "both"])
+    def test_torchs_own_holds_them_too_and_checks_nothing(self) -> None:
+        case = case_of("decoder_layer")
+        ours, plain = (CONTENDERS[name].prepare(case) for name in ("builtin", "torch.nn"))
+        assert type(plain.module) is nn.TransformerDecoderLayer
+        assert all(torch.equal(x, y) for x, y in zip(ours.call(), plain.call(), strict=True))
+        function = CONTENDERS["torch.nn"].prepare(case_of("attention"))
+        q, k, v = function.inputs.values()
+        assert torch.equal(function.call()[0], nn.functional.scaled_dot_product_attention(q, k, v))
+
+    @pytest.mark.parametrize("mask", ["causal", "padding", "both", "window"])
     @pytest.mark.parametrize("component", [x for x in COMPONENTS if x not in ("seq2seq", "generate")])
     def test_masks_hide_what_they_say(self, component: str, mask: str) -> None:
-        case = case_of(component, mask=mask, dtype="float64")
+        case = case_of(component, mask=mask, window=2, dtype="float64")
         work = workload(case, builtin)
         seen_from_first = torch.autograd.grad(work_output(work, requires=True)[0, ..., 0, :].sum(), leaf(work))[0]
         keys = seen_from_first.abs().sum(-1)[0]  # of sample 0
         keys = keys.sum(0) if component == "attention" else keys
-        if case.is_causal and component in ("attention", "cross_attention", "self_attention", "encoder_layer"):
+        if mask in ("causal", "both", "window") and component in (
+            "attention",
+            "cross_attention",
+            "self_attention",
+            "encoder_layer",
+        ):
             assert (keys[1:] == 0).all()
         if mask == "padding":
             hidden = case.key_len // 4  # a quarter of sample 0, a half of sample 1
             assert (keys[case.key_len - hidden :] == 0).all()
             assert (keys[: case.key_len - hidden] != 0).all()
+
+    @pytest.mark.parametrize("component", ["attention", "self_attention", "cross_attention", "encoder_layer"])
+    def test_a_window_hides_what_is_far_back(self, component: str) -> None:
+        work = workload(case_of(component, mask="window", window=2, dtype="float64", batch=1), builtin)
+        output = work_output(work, requires=True)
+        seen = torch.autograd.grad(output[..., 3, :].sum(), leaf(work))[0].abs().sum(-1).flatten(0, -2).sum(0)
+        assert [i for i, x in enumerate(seen.tolist()) if x] == [2, 3]
 
     def test_modes_do_what_they_say(self) -> None:
         case = case_of("self_attention", mode="training_step")
@@ -141,12 +223,36 @@ class TestContenders:
         def names(component: str, **settings: Any) -> list[str]:
             return [x.name for x in contenders_of(case_of(component, **settings), ON_CPU)]
 
-        assert names("attention") == ["builtin", "scratch", "math", "flash", "sdpa"]
-        assert names("self_attention") == ["builtin", "scratch", "no fast path", "math", "flash"]
-        assert names("self_attention", need_weights=True) == ["builtin", "scratch", "no fast path"]
-        assert names("encoder_layer", mode="backward") == ["builtin", "scratch"]
-        assert names("generate") == ["builtin", "scratch", "scratch recomputed", "no fast path"]
+        everybody = ["builtin", "torch.nn", "scratch"]
+        assert names("attention") == [*everybody, "math", "flash"]
+        assert names("self_attention") == [*everybody, "plain path", "math", "flash"]
+        assert names("self_attention", need_weights=True) == [*everybody, "plain path"]
+        assert names("self_attention", mode="backward") == everybody
+        assert names("encoder_layer", mode="backward") == everybody
+        assert names("seq2seq") == ["builtin", "scratch", "plain path"]
+        assert names("generate") == ["builtin", "scratch", "scratch recomputed"]
         assert [x.name for x in contenders_of(case_of("attention"), ["scratch"])] == ["builtin", "scratch"]
+
+    def test_without_tiles_scratch_is_the_textbook(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        short, long = case_of("self_attention", length=511), case_of("self_attention", length=512)
+        assert "scratch textbook" not in [x.name for x in contenders_of(short, ON_CPU)]
+        assert "scratch textbook" in [x.name for x in contenders_of(long, ON_CPU)]
+        for left_out in ({"need_weights": True}, {"compiled": True}, {"device": "cuda"}, {"component": "generate"}):
+            assert "scratch textbook" not in [x.name for x in contenders_of(replace(long, **left_out), ON_CPU)]
+        tiles: list[str] = []
+        attend = tiling.tiled_attention
+
+        def record(*arguments: Any, **keywords: Any) -> Tensor:
+            tiles.append("tiles")
+            return attend(*arguments, **keywords)
+
+        monkeypatch.setattr(tiling, "tiled_attention", record)
+        counts = []
+        for name in ("scratch", "scratch textbook", "scratch"):
+            with CONTENDERS[name].switches():
+                runnable(long, CONTENDERS[name].prepare(long))()
+            counts.append(len(tiles))
+        assert counts == [1, 1, 2]
 
     def test_the_fast_path_is_taken_by_one_and_not_by_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
         taken: list[bool] = []
@@ -159,12 +265,12 @@ class TestContenders:
         monkeypatch.setattr(torch, "_native_multi_head_attention", record)
         case = Case("self_attention", batch=2, query_len=5, key_len=5, embed_dim=32, num_heads=2)
         counts = []
-        for name in ("builtin", "no fast path", "math", "scratch"):
+        for name in ("builtin", "torch.nn", "plain path", "math", "scratch"):
             taken.clear()
             with CONTENDERS[name].switches():
                 runnable(case, CONTENDERS[name].prepare(case))()
             counts.append(len(taken))
-        assert counts == [1, 0, 0, 0]
+        assert counts == [1, 1, 0, 0, 0]
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from inside of torch.compile
     @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=NEEDS_COMPILER)])
@@ -209,11 +315,11 @@ def broken(change: Callable[[Tensor], Tensor]) -> Contender:
 
 
 class TestGate:
-    @pytest.mark.parametrize("mask", ["none", "both"])
+    @pytest.mark.parametrize("mask", ["none", "both", "window"])
     @pytest.mark.parametrize("mode", ["forward", "backward"])
     @pytest.mark.parametrize("component", COMPONENTS)
     def test_all_contenders_are_equal(self, component: str, mode: str, mask: str) -> None:
-        case = case_of(component, mode=mode, mask=mask)
+        case = case_of(component, mode=mode, mask=mask, window=2)
         gate = Gate(case)
         assert {x.name: gate.objection(x) for x in contenders_of(case, ON_CPU)} == dict.fromkeys(
             (x.name for x in contenders_of(case, ON_CPU)), ""
@@ -254,6 +360,8 @@ class TestGate:
         assert compared_case(case).query_len == 2048
         assert compared_case(case).key_len == 512
         assert compared_case(replace(case, query_len=512)) == replace(case, query_len=512)
+        decoding = Case("generate", batch=1, query_len=256, key_len=16, num_layers=1)
+        assert compared_case(decoding) == replace(decoding, query_len=64, dtype="float64")
 
 
 class TestRunCase:
@@ -331,7 +439,7 @@ class TestMeasuring:
     def test_rounds_are_taken_in_turns(self) -> None:
         order: list[str] = []
         runners = [self.runner(lambda name=name: order.append(name)) for name in "AB"]  # type: ignore[misc]
-        times = rounds_in_turns(runners, 0.0)
+        times = rounds_in_turns(runners, 1e9)
         turns = "".join(name for i, name in enumerate(order) if i == 0 or order[i - 1] != name)
         assert turns.startswith("ABAB")
         assert set(turns[::2]) == {"A"}
@@ -340,7 +448,23 @@ class TestMeasuring:
     def test_unstable_timings_are_taken_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seconds = iter([9.0, 1.0, 3.0, 1.0, 1.01])  # the first is to warm up
         monkeypatch.setattr(measuring, "turn_seconds", lambda *_: next(seconds))
-        assert rounds_in_turns([self.runner(int)], 0.0) == [[1.0, 1.01]]
+        assert rounds_in_turns([self.runner(int)], 1e9) == [[1.0, 1.01]]
+
+    def test_where_a_round_takes_long_none_is_thrown_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(measuring, "FEWEST_LONG_ROUNDS", 3)
+        seconds = iter([9.0, 1.0, 3.0, 1.0])
+        monkeypatch.setattr(measuring, "turn_seconds", lambda *_: next(seconds))
+        assert rounds_in_turns([self.runner(int)], 0.0) == [[9.0, 1.0, 3.0]]
+
+    def test_a_turn_is_a_single_run_where_that_takes_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runs: list[int] = []
+        monkeypatch.setattr(measuring, "LONG_TURN_SECONDS", 0.0)
+        assert turn_seconds(self.runner(lambda: runs.append(torch.get_num_threads()))) > 0
+        assert runs == [1]
+        monkeypatch.setattr(measuring, "LONG_TURN_SECONDS", 1e9)
+        turn_seconds(replace(self.runner(lambda: runs.append(torch.get_num_threads())), threads=3))
+        assert len(runs) > 2
+        assert set(runs[1:]) == {3}
 
     def test_peak_memory_is_what_lives_at_a_time(self) -> None:
         def run() -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import scratch
-from benchmarks.cases import Case
+from benchmarks.grids import Case
 from benchmarks.work import bytes_moved, flops, roofline_seconds
 from benchmarks.workloads import runnable, workload
 

@@ -9,7 +9,7 @@ Letters: b batch, q query_len, k key_len, e embed_dim, n num_layers.
 
 import torch
 
-from benchmarks.cases import Case
+from benchmarks.grids import Case
 from benchmarks.workloads import VOCABULARY
 
 __all__ = ["bytes_moved", "flops", "roofline_seconds"]

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.cases import Case
-from equivalence_tests.compare_timing import VOCABULARY, decoding
-from equivalence_tests.weights import randomize_parameters
+from benchmarks.grids import Case
+from equivalence_tests.compare.timing import VOCABULARY, decoding
+from equivalence_tests.instruments.weights import randomize_parameters
 from scratch import masks
 
 __all__ = [
@@ -58,13 +58,19 @@ class Workload:
 
 
 def workload(
-    case: Case, package: ModuleType, *, attend: Attend | None = None, cached: bool = False, upcast: bool = False
+    case: Case,
+    package: ModuleType | SimpleNamespace,
+    *,
+    attend: Attend | None = None,
+    cached: bool = False,
+    upcast: bool = False,
 ) -> Workload:
     """Build the module of a package, or take its function, and bind it to the inputs of the case.
 
     Args:
         case: What is computed.
-        package: ``scratch`` or ``builtin``. Both get the same weights: they have the same parameters in one order.
+        package: ``scratch``, ``builtin`` or torch.nn under the same names. All get the same weights: they have the same
+            parameters in one order.
         attend: Stands in for the package's ``scaled_dot_product_attention``.
         cached: Whether "generate" remembers keys and values.
         upcast: Compute in float64 with the weights and inputs that the dtype of the case leaves.
@@ -177,7 +183,7 @@ def _positional(case: Case, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     return [*tensors, tensors[1]] if case.component == "cross_attention" else tensors
 
 
-def _module(case: Case, package: ModuleType) -> nn.Module:
+def _module(case: Case, package: ModuleType | SimpleNamespace) -> nn.Module:
     factory: dict[str, Any] = {"bias": case.bias, "device": case.device, "dtype": getattr(torch, case.dtype)}
     sizes = (case.embed_dim, case.num_heads)
     layer: dict[str, Any] = {"dim_feedforward": 4 * case.embed_dim, "dropout": 0.0, **factory}
@@ -223,17 +229,24 @@ def may_attend_of(case: Case) -> Tensor:
         (batch, query_len, key_len), True = may look.
     """
     may_attend = _seen_keys(case)[:, None, :].expand(-1, case.query_len, -1)
-    causal = masks.causal(case.query_len, case.key_len, device=case.device)
-    return may_attend & causal if case.is_causal else may_attend
+    return may_attend if case.mask in ("none", "padding") else may_attend & _may_look_back(case, case.key_len)
+
+
+def _may_look_back(case: Case, key_len: int) -> Tensor:
+    """Say which key each query sees by their places alone: none that is later, or too far back for the window."""
+    causal = masks.causal(case.query_len, key_len, device=case.device)
+    if not case.window:
+        return causal
+    return causal & masks.sliding_window(case.query_len, key_len, window=case.window, device=case.device)
 
 
 def _function_masks(case: Case) -> dict[str, Any]:
+    if case.window:
+        return {"attn_mask": _may_look_back(case, case.key_len)}
     if not case.is_padded:
         return {"is_causal": case.is_causal}
     may_attend = _seen_keys(case)[:, None, None, :]  # (b, 1, 1, k)
-    if case.is_causal:
-        may_attend = may_attend & masks.causal(case.query_len, case.key_len, device=case.device)
-    return {"attn_mask": may_attend}
+    return {"attn_mask": may_attend & _may_look_back(case, case.key_len) if case.is_causal else may_attend}
 
 
 def _module_masks(case: Case) -> dict[str, Any]:
@@ -245,11 +258,10 @@ def _module_masks(case: Case) -> dict[str, Any]:
         "transformer": ("tgt", ["src_key_padding_mask", "memory_key_padding_mask"]),
     }.get(case.component, ("attn", ["key_padding_mask"]))
     options: dict[str, Any] = {"need_weights": case.need_weights} if kind == "attn" else {}
-    if case.is_causal:
+    if case.is_causal or case.window:
         key_len = case.key_len if kind == "attn" else case.query_len
-        causal = masks.causal(case.query_len, key_len, device=case.device)
-        options[f"{kind}_mask"] = masks.to_module_mask(causal)
-        options["tgt_is_causal" if kind == "tgt" else "is_causal"] = True
+        options[f"{kind}_mask"] = masks.to_module_mask(_may_look_back(case, key_len))
+        options["tgt_is_causal" if kind == "tgt" else "is_causal"] = case.is_causal
     if case.is_padded:
         options |= dict.fromkeys(padding_names, masks.to_module_mask(_seen_keys(case)))
     return options

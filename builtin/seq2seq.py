@@ -106,6 +106,7 @@ class Seq2SeqTransformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         validation.check_vocabularies(src_vocab_size, tgt_vocab_size, pad_id, start_id, end_id)
+        validation.check_positive(num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers)
         validation.check_choice("positional", positional, ("interleaved", "concatenated"))
         validation.check_no_head_dims(qk_head_dim, v_head_dim)
         super().__init__()

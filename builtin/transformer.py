@@ -27,7 +27,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         mask_check: Let torch.nn do so only where padding stands at the end.
 
     Raises:
-        ValueError: If num_layers is below 1.
+        ValueError: If num_layers is negative.
 
     In torch.nn: ``nn.TransformerEncoder``, of which this is a subclass. In eval, without gradients and with padding at
     the end it turns the input into a nested tensor, runs the layers on their fast path, and fills the padded places of
@@ -81,7 +81,8 @@ class TransformerEncoder(nn.TransformerEncoder):
             The shape of ``src``.
 
         Raises:
-            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
+            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError), and without
+                layers (also an IndexError).
             TypeError: For masks that are neither bool nor float (also an AssertionError).
 
         In torch.nn: ``nn.TransformerEncoder.forward``, called as it is.
@@ -92,7 +93,9 @@ class TransformerEncoder(nn.TransformerEncoder):
             Finding out whether the mask is causal waits for the device: see trap `causal_detection_syncs`.
             Padded queries carry numbers too: see trap `padded_queries_carry_numbers`.
         """
+        validation.check_has_layers(self.layers)
         validation.check_stack_input("src", src, mask, "mask", src_key_padding_mask)
+        validation.check_takes_bias("src", src, mask, src_key_padding_mask)
         return super().forward(src, mask, src_key_padding_mask, is_causal)
 
 
@@ -107,7 +110,7 @@ class TransformerDecoder(nn.TransformerDecoder):
         norm: What is applied to the last layer's output.
 
     Raises:
-        ValueError: If num_layers is below 1.
+        ValueError: If num_layers is negative.
 
     In torch.nn: ``nn.TransformerDecoder``, of which this is a subclass. There is no fast path.
 
@@ -173,6 +176,7 @@ class TransformerDecoder(nn.TransformerDecoder):
             torch.nn itself fails at that on an integer mask: see trap `integer_tgt_mask`.
         """
         validation.check_no_cache(cache)
+        validation.check_has_layers(self.layers)
         validation.check_stack_input("tgt", tgt, tgt_mask, "tgt_mask", tgt_key_padding_mask)
         return super().forward(
             tgt,

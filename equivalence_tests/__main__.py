@@ -1,22 +1,74 @@
 """The command ``sidebyside``; also ``python -m equivalence_tests``."""
 
+import importlib
+import importlib.metadata
+from typing import Annotated, Any
+
 import typer
+from typer.core import TyperGroup
 
-from equivalence_tests.checker.command import verify_command
-from equivalence_tests.compare import compare
-from equivalence_tests.explain.command import explain
-from equivalence_tests.traps.command import traps
+# What each command is for, as the list shows it, and the function that does it: it is imported when it is asked for,
+# so that the list need not wait for torch.
+COMMANDS = {
+    "compare": ("equivalence_tests.compare.command:compare", "Show that scratch and builtin compute the same numbers."),
+    "verify": (
+        "equivalence_tests.checker.doors.command:verify_command",
+        "Check attention code against torch.nn: what is wrong, on which line, and how to fix it.",
+    ),
+    "traps": (
+        "equivalence_tests.learn.traps.command:traps",
+        "List the traps of torch.nn's attention, or show one in full, run on the installed torch.",
+    ),
+    "explain": (
+        "equivalence_tests.learn.explain.command:explain",
+        "Explain an argument of torch.nn's attention, with live code.",
+    ),
+    "page": (
+        "equivalence_tests.learn.page.command:page",
+        "Write one self-contained HTML page: hand-written and built-in attention side by side, with live numbers.",
+    ),
+}
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-app.command()(compare)
-app.command("verify")(verify_command)
-app.command()(traps)
-app.command()(explain)
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are imported one by one, when they are run."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """Name the commands, in reading order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Import one command; None if there is no such."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[cmd_name][0].partition(":")
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(cmd_name)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, rich_markup_mode=None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sidebyside {importlib.metadata.version('attention-side-by-side')}")
+        raise typer.Exit
 
 
 @app.callback()
-def about() -> None:
-    """Two implementations of attention, side by side."""
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Attention in PyTorch, by hand and built in, side by side."""
+    del version  # its callback has answered already
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from rich.console import Console
 
-from equivalence_tests.properties import Ledger, Tally
+from equivalence_tests.twins.properties import Ledger, Tally
 
 EXAMPLES = 15
 COMMON: dict[str, Any] = {

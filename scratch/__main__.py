@@ -1,7 +1,7 @@
 """``python -m scratch``: train, translate, summary and plot with the hand-written Transformer."""
 
-from scratch.command_line import command_line
 from scratch.seq2seq import Seq2SeqTransformer
+from scratch.task.command_line import command_line
 
 app = command_line("scratch", Seq2SeqTransformer)
 

@@ -10,17 +10,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from scratch import validation
-from scratch.attention import MultiheadAttention
-from scratch.functional import upcast_half
+from scratch.attention import MultiheadAttention, project, projection_weights
+from scratch.rounding import upcast_half
 
 __all__ = [
     "FixedCache",
     "GrowingCache",
+    "KeyValueCache",
     "LayerCache",
     "beam_search",
     "greedy_decode",
     "hypothesis_score",
+    "keep_likeliest",
     "new_cache",
+    "sample_decode",
 ]
 
 NextLogits = Callable[[Tensor], Tensor]
@@ -80,7 +83,7 @@ class GrowingCache:
         Raises:
             ValueError: If the batch is not the one of the earlier calls.
         """
-        q, k, v = attention.project(query, key, value)
+        q, k, v = project(attention, query, key, value)
         if self._keys_values is not None:
             earlier_k, earlier_v = self._keys_values
             validation.check_cache_batch(earlier_k.size(1), k.size(1))
@@ -135,14 +138,75 @@ class FixedCache:
             ValueError: If the batch is not the one of the first call.
         """
         if self._keys_values is None:
-            q, k, v = attention.project(query, key, value)
+            q, k, v = project(attention, query, key, value)
             self._keys_values = k, v
             return q, k, v
         k, v = self._keys_values
         validation.check_cache_batch(k.size(1), query.size(1))
-        weight, _, _ = attention.projection_weights()
+        weight, _, _ = projection_weights(attention)
         bias = None if attention.in_proj_bias is None else attention.in_proj_bias[: weight.size(0)]
         return F.linear(query, weight, bias), k, v
+
+
+class KeyValueCache:
+    """Keys and values of the tokens so far, for grouped-query attention: of all of them, or of a window the last.
+
+    They are kept split into heads, normalised and turned by their positions. With a window the cache rolls: what no
+    later token can see is forgotten, so that it stops growing.
+
+    Args:
+        window: That of the attention; without one everything is kept.
+
+    Raises:
+        ValueError: For a window below 1.
+
+    In torch.nn: nothing.
+
+    Source: Jiang et al. 2023, section 2, "Rolling Buffer Cache".
+
+    >>> cache = KeyValueCache(window=3)
+    >>> tokens = torch.arange(5.0).view(1, 1, 5, 1)
+    >>> k, v = cache.extend(tokens[:, :, :4], tokens[:, :, :4])
+    >>> k, v = cache.extend(tokens[:, :, 4:], tokens[:, :, 4:])
+    >>> k.flatten(), cache.length
+    (tensor([2., 3., 4.]), 5)
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        if window is not None:
+            validation.check_window(window)
+        self.window = window
+        self.length = 0
+        self._keys_values: tuple[Tensor, Tensor] | None = None  # (b, g, at most window - 1, d) each
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Remember new keys and values, and return them after those that are remembered.
+
+        Args:
+            k: (batch, num_key_heads, new_len, head_dim).
+            v: Likewise.
+
+        Returns:
+            Both, (batch, num_key_heads, remembered + new_len, head_dim).
+
+        Raises:
+            ValueError: If the batch is not the one of the earlier calls.
+        """
+        new_len = k.size(2)
+        if self._keys_values is not None:
+            earlier_k, earlier_v = self._keys_values
+            validation.check_cache_batch(earlier_k.size(0), k.size(0))
+            k, v = torch.cat([earlier_k, k], dim=2), torch.cat([earlier_v, v], dim=2)
+        self.length += new_len
+        forgotten = 0 if self.window is None else max(k.size(2) - self.window + 1, 0)  # the next token counts too
+        self._keys_values = k[:, :, forgotten:], v[:, :, forgotten:]
+        return k, v
+
+    def reorder(self, rows: Int[Tensor, " batch"]) -> None:
+        """Let row i of the batch go on from what row ``rows[i]`` has seen so far."""
+        if self._keys_values is not None:
+            k, v = self._keys_values
+            self._keys_values = k.index_select(0, rows), v.index_select(0, rows)
 
 
 class LayerCache:
@@ -186,7 +250,7 @@ def new_cache(num_layers: int) -> list[LayerCache]:
     >>> len(cache), cache[0].length  # six layers, no tokens yet
     (6, 0)
     """
-    validation.check_num_layers(num_layers)
+    validation.check_positive(num_layers=num_layers)
     return [LayerCache() for _ in range(num_layers)]
 
 
@@ -194,8 +258,8 @@ def greedy_decode(
     next_logits: NextLogits,
     prefix: Int[Tensor, "batch prefix_len"],
     *,
-    end_id: int,
-    pad_id: int,
+    end_id: int | None,
+    pad_id: int | None,
     max_len: int,
 ) -> Int[Tensor, "batch generated_len"]:
     """Append the likeliest token again and again, until every row has its end token.
@@ -206,15 +270,15 @@ def greedy_decode(
         next_logits: Gives the logits (batch, vocabulary) of the token that follows each row of token ids (batch, len),
             which hold the prefix and all tokens so far. A row past its end token goes on with padding.
         prefix: What each row starts with: usually one start token.
-        end_id: The token that ends a row.
-        pad_id: The token that fills a row after its end.
+        end_id: The token that ends a row; None if there is none.
+        pad_id: The token that fills a row after its end; None if there is none.
         max_len: The greatest number of generated tokens.
 
     Returns:
         Generated token ids without the prefix, as long as the longest row.
 
     Raises:
-        ValueError: If max_len is below 1, or end_id is pad_id.
+        ValueError: If max_len is below 1, or end_id is pad_id or without one.
 
     In torch.nn: nothing.
 
@@ -228,16 +292,95 @@ def greedy_decode(
             [3, 0]])
     """
     validation.check_decoding(end_id, pad_id, max_len)
-    token_ids = prefix
-    ended = torch.zeros(prefix.size(0), dtype=torch.bool, device=prefix.device)
-    for _ in range(max_len):
-        if ended.all():
-            break
-        token = without_padding(next_logits(token_ids), pad_id).argmax(dim=-1)
-        token = token.masked_fill(ended, pad_id)
-        token_ids = torch.cat([token_ids, token.unsqueeze(1).to(prefix.dtype)], dim=1)
-        ended = ended | (token == end_id)
-    return token_ids[:, prefix.size(1) :]
+    return _append_tokens(next_logits, prefix, lambda logits: logits.argmax(dim=-1), end_id, pad_id, max_len)
+
+
+def sample_decode(
+    next_logits: NextLogits,
+    prefix: Int[Tensor, "batch prefix_len"],
+    *,
+    end_id: int | None,
+    pad_id: int | None,
+    max_len: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, "batch generated_len"]:
+    """Append tokens that are drawn at random, until every row has its end token.
+
+    y_t ~ softmax(logits / temperature), of the tokens that ``top_k`` and ``top_p`` leave, never the padding token.
+
+    Args:
+        next_logits: As for ``greedy_decode``.
+        prefix: What each row starts with.
+        end_id: The token that ends a row; None if there is none.
+        pad_id: The token that fills a row after its end; None if there is none.
+        max_len: The greatest number of generated tokens.
+        temperature: Below 1 likely tokens become likelier, above 1 less likely.
+        top_k: Draw among this many likeliest tokens.
+        top_p: Draw among the fewest likeliest tokens that have this probability together.
+        generator: Where the random numbers come from; torch's own if not given.
+
+    Returns:
+        Generated token ids without the prefix, as long as the longest row.
+
+    Raises:
+        ValueError: If max_len is below 1, end_id is pad_id or without one, the temperature is not positive, top_k is
+            below 1 or top_p is not in 0 ... 1.
+
+    In torch.nn: nothing.
+
+    >>> def next_logits(token_ids):  # 0 and 1 are equally likely, 2 is not
+    ...     return torch.tensor([[0.0, 0.0, -9.0]])
+    >>> drawn = sample_decode(next_logits, torch.tensor([[1]]), end_id=None, pad_id=None, max_len=99, top_k=2)
+    >>> drawn.unique()
+    tensor([0, 1])
+    """
+    validation.check_decoding(end_id, pad_id, max_len)
+    validation.check_sampling(temperature, top_k, top_p, drawn=True)
+
+    def draw(logits: Tensor) -> Tensor:
+        (logits,) = upcast_half(logits)
+        probabilities = keep_likeliest(logits / temperature, top_k, top_p).softmax(dim=-1)
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+
+    return _append_tokens(next_logits, prefix, draw, end_id, pad_id, max_len)
+
+
+def keep_likeliest(
+    logits: Float[Tensor, "*rows vocabulary"], top_k: int | None = None, top_p: float | None = None
+) -> Float[Tensor, "*rows vocabulary"]:
+    """Make all but the likeliest tokens impossible.
+
+    Args:
+        logits: (..., vocabulary).
+        top_k: How many are kept, and with them those that are as likely as the last of them.
+        top_p: Of these as few as have this probability together, the likeliest first; always one.
+
+    Returns:
+        The same, -inf for what is not kept.
+
+    In torch.nn: nothing.
+
+    Source: Fan et al. 2018, section 5.4 (top k); Holtzman et al. 2020, section 3.1 (top p).
+
+    >>> logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    >>> keep_likeliest(logits, top_k=3).exp()
+    tensor([0.0000, 0.2000, 0.3000, 0.4000])
+    >>> keep_likeliest(logits, top_p=0.6).exp()
+    tensor([0.0000, 0.0000, 0.3000, 0.4000])
+    """
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if top_p is not None:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(dim=-1)
+        enough = probabilities.cumsum(dim=-1) - probabilities >= top_p  # those before it suffice
+        enough[..., 0] = False
+        logits = logits.masked_fill(enough.scatter(-1, order, enough), -math.inf)
+    return logits
 
 
 def beam_search(
@@ -330,8 +473,10 @@ def hypothesis_score(
     return log_probs / ((5 + torch.as_tensor(lengths, dtype=log_probs.dtype)) / 6) ** length_penalty
 
 
-def without_padding(logits: Float[Tensor, "*rows vocabulary"], pad_id: int) -> Float[Tensor, "*rows vocabulary"]:
+def without_padding(logits: Float[Tensor, "*rows vocabulary"], pad_id: int | None) -> Float[Tensor, "*rows vocabulary"]:
     """Make the padding token impossible: it fills rows up and says nothing."""
+    if pad_id is None:
+        return logits
     is_pad = torch.arange(logits.size(-1), device=logits.device) == pad_id
     return logits.masked_fill(is_pad, -math.inf)
 
@@ -347,6 +492,27 @@ def first_best(
         picked.append((value, index))
     values, indices = zip(*picked, strict=True)
     return torch.cat(values, dim=1), torch.cat(indices, dim=1)
+
+
+def _append_tokens(
+    next_logits: NextLogits,
+    prefix: Tensor,
+    choose: Callable[[Tensor], Tensor],
+    end_id: int | None,
+    pad_id: int | None,
+    max_len: int,
+) -> Tensor:
+    token_ids = prefix
+    ended = torch.zeros(prefix.size(0), dtype=torch.bool, device=prefix.device)
+    for _ in range(max_len):
+        if ended.all():
+            break
+        token = choose(without_padding(next_logits(token_ids), pad_id))
+        if end_id is not None and pad_id is not None:
+            token = token.masked_fill(ended, pad_id)
+            ended = ended | (token == end_id)
+        token_ids = torch.cat([token_ids, token.unsqueeze(1).to(prefix.dtype)], dim=1)
+    return token_ids[:, prefix.size(1) :]
 
 
 def _first_beams(prefix: Tensor, beam_size: int) -> Beams:

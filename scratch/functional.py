@@ -5,14 +5,14 @@ d head_dim, e embed_dim.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from scratch import masks, validation
+from scratch import masks, tiling, validation
+from scratch.rounding import HALF_PRECISION, halve_the_scale, laid_out_like, upcast_half
 
 __all__ = [
     "attention",
@@ -20,13 +20,9 @@ __all__ = [
     "merge_heads",
     "open_blind_rows",
     "scaled_dot_product_attention",
-    "sequence_first",
     "split_heads",
-    "unpack",
-    "upcast_half",
+    "weigh",
 ]
-
-HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def scaled_dot_product_attention(
@@ -63,7 +59,8 @@ def scaled_dot_product_attention(
         TypeError: For dtypes that do not fit together (also a RuntimeError).
 
     In torch.nn: ``F.scaled_dot_product_attention``. Its MATH backend is followed to the last bit (but where one key or
-    value is broadcast over 3-D queries); its fused kernels round in another order.
+    value is broadcast over 3-D queries); its fused kernels round in another order, and so do the tiles that take over
+    at length (``scratch.tiling``). ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` keeps both to the textbook.
 
     Source: Vaswani et al. 2017, section 3.2.1, equation 1;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
@@ -77,19 +74,21 @@ def scaled_dot_product_attention(
     tensor([[2.0000, 7.0000, 1.5000]])
     """
     validation.check_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    query, key, value = (x.to(validation.autocast_dtype(x)) for x in (query, key, value))
     q, k, v = upcast_half(query, key, value)
+    scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
+    attn_mask, diagonal = masks.diagonal_from_sdpa(attn_mask, is_causal, query.size(-2), key.size(-2))
+    if tiling.take_over(q, k, v, attn_mask, dropout_p):
+        return laid_out_like(query, tiling.tiled_attention(q, k, v, attn_mask, diagonal, scale)).to(query.dtype)
     if enable_gqa and not query.size(-3) == key.size(-3) == value.size(-3):
         # After the upcast, so that the gradients of a group are summed in float32.
         k, v = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (k, v))
-    score_bias = masks.score_bias_from_sdpa(attn_mask, is_causal, q, key.size(-2))
-    scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
-    # Half of the scale on either side keeps float16 in range and is how torch's MATH backend rounds.
-    root = math.sqrt(abs(scale))
-    q = q * math.copysign(root, scale)
-    k = (k.transpose(-2, -1) * root).transpose(-2, -1)  # scaled as it lies in the product, for equal strides
+    score_bias = masks.score_bias_from_sdpa(attn_mask, diagonal, q, key.size(-2))
+    q, k = halve_the_scale(q, k, scale)
     # A fourth dimension keeps product and bias apart, as the MATH backend rounds them: see masked_scores.
     context, _ = attention(q.unsqueeze(0) if q.dim() == 3 else q, k, v, score_bias, dropout_p)
     context = context.squeeze(0) if q.dim() == 3 and max(k.dim(), v.dim()) <= 3 else context
+    context = laid_out_like(query, context)
     return context.to(query.dtype) if query.dtype in HALF_PRECISION else context  # autocast chooses by itself
 
 
@@ -124,12 +123,7 @@ def attention(
     row_sees = None
     if score_bias is not None and not need_weights:
         score_bias, row_sees = open_blind_rows(score_bias)
-    weights = torch.softmax(masked_scores(q, k, score_bias), dim=-1)  # (..., q, k)
-    if dropout_p > 0.0:
-        weights = F.dropout(weights, dropout_p)
-    context = weights @ v  # (..., q, d)
-    if row_sees is not None:
-        context = context * row_sees
+    context, weights = weigh(masked_scores(q, k, score_bias), v, row_sees, dropout_p)
     return context, weights if need_weights else None
 
 
@@ -158,12 +152,44 @@ def masked_scores(
     return q @ k if score_bias is None else q @ k + score_bias
 
 
+def weigh(
+    scores: Float[Tensor, "*#heads query_len key_len"],
+    v: Float[Tensor, "*#heads key_len v_head_dim"],
+    row_sees: Bool[Tensor, "..."] | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Float[Tensor, "*#heads query_len v_head_dim"], Float[Tensor, "*#heads query_len key_len"]]:
+    """Turn scores into weights, and take the mean of the values that they give.
+
+    weights = softmax(scores); context = dropout(weights) v
+
+    Args:
+        scores: With the bias added.
+        v: Values.
+        row_sees: Which queries may look at any key; the others get weights of 0. None if all may.
+        dropout_p: Probability with which a weight is dropped.
+
+    Returns:
+        The context, and the weights after dropout.
+
+    In torch.nn: the end of ``torch.ops.aten._scaled_dot_product_attention_math``.
+
+    Source: Vaswani et al. 2017, section 3.2.1, equation 1.
+    """
+    weights = torch.softmax(scores, dim=-1)  # (..., q, k)
+    if row_sees is not None:
+        weights = weights * row_sees
+    if dropout_p > 0.0:
+        weights = F.dropout(weights, dropout_p)
+    context = weights @ v  # (..., q, d)
+    return context, weights
+
+
 def open_blind_rows(
     score_bias: Float[Tensor, "*lead key_len"],
 ) -> tuple[Float[Tensor, "*lead key_len"], Bool[Tensor, "*lead 1"]]:
     """Lift the bias of queries that may look at no key, so that their softmax and its gradient stay finite.
 
-    The context is then multiplied by the second result, which is False for them: 0 times a finite number is 0, and
+    Their weights are then multiplied by the second result, which is False for them: 0 times a finite number is 0, and
     a NaN in the inputs stays a NaN.
 
     Args:
@@ -228,70 +254,3 @@ def merge_heads(context: Float[Tensor, "folded len head_dim"], num_heads: int) -
     """
     folded, length, head_dim = context.shape
     return context.transpose(0, 1).reshape(length, folded // num_heads, num_heads * head_dim)
-
-
-def sequence_first(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn the inputs to (len, batch, features), and keep equal objects equal.
-
-    Self-attention is recognised by ``query is key is value``: it is then one packed projection. Without a batch
-    torch.nn loses sight of this and projects three times; so do we, to round alike.
-
-    Args:
-        query: (query_len, features) without a batch; else with it, in the order that ``batch_first`` says.
-        key: Likewise.
-        value: Likewise.
-        batch_first: Whether the batch comes first.
-
-    Returns:
-        The three as views, sequence first.
-
-    In torch.nn: the first lines of ``nn.MultiheadAttention.forward``.
-
-    >>> x = torch.randn(2, 5, 12)
-    >>> query, key, value = sequence_first(x, x, x, batch_first=True)
-    >>> query.shape, query is key is value
-    (torch.Size([5, 2, 12]), True)
-    """
-    if query.dim() == 2:
-        return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-    if not batch_first:
-        return query, key, value
-    query_view = query.transpose(0, 1)
-    key_view = query_view if key is query else key.transpose(0, 1)
-    return query_view, key_view, key_view if value is key else value.transpose(0, 1)
-
-
-def unpack(packed: Float[Tensor, "len batch packed_width"], widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Cut the product of several projections at once into one tensor for each, each in one piece of memory.
-
-    Equally wide ones lie in a row, as in torch.nn: the products that follow round as they do there.
-
-    Args:
-        packed: (len, batch, the sum of the widths).
-        widths: One for each projection.
-
-    Returns:
-        For each width (len, batch, width).
-
-    In torch.nn: the end of ``torch.nn.functional._in_projection_packed``.
-
-    >>> unpack(torch.arange(6.0).view(1, 1, 6), [2, 2, 2])
-    (tensor([[[0., 1.]]]), tensor([[[2., 3.]]]), tensor([[[4., 5.]]]))
-    """
-    if len(set(widths)) > 1:
-        return tuple(x.contiguous() for x in packed.split(list(widths), dim=-1))
-    return packed.unflatten(-1, (len(widths), widths[0])).movedim(-2, 0).contiguous().unbind()
-
-
-def upcast_half(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Give float16 and bfloat16 tensors as float32, others as they are.
-
-    Args:
-        *tensors: Any tensors.
-
-    Returns:
-        As many tensors.
-
-    In torch.nn: what the MATH backend of ``F.scaled_dot_product_attention`` does, and the fused kernels inside.
-    """
-    return tuple(x.float() if x.dtype in HALF_PRECISION else x for x in tensors)

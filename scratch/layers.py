@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scratch import validation
+from scratch import masks, validation
 from scratch.attention import AttentionCache, MultiheadAttention
 
 __all__ = ["DecoderLayerCache", "TransformerDecoderLayer", "TransformerEncoderLayer", "activation_function"]
@@ -47,6 +47,21 @@ def activation_function(activation: str | Callable[[Tensor], Tensor]) -> Callabl
     if isinstance(activation, str):
         return F.relu if activation == "relu" else F.gelu
     return activation
+
+
+def given(**extensions: Any) -> dict[str, Any]:
+    """Keep the arguments beyond torch.nn's that are given: blocks and attentions written for torch.nn know none.
+
+    >>> given(cache=None)
+    {}
+    """
+    return {name: x for name, x in extensions.items() if x is not None}
+
+
+def _relu_or_gelu(activation: Callable[[Tensor], Tensor]) -> int:
+    if activation is F.relu or isinstance(activation, nn.ReLU):
+        return 1
+    return 2 if activation is F.gelu or isinstance(activation, nn.GELU) else 0
 
 
 class TransformerEncoderLayer(nn.Module):
@@ -127,6 +142,12 @@ class TransformerEncoderLayer(nn.Module):
         self.dropout1 = nn.Dropout(dropout)
         self.dropout2 = nn.Dropout(dropout)
         self.activation = activation_function(activation)
+        # What torch.nn notes for its fast path, for programs that read it.
+        self.activation_relu_or_gelu = _relu_or_gelu(self.activation)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state.setdefault("activation", F.relu)  # pickles of the first releases of torch are without it
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -151,19 +172,21 @@ class TransformerEncoderLayer(nn.Module):
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
         validation.check_encoder_layer_inputs(self, src, src_mask, src_key_padding_mask, is_causal)
+        # What subclasses and hooks see is what torch.nn shows them: masks as biases, passed as it passes them.
+        attn_mask, padding = (masks.score_bias_from_module(x, src.dtype) for x in (src_mask, src_key_padding_mask))
         x = src
         if self.norm_first:
-            x = x + self._sa_block(self.norm1(x), src_mask, src_key_padding_mask, is_causal)
+            x = x + self._sa_block(self.norm1(x), attn_mask, padding, is_causal=is_causal)
             return x + self._ff_block(self.norm2(x))
-        x = self.norm1(x + self._sa_block(x, src_mask, src_key_padding_mask, is_causal))
+        x = self.norm1(x + self._sa_block(x, attn_mask, padding, is_causal=is_causal))
         return self.norm2(x + self._ff_block(x))
 
     def _sa_block(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
-        attended, _ = self.self_attn(
-            x, x, x, key_padding_mask, need_weights=False, attn_mask=attn_mask, is_causal=is_causal
-        )
+        attended = self.self_attn(
+            x, x, x, attn_mask=attn_mask, key_padding_mask=key_padding_mask, need_weights=False, is_causal=is_causal
+        )[0]
         return self.dropout1(attended)
 
     def _ff_block(self, x: Tensor) -> Tensor:
@@ -258,6 +281,10 @@ class TransformerDecoderLayer(nn.Module):
         self.dropout3 = nn.Dropout(dropout)
         self.activation = activation_function(activation)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state.setdefault("activation", F.relu)  # pickles of the first releases of torch are without it
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
     def forward(
         self,
         tgt: Tensor,
@@ -300,11 +327,11 @@ class TransformerDecoderLayer(nn.Module):
         self_cache, memory_cache = (None, None) if cache is None else (cache.self_attn, cache.multihead_attn)
         x = tgt
         if self.norm_first:
-            x = x + self._sa_block(self.norm1(x), *own, self_cache)
-            x = x + self._mha_block(self.norm2(x), memory, *cross, memory_cache)
+            x = x + self._sa_block(self.norm1(x), *own, **given(cache=self_cache))
+            x = x + self._mha_block(self.norm2(x), memory, *cross, **given(cache=memory_cache))
             return x + self._ff_block(self.norm3(x))
-        x = self.norm1(x + self._sa_block(x, *own, self_cache))
-        x = self.norm2(x + self._mha_block(x, memory, *cross, memory_cache))
+        x = self.norm1(x + self._sa_block(x, *own, **given(cache=self_cache)))
+        x = self.norm2(x + self._mha_block(x, memory, *cross, **given(cache=memory_cache)))
         return self.norm3(x + self._ff_block(x))
 
     def _sa_block(
@@ -315,16 +342,16 @@ class TransformerDecoderLayer(nn.Module):
         is_causal: bool = False,
         cache: AttentionCache | None = None,
     ) -> Tensor:
-        attended, _ = self.self_attn(
+        attended = self.self_attn(
             x,
             x,
             x,
-            key_padding_mask,
-            need_weights=False,
             attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
             is_causal=is_causal,
-            cache=cache,
-        )
+            need_weights=False,
+            **given(cache=cache),
+        )[0]
         return self.dropout1(attended)
 
     def _mha_block(
@@ -336,16 +363,16 @@ class TransformerDecoderLayer(nn.Module):
         is_causal: bool = False,
         cache: AttentionCache | None = None,
     ) -> Tensor:
-        attended, _ = self.multihead_attn(
+        attended = self.multihead_attn(
             x,
             mem,
             mem,
-            key_padding_mask,
-            need_weights=False,
             attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
             is_causal=is_causal,
-            cache=cache,
-        )
+            need_weights=False,
+            **given(cache=cache),
+        )[0]
         return self.dropout2(attended)
 
     def _ff_block(self, x: Tensor) -> Tensor:

@@ -301,13 +301,19 @@ def score_bias_from_module(module_mask: Tensor | None, dtype: torch.dtype) -> Te
     return torch.zeros_like(module_mask, dtype=dtype).masked_fill_(module_mask, -math.inf)
 
 
-def score_bias_from_sdpa(attn_mask: Tensor | None, is_causal: bool, q: Tensor, key_len: int) -> Tensor | None:
-    """Read the arguments of ``scaled_dot_product_attention`` (True = may look) as ``score_bias``."""
+def diagonal_from_sdpa(
+    attn_mask: Tensor | None, is_causal: bool, query_len: int, key_len: int
+) -> tuple[Tensor | None, int | None]:
+    """Read a causal bias or ``is_causal`` as d where query i may look at keys 0 ... i + d; else give the mask back."""
     if isinstance(attn_mask, CausalBias):
-        align: Alignment = "lower_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "upper_left"
-        attn_mask = causal(q.size(-2), key_len, align=align, device=q.device)
-    elif is_causal:
-        attn_mask = causal(q.size(-2), key_len, device=q.device)
+        return None, key_len - query_len if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0
+    return attn_mask, 0 if is_causal else None
+
+
+def score_bias_from_sdpa(attn_mask: Tensor | None, diagonal: int | None, q: Tensor, key_len: int) -> Tensor | None:
+    """Read what ``diagonal_from_sdpa`` gives (True = may look) as ``score_bias``."""
+    if diagonal is not None:
+        attn_mask = torch.ones(q.size(-2), key_len, dtype=torch.bool, device=q.device).tril(diagonal)
     if attn_mask is None or attn_mask.is_floating_point():
         return attn_mask
     return to_score_bias(attn_mask, q.dtype)

@@ -1,7 +1,6 @@
 """Looking inside attention: the maps of a whole model while it runs, and the stages of one attention by name."""
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
@@ -11,8 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scratch import validation
-from scratch.attention import AttentionCache, MultiheadAttention
-from scratch.functional import masked_scores, merge_heads, open_blind_rows, sequence_first, split_heads, upcast_half
+from scratch.attention import (
+    AttentionCache,
+    MultiheadAttention,
+    append_tokens,
+    project,
+    resolve_masks,
+    score_scale,
+)
+from scratch.functional import masked_scores, merge_heads, open_blind_rows, split_heads, weigh
+from scratch.rounding import sequence_first, upcast_half
 
 __all__ = ["STAGES", "AttentionMaps", "record_attention", "trace_attention"]
 
@@ -219,19 +226,17 @@ def trace_attention(
         attention, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights
     )
     batched = query.dim() == 3
-    q, k, v = attention.project(*sequence_first(query, key, value, attention.batch_first))
-    stages = _weigh(attention, q, k, v, batched, key_padding_mask, attn_mask, is_causal, need_weights)
-    weights, v = stages["weights"], stages["v"]
-    context = (weights @ v.to(weights.dtype)).to(v.dtype)  # (b, h, q, d)
-    merged = merge_heads(context.flatten(0, -3), attention.num_heads)  # (q, b, h * d)
+    q, k, v = project(attention, *sequence_first(query, key, value, attention.batch_first))
+    stages = _stages(attention, q, k, v, batched, key_padding_mask, attn_mask, is_causal, need_weights)
+    merged = merge_heads(stages["context"].flatten(0, -3), attention.num_heads)  # (q, b, h * d)
     if not batched:
         merged = merged.squeeze(1)
     elif attention.batch_first:
         merged = merged.transpose(0, 1)
-    return {**stages, "context": context, "merged": merged, "output": _project_output(module, merged)}
+    return {**stages, "merged": merged, "output": _project_output(module, merged)}
 
 
-def _weigh(
+def _stages(
     attention: MultiheadAttention,
     q: Tensor,
     k: Tensor,
@@ -242,29 +247,27 @@ def _weigh(
     is_causal: bool,
     need_weights: bool,
 ) -> dict[str, Tensor]:
-    """Go through the stages from projected queries, keys and values (sequence first) to the weights."""
+    """Go through the stages from projected queries, keys and values (sequence first) to the context."""
     lead = (q.size(1), attention.num_heads) if batched else (attention.num_heads,)
     q = split_heads(q, attention.num_heads)
-    k, v = attention.append_tokens(k, v)
-    score_bias = attention.score_bias(q, k, key_padding_mask, attn_mask, is_causal, need_weights)
+    k, v = append_tokens(attention, k, v)
+    score_bias = resolve_masks(attention, q, k, key_padding_mask, attn_mask, is_causal, need_weights)
     if score_bias is not None and not batched:
         score_bias = score_bias.squeeze(0)
     q, k, v = (x.unflatten(0, lead) for x in (q, k, v))  # (b, h, len, d)
     stages = {"q": q, "k": k, "v": v}
 
+    dtype = v.dtype
     if not need_weights:
-        q, k = upcast_half(q, k)
-    scores = masked_scores(q * math.sqrt(1.0 / attention.head_dim), k)  # (b, h, q, k)
+        q, k, v = upcast_half(q, k, v)
+    scores = masked_scores(q * score_scale(attention), k)  # (b, h, q, k)
     biased = scores if score_bias is None else scores + score_bias
-    return {**stages, "scores": scores, "masked_scores": biased, "weights": _softmax(biased, score_bias, need_weights)}
-
-
-def _softmax(scores: Tensor, score_bias: Tensor | None, need_weights: bool) -> Tensor:
-    """Turn scores that carry the bias into weights; a query that may look at no key gets NaN or 0."""
-    if score_bias is None or need_weights:
-        return torch.softmax(scores, dim=-1)
-    _, row_sees = open_blind_rows(score_bias)
-    return torch.softmax(scores.masked_fill(~row_sees, 0.0), dim=-1) * row_sees
+    opened, row_sees = biased, None
+    if score_bias is not None and not need_weights:
+        _, row_sees = open_blind_rows(score_bias)
+        opened = biased.masked_fill(~row_sees, 0.0)
+    context, weights = weigh(opened, v, row_sees)
+    return {**stages, "scores": scores, "masked_scores": biased, "weights": weights, "context": context.to(dtype)}
 
 
 def _project_output(module: AnyAttention, merged: Tensor) -> Tensor:
@@ -281,7 +284,7 @@ class _TorchAttention(MultiheadAttention):
         self.__dict__["module"] = module  # past nn.Module's own registers, which are looked up there too
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], "head_dim" if name == "v_head_dim" else name)
+        return (None, None) if name == "_given_widths" else getattr(self.__dict__["module"], name)
 
 
 def _as_ours(module: AnyAttention) -> MultiheadAttention:
@@ -316,12 +319,12 @@ def _map_of_call(module: AnyAttention, args: tuple[Any, ...], kwargs: dict[str, 
     attention = _as_ours(module)
     query, cache = given["query"], given.get("cache")
     if cache is None:
-        q, k, v = attention.project(*sequence_first(query, given["key"], given["value"], attention.batch_first))
+        q, k, v = project(attention, *sequence_first(query, given["key"], given["value"], attention.batch_first))
     else:
         q, k, v = cache.projected
         given["is_causal"] = False  # the promise replaces no mask then: see MultiheadAttention.forward
     others = (given[name] for name in ("key_padding_mask", "attn_mask", "is_causal", "need_weights"))
-    stages = _weigh(attention, q, k, v, query.dim() == 3, *others)
+    stages = _stages(attention, q, k, v, query.dim() == 3, *others)
     return upcast_half(stages["weights"])[0]
 
 

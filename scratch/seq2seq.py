@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from scratch import masks, validation
 from scratch.decoding import LayerCache, beam_search, greedy_decode, new_cache
-from scratch.layers import TransformerEncoderLayer
+from scratch.layers import TransformerEncoderLayer, given
 from scratch.positional import Layout, PositionalEncoding
 from scratch.transformer import Transformer, TransformerEncoder
 
@@ -99,6 +99,7 @@ class Seq2SeqTransformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         validation.check_vocabularies(src_vocab_size, tgt_vocab_size, pad_id, start_id, end_id)
+        validation.check_positive(num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers)
         validation.check_choice("positional", positional, ("interleaved", "concatenated"))
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -212,7 +213,7 @@ class Seq2SeqTransformer(nn.Module):
             tgt_key_padding_mask=masks.to_module_mask(masks.from_token_ids(tgt_ids, self.pad_id)),
             memory_key_padding_mask=masks.to_module_mask(masks.from_token_ids(src_ids, self.pad_id)),
             tgt_is_causal=new_len != 1,
-            cache=cache,
+            **given(cache=cache),
         )
 
     def _embed(self, embedding: nn.Embedding, token_ids: Tensor, offset: int = 0) -> Tensor:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.init import xavier_uniform_
 
-from scratch import validation
-from scratch.layers import DecoderLayerCache, TransformerDecoderLayer, TransformerEncoderLayer
+from scratch import masks, validation
+from scratch.layers import DecoderLayerCache, TransformerDecoderLayer, TransformerEncoderLayer, given
 
 __all__ = ["Transformer", "TransformerDecoder", "TransformerEncoder", "is_causal_mask"]
 
 
+@validation.quiet_while_tracing
 def is_causal_mask(attn_mask: Tensor | None, is_causal: bool | None, length: int) -> bool:
     """Say whether a module mask is the causal one, unless the caller has said so already.
 
@@ -57,7 +58,7 @@ class TransformerEncoder(nn.Module):
         mask_check: Let torch.nn do so only where padding stands at the end.
 
     Raises:
-        ValueError: If num_layers is below 1.
+        ValueError: If num_layers is negative.
 
     In torch.nn: ``nn.TransformerEncoder``. Differences: there, in eval without gradients and with all padding at the
     end, the output is 0 at padded places; here every place is computed and every mode gives the same numbers, whatever
@@ -86,6 +87,7 @@ class TransformerEncoder(nn.Module):
         self.num_layers = num_layers
         self.norm = norm
         self.enable_nested_tensor = enable_nested_tensor
+        self.use_nested_tensor = False  # what torch.nn makes of it; here nothing is nested
         self.mask_check = mask_check
         # torch.nn's published tests, and filters in user code, look for this one.
         if enable_nested_tensor and getattr(getattr(encoder_layer, "self_attn", None), "in_proj_bias", True) is None:
@@ -113,14 +115,19 @@ class TransformerEncoder(nn.Module):
             The shape of ``src``.
 
         Raises:
-            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
+            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError), and without
+                layers (also an IndexError).
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
+        validation.check_has_layers(self.layers)
         validation.check_stack_input("src", src, mask, "mask", src_key_padding_mask)
+        validation.check_takes_bias("src", src, mask, src_key_padding_mask)
+        # Layers are shown what torch.nn shows them: masks as biases.
+        mask, padding = (masks.score_bias_from_module(x, src.dtype) for x in (mask, src_key_padding_mask))
         is_causal = is_causal_mask(mask, is_causal, sequence_len(src, self.layers))
         x = src
         for layer in self.layers:
-            x = layer(x, src_mask=mask, is_causal=is_causal, src_key_padding_mask=src_key_padding_mask)
+            x = layer(x, src_mask=mask, is_causal=is_causal, src_key_padding_mask=padding)
         return x if self.norm is None else self.norm(x)
 
 
@@ -135,7 +142,7 @@ class TransformerDecoder(nn.Module):
         norm: What is applied to the last layer's output.
 
     Raises:
-        ValueError: If num_layers is below 1.
+        ValueError: If num_layers is negative.
 
     In torch.nn: ``nn.TransformerDecoder``. Differences: ``cache`` is an extension.
 
@@ -188,10 +195,11 @@ class TransformerDecoder(nn.Module):
             ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
+        validation.check_has_layers(self.layers)
         validation.check_stack_input("tgt", tgt, tgt_mask, "tgt_mask", tgt_key_padding_mask)
         if cache is not None:
             validation.check_cache_layers(cache, len(self.layers))
-        masks = {
+        keywords = {
             "tgt_mask": tgt_mask,
             "memory_mask": memory_mask,
             "tgt_key_padding_mask": tgt_key_padding_mask,
@@ -201,7 +209,7 @@ class TransformerDecoder(nn.Module):
         }
         x = tgt
         for i, layer in enumerate(self.layers):
-            x = layer(x, memory, **masks, **({} if cache is None else {"cache": cache[i]}))
+            x = layer(x, memory, **keywords, **given(cache=None if cache is None else cache[i]))
         return x if self.norm is None else self.norm(x)
 
 

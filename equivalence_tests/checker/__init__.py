@@ -1,11 +1,18 @@
-"""The checker for anybody's attention: read it, compare it with the built-in, and name its mistake."""
+"""The checker for anybody's attention: watch it run, compare it with the built-in, and name its mistake."""
 
-from equivalence_tests.checker.divergence import Divergence, first_divergence
-from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.pytest_checks import parametrize_with_checks
-from equivalence_tests.checker.report import CheckResult, Finding, Report
-from equivalence_tests.checker.subject import Adapter
-from equivalence_tests.checker.verify import KINDS, verify
+from typing import TYPE_CHECKING
+
+from equivalence_tests.lazily import from_homes
+
+if TYPE_CHECKING:
+    from equivalence_tests.checker.divergence import Divergence, first_divergence
+    from equivalence_tests.checker.doors.watch import watch
+    from equivalence_tests.checker.errors import CannotCheckError
+    from equivalence_tests.checker.findings import KINDS, CheckResult, Finding
+    from equivalence_tests.checker.pytest_checks import parametrize_with_checks
+    from equivalence_tests.checker.report import Report
+    from equivalence_tests.checker.subject import Adapter
+    from equivalence_tests.checker.verify import verify
 
 __all__ = [
     "KINDS",
@@ -18,4 +25,20 @@ __all__ = [
     "first_divergence",
     "parametrize_with_checks",
     "verify",
+    "watch",
 ]
+
+HOMES = {
+    "KINDS": "findings",
+    "Adapter": "subject",
+    "CannotCheckError": "errors",
+    "CheckResult": "findings",
+    "Divergence": "divergence",
+    "Finding": "findings",
+    "Report": "report",
+    "first_divergence": "divergence",
+    "parametrize_with_checks": "pytest_checks",
+    "verify": "verify",
+    "watch": "doors.watch",
+}
+__getattr__ = from_homes(__name__, {name: f"{__name__}.{home}" for name, home in HOMES.items()})

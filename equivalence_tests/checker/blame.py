@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from equivalence_tests.checker.findings import CodeLine
 from equivalence_tests.checker.loading import Source, source_of
 from equivalence_tests.checker.mistakes import Mistake
 
@@ -63,19 +64,19 @@ def _told(mistake: Mistake, places: list[Source]) -> bool:
     return any(place.line_matching(mistake.tell) for place in places)
 
 
-def blamed_line(mistake: Mistake, places: list[Source]) -> str:
-    """Name the line that is probably to blame: "file.py:12: the line"; "" if none is telling."""
+def blamed_line(mistake: Mistake, places: list[Source]) -> tuple[CodeLine, ...]:
+    """Give the line that is probably to blame; nothing if none is telling."""
     special = {"merge": _merging_lines, "mask": _masking_lines}.get(mistake.slot)
     for place in places:
         for number, line in special(mistake, place) if special else ():
-            return f"{Path(place.path).name}:{number}: {line.strip()}"
+            return (CodeLine(Path(place.path).name, number, line.strip()),)
     both = [rf"(?=.*({mistake.tell}))(?=.*({pattern}))" for pattern in mistake.patterns if mistake.tell]
     for pattern in (*both, *mistake.patterns, *((mistake.tell,) if mistake.tell else ())):
         for place in places:
             found = place.line_matching(pattern)
             if found is not None:
-                return f"{Path(place.path).name}:{found[0]}: {found[1]}"
-    return ""
+                return (CodeLine(Path(place.path).name, *found),)
+    return ()
 
 
 def _joins(line: str) -> bool:

@@ -16,13 +16,13 @@ from equivalence_tests.checker.attention import AttentionExamination, LaidOutNor
 from equivalence_tests.checker.calling import random_inputs
 from equivalence_tests.checker.construction import retype
 from equivalence_tests.checker.diagnosis import FLOAT32_INSIDE, TOLERANCE, Match, Observation, distance
+from equivalence_tests.checker.findings import CheckResult
 from equivalence_tests.checker.masking import draw_masks
 from equivalence_tests.checker.observing import as_float64, observe, other_sizes
 from equivalence_tests.checker.reference import Inputs, Norm, attend, attention_weights
-from equivalence_tests.checker.report import CheckResult
 from equivalence_tests.checker.state import default_dtype
 from equivalence_tests.checker.tracing import modules_created
-from equivalence_tests.comparing import compare_errors
+from equivalence_tests.instruments.differences import compare_errors
 
 __all__ = ["attention_checks", "run_check"]
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.verify import verify
-from equivalence_tests.zoo.cases import Case, zoo
+from equivalence_tests.checker.zoo.listing import Case, zoo
 
 __all__ = ["Judged", "judge", "judged_case", "run"]
 

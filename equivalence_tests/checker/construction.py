@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.ready_made import classes_for
-from equivalence_tests.weights import randomize_parameters
+from equivalence_tests.instruments.weights import randomize_parameters
 
 __all__ = ["DROPOUT", "SIZES", "Sizes", "build", "prepare", "retype"]
 

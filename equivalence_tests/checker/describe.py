@@ -10,13 +10,13 @@ from equivalence_tests.checker.blame import blamed_line, related_sources, told_b
 from equivalence_tests.checker.calling import CallPlan
 from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.diagnosis import Match, distance
+from equivalence_tests.checker.findings import CodeLine, Finding
 from equivalence_tests.checker.inner import words_of
 from equivalence_tests.checker.loading import Source
 from equivalence_tests.checker.mask_reading import MaskReading
 from equivalence_tests.checker.mistakes import STRUCTURE, Mistake, named_mistake
 from equivalence_tests.checker.observing import observe
 from equivalence_tests.checker.reference import Projections, attend, key_heads
-from equivalence_tests.checker.report import Finding
 
 __all__ = ["confirm", "conventions_of", "findings_of", "guilty_line", "structural_finding"]
 
@@ -196,24 +196,25 @@ def structural_finding(name: str, evidence: str, places: list[Source]) -> Findin
 def _finding(mistake: Mistake, evidence: str, places: list[Source], alternatives: tuple[str, ...]) -> Finding:
     return Finding(
         mistake.name,
+        mistake.slot,
         mistake.sentence,
         mistake.have,
         mistake.want,
         mistake.fix,
-        evidence,
         blamed_line(mistake, places),
-        mistake.choice,
-        alternatives,
+        on_purpose_in=mistake.choice,
+        evidence=evidence,
+        alternatives=alternatives,
     )
 
 
-def guilty_line(patterns: tuple[str, ...], source: Source, file_source: Source) -> str:
-    """Name the line that is probably to blame: "file.py:12: the line"; "" if none is found."""
+def guilty_line(patterns: tuple[str, ...], source: Source, file_source: Source) -> tuple[CodeLine, ...]:
+    """Give the line that is probably to blame; nothing if none is found."""
     for place in (source, file_source):
         found = place.line_matching(*patterns)
         if found is not None:
-            return f"{Path(place.path).name}:{found[0]}: {found[1]}"
-    return ""
+            return (CodeLine(Path(place.path).name, *found),)
+    return ()
 
 
 def confirm(examination: AttentionExamination, match: Match) -> tuple[float, float, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.tracing import tensors_in
-from equivalence_tests.comparing import FLOAT64_BOUND, Comparison, compare_tensors
+from equivalence_tests.instruments.differences import FLOAT64_BOUND, Comparison, compare_tensors
 from scratch.validation import ArgumentValueError
 
 __all__ = ["Divergence", "first_divergence"]

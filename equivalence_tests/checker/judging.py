@@ -8,9 +8,10 @@ from torch import Tensor
 
 from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.diagnosis import FLOAT32_INSIDE, distance
+from equivalence_tests.checker.findings import CheckResult, Finding
 from equivalence_tests.checker.loading import Source
 from equivalence_tests.checker.part_mistakes import PART_MISTAKES
-from equivalence_tests.checker.report import CheckResult, Finding, Report
+from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Subject
 
 __all__ = ["Clock", "Observation", "PartReading", "judge"]
@@ -138,15 +139,16 @@ def _finding(name: str, tried: _Tried, matching: list[int], subject: Subject, wh
     source = Source() if type(subject.function).__module__.startswith("torch.") else subject.source
     return Finding(
         mistake.name,
+        "part",
         mistake.sentence,
         mistake.have,
         mistake.want,
         mistake.fix,
-        _evidence(name, tried, matching[0]),
         guilty_line(reading.clues.get(name, mistake.patterns), source, source),
-        mistake.choice,
-        _alternatives(tried, matching),
-        where,
+        on_purpose_in=mistake.choice,
+        evidence=_evidence(name, tried, matching[0]),
+        alternatives=_alternatives(tried, matching),
+        where=where,
     )
 
 

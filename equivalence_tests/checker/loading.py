@@ -2,19 +2,16 @@
 
 import ast
 import functools
-import importlib
-import importlib.util
 import inspect
 import re
-import sys
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
+from equivalence_tests.checker.doors.importing import import_place, users_modules_first
 from equivalence_tests.checker.errors import CannotCheckError
 
 __all__ = ["Source", "load", "source_of", "with_signature"]
@@ -59,11 +56,13 @@ class Source:
         ]
 
 
-def load(target: Any) -> Any:
+def load(target: Any, run_all: bool = False) -> Any:
     """Import what a string names; anything else stands for itself.
 
     Args:
-        target: "file.py:Name", "module.path:Name" (each with ``.attribute`` after it) or an object.
+        target: "file.py:Name", "notebook.ipynb:Name", "module.path:Name" (each with ``.attribute`` after it) or an
+            object.
+        run_all: Run every cell of a notebook, not only its imports and definitions.
 
     Returns:
         The class, function or instance.
@@ -79,8 +78,8 @@ def load(target: Any) -> Any:
     place, colon, name = target.rpartition(":")
     if not colon or not name:
         raise CannotCheckError(f"{target!r} does not say what to check: write file.py:Name or module.path:Name")
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    found: Any = module
+    with users_modules_first(place):
+        found: Any = import_place(place, run_all)
     for part in name.split("."):
         found = _member(found, part, place)
     if inspect.isfunction(found) and found.__name__ == "<lambda>":
@@ -139,35 +138,6 @@ def source_of(target: Any) -> Source:
         except (OSError, TypeError, IndentationError, SyntaxError):
             continue  # a class made at run time has the source of the first base that has one
     return Source()
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise CannotCheckError(f"there is no file {path}")
-    name = f"_checked_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise CannotCheckError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise CannotCheckError(f"importing {path} failed: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _import_module(name: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise CannotCheckError(f"importing {name} failed: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
 
 
 def _member(owner: Any, name: str, place: str) -> Any:

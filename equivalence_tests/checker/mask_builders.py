@@ -21,10 +21,11 @@ from equivalence_tests.checker.builder_mistakes import BUILDER_MISTAKES
 from equivalence_tests.checker.construction import build
 from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.findings import CheckResult, Finding
 from equivalence_tests.checker.loading import Source, source_of
 from equivalence_tests.checker.mask_meanings import OF_BOOLS, BuilderPlan, Drawn, Meaning, draws_of, meanings
 from equivalence_tests.checker.masking import ENCODINGS, KEY_SHAPES, SHAPES, SHARED_SHAPES
-from equivalence_tests.checker.report import CheckResult, Finding, Report
+from equivalence_tests.checker.report import Report
 
 __all__ = ["builds_masks", "examine_mask_builder", "mask_methods"]
 
@@ -313,12 +314,14 @@ def _report_one(report: Report, label: str, mask: ReadMask, output: Tensor, sour
         report.findings.append(
             Finding(
                 name,
+                "mask",
                 mistake.sentence,
                 mistake.have,
                 mistake.want,
                 mistake.fix,
-                "gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake does",
                 guilty_line(mistake.patterns, source, source),
+                evidence="gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake "
+                "does",
                 alternatives=alternatives,
             )
         )

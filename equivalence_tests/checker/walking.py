@@ -20,6 +20,7 @@ from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, rand
 from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.findings import CheckResult, Finding
 from equivalence_tests.checker.judging import Clock
 from equivalence_tests.checker.layer_masks import LayerMask, read_layer_masks
 from equivalence_tests.checker.loading import Source, source_of
@@ -30,7 +31,7 @@ from equivalence_tests.checker.model_masks import judge_model_masks
 from equivalence_tests.checker.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.part_mistakes import PART_MISTAKES, PartMistake
 from equivalence_tests.checker.parts import examine_part, guess_kind, kind_of_name
-from equivalence_tests.checker.report import CheckResult, Finding, Report
+from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Adapter, Subject, sizes_of, subjects
 from equivalence_tests.checker.tracing import modules_created, tensors_in
 from equivalence_tests.checker.wiring import Wiring, read_wiring
@@ -232,7 +233,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
         )
     except CannotCheckError as error:
         part = Report(path, reason=str(error))
-    outcome = {"equal": "passed", "deviates": "failed", "unchecked": "skipped"}[part.verdict]
+    outcome = {"equal": "passed", "partial": "passed", "deviates": "failed", "unchecked": "skipped"}[part.verdict]
     failed = [c.name for c in part.checks if c.outcome == "failed"]
     detail = "" if part.verdict == "equal" else ", ".join(part.mistakes or failed) or " ".join(part.reason.split())
     walk.report.checks.append(CheckResult(f"{path} ({part.kind or kind})", outcome, detail))  # type: ignore[arg-type]
@@ -337,7 +338,17 @@ def _add_fresh_parts(walk: Walk, path: str, caller: Caller, plan: CallPlan, leng
         line = guilty_line(mistake.patterns, source, source)
         evidence = f"each call constructs {', '.join(trained)}"
         walk.report.findings.append(
-            Finding(mistake.name, mistake.sentence, mistake.have, mistake.want, mistake.fix, evidence, line, where=path)
+            Finding(
+                mistake.name,
+                "structure",
+                mistake.sentence,
+                mistake.have,
+                mistake.want,
+                mistake.fix,
+                line,
+                evidence=evidence,
+                where=path,
+            )
         )
 
 
@@ -490,5 +501,14 @@ def _finding(name: str, where: str, evidence: str, source: Source) -> Finding:
     mistake: PartMistake = PART_MISTAKES.get(name) or WIRING_MISTAKES[name]
     line = guilty_line(mistake.patterns, source, source)
     return Finding(
-        name, mistake.sentence, mistake.have, mistake.want, mistake.fix, evidence, line, mistake.choice, (), where
+        name,
+        "wiring",
+        mistake.sentence,
+        mistake.have,
+        mistake.want,
+        mistake.fix,
+        line,
+        on_purpose_in=mistake.choice,
+        evidence=evidence,
+        where=where,
     )

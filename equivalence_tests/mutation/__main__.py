@@ -95,7 +95,7 @@ def main(
 
     The exit status is 0 if every mutant is noticed or listed in equivalent.toml with its reason, and 1 otherwise.
     """
-    names = [Path(name).name for name in files or TESTS]
+    names = [name.removeprefix("scratch/") for name in files or TESTS]
     unknown = [name for name in names if name not in TESTS]
     if unknown:
         raise typer.BadParameter(f"FILE must be one of {', '.join(TESTS)}, got {', '.join(unknown)}")

@@ -31,10 +31,13 @@ Verdict = Literal["killed", "timed out", "survived"]
 
 ATTENTION = ["functional", "attention", "property_edges", "properties", "property_invariants", "layers"]
 LAYERS = ["layers", "property_edges", "transformer", "errors", "parity", "decoding", "properties", "seq2seq"]
-# The tests that look at a file, quick ones first; the examples in its docstrings go before them. validation.py has the
-# most mutants by far: it gets the tests of what is refused, one class or function of a file where the rest is slow.
+REFUSED = ["errors", "property_edges"]
+# The tests that look at a file, quick ones first; the examples in its docstrings go before them. Where the tests are
+# slow, one class or function of them is named.
 TESTS = {
     "functional.py": ["errors", *ATTENTION],
+    "rounding.py": ["errors", *ATTENTION],
+    "tiling.py": ["tiling"],
     "masks.py": ["masks", "property_edges", "errors", "functional", "attention", "properties", "seq2seq"],
     "attention.py": ["attention", "parity", "errors", "decoding", *ATTENTION],
     "layers.py": LAYERS,
@@ -43,22 +46,29 @@ TESTS = {
     "seq2seq.py": ["errors", "property_edges", "parity", "seq2seq", "decoding"],
     "decoding.py": ["decoding", "property_edges", "errors", "seq2seq"],
     "recording.py": ["recording", "errors", "property_edges"],
-    "validation.py": [
-        "errors",
-        "masks",
-        "property_edges",
+    "validation/basics.py": [*REFUSED, "masks", "positional", "translation::TestTraining", "seq2seq::TestErrors"],
+    "validation/masks.py": [*REFUSED, "masks"],
+    "validation/attention.py": [*REFUSED, "decoding::TestCaches"],
+    "validation/sdpa.py": [*REFUSED, "functional"],
+    "validation/layers.py": [*REFUSED, "decoding::TestCaches"],
+    "validation/positional.py": [*REFUSED, "positional"],
+    "validation/tokens.py": [
+        *REFUSED,
         "seq2seq::TestErrors",
         "seq2seq::TestCache::test_a_target_without_new_tokens_is_refused",
         "seq2seq::TestGenerate::test_the_last_position_is_used",
         "decoding::TestCaches",
         "decoding::TestBeamSearch::test_bad_arguments_are_named",
-        "positional::TestSinusoidalEncoding::test_bad_arguments_are_named",
-        "positional::TestSinusoidalEncoding::test_values_are_those_of_the_formula",
-        "positional::TestPositionalEncoding::test_every_sample_gets_the_encoding_of_its_places",
-        "positional::TestPositionalEncoding::test_the_last_position_may_be_used_and_no_later_one",
-        "positional::TestPositionalEncoding::test_other_shapes_are_refused",
-        "positional::TestPositionalEncoding::test_what_is_no_tensor_is_refused",
-        "functional::test_grouped_heads_of_which_there_are_none_need_no_division",
+    ],
+    "validation/recording.py": [
+        "recording::test_models_that_cannot_be_recorded_are_refused",
+        "recording::test_compiled_models_are_refused_and_compiled_parts_without_attention_are_not",
+        "recording::test_shared_repeated_and_idle_modules",
+        "recording::test_trace_refuses_what_it_cannot_read",
+        "plotting",
+        "command_line::test_errors_are_one_line_and_status_2",
+    ],
+    "validation/task.py": [
         "translation::TestVocabulary",
         "translation::TestPairsFile",
         "translation::TestBatch",
@@ -70,20 +80,16 @@ TESTS = {
         "command_line::test_options_without_effect_are_refused",
         "command_line::test_plots_are_written",
         "command_line::test_resuming_adds_epochs",
-        "recording::test_models_that_cannot_be_recorded_are_refused",
-        "recording::test_compiled_models_are_refused_and_compiled_parts_without_attention_are_not",
-        "recording::test_shared_repeated_and_idle_modules",
-        "recording::test_trace_refuses_what_it_cannot_read",
     ],
 }
 
 
 def tests_of(file: Path) -> list[str]:
     """Name what is run for a file of ``scratch``: the examples in its docstrings, and the tests that look at it."""
-    names = (name.partition("::") for name in dict.fromkeys(TESTS[file.name]))
+    names = (name.partition("::") for name in dict.fromkeys(TESTS[file.relative_to(ROOT / "scratch").as_posix()]))
     return [
         str(file.relative_to(ROOT)),
-        *(f"equivalence_tests/test_{stem}.py{colons}{part}" for stem, colons, part in names),
+        *(f"equivalence_tests/twins/test_{stem}.py{colons}{part}" for stem, colons, part in names),
     ]
 
 
@@ -138,7 +144,7 @@ def _test(file: Path, code: CodeType | None, timeout_seconds: int) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in PROJECT]:
         del sys.modules[name]
     if code is not None:
-        sys.meta_path.insert(0, _Broken(f"scratch.{file.stem}", file, code))
+        sys.meta_path.insert(0, _Broken(".".join(file.relative_to(ROOT).with_suffix("").parts), file, code))
     for tests in tests_of(file):  # one after another: what the first of them notices waits for no other
         status = pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", tests])
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):

@@ -1,0 +1,207 @@
+"""``sidebyside verify``: check anybody's attention from the command line."""
+
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from equivalence_tests.checker.doors.discovery import Candidate, candidates, names_one_thing
+from equivalence_tests.checker.doors.exports import to_github, to_json, to_junit, to_sarif
+from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
+from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.findings import KINDS, VERDICTS
+from equivalence_tests.checker.rendering import show
+from equivalence_tests.checker.report import Report
+
+__all__ = ["verify_command"]
+
+WORST_FIRST = (1, 2, 3, 0)
+
+
+def verify_command(
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET...",
+            help="file.py:Name, module.path:Name, or a file, folder, package or notebook to look through.",
+            show_default=False,
+        ),
+    ],
+    inputs: Annotated[
+        str, typer.Option(help="file.py:name of the batch that TARGET, a model of yours, is called with.")
+    ] = "",
+    kind: Annotated[
+        str | None, typer.Option(help=f"What it is, if the name does not tell: {', '.join(KINDS)}.")
+    ] = None,
+    adapter: Annotated[str, typer.Option(help="file.py:NAME of an Adapter that says what cannot be found out.")] = "",
+    meant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=REASON: this deviation is on purpose. May be given several times.", metavar="NAME=REASON"
+        ),
+    ] = None,
+    meant_file: Annotated[
+        Path | None, typer.Option(help="TOML file of such names and reasons.", exists=True, dir_okay=False)
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the report as JSON; - for the terminal.")
+    ] = None,
+    junit_file: Annotated[Path | None, typer.Option("--junit", help="Write the checks as JUnit XML.")] = None,
+    sarif_file: Annotated[Path | None, typer.Option("--sarif", help="Write the findings as SARIF 2.1.0.")] = None,
+    github: Annotated[bool, typer.Option("--github", help="Print the findings as annotations for GitHub.")] = False,
+    allow_partial: Annotated[
+        bool, typer.Option("--allow-partial", help="Exit with 0 where something was equal as far as it was run.")
+    ] = False,
+    run_all: Annotated[
+        bool, typer.Option("--run-all", help="Run every cell of a notebook, not only imports and definitions.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="CPU seconds for one target, against code that hangs.", min=1)] = 120.0,
+    memory_mib: Annotated[int, typer.Option("--memory", help="MiB of memory for one target.", min=256)] = 4096,
+) -> None:
+    """Check attention code against torch.nn: what is wrong, on which line, and how to fix it.
+
+    The code is run and every operation of it is watched. Exit status: 0 equal, 1 deviates, 2 could not be checked,
+    3 equal as far as it was run.
+    """
+    if kind is not None and kind not in KINDS:
+        raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
+    reasons = _meant(meant or [], meant_file)
+    files = {"--json": json_file, "--junit": junit_file, "--sarif": sarif_file}
+    for option, path in files.items():
+        _check_writable(option, path)
+    console, progress = Console(), Console(stderr=True)
+    requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, {}, reasons, run_all))
+    reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), progress)]
+    if json_file == Path("-"):
+        typer.echo(to_json(reports))
+    else:
+        _show(reports, console)
+    for option, export in zip(files, (to_json, to_junit, to_sarif), strict=True):
+        _write(option, files[option], export, reports)
+    if github:
+        typer.echo("\n".join(to_github(reports)))
+    raise typer.Exit(_status(reports, allow_partial))
+
+
+def _requests(targets: Sequence[str], console: Console, pattern: Request) -> tuple[list[Request], list[Report]]:
+    """Turn what was named into what is checked: one thing each, or all that a file or folder holds."""
+    requests: list[Request] = []
+    unread: list[Report] = []
+    for target in targets:
+        if names_one_thing(target):
+            requests.append(replace(pattern, target=target))
+            continue
+        try:
+            found = candidates(target)
+        except CannotCheckError as error:
+            unread.append(Report(target, reason=str(error)))
+            continue
+        show(_found_in(target, found), console)
+        kinds = {one.target: pattern.kind or one.kind for one in found}
+        requests += [replace(pattern, target=name, kind=kind) for name, kind in kinds.items()]
+    return requests, unread
+
+
+def _found_in(target: str, found: Sequence[Candidate]) -> Text:
+    files = len({candidate.path for candidate in found})
+    return Text(f"{target}: {_count(len(found), 'thing')} to check in {_count(files, 'file')}")
+
+
+def _checked(requests: Sequence[Request], limits: Limits, console: Console) -> list[Report]:
+    """Check everything, with progress on the standard error."""
+    reports: list[Report] = []
+    if not requests:
+        return reports
+    with console.status("") as status:
+
+        def tell(text: str) -> None:
+            number = min(len(reports) + 1, len(requests))
+            of_many = f" ({number} of {len(requests)})" if len(requests) > 1 else ""
+            status.update(f"checking {requests[number - 1].target}{of_many}{': ' if text else ''}{text}")
+
+        tell("starting torch")
+        for found in checked(requests, limits, tell):
+            reports += found
+            tell("")
+    return reports
+
+
+def _show(reports: Sequence[Report], console: Console) -> None:
+    """Print the table first where there are several, then every report that has something to say."""
+    if len(reports) > 1:
+        show(_table(reports), console)
+    for report in reports:
+        if len(reports) == 1 or report.verdict in ("deviates", "partial"):
+            show(report, console)
+
+
+def _table(reports: Sequence[Report]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("target", "verdict", "what"):
+        table.add_column(heading, overflow="fold")
+    for report in reports:
+        told = ", ".join(report.mistakes) or report.reason.partition("\n")[0]
+        if report.verdict == "partial":
+            told = "not run: " + ", ".join(exercise.what for exercise in report.not_exercised)
+        elif report.meant and not told:
+            told = "meant so: " + ", ".join(finding.name for finding in report.meant)
+        table.add_row(Text(report.target), Text(report.verdict), Text(told))
+    return table
+
+
+def _meant(options: Sequence[str], file: Path | None) -> dict[str, str]:
+    """Read which deviations are on purpose, each with its reason."""
+    reasons: dict[str, str] = {}
+    if file is not None:
+        try:
+            reasons = {name: str(reason) for name, reason in tomllib.loads(file.read_text(encoding="utf-8")).items()}
+        except tomllib.TOMLDecodeError as error:
+            raise typer.BadParameter(f"{file} is not TOML: {error}", param_hint="--meant-file") from error
+    for option in options:
+        name, sign, reason = option.partition("=")
+        if not (name.strip() and sign and reason.strip()):
+            raise typer.BadParameter(f"must be NAME=REASON, got {option!r}", param_hint="--meant")
+        reasons[name.strip()] = reason.strip()
+    return reasons
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    """Refuse what cannot be written before the work is done."""
+    if path is None or path == Path("-"):
+        return
+    existed = path.exists()
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint=option) from error
+    if not existed:
+        path.unlink()
+
+
+def _write(
+    option: str, path: Path | None, export: Callable[[Sequence[Report]], str], reports: Sequence[Report]
+) -> None:
+    if path is None or path == Path("-"):
+        return
+    try:
+        path.write_text(export(reports) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{path} could not be written: {error.strerror}", param_hint=option) from error
+
+
+def _status(reports: Sequence[Report], allow_partial: bool) -> int:
+    """Give the worst exit status: deviating is worse than unchecked, that than equal as far as it was run."""
+    statuses = {report.exit_status for report in reports} or {VERDICTS["unchecked"]}
+    worst = next(status for status in WORST_FIRST if status in statuses)
+    return VERDICTS["equal"] if allow_partial and worst == VERDICTS["partial"] else worst
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,167 @@
+"""Find what can be checked in a file, a folder, a package or a notebook, by reading the code and running none of it."""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from equivalence_tests.checker.doors.notebooks import cells_of, without_magics
+from equivalence_tests.checker.errors import CannotCheckError
+
+__all__ = ["Candidate", "candidates", "names_one_thing"]
+
+PASSED_BY = {"build", "dist", "node_modules", "site-packages", "__pycache__", "venv", "env"}
+ATTENTION = re.compile(r"attention|attn|mha\b|mhsa\b", re.IGNORECASE)
+LAYER = re.compile(r"(encoder|decoder|transformer)\w*(layer|block)?$|(^|[a-z_])block$", re.IGNORECASE)
+MASK_BUILDER = re.compile(r"(^|_)masks?($|_)", re.IGNORECASE)
+NO_BUILDER = re.compile(r"^(apply|check|plot|draw|show|test|print|load|save|use)_|^_", re.IGNORECASE)
+# What an attention calls: the weights are made by one of these.
+WEIGHING = {"softmax", "Softmax", "scaled_dot_product_attention", "MultiheadAttention", "multi_head_attention_forward"}
+MAKES_MASKS = {"tril", "triu", "masked_fill", "arange", "ones", "ne", "eq", "full"}
+NO_MODULES = {"Exception", "Enum", "NamedTuple", "Protocol", "TestCase", "Dataset", "object"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing that may be checked.
+
+    Args:
+        path: The file.
+        name: The class or function in it.
+        line: Where it is defined.
+        kind: "attention", "layers" or "mask_builder", as far as the text tells.
+    """
+
+    path: Path
+    name: str
+    line: int
+    kind: str
+
+    @property
+    def target(self) -> str:
+        """The name by which ``verify`` takes it."""
+        return f"{self.path}:{self.name}"
+
+
+def names_one_thing(target: str) -> bool:
+    """Whether a target names one class or function: "file.py:Name" or "module.path:Name".
+
+    >>> names_one_thing("model.py:Attention"), names_one_thing("model.py"), names_one_thing("src")
+    (True, False, False)
+    """
+    place, colon, name = target.rpartition(":")
+    return bool(colon and place and re.fullmatch(r"[\w.]+", name)) and not Path(target).exists()
+
+
+def candidates(target: str) -> list[Candidate]:
+    """List every attention, layer and mask builder that a file, a folder, a package or a notebook defines.
+
+    Args:
+        target: A path, or the dotted name of an installed package.
+
+    Raises:
+        CannotCheckError: If there is no such thing, or nothing in it looks like an attention.
+    """
+    files = list(_files(target))
+    found = [candidate for file in files for candidate in _in_file(file)]
+    if not found:
+        looked = f"{len(files)} file{'s' * (len(files) != 1)}" if files else "no Python file or notebook"
+        raise CannotCheckError(
+            f"{target}: looked at {looked} and found no attention, layer or mask builder. "
+            "Name one thing to check it all the same: file.py:Name"
+        )
+    return found
+
+
+def _files(target: str) -> Iterator[Path]:
+    path = Path(target)
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        yield from sorted(file for suffix in ("*.py", "*.ipynb") for file in path.rglob(suffix) if _is_read(file, path))
+    else:
+        yield from _package_files(target)
+
+
+def _is_read(file: Path, root: Path) -> bool:
+    parts = file.relative_to(root).parts
+    return not any(part in PASSED_BY or part.startswith(".") for part in parts) and not file.name.startswith("test_")
+
+
+def _package_files(name: str) -> Iterator[Path]:
+    try:
+        spec = importlib.util.find_spec(name) if re.fullmatch(r"\w+(\.\w+)*", name) else None
+    except (ImportError, ValueError) as error:
+        raise CannotCheckError(f"{name}: {type(error).__name__}: {error}") from error
+    if spec is None:
+        raise CannotCheckError(f"there is no file, folder or installed package {name}")
+    for place in spec.submodule_search_locations or ():
+        yield from _files(place)
+    if not spec.submodule_search_locations and spec.origin:
+        yield Path(spec.origin)
+
+
+def _in_file(path: Path) -> Iterator[Candidate]:
+    for text in cells_of(path) if path.suffix == ".ipynb" else [_text(path)]:
+        try:
+            tree = ast.parse(without_magics(text) if path.suffix == ".ipynb" else text)
+        except (SyntaxError, ValueError):
+            continue
+        for node in tree.body:
+            kind = _kind(node)
+            if kind and isinstance(node, ast.ClassDef | ast.FunctionDef):
+                yield Candidate(path, node.name, node.lineno, kind)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CannotCheckError(f"{path} cannot be read: {error}") from error
+
+
+def _kind(node: ast.stmt) -> str:
+    """Tell what a definition is; "" if it is nothing that can be checked."""
+    if isinstance(node, ast.ClassDef):
+        return _class_kind(node)
+    if isinstance(node, ast.FunctionDef):
+        return _function_kind(node)
+    return ""
+
+
+def _class_kind(node: ast.ClassDef) -> str:
+    methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+    bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
+    if not bases - NO_MODULES or not methods & {"forward", "__call__", "__init__"}:
+        return ""
+    used = _words(node)
+    if "forward" in methods and used & WEIGHING and not _is_stack(node.name):
+        return "attention"
+    if ATTENTION.search(node.name) and ("forward" in methods or any(map(ATTENTION.search, bases))):
+        return "attention"
+    return "layers" if LAYER.search(node.name) and any(map(ATTENTION.search, used)) else ""
+
+
+def _is_stack(name: str) -> bool:
+    return bool(LAYER.search(name)) and not ATTENTION.search(name)
+
+
+def _function_kind(node: ast.FunctionDef) -> str:
+    used, arguments = _words(node), [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+    if len(arguments) >= 2 and used & (WEIGHING - {"MultiheadAttention"}) and _has_queries(arguments):
+        return "attention"
+    builds = MASK_BUILDER.search(node.name) and not NO_BUILDER.search(node.name) and used & MAKES_MASKS
+    return "mask_builder" if builds and arguments else ""
+
+
+def _has_queries(arguments: Iterable[str]) -> bool:
+    return any(re.fullmatch(r"q|x|queries|query\w*|q_\w+|hidden\w*", argument) for argument in arguments)
+
+
+def _words(node: ast.AST) -> set[str]:
+    """Collect the names and attributes that a definition uses."""
+    inside = list(ast.walk(node))
+    names = {item.id for item in inside if isinstance(item, ast.Name)}
+    return names | {item.attr for item in inside if isinstance(item, ast.Attribute)}

@@ -1,0 +1,170 @@
+"""Tests of ``sidebyside verify`` as a user runs it: what it prints, writes and exits with."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from equivalence_tests.__main__ import app
+from equivalence_tests.checker.doors import command
+from equivalence_tests.checker.doors.sandbox import Limits, Request
+from equivalence_tests.checker.findings import CheckResult, CodeLine, Example, Exercise, Finding, Proof, Verdict
+from equivalence_tests.checker.report import Report
+
+ZOO = Path(__file__).parents[1] / "zoo" / "conventions.py"
+SCALE = Finding(
+    "scale_missing",
+    "scale",
+    "The scores are not scaled.",
+    "scores = q kᵀ",
+    "scores = q kᵀ / sqrt(head_dim)",
+    "Divide by sqrt(head_dim).",
+    (CodeLine("model.py", 31, "return self.attend(x)", "forward"), CodeLine("model.py", 12, "s = q @ k.mT", "attend")),
+    Example("scores[0, 1, 2, :]", (1.5, 3.0, -2.0, 0.5, 9.0), (0.5, 1.0, -2 / 3, 1 / 6, 3.0)),
+    Proof(3e-16, 0.8, 20),
+    on_purpose_in="T5",
+)
+CACHE = Exercise("past_key_value", False, "no call with it succeeded: KeyError: 'k'")
+
+
+def report(target: str, verdict: Verdict) -> Report:
+    made = Report(target, "multi-head attention", verdict, seconds=0.5)
+    made.findings = [SCALE] if verdict == "deviates" else []
+    made.coverage = [CACHE] if verdict == "partial" else [Exercise("mask", True)]
+    made.reason = "It cannot be built." if verdict == "unchecked" else ""
+    made.checks = [CheckResult("check_gradients", "failed" if verdict == "deviates" else "passed", "they differ")]
+    return made
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Run the command with a worker that gives the verdicts in turn."""
+
+    def run(*arguments: str, verdicts: Sequence[Verdict], columns: int = 100) -> Result:
+        def answers(requests: Sequence[Request], limits: Limits, progress: object) -> Iterator[list[Report]]:
+            assert limits.cpu_seconds == 120.0
+            for request, verdict in zip(requests, verdicts, strict=True):
+                yield [report(request.target, verdict)]
+
+        monkeypatch.setattr(command, "checked", answers)
+        return CliRunner().invoke(app, ["verify", *arguments], env={"COLUMNS": str(columns)})
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status"),
+    [
+        (["equal"], 0),
+        (["deviates"], 1),
+        (["unchecked"], 2),
+        (["partial"], 3),
+        (["equal", "partial"], 3),
+        (["partial", "unchecked"], 2),
+        (["unchecked", "deviates", "equal"], 1),
+    ],
+)
+def test_the_exit_status_is_that_of_the_worst(
+    verdicts: list[Verdict], status: int, answered: Callable[..., Result]
+) -> None:
+    targets = [f"model.py:A{number}" for number in range(len(verdicts))]
+    assert answered(*targets, verdicts=verdicts).exit_code == status
+    allowed = answered(*targets, "--allow-partial", verdicts=verdicts)
+    assert allowed.exit_code == (0 if status == 3 else status)
+
+
+def test_the_finding_comes_first_and_one_screen_holds_it(answered: Callable[..., Result]) -> None:
+    lines = answered("model.py:A", verdicts=["deviates"], columns=80).stdout.splitlines()
+    assert lines[0].split() == ["DEVIATES", "model.py:A", "(multi-head", "attention)"]
+    text = "\n".join(lines)
+    for part in (
+        "The scores are not scaled.",
+        "model.py:12 s = q @ k.mT",
+        "called from model.py:31",
+        "scores[0, 1, 2, :] = [1.5, 3, -2, 0.5, …]",
+        "Divide by sqrt(head_dim).",
+        "to 3e-16 on 20 fresh inputs",
+        "on purpose in",
+        "the others fail because of the above",
+    ):
+        assert part in " ".join(text.split()), text
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert all(line == line.rstrip() for line in str(report("a", "deviates")).splitlines())
+
+
+def test_of_several_the_table_comes_first(answered: Callable[..., Result]) -> None:
+    printed = answered("a.py:A", "b.py:B", "c.py:C", verdicts=["equal", "deviates", "partial"]).stdout
+    table, _, rest = printed.partition("DEVIATES")
+    for word in ("a.py:A", "scale_missing", "not run: past_key_value"):
+        assert word in table
+    assert "EQUAL, as far as it was run  c.py:C" in rest
+    assert "a.py:A" not in rest
+
+
+def test_reports_are_written_in_every_form(tmp_path: Path, answered: Callable[..., Result]) -> None:
+    names = {option: tmp_path / f"report.{option}" for option in ("json", "junit", "sarif")}
+    options = [word for option, path in names.items() for word in (f"--{option}", str(path))]
+    printed = answered("a.py:A", "b.py:B", *options, "--github", verdicts=["deviates", "unchecked"]).stdout
+    data = json.loads(names["json"].read_text())
+    assert Report.from_dict(data[0]) == report("a.py:A", "deviates")
+    assert data[1]["exit_status"] == 2
+    first, second = ElementTree.fromstring(names["junit"].read_text())
+    assert [case.get("name") for case in first] == ["scale_missing", "check_gradients"]
+    assert (first.get("failures"), second.get("errors")) == ("2", "1")
+    (run,) = json.loads(names["sarif"].read_text())["runs"]
+    (place,) = run["results"][0]["locations"]
+    assert place["physicalLocation"]["region"]["startLine"] == 12
+    assert run["results"][0]["ruleId"] == run["tool"]["driver"]["rules"][0]["id"] == "scale_missing"
+    assert "::error file=model.py,line=12,title=scale_missing::The scores are not scaled." in printed
+    assert "::warning title=could not be checked::b.py:B: It cannot be built." in printed
+
+
+def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, answered: Callable[..., Result]) -> None:
+    for option in ("--json", "--junit", "--sarif"):
+        result = answered("a.py:A", option, str(tmp_path / "nowhere" / "x"), verdicts=[])
+        assert result.exit_code == 2
+        assert "cannot be written: No such file or directory" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kind", "zebra"], "must be one of attention"),
+        (["--meant", "no_scale"], "must be NAME=REASON"),
+        (["--timeout", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], said: str, answered: Callable[..., Result]) -> None:
+    result = answered("a.py:A", *arguments, verdicts=[])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_reasons_come_from_options_and_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Request] = []
+
+    def answers(requests: Sequence[Request], *_: object) -> Iterator[list[Report]]:
+        seen.extend(requests)
+        yield [report("a.py:A", "equal")]
+
+    monkeypatch.setattr(command, "checked", answers)
+    (tmp_path / "meant.toml").write_text('scale_missing = "as T5"')
+    arguments = ["a.py:A", "--meant-file", str(tmp_path / "meant.toml"), "--meant", "window=as Mistral"]
+    assert CliRunner().invoke(app, ["verify", *arguments]).exit_code == 0
+    assert seen[0].meant == {"scale_missing": "as T5", "window": "as Mistral"}
+
+
+def test_a_folder_without_attention_is_said(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "found no attention, layer or mask builder" in result.stdout
+
+
+def test_a_right_class_is_equal() -> None:
+    result = CliRunner().invoke(app, ["verify", f"{ZOO}:SeparateLinears"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("EQUAL")

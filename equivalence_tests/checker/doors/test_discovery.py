@@ -1,0 +1,149 @@
+"""Tests of what is found in files, folders, packages and notebooks, without running any of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from equivalence_tests.checker.doors.discovery import candidates, names_one_thing
+from equivalence_tests.checker.doors.importing import import_place, users_modules_first
+from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.loading import load
+
+MODULE = """
+raise SystemExit("nobody runs this because it was looked at")
+
+class SelfAttention(nn.Module):
+    def forward(self, x): ...
+
+class Mixer(nn.Module):
+    def forward(self, x):
+        return torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x)
+
+class EncoderLayer(nn.Module):
+    def __init__(self):
+        self.attn = SelfAttention()
+    def forward(self, x): ...
+
+class AttentionError(Exception):
+    def __init__(self): ...
+
+class Head(nn.Module):
+    def forward(self, x):
+        return self.linear(x)
+
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+def make_mask(length):
+    return torch.tril(torch.ones(length, length))
+
+def apply_mask(scores, mask):
+    return scores.masked_fill(mask, -1e9)
+
+def _padding_mask(ids):
+    return ids.ne(0)
+"""
+FOUND = {
+    "SelfAttention": "attention",
+    "Mixer": "attention",
+    "EncoderLayer": "layers",
+    "attend": "attention",
+    "make_mask": "mask_builder",
+}
+CELLS = [
+    "%matplotlib inline\nimport torch\nwidth = 2 * 4",
+    "class Attention(torch.nn.Module):\n    size = width\n    def forward(self, x):\n        return x",
+    "raise RuntimeError('trained')",
+]
+
+
+def notebook(path: Path, cells: list[str]) -> Path:
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    path.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["# Attention"]}, *code]}))
+    return path
+
+
+def test_attentions_layers_and_mask_builders_are_found_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODULE)
+    found = candidates(str(tmp_path / "model.py"))
+    assert {one.name: one.kind for one in found} == FOUND
+    assert [one.line for one in found if one.name == "attend"] == [
+        MODULE.splitlines().index("def attend(q, k, v):") + 1
+    ]
+
+
+def test_a_folder_is_looked_through_without_what_others_put_there(tmp_path: Path) -> None:
+    for folder in ("src/deep", ".venv/lib", "build", "node_modules"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.py").write_text(MODULE)
+    (tmp_path / "src" / "test_model.py").write_text(MODULE)
+    (tmp_path / "src" / "broken.py").write_text("def (")
+    assert {one.path for one in candidates(str(tmp_path))} == {tmp_path / "src" / "deep" / "model.py"}
+
+
+def test_a_package_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_package" / "inner").mkdir(parents=True)
+    (tmp_path / "some_package" / "__init__.py").touch()
+    (tmp_path / "some_package" / "inner" / "model.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {one.name for one in candidates("some_package")} == set(FOUND)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("nowhere", "no file, folder or installed package nowhere"), ("a b", "a b")]
+)
+def test_what_is_not_there_is_said(target: str, said: str) -> None:
+    with pytest.raises(CannotCheckError, match=said):
+        candidates(target)
+
+
+def test_an_empty_folder_is_said_to_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CannotCheckError, match="no Python file or notebook and found no attention"):
+        candidates(str(tmp_path))
+
+
+def test_of_a_notebook_definitions_are_run_and_nothing_else(tmp_path: Path) -> None:
+    path = notebook(tmp_path / "lesson.ipynb", CELLS)
+    assert [one.target for one in candidates(str(path))] == [f"{path}:Attention"]
+    assert load(f"{path}:Attention").size == 8
+    with pytest.raises(CannotCheckError, match=r"RuntimeError: trained \(lesson.ipynb\[3\], line 1\)"):
+        load(f"{path}:Attention", run_all=True)
+
+
+def test_a_broken_notebook_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.ipynb").write_text("{}")
+    with pytest.raises(CannotCheckError, match=r"x\.ipynb is not a notebook"):
+        candidates(str(tmp_path / "x.ipynb"))
+    with pytest.raises(CannotCheckError, match=r"y.ipynb\[1\] is not Python: .* line 1"):
+        import_place(str(notebook(tmp_path / "y.ipynb", ["def ("])))
+
+
+def test_relative_imports_are_taken_as_part_of_the_package(tmp_path: Path) -> None:
+    package = tmp_path / "relative_package"
+    (package / "layers").mkdir(parents=True)
+    for folder in (package, package / "layers"):
+        (folder / "__init__.py").touch()
+    (package / "sizes.py").write_text("width = 7")
+    (package / "layers" / "attention.py").write_text("from ..sizes import width")
+    assert import_place(str(package / "layers" / "attention.py")).width == 7
+
+
+def test_a_module_of_the_users_that_is_called_like_ours_is_theirs(tmp_path: Path) -> None:
+    import scratch
+
+    (tmp_path / "scratch.py").write_text("mine = 3")
+    (tmp_path / "model.py").write_text("from scratch import mine")
+    place = str(tmp_path / "model.py")
+    with users_modules_first(place):
+        assert import_place(place).mine == 3
+    import scratch as again
+
+    assert again is scratch
+
+
+@pytest.mark.parametrize(
+    ("target", "one"), [("a.py:B", True), ("a.b:C.0.d", True), ("a.py", False), ("a/b", False), ("a b:c d", False)]
+)
+def test_what_names_one_thing(target: str, one: bool) -> None:
+    assert names_one_thing(target) is one

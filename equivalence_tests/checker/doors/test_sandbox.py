@@ -1,0 +1,118 @@
+"""Tests of the sandbox: what the user's code does to its process is said, and nothing of it is left running."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from equivalence_tests.checker.doors import sandbox
+from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
+from equivalence_tests.checker.report import Report
+
+ROOT = Path(__file__).parents[3]
+SOURCE = """
+import os, sys, time, torch
+from torch import nn
+
+class Mine(nn.Module):
+    def __init__(self, d_model, heads):
+        super().__init__()
+        self.proj = nn.Linear(d_model, d_model)
+
+    def forward(self, x):
+        {}
+"""
+# Starts a check that never ends, and says who runs it.
+ENDLESS = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
+from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
+print("started", flush=True)
+list(checked([Request(sys.argv[1])], Limits(cpu_seconds=600)))
+"""
+
+
+def written(tmp_path: Path, forward: str, name: str = "mine.py") -> str:
+    path = tmp_path / name
+    path.write_text(SOURCE.format(forward))
+    return f"{path}:Mine"
+
+
+def report_of(target: str, limits: Limits | None = None) -> Report:
+    ((report,),) = checked([Request(target)], limits or Limits())
+    return report
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+SAID = {
+    "raise ValueError('not today')": "ValueError: not today",
+    "os._exit(7)": "ended with status 7",
+    "sys.exit(3)": "SystemExit 3",
+    "os.kill(os.getpid(), 11)": "killed by SIGSEGV",
+    "return torch.ones(10**12)": "can't allocate memory",
+    "return sys.stdin.readline()": "no output of the query's length",
+}
+
+
+def test_it_is_said_what_happened_and_the_others_are_checked(tmp_path: Path) -> None:
+    targets = [written(tmp_path, forward, f"mine{number}.py") for number, forward in enumerate(SAID)]
+    answers = list(checked([Request(target) for target in targets], Limits()))
+    assert [report.target for (report,) in answers] == targets
+    for (report,), said in zip(answers, SAID.values(), strict=True):
+        assert report.exit_status == 2
+        assert said in report.reason
+
+
+def test_what_waits_forever_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "STILL_SECONDS", 6.0)
+    report = report_of(written(tmp_path, "time.sleep(3600)"))
+    assert report.exit_status == 2
+    assert report.reason == "It waited for 6 seconds without computing anything, and was stopped."
+
+
+def test_what_computes_forever_is_stopped(tmp_path: Path) -> None:
+    report = report_of(written(tmp_path, "while True: pass"), Limits(cpu_seconds=2.0))
+    assert report.reason.startswith("It took more than 2 seconds of CPU time and was stopped.")
+    assert "--timeout" in report.reason
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_what_the_code_started_is_stopped_with_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    body = f"p = os.fork()\n        if not p:\n            {child}\n        return x[:, 0]"
+    report_of(written(tmp_path, body))
+    for pid in map(int, note.read_text().split()):
+        assert not is_alive(pid)
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_worker_outlives_its_parent(signal_name: str, tmp_path: Path) -> None:
+    import signal
+
+    note = tmp_path / "pid"
+    target = written(tmp_path, f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    parent = subprocess.Popen([sys.executable, "-c", ENDLESS, target], cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not (note.exists() and note.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.1)
+    parent.send_signal(getattr(signal, signal_name))
+    assert parent.wait() != 0
+    worker = int(note.read_text())
+    for _ in range(100):
+        if not is_alive(worker):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"the worker still runs after {signal_name}")

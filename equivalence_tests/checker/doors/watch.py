@@ -1,0 +1,179 @@
+"""``with watch() as seen``: note what is called in a block of any program, and check its attentions afterwards.
+
+While the block runs, nothing is computed and nothing is hooked: the arguments of the outermost modules are set aside,
+detached. What is proven is proven on copies, when the reports are asked for.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from rich.console import Group
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.verify import verify
+
+__all__ = ["Watched", "WatchedCall", "watch"]
+
+
+NOTHING = "No module was called while watching. verify(function, inputs) checks code that is no module."
+# Attributes by which wrappers hold the module that they hand their calls on to.
+WRAPPERS = ("_orig_mod", "module")
+
+
+@dataclass(frozen=True)
+class WatchedCall:
+    """One call of an outermost module.
+
+    Args:
+        module: What was called; the module inside, where a wrapper was.
+        args: Its arguments, detached.
+        kwargs: Those by name.
+        wrapped: The names of the wrappers around it, from the outside in.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wrapped: tuple[str, ...] = ()
+
+
+@dataclass
+class Watched:
+    """What was called while watching.
+
+    Args:
+        meant: As in ``verify``.
+        calls: The first call of each module.
+        notes: What was not kept, and why.
+    """
+
+    meant: Mapping[str, str] = field(default_factory=dict)
+    calls: list[WatchedCall] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def reports(self) -> list[Report]:
+        """One report for each attention that ran; made when it is first asked for."""
+        found = []
+        for call in self.calls:
+            for report in verify(call.module, inputs=(call.args, call.kwargs), meant=self.meant):
+                report.notes += [f"run inside {name}, and checked without it" for name in call.wrapped]
+                found.append(report)
+        return found
+
+    def __bool__(self) -> bool:
+        """True if there were attentions, and all of them are equal to torch's, but for what is meant so."""
+        return bool(self.reports) and all(self.reports)
+
+    def __iter__(self) -> Iterator[Report]:
+        return iter(self.reports)
+
+    def __len__(self) -> int:
+        return len(self.reports)
+
+    def __rich__(self) -> Group:
+        """Lay all reports out, one below the other."""
+        return Group(*self.reports, *self.notes)
+
+    def __str__(self) -> str:
+        return "\n\n".join([*map(str, self.reports), *self.notes]) or NOTHING
+
+    def _repr_html_(self) -> str:
+        return "".join(report._repr_html_() for report in self.reports)
+
+
+@contextlib.contextmanager
+def watch(*, memory_mib: int = 512, meant: Mapping[str, str] | None = None) -> Iterator[Watched]:
+    """Note every outermost module call in a block, to check the attentions in it afterwards.
+
+    Outputs, gradients and random numbers of the block are what they would have been without it. Of each module the
+    first call is kept, as long as the arguments fit into ``memory_mib``.
+
+    Args:
+        memory_mib: How much the arguments that are set aside may take.
+        meant: Which deviations are on purpose: name -> reason.
+
+    Yields:
+        What was seen; its ``reports`` are made when they are asked for.
+
+    >>> attention = nn.MultiheadAttention(12, 3, batch_first=True)
+    >>> x = torch.randn(2, 5, 12)
+    >>> with watch() as seen:
+    ...     output, weights = attention(x, x, x)
+    >>> [report.verdict for report in seen]
+    ['equal']
+    """
+    seen = Watched(meant or {})
+    notebook = _Notebook(seen, memory_mib * 1024**2)
+    original = nn.Module.__call__
+
+    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(module, *args, **kwargs)
+        with notebook.inside() as outermost:
+            if outermost:
+                notebook.note(module, args, kwargs)
+            return original(module, *args, **kwargs)
+
+    nn.Module.__call__ = noting  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+class _Notebook:
+    """Keeps the first call of each outermost module, within a bound of memory."""
+
+    def __init__(self, seen: Watched, room: int) -> None:
+        self.seen, self.room = seen, room
+        self.known: set[int] = set()
+        self.depth = threading.local()
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[bool]:
+        """Tell whether a call is an outermost one of its thread."""
+        before = getattr(self.depth, "number", 0)
+        self.depth.number = before + 1
+        try:
+            yield before == 0
+        finally:
+            self.depth.number = before
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set the arguments of a call aside."""
+        wrapped: tuple[str, ...] = ()
+        while (inner := _inside(module)) is not None:
+            wrapped, module = (*wrapped, type(module).__name__), inner
+        if id(module) in self.known:
+            return
+        self.known.add(id(module))
+        size = sum(x.numel() * x.element_size() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        if size > self.room:
+            self.seen.notes.append(
+                f"{type(module).__name__}: its arguments take {size / 1024**2:.0f} MiB and were not kept (memory_mib)"
+            )
+            return
+        self.room -= size
+        kept_args, kept_kwargs = tree_map(_detached, (args, kwargs))
+        self.seen.calls.append(WatchedCall(module, kept_args, kept_kwargs, wrapped))
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    """Give the module that a wrapper hands its calls on to: compiled, data parallel, sharded."""
+    for name in WRAPPERS:
+        inner = module._modules.get(name)
+        if inner is not None and len(module._modules) == 1 and type(module).__module__.startswith("torch."):
+            return inner
+    return None
+
+
+def _detached(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x

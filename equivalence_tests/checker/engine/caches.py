@@ -1,0 +1,271 @@
+"""Decoding with a cache, step by step and in two chunks, held against the same tokens in one pass."""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.calling import forward_parameters
+from equivalence_tests.checker.engine.trying import Trial, lines_of, said
+from equivalence_tests.checker.findings import Exercise, Finding
+from equivalence_tests.checker.kept_state import CACHE
+from equivalence_tests.checker.masking import MaskForm, mask_forms
+from equivalence_tests.checker.reference import Inputs
+
+__all__ = ["POSITION", "cache_arguments", "exercised_cache"]
+
+TOKENS = 6
+CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
+POSITION = re.compile(
+    r"^(start_?(pos|idx)|past_len\w*|offset|(input_|cache_)?pos(ition)?|cache_position|seqlen_offset|step)$"
+)
+SWITCHES = re.compile(
+    r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.IGNORECASE
+)
+
+
+class CacheFailedError(Exception):
+    """The code could not go on with a cache that it made itself."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(said(cause))
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way in which code may keep keys and values from step to step.
+
+    Args:
+        names: The arguments that it uses.
+        detail: What is handed over, in words.
+        first: Gives what is handed over at the first step.
+        fed_back: Which of the things that come back is handed over at the next step; None where an object is written.
+    """
+
+    names: tuple[str, ...]
+    detail: str
+    first: Callable[[], Any]
+    fed_back: int | None = None
+
+
+def cache_arguments(function: Callable[..., Any]) -> list[str]:
+    """Name the arguments of a forward that serve decoding with a cache.
+
+    >>> cache_arguments(lambda x, past_key_value=None, use_cache=False, start_pos=0: None)
+    ['past_key_value', 'use_cache', 'start_pos']
+    """
+    names = [p.name for p in forward_parameters(function)]
+    return [
+        name
+        for name in names
+        if (CACHE.search(name) and "mask" not in name) or POSITION.search(name) or SWITCHES.search(name)
+    ]
+
+
+def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
+    """Decode with every cache that the code offers, in every way that can be told from its arguments.
+
+    Args:
+        trial: A way to call it without a cache.
+
+    Returns:
+        What was exercised, and what differs from one pass over all tokens.
+    """
+    names = cache_arguments(trial.caller.function)
+    if not names:
+        return [], []
+    if not trial.plan.self_attention or trial.plan.positional or trial.plan.takes_angles:
+        why = "the positions come from outside" if trial.plan.takes_angles else "what is kept is not told from its call"
+        return [Exercise(name, False, why) for name in names], []
+    reasons: list[str] = []
+    for causal in _causal_ways(trial):
+        for protocol in _protocols(trial, names):
+            try:
+                findings = _compared(trial, protocol, causal)
+            except CacheFailedError as failure:
+                return [Exercise(name, True, protocol.detail) for name in names], [_crash(failure, protocol)]
+            except Exception as error:  # this is not how this cache is used; another way may be
+                reasons.append(said(error))
+                continue
+            return [Exercise(name, True, protocol.detail) for name in names], findings
+    why = next(iter(dict.fromkeys(reasons)), "no full pass hides the future, so that steps cannot be held against it")
+    return [Exercise(name, False, why) for name in names], []
+
+
+@dataclass(frozen=True)
+class _Causal:
+    """How a full pass is made to hide the future: by itself, by a switch, or by a mask in some form.
+
+    Args:
+        name: The argument; "" where the code does it by itself.
+        form: Of the mask; None where the argument is a switch.
+    """
+
+    name: str = ""
+    form: MaskForm | None = None
+
+    def extra(self, trial: Trial, start: int, stop: int) -> dict[str, Any]:
+        """Give the argument for a step from ``start`` to ``stop``."""
+        if self.form is None:
+            return {self.name: True} if self.name else {}
+        may = torch.ones(stop, stop).tril().bool()[start:].expand(trial.sizes.batch, -1, -1)
+        return {self.name: self.form.build(may, trial.caller.num_heads, trial.caller.dtype)}
+
+
+def _causal_ways(trial: Trial) -> Iterator[_Causal]:
+    """Whatever hides the future in a pass over all tokens."""
+    names = [p.name for p in forward_parameters(trial.caller.function)]
+    mask = trial.plan.mask_parameter
+    forms = [form for form in mask_forms() if form.pattern in ("shared", "full")] if mask else []
+    switches = [_Causal(name) for name in names if "causal" in name and name != mask]
+    ways = [_Causal(), *switches, *(_Causal(mask, form) for form in forms)]
+    for way in ways:
+        try:
+            reach = trial.reach(TOKENS, way.extra(trial, 0, TOKENS))
+        except Exception:  # not a form of its mask
+            continue
+        if torch.equal(reach, torch.ones(TOKENS, TOKENS).tril().bool()):
+            yield way
+
+
+def _protocols(trial: Trial, names: list[str]) -> Iterator[Protocol]:
+    """List what may be handed over from step to step, the likeliest first."""
+    parameters = {p.name: p for p in forward_parameters(trial.caller.function)}
+    places = [name for name in names if POSITION.search(name)]
+    holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
+    for holder in holders:
+        for back in range(1, 4):
+            yield Protocol((holder, *names), f"what comes back is handed to {holder}", lambda: None, back)
+        for detail, make in _objects(parameters[holder]):
+            yield Protocol((holder, *names), f"{detail} is handed to {holder}", make)
+    yield Protocol(("", *names), "the module keeps it", lambda: None)
+
+
+def _is_switch(parameter: inspect.Parameter) -> bool:
+    return isinstance(parameter.default, bool) or bool(SWITCHES.search(parameter.name))
+
+
+def _objects(parameter: inspect.Parameter) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What can be made without arguments: the class of the annotation, transformers' cache, a dict, a list."""
+    for annotation in (parameter.annotation, *getattr(parameter.annotation, "__args__", ())):
+        if inspect.isclass(annotation) and annotation not in (type(None), Tensor, tuple, list, dict, bool, int):
+            yield f"a {annotation.__name__}", annotation
+    if "Cache" in str(parameter.annotation):
+        yield "a DynamicCache", _dynamic_cache
+    yield "a dict", dict
+    yield "a list", list
+
+
+def _dynamic_cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding]:
+    inputs = trial.inputs(TOKENS)
+    whole = trial.output(inputs, causal.extra(trial, 0, TOKENS))
+    findings = []
+    for how, lengths in CHUNKS.items():
+        steps = torch.cat(list(_steps(trial, protocol, causal, inputs, lengths)), dim=1)
+        if steps.shape != whole.shape:
+            raise ValueError(f"the steps give {tuple(steps.shape)}, one pass {tuple(whole.shape)}")
+        differs = (steps - whole).abs().flatten(2).amax((0, 2)) > 1e-6 * whole.abs().max()
+        if differs.any():
+            findings.append(_difference(how, int(differs.nonzero()[0]), protocol, lengths))
+    return findings[:1]
+
+
+def _steps(
+    trial: Trial, protocol: Protocol, causal: _Causal, inputs: Inputs, lengths: tuple[int, ...]
+) -> Iterator[Tensor]:
+    """Decode on a copy of the module, so that what it keeps does no harm."""
+    function = copy.deepcopy(trial.caller.function) if isinstance(trial.caller.function, nn.Module) else None
+    trial = replace(trial, caller=replace(trial.caller, function=function or trial.caller.function))
+    handed, start, before = protocol.first(), 0, _kept(function)
+    for length in lengths:
+        x = inputs.query[:, start : start + length]
+        extra = {**_extra(trial, protocol, start, length, handed), **causal.extra(trial, start, start + length)}
+        returned = _next(trial, protocol, Inputs(x, x, x), extra, first=not start)
+        if protocol.fed_back is not None:
+            handed = returned[protocol.fed_back]
+        if not _holds(handed) and _kept(function) == before:
+            raise ValueError("nothing is kept from step to step")
+        yield trial.output_in(returned)
+        start += length
+
+
+def _next(trial: Trial, protocol: Protocol, inputs: Inputs, extra: dict[str, Any], *, first: bool) -> Any:
+    try:
+        return trial.returned(inputs, extra, changing=True)
+    except Exception as error:
+        if first or protocol.fed_back is None:
+            raise
+        raise CacheFailedError(error) from error
+
+
+def _holds(handed: Any) -> bool:
+    """Whether something is a cache with something in it: attention weights come back too, as one tensor."""
+    if handed is None or isinstance(handed, (Tensor, bool, int, float)):
+        return False
+    if isinstance(handed, (dict, list, tuple)):
+        return any(
+            _holds(one) or isinstance(one, Tensor) for one in (handed.values() if isinstance(handed, dict) else handed)
+        )
+    return _holds(vars(handed)) if hasattr(handed, "__dict__") else False
+
+
+def _kept(function: nn.Module | None) -> dict[str, float | None]:
+    """What a module keeps beside its parameters, in short."""
+    found: dict[str, float | None] = {}
+    for path, child in function.named_modules() if function is not None else ():
+        for name, value in [*vars(child).items(), *child.named_buffers(recurse=False)]:
+            if isinstance(value, Tensor):
+                found[f"{path}.{name}"] = float(value.double().square().sum())
+    return found
+
+
+def _extra(trial: Trial, protocol: Protocol, start: int, length: int, handed: Any) -> dict[str, Any]:
+    """What a step is called with beside its tokens: the cache, its switches, and where the step begins."""
+    parameters = {p.name: p for p in forward_parameters(trial.caller.function)}
+    holder, *names = protocol.names
+    given: dict[str, Any] = {holder: handed} if holder else {}
+    for name in names:
+        if _is_switch(parameters[name]):
+            given[name] = True
+        elif POSITION.search(name):
+            many = "int" not in str(parameters[name].annotation) and name in ("cache_position", "input_pos")
+            given[name] = torch.arange(start, start + length) if many else start
+    return given
+
+
+def _difference(how: str, token: int, protocol: Protocol, lengths: tuple[int, ...]) -> Finding:
+    return Finding(
+        "cache_differs_from_one_pass",
+        "cache",
+        f"Decoded {how} with its cache, token {token} and those after it come out otherwise than in one pass.",
+        have=f"steps of {', '.join(map(str, lengths))} tokens ({protocol.detail})",
+        want="the same numbers as one pass over all tokens that hides the future",
+        fix="Append the new keys and values behind the kept ones, count positions from the number of kept tokens, "
+        "and let query i of a step see the keys up to kept + i.",
+        evidence=f"{TOKENS} tokens, the future hidden in both",
+    )
+
+
+def _crash(failure: CacheFailedError, protocol: Protocol) -> Finding:
+    return Finding(
+        "cache_fails",
+        "cache",
+        f"The step after the first fails with the cache that the code gave back: {failure}.",
+        have=str(failure),
+        want="a second step that sees the tokens of the first",
+        fix="Call it once with the cache that it returns, and put the line right that fails.",
+        stack=lines_of(failure.cause),
+        evidence=protocol.detail,
+    )

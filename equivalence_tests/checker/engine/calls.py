@@ -1,0 +1,92 @@
+"""The door to any call that runs: find its attentions, judge each where it stands."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from equivalence_tests.checker.engine.codes import coded
+from equivalence_tests.checker.engine.intervening import Examination, examine, prove
+from equivalence_tests.checker.engine.judging import Judgement
+from equivalence_tests.checker.engine.meaning import with_evidence
+from equivalence_tests.checker.engine.naming import finding_of
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.report import Report
+
+__all__ = ["diagnose_call"]
+
+
+def diagnose_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    module: nn.Module | None = None,
+    name: str = "",
+    meant: Mapping[str, str] | None = None,
+    proofs: bool = True,
+) -> list[Report]:
+    """Run a call once, watched, and judge every attention in it against torch's formula.
+
+    Args:
+        function: What is called.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        module: Holds the parameters, where the function is not the module itself.
+        name: What to call it.
+        meant: Findings that are meant so, by name, each with the user's word for it.
+        proofs: Whether to show by further runs that what was found is all, and needed.
+
+    Returns:
+        One diagnosis for each attention, in the order in which they run; none where none is found.
+    """
+    started = time.process_time()
+    call = Call(function, tuple(args), dict(kwargs or {}), module)
+    if call.module is None or next(call.module.parameters(), None) is None:
+        call.seeds = _names_of_inputs(call)
+    found = examine(call)
+    diagnoses = [_diagnosis(found, place, name, proofs, dict(meant or {})) for place in range(len(found.judgements))]
+    for diagnosis in diagnoses:
+        diagnosis.seconds = (time.process_time() - started) / len(diagnoses)
+    return diagnoses
+
+
+def _names_of_inputs(call: Call) -> dict[int, Tensor]:
+    """Where nothing is projected, what is given are queries, keys and values: the last axis holds their features."""
+    given = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
+    names = {}
+    for x in given:
+        if x.is_floating_point() and x.dim() >= 3:
+            *leading, width = x.shape
+            token = torch.arange(math.prod(leading)).view(*leading, 1).expand(x.shape)
+            names[id(x)] = coded(1, token, torch.arange(width).expand(x.shape))
+    return names
+
+
+def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: dict[str, str]) -> Report:
+    judgement = found.judgements[place]
+    departures = with_evidence(judgement, found.departures[place], found.call.module)
+    for departure in departures:
+        departure.evidence = departure.evidence or meant.get(departure.name, "")
+    wrong = [departure for departure in departures if not departure.evidence]
+    found.departures[place] = wrong
+    proven = prove(found, place) if proofs and wrong else [None] * len(wrong)
+    report = Report(name or f"attention {place + 1}", "multi-head attention")
+    report.findings = [finding_of(departure, proof) for departure, proof in zip(wrong, proven, strict=True)]
+    report.meant = [finding_of(departure) for departure in departures if departure.evidence]
+    report.verdict = "deviates" if wrong else "equal"
+    report.conventions = _conventions(judgement)
+    return report
+
+
+def _conventions(judgement: Judgement) -> list[tuple[str, str, str]]:
+    part = judgement.attention.parts[0]
+    rows = [("heads", str(len(part.table.heads)), ""), ("width of a head", str(part.product.left.size(-1)), "")]
+    for operand in (judgement.operands or [[]])[0]:
+        if operand.change:
+            rows.append((operand.role, operand.change, "as projected"))
+    return rows

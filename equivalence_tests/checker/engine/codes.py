@@ -1,0 +1,71 @@
+"""Numbers that name elements: the tensor that an element comes from, its token, and its feature."""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FEATURES",
+    "UNKNOWN",
+    "coded",
+    "feature_of",
+    "known",
+    "retagged",
+    "score_codes",
+    "source_of",
+    "place_of",
+    "token_of",
+]
+
+UNKNOWN = -1.0
+FEATURES = 1 << 20  # of one token; also tokens of one source
+SPAN = FEATURES * FEATURES
+
+
+def coded(source: int, token: Tensor, feature: Tensor) -> Tensor:
+    """Write names; float64 holds them exactly, and every operation that moves data takes it.
+
+    >>> code = coded(3, torch.tensor(5), torch.tensor(7))
+    >>> source_of(code).item(), token_of(code).item(), feature_of(code).item()
+    (3, 5, 7)
+    """
+    return source * float(SPAN) + token.double() * FEATURES + feature.double()
+
+
+def score_codes(source: int, shape: tuple[int, ...]) -> Tensor:
+    """Name the elements of one product by their places in it."""
+    count = 1
+    for size in shape:
+        count *= size
+    return source * float(SPAN) + torch.arange(count, dtype=torch.float64).view(shape)
+
+
+def known(codes: Tensor) -> Tensor:
+    """Say which elements have a name."""
+    return (codes.real if codes.is_complex() else codes) >= SPAN
+
+
+def source_of(codes: Tensor) -> Tensor:
+    """Give the numbers of the sources; -1 where there is no name."""
+    return torch.div(codes, SPAN, rounding_mode="floor").long().clamp_min(-1)
+
+
+def place_of(codes: Tensor) -> Tensor:
+    """Give what is left of a name without its source."""
+    return torch.remainder(codes, SPAN).long()
+
+
+def token_of(codes: Tensor) -> Tensor:
+    """Give the tokens."""
+    return place_of(codes) // FEATURES
+
+
+def feature_of(codes: Tensor) -> Tensor:
+    """Give the features."""
+    return place_of(codes) % FEATURES
+
+
+def retagged(codes: Tensor, source: int) -> Tensor:
+    """Name the same tokens and features as those of another source."""
+    if codes.is_complex():
+        return torch.complex(retagged(codes.real, source), retagged(codes.imag, source))
+    return torch.where(known(codes), torch.remainder(codes, SPAN) + source * float(SPAN), codes)

@@ -1,0 +1,164 @@
+"""Write a recorded product of two tensors as batched rows times columns, by the places of their elements."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.watching import Operation
+
+__all__ = ["Contraction", "contraction_of", "multiplied_and_summed"]
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """out[n, i, j] = sum over d of left[n, i, d] * right[n, j, d].
+
+    Args:
+        left: (n, i, d): for each term, which element of the left operand, counted through its memory order.
+        right: (n, j, d): the same of the right operand.
+        out: (n, i, j): which element of the result.
+        sides: Which of the operation's inputs the left and the right operand are.
+        shape: Shape of the result.
+    """
+
+    left: Tensor
+    right: Tensor
+    out: Tensor
+    sides: tuple[int, int]
+    shape: tuple[int, ...]
+
+    def swapped(self) -> "Contraction":
+        """Exchange rows and columns."""
+        return Contraction(self.right, self.left, self.out.transpose(1, 2), self.sides[::-1], self.shape)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Lay out what belongs to the left operand's elements as (n, i, d)."""
+        return values.reshape(-1)[self.left]
+
+    def columns(self, values: Tensor) -> Tensor:
+        """Lay out what belongs to the right operand's elements as (n, j, d)."""
+        return values.reshape(-1)[self.right]
+
+    def result(self, values: Tensor) -> Tensor:
+        """Lay out what belongs to the result's elements as (n, i, j)."""
+        return values.reshape(-1)[self.out]
+
+    def scattered(self, values: Tensor) -> Tensor:
+        """Turn (n, i, j) into the shape of the result."""
+        flat = values.new_empty(values.numel())
+        flat[self.out.reshape(-1)] = values.reshape(-1)
+        return flat.view(self.shape)
+
+
+def contraction_of(operation: Operation) -> Contraction | None:
+    """Read a product.
+
+    Args:
+        operation: A recorded call of matmul, bmm, einsum, linear, ...
+
+    Returns:
+        None for what is no product of two tensors, or one that is not read.
+    """
+    name = operation.name
+    if len(operation.inputs) < 2:
+        return None
+    first, second = (slot.value for slot in operation.inputs[:2])
+    if name in ("matmul", "__matmul__", "bmm", "mm", "mv", "dot"):
+        return _matmul(first, second)
+    if name == "__rmatmul__":
+        found = _matmul(second, first)
+        return found and Contraction(found.left, found.right, found.out, (1, 0), found.shape)
+    if name == "linear":
+        return _matmul(first, second, turned=True) if second.dim() == 2 else None
+    if name == "einsum":
+        return _einsum(operation)
+    return None
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.numel()).view(x.shape)
+
+
+def _matmul(first: Tensor, second: Tensor, turned: bool = False) -> Contraction | None:
+    if first.dim() < 1 or second.dim() < 2:
+        return None
+    left = _places(first)[None] if first.dim() == 1 else _places(first)
+    right = _places(second).mT if turned else _places(second)
+    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    left = left.expand(*lead, *left.shape[-2:]).reshape(-1, *left.shape[-2:])
+    right = right.mT.expand(*lead, *right.mT.shape[-2:]).reshape(-1, *right.mT.shape[-2:])
+    out = torch.arange(left.size(0) * left.size(1) * right.size(1)).view(left.size(0), left.size(1), right.size(1))
+    shape = (*lead, left.size(1), right.size(1)) if first.dim() > 1 else (*lead, right.size(1))
+    return Contraction(left, right, out, (0, 1), shape)
+
+
+def _einsum(operation: Operation) -> Contraction | None:
+    equation = operation.argument(0, "equation")
+    if not isinstance(equation, str) or len(operation.inputs) != 2:
+        return None
+    first, second = (slot.value for slot in operation.inputs)
+    read = _letters(equation, first.dim(), second.dim())
+    if read is None:
+        return None
+    one, two, given = read
+    if len(set(one)) < len(one) or len(set(two)) < len(two) or len(set(given)) < len(given):
+        return None
+    sizes = dict(zip(one, first.shape, strict=True)) | dict(zip(two, second.shape, strict=True))
+    shared = [x for x in given if x in one and x in two]
+    summed = [x for x in one if x in two and x not in given]
+    rows, columns = ([x for x in given if x in side and x not in other] for side, other in ((one, two), (two, one)))
+    if len(shared) + len(summed) + len(rows) != len(one) or len(shared) + len(summed) + len(columns) != len(two):
+        return None
+    count = [prod(sizes[x] for x in group) for group in (shared, rows, columns, summed)]
+    left = _places(first).permute([one.index(x) for x in (*shared, *rows, *summed)])
+    right = _places(second).permute([two.index(x) for x in (*shared, *columns, *summed)])
+    shape = tuple(sizes[x] for x in given)
+    out = torch.arange(prod(shape)).view(shape).permute([given.index(x) for x in (*shared, *rows, *columns)])
+    return Contraction(
+        left.reshape(count[0], count[1], count[3]),
+        right.reshape(count[0], count[2], count[3]),
+        out.reshape(count[0], count[1], count[2]),
+        (0, 1),
+        shape,
+    )
+
+
+def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | None:
+    """Give the letters of both operands and of the result, with letters for what the dots stand for."""
+    inside, arrow, given = equation.replace(" ", "").partition("->")
+    one, comma, two = inside.partition(",")
+    if not comma or "," in two:
+        return None
+    dots = max(first - len(one.replace("...", "")), second - len(two.replace("...", "")), 0)
+    stand = [chr(0x100 + i) for i in range(dots)]
+
+    def filled(text: str, count: int) -> str:
+        return text.replace("...", "".join(stand[dots - (count - len(text.replace("...", ""))) :]) if count else "")
+
+    one, two = filled(one, first), filled(two, second)
+    if not arrow:
+        given = "".join(sorted(x for x in set(one + two) if (one + two).count(x) == 1))
+    given = given.replace("...", "".join(x for x in stand if x in one + two))
+    return one, two, given
+
+
+def multiplied_and_summed(product: Operation, total: Operation) -> Contraction | None:
+    """Read (a * b).sum(axis) as a product.
+
+    Args:
+        product: The multiplication.
+        total: The sum over one of its axes.
+    """
+    axis = total.argument(1, "dim", total.argument(1, "axis"))
+    axis = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
+    if not isinstance(axis, int) or len(product.inputs) != 2:
+        return None
+    shape = product.outputs[0].value.shape
+    first, second = (_places(slot.value).expand(shape).movedim(axis, -1) for slot in product.inputs)
+    width = first.size(-1)
+    out = torch.arange(first.numel() // width).view(-1, 1, 1)
+    return Contraction(
+        first.reshape(-1, 1, width), second.reshape(-1, 1, width), out, (0, 1), tuple(total.outputs[0].value.shape)
+    )

@@ -1,0 +1,91 @@
+"""What a stage of an attention departs in, before it has words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.watching import Frames, Operation, Patch
+
+__all__ = ["Departure", "Unread", "constant_ratio", "near"]
+
+TOLERANCE = 1e-7
+SINGLE = 2e-4  # where a part is computed in float32, whatever the input is
+
+
+class Unread(Exception):  # noqa: N818 -- it says what it is
+    """The data flow could not be read; the message says where."""
+
+
+@dataclass(eq=False)
+class Departure:
+    """One stage that is not what it should be, given the stage before it.
+
+    Args:
+        name: Of the mistake.
+        stage: Where it stands.
+        operation: The first operation that departs; None where none shows it.
+        facts: Numbers that the words need.
+        patches: What puts it right, by the index of the operation.
+        names: Names of what the patched operations give then, by index.
+        have: A few numbers as they are.
+        want: As they should be.
+        quantity: What those numbers are.
+        evidence: Why it is meant so; "" if nothing says that.
+        blocks: Whether later stages cannot be read before it is put right.
+        frames: The lines, where no operation shows them.
+    """
+
+    name: str
+    stage: str
+    operation: Operation | None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    patches: dict[int, Patch] = field(default_factory=dict)
+    names: dict[int, Tensor] = field(default_factory=dict)
+    have: tuple[float, ...] = ()
+    want: tuple[float, ...] = ()
+    quantity: str = ""
+    evidence: str = ""
+    blocks: bool = False
+    frames: Frames = ()
+
+    @property
+    def lines(self) -> Frames:
+        """The user's lines that led there, the innermost first."""
+        return self.operation.frames if self.operation is not None else self.frames
+
+
+def near(x: Tensor, y: Tensor, tolerance: float = TOLERANCE) -> bool:
+    """Whether two tensors are equal but for rounding, relative to the largest value; NaN and inf must match.
+
+    >>> near(torch.ones(2), torch.ones(2) + 1e-9)
+    True
+    """
+    if x.shape != y.shape:
+        return False
+    x, y = x.double(), y.double()
+    finite = y.isfinite()
+    if not torch.equal(finite, x.isfinite()):
+        return False
+    if not bool(finite.any()):
+        return True
+    return bool(((x - y)[finite].abs() <= tolerance * (y[finite].abs().max() + 1e-30)).all())
+
+
+def constant_ratio(x: Tensor, y: Tensor, tolerance: float = TOLERANCE) -> float | None:
+    """Give c with x = c y; None if there is none.
+
+    >>> constant_ratio(torch.tensor([2.0, 4.0]), torch.tensor([1.0, 2.0]))
+    2.0
+    """
+    x, y = x.double().reshape(-1), y.double().reshape(-1)
+    good = y.isfinite() & x.isfinite()
+    if not bool(good.all()) or not len(y):
+        return None
+    largest = y.abs().argmax()
+    if not y[largest]:
+        return None
+    ratio = float(x[largest] / y[largest])
+    return ratio if bool(((x - ratio * y).abs() <= tolerance * x.abs().max().clamp_min(1e-30)).all()) else None

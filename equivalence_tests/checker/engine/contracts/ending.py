@@ -1,0 +1,149 @@
+"""From the merged heads to what comes back: the output projection, the residual and the LayerNorm around it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.anchors import Attention, values_at
+from equivalence_tests.checker.engine.codes import known, source_of, token_of
+from equivalence_tests.checker.engine.contracts.departure import Departure, near
+from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.watching import Operation
+
+__all__ = ["ending_departures"]
+
+
+@dataclass(frozen=True)
+class _Expression:
+    """What a tensor is made of: the attention's output, the input, a sum, or a norm of one of these.
+
+    Args:
+        kind: "out", "input", "sum", "norm" or "other".
+        inner: What it is made of.
+        factors: Of the parts of a sum.
+    """
+
+    kind: str
+    inner: tuple["_Expression", ...] = ()
+    factors: tuple[float, ...] = ()
+    operation: Operation | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "sum":
+            parts = zip(self.factors, self.inner, strict=True)
+            return " + ".join(f"{inner}" if factor == 1 else f"{factor:g} {inner}" for factor, inner in parts)
+        return f"norm({self.inner[0]})" if self.kind == "norm" else self.kind
+
+
+def ending_departures(
+    attention: Attention, output: Tensor, codes: Tensor | None, wanted: Tensor
+) -> Iterator[Departure]:
+    """Hold what comes back against the attention, with a residual and a LayerNorm around it or not.
+
+    Args:
+        attention: The last one of the call.
+        output: What the call gave back.
+        codes: Its names; None if it has none.
+        wanted: The tokens that should lie there, in its shape.
+    """
+    if codes is None or not bool(known(codes).all()):
+        return
+    if not torch.equal(token_of(codes), wanted):
+        yield Departure("output_tokens_moved", "output", _last_move(attention))
+        return
+    numbers = source_of(codes).unique()
+    if len(numbers) != 1:
+        return
+    source = attention.run.names.sources[int(numbers[0])]
+    value = values_at(source, codes)
+    if not near(output, value, 1e-6):
+        yield _changed(attention, source)
+        return
+    expression = _read(attention, source, 0)
+    name = _mistake(expression)
+    if name:
+        yield Departure(name, "wrap", expression.operation, {"have": str(expression)})
+
+
+def _changed(attention: Attention, source: Source) -> Departure:
+    for operation, codes, value in attention.run.names.carrying(source.number):
+        want = values_at(source, codes)
+        mine = ~want.isnan()
+        if operation is not source.operation and not near(value.double()[mine], want[mine], 1e-6):
+            function = operation.name.strip("_")
+            return Departure(f"changed_by_{function}", "output", operation, {"function": function, "what": "output"})
+    return Departure("output_changed", "output", source.operation)
+
+
+def _last_move(attention: Attention) -> Operation | None:
+    after = [op for op in attention.run.operations if op.index > attention.end.index]
+    moves = [
+        op for op in after if op.name in ("view", "reshape", "transpose", "permute", "roll", "flip", "__getitem__")
+    ]
+    return moves[-1] if moves else after[-1] if after else attention.end
+
+
+def _read(attention: Attention, source: Source, depth: int) -> _Expression:
+    names = attention.run.names
+    if depth > 8:
+        return _Expression("other", operation=source.operation)
+    parents = [names.sources[n] for n in source.parents]
+    if source.kind == "input" or source.kind == "given":
+        return _Expression("input", operation=source.operation)
+    if source.operation is not None and source.operation.index <= attention.first.index and source.kind == "projection":
+        return _Expression("input", operation=source.operation)
+    if source.kind in ("projection", "context"):
+        return _Expression("out", operation=source.operation)
+    if source.kind in ("normed", "gain") and len(parents) == 1:
+        inner = _read(attention, parents[0], depth + 1)
+        norm = source.kind == "normed"
+        return _Expression("norm", (inner,), operation=source.operation) if norm else inner
+    if source.kind == "added" and len(parents) == 2:
+        factors = _factors(source, parents)
+        if factors is not None:
+            inner_ones = tuple(_read(attention, parent, depth + 1) for parent in parents)
+            return _Expression("sum", inner_ones, factors, source.operation)
+    if source.kind == "added" and len(parents) == 1:
+        return _read(attention, parents[0], depth + 1)
+    return _Expression("other", operation=source.operation)
+
+
+def _factors(source: Source, parents: list[Source]) -> tuple[float, ...] | None:
+    """Of a sum of two, how often each is in it."""
+    columns = []
+    for parent in parents:
+        codes = source.codes
+        shifted = torch.where(known(codes), torch.remainder(codes, 1 << 40) + parent.number * float(1 << 40), codes)
+        columns.append(values_at(parent, shifted).reshape(-1))
+    table = torch.stack(columns, -1)
+    if bool(table.isnan().any()):
+        return None
+    value = source.slot.value.double().reshape(-1, 1)
+    found = torch.linalg.lstsq(table, value).solution
+    if not near(table @ found, value, 1e-6):
+        return None
+    return tuple(round(float(x), 4) for x in found.reshape(-1))
+
+
+def _mistake(expression: _Expression) -> str:
+    """Name what is wrong about a residual and a norm; "" if nothing is."""
+    if expression.kind == "norm":
+        inner = expression.inner[0]
+        if inner.kind == "out":
+            return "residual_missing"
+        return _mistake(inner) if inner.kind == "sum" else ""
+    if expression.kind != "sum":
+        return ""
+    kinds = {part.kind: factor for part, factor in zip(expression.inner, expression.factors, strict=True)}
+    normed = [part for part in expression.inner if part.kind == "norm"]
+    if normed:
+        if normed[0].inner[0].kind == "out":
+            return "residual_after_norm"
+        return "residual_from_normalised" if normed[0].inner[0].kind == "input" else ""
+    if kinds.get("input", 1.0) == 2.0:
+        return "residual_added_twice"
+    if kinds.get("out", 1.0) == -1.0 or kinds.get("input", 1.0) == -1.0:
+        return "residual_subtracted"
+    return ""

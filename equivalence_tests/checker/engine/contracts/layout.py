@@ -1,0 +1,402 @@
+"""Where elements lie: heads split, products of the right pairs, heads merged. Told by names alone, not by numbers."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.anchors import Attention, Part
+from equivalence_tests.checker.engine.codes import FEATURES, coded, feature_of, known, place_of, source_of, token_of
+from equivalence_tests.checker.engine.contraction import contraction_of
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.identities import Context, Source
+from equivalence_tests.checker.engine.vocabulary import MOVES
+from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+
+__all__ = ["layout_departures", "merge_departures"]
+
+
+def layout_departures(attention: Attention) -> Iterator[Departure]:
+    """Hold what meets in the products against what should meet.
+
+    Args:
+        attention: As it was found.
+
+    Yields:
+        Departures; the first one that blocks comes last.
+    """
+    for part in attention.parts:
+        if part.product.trouble:
+            yield from _misplaced_operand(attention, part)
+            return
+    for part in attention.parts:
+        among = list(_among_heads(attention, part))
+        yield from among
+        if among:
+            return
+        yield from _paired_heads(attention, part)
+        for context in part.contexts:
+            if context.source is None:
+                yield from _unread_context(attention, part, context)
+                return
+            yield from _paired_tokens(attention, part, context)
+            yield from _paired_values(attention, part, context)
+
+
+# ---------------------------------------------------------------------------------------------- operands
+def _misplaced_operand(attention: Attention, part: Part) -> Iterator[Departure]:
+    """A row of one operand holds several tokens: the first operation after which that is so."""
+    found = list(_misplaced_operands(attention, part))
+    yield from found
+    if not found:
+        yield Departure("product_pairs_wrong_axes", "product", part.product.operation, blocks=True)
+
+
+def _misplaced_operands(attention: Attention, part: Part) -> Iterator[Departure]:
+    """For queries, keys and values: the first operation after which elements are elsewhere than their axes say."""
+    product = part.product
+    operands = [("query", product.left, product.operation), ("key", product.right, product.operation)]
+    operands += [("value", context.values, context.operation) for context in part.contexts[:1]]
+    seen: set[int] = set()
+    for role, codes, until in operands:
+        numbers = [int(x) for x in source_of(codes).unique() if x > 0]
+        departure = _first_misplaced(attention, numbers, codes, until, role)
+        if departure is None or departure.operation is None or departure.operation.index in seen:
+            continue
+        seen.add(departure.operation.index)
+        if role == "key" and len(seen) == 1 and departure.facts["split"]:
+            departure.name = "key_viewed_for_transposed"
+        yield departure
+
+
+def _first_misplaced(
+    attention: Attention, numbers: list[int], mine: Tensor, until: Operation, role: str
+) -> Departure | None:
+    names = attention.run.names
+    for number in numbers:
+        source = names.sources[number]
+        for operation, codes, _ in names.carrying(number, until.index - 1):
+            wanted = _as_axes_say(source, codes) if bool(torch.isin(codes, mine).any()) else None
+            if wanted is None or torch.equal(wanted, codes):
+                continue
+            before = next((c for c in names.before[operation.index] if c is not None), None)
+            if before is None or operation.name not in MOVES:
+                continue
+            name = "heads_split_without_transpose"
+            split = before.dim() == codes.dim()
+            facts = {"role": role, "shape": tuple(codes.shape), "function": operation.name, "split": split}
+            patch = _gathering(before, wanted)
+            return Departure(
+                name, "split", operation, facts, {operation.index: patch}, {operation.index: wanted}, blocks=True
+            )
+    return None
+
+
+def _as_axes_say(source: Source, codes: Tensor) -> Tensor | None:
+    """Names as they should lie, told by axes of the sizes that the source has; None where sizes do not tell."""
+    lead = source.slot.value.shape[:-1]
+    total = source.codes.numel()
+    if len(lead) != 2 or codes.numel() != total or len(set(lead)) < 2 or codes.dim() < 3:
+        if len(lead) == 2 and codes.numel() < total and codes.dim() >= 3 and len(set(lead)) == 2:
+            return _part_as_axes_say(source, codes)
+        return None
+    return _laid_out(source.codes, codes.shape, lead)
+
+
+def _part_as_axes_say(source: Source, codes: Tensor) -> Tensor | None:
+    features = feature_of(codes).unique()
+    if codes.numel() != len(features) * source.codes.numel() // source.codes.size(-1):
+        return None
+    mine = torch.isin(feature_of(source.codes)[0, 0], features)
+    return _laid_out(source.codes[..., mine], codes.shape, source.slot.value.shape[:-1])
+
+
+def _laid_out(codes: Tensor, shape: torch.Size, lead: torch.Size) -> Tensor | None:
+    axes = [[i for i, size in enumerate(shape) if size == n] for n in lead]
+    if any(len(found) != 1 for found in axes):
+        return None
+    first, second = axes[0][0], axes[1][0]
+    rest = [i for i in range(len(shape)) if i not in (first, second)]
+    inner = [shape[i] for i in rest]
+    try:
+        wide = codes.reshape(*lead, *inner)
+    except RuntimeError:
+        return None
+    order = [0] * len(shape)
+    for place, axis in enumerate((first, second, *rest)):
+        order[axis] = place
+    return wide.permute(order)
+
+
+def _gathering(before: Tensor, wanted: Tensor) -> Patch:
+    """Take each element from where it is in the operation's own argument."""
+    names, order = before.reshape(-1).sort()
+    place = torch.searchsorted(names, wanted.reshape(-1).contiguous()).clamp_max(len(names) - 1)
+    at = order[place]
+
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        source = next(slot for slot in operation.inputs if slot.value.numel() == before.numel())
+        return source.value.reshape(-1)[at].view(wanted.shape)
+
+    return patch
+
+
+# ---------------------------------------------------------------------------------------------- heads
+def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
+    table = part.table
+    if part.product.trouble or not len(table.query):
+        return
+    same = bool((table.query == table.key).all()) and len(table.query.unique()) > 1
+    meets = torch.stack([table.head, table.key_head], -1).unique(dim=0)
+    if same and len(meets) > max(len(table.heads), len(table.key_heads)):
+        guilty = _last_move(attention, part.product.left, part.product.operation) or part.product.operation
+        yield Departure("attention_among_heads", "product", guilty, blocks=True)
+
+
+def _last_move(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
+    """The last operation that laid out an operand."""
+    numbers = {int(x) for x in source_of(codes).unique() if x > 0}
+    found = None
+    for number in numbers:
+        for operation, _, _ in attention.run.names.carrying(number, until.index - 1):
+            if operation.name in ("view", "reshape", "unflatten", "split", "chunk"):
+                found = operation
+    return found
+
+
+def _within(codes: Tensor) -> Tensor:
+    """(n, i, d): for each row, source and feature."""
+    return source_of(codes) * FEATURES + feature_of(codes)
+
+
+def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
+    """Each head of queries meets its own head of keys, element by element."""
+    left, right = _within(part.product.left), _within(part.product.right)
+    lefts, rights = _sets(left), _sets(right)
+    if lefts is None or rights is None or len(source_of(part.product.right).unique()) > 1:
+        return
+    if len(source_of(part.product.left).unique()) > 1:
+        return
+    pairs = _pairs(part)
+    heads, key_heads = len(lefts), len(rights)
+    if heads % key_heads or key_heads == 1:
+        return
+    times = heads // key_heads
+    wrong = [(int(h), int(k)) for h, k in pairs if int(h) // times != int(k)]
+    if wrong and len(pairs) == heads:
+        tiled = all(int(h) % key_heads == int(k) for h, k in pairs)
+        name = "grouped_heads_tiled" if times > 1 and tiled else "heads_paired_wrongly"
+        yield Departure(name, "split", _repeater(attention, part, times), {"pairs": wrong}, blocks=False)
+    elif wrong or len(pairs) > heads:
+        misplaced = list(_misplaced_operands(attention, part))
+        yield from misplaced
+        if not misplaced:
+            yield Departure("heads_paired_wrongly", "product", part.product.operation, {"pairs": wrong}, blocks=True)
+
+
+def _repeater(attention: Attention, part: Part, times: int) -> Operation:
+    numbers = {int(x) for x in source_of(part.product.right).unique() if x > 0}
+    until = part.product.operation
+    found = None
+    for number in numbers:
+        for operation, codes, _ in attention.run.names.carrying(number, until.index - 1):
+            repeats = operation.name in (
+                "repeat",
+                "expand",
+                "tile",
+                "repeat_interleave",
+                "cat",
+                "__getitem__",
+                "expand_as",
+            )
+            if repeats and codes.numel() > operation.inputs[0].value.numel():
+                found = operation
+    return found or _last_move(attention, part.product.right, until) or until
+
+
+def _sets(within: Tensor) -> list[Tensor] | None:
+    """The different sets of features of the rows, the least first."""
+    rows = within.reshape(-1, within.size(-1)).sort(-1).values.unique(dim=0)
+    return list(rows) if len(rows.unique()) == rows.numel() else None
+
+
+def _pairs(part: Part) -> Tensor:
+    """Which head of queries meets which head of keys."""
+    left = _head_numbers(_within(part.product.left))
+    right = _head_numbers(_within(part.product.right))
+    n, rows, columns = left.size(0), left.size(1), right.size(1)
+    pairs = torch.stack(
+        [left[:, :, None].expand(n, rows, columns).reshape(-1), right[:, None, :].expand(n, rows, columns).reshape(-1)],
+        -1,
+    )
+    return pairs.unique(dim=0)
+
+
+def _head_numbers(within: Tensor) -> Tensor:
+    return within.amin(-1).unique(return_inverse=True)[1]
+
+
+# ---------------------------------------------------------------------------------------------- weights and values
+def _unread_context(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
+    place = place_of(context.weights).clamp_min(0)
+    has = known(context.weights)
+    query = part.table.query[place].masked_fill(~has, -1)
+    key = part.table.key[place].masked_fill(~has, -1)
+    across = not bool((query == query.amax(-1, keepdim=True)).all())
+    same_key = bool(((key == key.amax(-1, keepdim=True)) | ~has).all())
+    name = "context_sums_over_queries" if across and same_key else "context_mixes_tokens"
+    yield Departure(name, "context", context.operation, {"why": context.trouble}, blocks=True)
+
+
+def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
+    """Each weight meets the value of its own key."""
+    has = known(context.weights)
+    key = part.table.key[place_of(context.weights).clamp_min(0)]
+    sources = [attention.run.names.sources[int(x)] for x in source_of(context.values).unique() if x > 0]
+    if any(source.kind in ("given",) for source in sources):
+        return
+    value = token_of(context.values)
+    met = has[:, :, None, :] & (key[:, :, None, :] != value[:, None, :, :])
+    if bool(met.any()) and bool(torch.isin(value, key).any()):
+        yield Departure("values_meet_other_keys", "context", context.operation, blocks=True)
+
+
+def _paired_values(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
+    """Each head of weights meets its own head of values."""
+    within = _within(context.values)
+    head = part.table.head[place_of(context.weights).clamp_min(0)].amax(-1)  # (n, i)
+    feature = within.amax(-1)  # (n, f)
+    _, rank = feature.unique(return_inverse=True)
+    heads, total = int(head.max()) + 1, int(rank.max()) + 1
+    if heads == 1 or len(source_of(context.values).unique()) > 1:
+        return
+    n, rows, columns = head.size(0), head.size(1), rank.size(1)
+    pairs = torch.stack(
+        [head[:, :, None].expand(n, rows, columns).reshape(-1), rank[:, None, :].expand(n, rows, columns).reshape(-1)],
+        -1,
+    ).unique(dim=0)
+    shares = len(pairs) // total  # how many heads share one value
+    if len(pairs) % total or heads % shares:
+        return
+    groups = heads // shares
+    width = total // groups if total % groups == 0 else 0
+    if not width:
+        return
+    blocks = pairs[:, 1] // width == pairs[:, 0] // shares
+    strided = pairs[:, 1] % groups == pairs[:, 0] // shares
+    if not bool(blocks.all()) and not bool(strided.all()):
+        tiled = shares > 1 and bool((pairs[:, 1] // width == pairs[:, 0] % groups).all())
+        name = "grouped_heads_tiled" if tiled else "heads_of_values_paired_wrongly"
+        yield Departure(name, "context", _value_mover(attention, context), {}, blocks=False)
+
+
+def _value_mover(attention: Attention, context: Context) -> Operation:
+    return _last_move(attention, context.values, context.operation) or context.operation
+
+
+# ---------------------------------------------------------------------------------------------- merge
+def merge_departures(attention: Attention) -> Iterator[Departure]:
+    """Hold the order in which the heads are put together against the order of their features.
+
+    Args:
+        attention: All products of which have been read.
+    """
+    numbers = attention.context_sources
+    consumer = _consumer(attention)
+    if consumer is None:
+        return
+    operation, codes = consumer
+    token = token_of(codes)
+    if not bool((token == token[..., :1]).all()):
+        yield _unmerged(attention, numbers, operation)
+        return
+    if len(numbers) > 1 or codes.size(-1) < 2:
+        return
+    feature = feature_of(codes)
+    lead = feature[:1, :1]
+    if not bool((feature == lead).all()):
+        yield Departure("heads_merged_in_another_order", "merge", operation, blocks=True)
+        return
+    order = lead.reshape(-1)
+    total = len(torch.cat([feature_of(c.codes).unique() for p in attention.parts for c in p.contexts]).unique())
+    if len(order.unique()) < len(order) or len(order) < total:
+        yield Departure("heads_missing_or_repeated", "merge", attention.end, {"kept": len(order.unique())}, blocks=True)
+    elif not bool((order.diff() > 0).all()) and not _by_features(attention, order):
+        yield Departure("heads_merged_in_another_order", "merge", attention.end, blocks=True)
+
+
+def _by_features(attention: Attention, order: Tensor) -> bool:
+    """Whether the columns come out in the order in which the values had them: heads lie inside, everywhere."""
+    context = attention.parts[0].contexts[0]
+    out = feature_of(context.contraction.result(context.codes))  # (n, i, f)
+    value = _within(context.values).amax(-1)[:, None, :].expand(out.shape)
+    table = torch.zeros(int(out.max()) + 1, dtype=torch.long)
+    table[out.reshape(-1)] = value.reshape(-1)
+    return bool((table[order].diff() > 0).all())
+
+
+def _consumer(attention: Attention) -> tuple[Operation, Tensor] | None:
+    """The weight that takes what is merged, with the names of its rows."""
+    run, numbers = attention.run, set(attention.context_sources)
+    for operation in run.operations[attention.end.index + 1 :]:
+        for side, codes in enumerate(run.names.before[operation.index]):
+            if codes is None or codes.is_complex():
+                continue
+            if {int(x) for x in source_of(codes).unique() if x > 0} & numbers:
+                contraction = contraction_of(operation)
+                if contraction is None:
+                    continue
+                if contraction.sides[0] != side:
+                    contraction = contraction.swapped()
+                return operation, contraction.rows(codes)
+    return None
+
+
+def _unmerged(attention: Attention, numbers: list[int], consumer: Operation) -> Departure:
+    """The first operation after the context that leaves tokens where they should not be."""
+    run = attention.run
+    context = attention.parts[0].contexts[0].operation
+    first = attention.parts[0].product
+    lead = _lead_sizes(attention)
+    candidates = []
+    for number in numbers:
+        for operation, codes, _ in run.names.carrying(number, consumer.index - 1):
+            if operation.index > context.index:
+                candidates.append((operation, codes))
+    del first
+    for operation, codes in candidates:
+        wanted = _merged_as_axes_say(attention, codes, lead)
+        if wanted is None or torch.equal(token_of(wanted), token_of(codes)):
+            continue
+        before = next((c for c in run.names.before[operation.index] if c is not None), None)
+        if before is None or operation.name not in MOVES:
+            continue
+        return Departure(
+            "heads_merged_without_transpose",
+            "merge",
+            operation,
+            {"shape": tuple(codes.shape)},
+            {operation.index: _gathering(before, wanted)},
+            {operation.index: wanted},
+            blocks=True,
+        )
+    guilty = candidates[-1][0] if candidates else consumer
+    return Departure("heads_merged_without_transpose", "merge", guilty, blocks=True)
+
+
+def _lead_sizes(attention: Attention) -> torch.Size:
+    source = attention.run.names.sources[int(source_of(attention.parts[0].product.left).max())]
+    return source.slot.value.shape[:-1]
+
+
+def _merged_as_axes_say(attention: Attention, codes: Tensor, lead: torch.Size) -> Tensor | None:
+    """Names as they should lie in a tensor of this shape: tokens by the sizes of axes, features in order."""
+    if len(lead) != 2 or len(set(lead)) < 2:
+        return None
+    number = attention.context_sources[0]
+    tokens = token_of(codes).unique()
+    features = feature_of(codes).unique()
+    if len(tokens) != lead[0] * lead[1] or len(tokens) * len(features) != codes.numel():
+        return None
+    plain = coded(number, tokens.view(*lead, 1), features)
+    return _laid_out(plain.expand(*lead, len(features)), codes.shape, lead)

@@ -1,0 +1,256 @@
+"""What happens to queries, keys and values between their projection and their product.
+
+Equal, or equal up to a factor, is right. Queries and keys may also be rotated by their positions, alike, or normalised;
+that is told by experiments: the recorded operations between are run again on inputs of our own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.anchors import Attention, Part, Run, values_at
+from equivalence_tests.checker.engine.codes import source_of, token_of
+from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio, near
+from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.replaying import replayed
+from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
+
+__all__ = ["Operand", "operand_departures", "read_operands"]
+
+
+@dataclass(eq=False)
+class Operand:
+    """One operand of a product, and how it came from its projection.
+
+    Args:
+        role: "query", "key" or "value".
+        sources: Where its names come from.
+        slot: The operand as it is used.
+        codes: The names of its rows, (n, i, d).
+        places: Which of its elements they are.
+        until: The operation that uses it.
+        factor: What it is multiplied by on the way.
+        change: "" (a factor), "rotated", "normed" or "other".
+        single: Whether a part is computed in float32.
+    """
+
+    role: str
+    sources: list[Source]
+    slot: Slot
+    codes: Tensor
+    places: Tensor
+    until: Operation
+    factor: float = 1.0
+    change: str = ""
+    single: bool = False
+    tolerance: float = 1e-7
+
+    @property
+    def start(self) -> int:
+        """The first operation that gave it names."""
+        return min((s.operation.index if s.operation is not None else -1 for s in self.sources), default=-1)
+
+
+def read_operands(attention: Attention, part: Part) -> list[Operand]:
+    """Find out how queries, keys and values came from their projections.
+
+    Args:
+        attention: Whose.
+        part: Which of its parts.
+    """
+    run, product = attention.run, part.product
+    found = [
+        _operand(run, "query", product.operands[0], product.left, product.contraction.left, product.operation),
+        _operand(run, "key", product.operands[1], product.right, product.contraction.right, product.operation),
+    ]
+    for context in part.contexts[:1]:
+        found.append(
+            _operand(run, "value", context.operands[1], context.values, context.contraction.right, context.operation)
+        )
+    return found
+
+
+def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, until: Operation) -> Operand:
+    numbers = [int(x) for x in source_of(codes).unique() if x > 0]
+    operand = Operand(role, [run.names.sources[n] for n in numbers], slot, codes, places, until)
+    operand.single = any(
+        s.value.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for n in numbers
+        for op, _, _ in run.names.carrying(n, until.index)
+        for s in (*op.outputs, *op.inputs)
+        if s.value.is_floating_point()
+    )
+    operand.tolerance = 5e-4 if operand.single else 1e-7
+    want = _wanted(operand)
+    have = slot.value.double().reshape(-1)[places]
+    missing = want.isnan()
+    ratio = constant_ratio(have[~missing], want[~missing], 1e-5 if operand.single else 1e-7)
+    if ratio is not None:
+        operand.factor = ratio
+        return operand
+    if bool((~missing).any()):
+        operand.change = "other"
+        _experiment(run, operand)
+    return operand
+
+
+def _wanted(operand: Operand) -> Tensor:
+    """The numbers at the projection of the elements that are used."""
+    want = torch.full(operand.codes.shape, torch.nan, dtype=torch.float64)
+    for source in operand.sources:
+        values = values_at(source, operand.codes)
+        want = torch.where(values.isnan(), want, values)
+    return want
+
+
+def _rerun(run: Run, operand: Operand, given: dict[int, Tensor], slot: Slot, until: int) -> Tensor | None:
+    """What a tensor on the way would be for other numbers at the projections."""
+    return replayed(run.recorder, given, operand.start, slot, until)
+
+
+def _drawn(operand: Operand, seed: int, size: float = 1.0) -> dict[int, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        source.slot.key: (torch.randn(source.slot.value.shape, generator=generator, dtype=torch.float64) * size).to(
+            source.slot.value.dtype
+        )
+        for source in operand.sources
+    }
+
+
+def _rows(run: Run, operand: Operand, given: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows of the operand for other numbers at the projections, with those numbers."""
+    value = _rerun(run, operand, given, operand.slot, operand.until.index - 1)
+    have = (operand.slot.value if value is None else value).double().reshape(-1)[operand.places]
+    want = torch.full(operand.codes.shape, torch.nan, dtype=torch.float64)
+    for source in operand.sources:
+        other = Source(
+            source.number, source.kind, source.operation, Slot(source.slot.tensor, given[source.slot.key]), source.codes
+        )
+        values = values_at(other, operand.codes)
+        want = torch.where(values.isnan(), want, values)
+    return have, want
+
+
+def _experiment(run: Run, operand: Operand) -> None:
+    """Tell rotations and norms from anything else."""
+    if operand.role == "value" or len(operand.sources) > 2:
+        return
+    one, two = _drawn(operand, 1, 3.0), _drawn(operand, 2, 3.0)
+    try:
+        (have1, want1), (have2, want2) = _rows(run, operand, one), _rows(run, operand, two)
+        both = {key: one[key] + two[key] for key in one}
+        have3, _ = _rows(run, operand, both)
+        tenfold, _ = _rows(run, operand, {key: 10 * value for key, value in one.items()})
+    except (RuntimeError, TypeError, ValueError):
+        return
+    tolerance = max(operand.tolerance, 1e-9)
+    linear = near(have3, have1 + have2, tolerance) and near(tenfold, 10 * have1, tolerance)
+    if linear:
+        ratio = constant_ratio(have1.norm(dim=-1), want1.norm(dim=-1), tolerance)
+        again = constant_ratio(have2.norm(dim=-1), want2.norm(dim=-1), tolerance)
+        if ratio is not None and again is not None and abs(ratio - again) <= tolerance * abs(ratio):
+            operand.change, operand.factor = "rotated", ratio
+        return
+    if near(tenfold, have1, 2e-2) and _tokens_apart(run, operand, one):
+        operand.change = "normed"
+
+
+def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor]) -> bool:
+    """Whether a token of the operand depends on that token alone."""
+    before, _ = _rows(run, operand, given)
+    token = token_of(operand.codes)[..., 0]
+    changed = {}
+    for source in operand.sources:
+        value = given[source.slot.key].clone()
+        value[token_of(source.codes) == int(token.min())] *= -1.7
+        changed[source.slot.key] = value
+    after, _ = _rows(run, operand, changed)
+    others = token != int(token.min())
+    return near(after[others], before[others], 1e-9 if not operand.single else 1e-4)
+
+
+def operand_departures(attention: Attention, part: Part, operands: list[Operand]) -> Iterator[Departure]:
+    """Name what changes an operand and is neither a factor, a rotation nor a norm.
+
+    Args:
+        attention: Whose.
+        part: Which of its parts.
+        operands: As they were read.
+    """
+    for operand in operands:
+        if operand.change == "other":
+            yield _located(attention, operand)
+    value = next((o for o in operands if o.role == "value"), None)
+    if value is not None and not value.change and abs(value.factor - 1) > 1e-6:
+        yield _located(attention, value)
+    query, key = operands[0], operands[1]
+    if {query.change, key.change} == {"rotated", ""}:
+        name = "rotary_queries" if query.change else "rotary_keys"
+        turned = query if query.change else key
+        yield Departure(name, "rotary", _first_change(attention.run, turned))
+
+
+def _first_change(run: Run, operand: Operand) -> Operation | None:
+    for number in [source.number for source in operand.sources]:
+        source = run.names.sources[number]
+        for operation, codes, value in run.names.carrying(number, operand.until.index - 1):
+            if operation.index <= operand.start:
+                continue
+            want = values_at(source, codes)
+            if not near(value.double()[~want.isnan()], want[~want.isnan()]):
+                return operation
+    return None
+
+
+def _located(attention: Attention, operand: Operand) -> Departure:
+    """The first operation after the last one that is still right."""
+    run = attention.run
+    steps: list[tuple[Operation, Tensor, Tensor, bool]] = []
+    for source in operand.sources:
+        for operation, codes, value in run.names.carrying(source.number, operand.until.index - 1):
+            if operation.index <= operand.start or value.is_complex():
+                continue
+            want = values_at(source, codes)
+            mine = ~want.isnan()
+            ratio = constant_ratio(value.double()[mine], want[mine], operand.tolerance)
+            good = ratio is not None and (operand.role != "value" or abs(ratio - 1) <= 1e-6)
+            steps.append((operation, codes, want, good))
+    steps.sort(key=lambda step: step[0].index)
+    last = max((i for i, step in enumerate(steps) if step[3]), default=-1)
+    guilty = steps[min(last + 1, len(steps) - 1)] if steps else None
+    if guilty is None:
+        return Departure(f"{operand.role}_changed", "project", operand.until, {"role": operand.role})
+    operation, codes, want, _ = guilty
+    end, end_codes, end_want, _ = steps[-1]
+    name = f"{operand.role}_changed_by_{operation.name.strip('_')}"
+    facts = {"role": operand.role, "function": operation.name.strip("_")}
+    have = operation.outputs[0].value.double().reshape(-1)
+    departure = Departure(name, "operand", operation, facts)
+    first = want.reshape(-1)
+    differing = (have - first).abs().nan_to_num(0.0).argsort(descending=True)[:4].sort().values
+    departure.have, departure.want = tuple(have[differing].tolist()), tuple(first[differing].tolist())
+    departure.quantity = f"{operand.role} after {operation.name.strip('_')}"
+    if not bool(end_want.isnan().any()) and len(end.outputs) == 1:
+        departure.patches[end.index] = _from_source(run, end_codes)
+        departure.names[end.index] = end_codes
+    return departure
+
+
+def _from_source(run: Run, codes: Tensor) -> Patch:
+    """Take the numbers as the projection gave them in this run."""
+    sources = [run.names.sources[int(x)] for x in source_of(codes).unique() if x > 0]
+
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        want = torch.full(codes.shape, torch.nan, dtype=torch.float64)
+        for source in sources:
+            made = source.operation
+            value = source.slot.value if made is None else recorder.operations[made.index].outputs[0].value
+            here = Source(source.number, source.kind, made, Slot(value, value), source.codes)
+            found = values_at(here, codes)
+            want = torch.where(found.isnan(), want, found)
+        return want
+
+    return patch

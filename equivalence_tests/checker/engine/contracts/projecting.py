@@ -1,0 +1,293 @@
+"""Which input and which weight queries, keys and values are made of, and which weights are never used."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.anchors import Attention
+from equivalence_tests.checker.engine.codes import feature_of, retagged, source_of
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.operands import Operand
+from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
+from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+
+__all__ = ["projection_departures", "unused_departures"]
+
+ORDERS = {
+    "kqv": "query_key_swapped",
+    "qvk": "key_value_swapped",
+    "vkq": "query_value_swapped",
+    "kvq": "arguments_rotated",
+    "vqk": "arguments_rotated",
+    "qkq": "values_from_query",
+    "qqv": "keys_from_query",
+    "qqq": "memory_unused",
+    "qkk": "values_from_key",
+    "qvv": "keys_from_value",
+}
+OWN = {
+    "query": re.compile(
+        r"(^|[._])(w?_?q(uery|ueries)?|q_?proj|wq|to_q|q_?lin\w*|linear_?q\w*|in_proj_q|q_w)([._]|$)", re.I
+    ),
+    "key": re.compile(r"(^|[._])(w?_?k(ey|eys)?|k_?proj|wk|to_k|k_?lin\w*|linear_?k\w*|in_proj_k|k_w)([._]|$)", re.I),
+    "value": re.compile(
+        r"(^|[._])(w?_?v(alue|alues)?|v_?proj|wv|to_v|v_?lin\w*|linear_?v\w*|in_proj_v|v_w)([._]|$)", re.I
+    ),
+}
+
+
+def projection_departures(
+    attention: Attention, operands: list[Operand], roles: Mapping[int, str], module: nn.Module | None
+) -> Iterator[Departure]:
+    """Hold the inputs and weights of queries, keys and values against their roles.
+
+    Args:
+        attention: Whose.
+        operands: Its queries, keys and values.
+        roles: The role of each input, by the number of its source; where one tensor has several, all letters.
+        module: Holds the weights.
+    """
+    unused = _unused(attention, module)
+    if len(operands) == 3 and roles:
+        yield from _inputs(attention, operands, roles)
+    if module is not None:
+        yield from _weights(attention, operands, unused)
+        yield from _unprojected(attention, operands, unused)
+        yield from _normalised_alike(attention, operands, roles)
+
+
+def _roots(attention: Attention, source: Source, depth: int = 0) -> set[int]:
+    """The inputs that a source was made from."""
+    if not source.parents or depth > 20:
+        return {source.number}
+    names = attention.run.names
+    return set().union(*(_roots(attention, names.sources[n], depth + 1) for n in source.parents))
+
+
+def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
+    letters = ""
+    for operand, own in zip(operands, "qkv", strict=True):
+        roots = set().union(*(_roots(attention, source) for source in operand.sources))
+        given = "".join(sorted({letter for root in roots for letter in roles.get(root, "")}))
+        if not given:
+            return
+        letters += own if own in given else given[0]
+    if letters == "qkv":
+        return
+    name = ORDERS.get(letters, "arguments_rotated")
+    first = next(operand for operand, own, has in zip(operands, "qkv", letters, strict=True) if own != has)
+    departure = Departure(name, "project", _made_by(attention, first), {"order": letters})
+    for operand, own, has in zip(operands, "qkv", letters, strict=True):
+        if own != has:
+            departure.patches.update(_from_right_input(attention, operand, own, roles))
+    yield departure
+
+
+def _made_by(attention: Attention, operand: Operand) -> Operation | None:
+    made = [source.operation for source in operand.sources if source.operation is not None]
+    return made[0] if made else operand.until
+
+
+def _from_right_input(attention: Attention, operand: Operand, own: str, roles: Mapping[int, str]) -> dict[int, Patch]:
+    """Project the input that belongs there."""
+    operation = _made_by(attention, operand)
+    right = next((number for number, letters in roles.items() if own in letters), None)
+    if operation is None or right is None or operation.name not in CONTRACTIONS:
+        return {}
+    codes = attention.run.names.before[operation.index][0]
+    source = attention.run.names.sources[right]
+    if codes is None or codes.numel() != source.codes.numel():
+        return {}
+    order = retagged(source.codes, 1).reshape(-1).argsort()
+    asked = retagged(codes, 1).reshape(-1)
+    at = order[torch.searchsorted(retagged(source.codes, 1).reshape(-1)[order], asked).clamp_max(len(order) - 1)]
+    key = source.slot.key
+    place = next((i for i, x in enumerate(attention.run.recorder.kept) if id(x) == key), None)
+    if place is None:
+        return {}
+
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        x = recorder.kept[place].detach().reshape(-1)[at].view(codes.shape)
+        first, *rest = [slot.value for slot in operation.inputs]
+        return operation.call([x.to(first.dtype), *rest])
+
+    return {operation.index: patch}
+
+
+# ---------------------------------------------------------------------------------------------- weights
+def _unused(attention: Attention, module: nn.Module | None) -> list[str]:
+    """The parameters that take no part."""
+    if module is None:
+        return []
+    recorder = attention.run.recorder
+    bits = 0
+    for operation in attention.run.operations:
+        for origin in operation.origins:
+            bits |= origin
+    used = set(recorder.named(bits))
+    return [name for name, _ in module.named_parameters() if f"param:{name}" not in used]
+
+
+def _weight_of(attention: Attention, operand: Operand) -> str:
+    """The parameter that made an operand."""
+    operation = _made_by(attention, operand)
+    if operation is None or operation.name not in CONTRACTIONS:
+        return ""
+    names = [
+        name.partition(":")[2]
+        for slot, bits in zip(operation.inputs, operation.origins, strict=True)
+        for name in attention.run.recorder.named(bits)
+        if name.startswith("param:")
+        and slot.value.dim() >= 2
+        and not any(n.startswith("arg:") for n in attention.run.recorder.named(bits))
+    ]
+    return names[0] if names else ""
+
+
+def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
+    """Weights that are used twice while others lie idle, and weights whose name says another role."""
+    weights = {operand.role: _weight_of(attention, operand) for operand in operands}
+    features = {operand.role: feature_of(operand.codes).unique() for operand in operands}
+    idle = [name for name in unused if name.endswith("weight") or "." not in name]
+    if not all(weights.values()):
+        return
+    distinct = len(set(weights.values()))
+    if distinct == 3:
+        yield from _misnamed(attention, operands, weights)
+        return
+    if idle and distinct == 1 and _same(features):
+        yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": idle})
+    elif idle and distinct == 2:
+        roles = ("query", "key", "value")
+        first, second = next((a, b) for i, a in enumerate(roles) for b in roles[i + 1 :] if weights[a] == weights[b])
+        if torch.equal(features[first], features[second]):
+            wrong, right = (first, second) if OWN[second].search(weights[first]) else (second, first)
+            operand = next(operand for operand in operands if operand.role == wrong)
+            yield Departure(
+                f"{wrong}_uses_{right}_projection", "project", _made_by(attention, operand), {"unused": idle}
+            )
+
+
+def _same(features: Mapping[str, Tensor]) -> bool:
+    return torch.equal(features["query"], features["key"]) and torch.equal(features["key"], features["value"])
+
+
+def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[str, str]) -> Iterator[Departure]:
+    """Names of weights that all say a role, and say another one."""
+    said = {role: [r for r, pattern in OWN.items() if pattern.search(weights[role])] for role in weights}
+    if not all(len(found) == 1 for found in said.values()):
+        return
+    letters = "".join(said[role][0][0] for role in ("query", "key", "value"))
+    if letters != "qkv" and len(set(letters)) == 3:
+        first = next(operand for operand, own, has in zip(operands, "qkv", letters, strict=True) if own != has)
+        name = {"kqv": "query_key_swapped", "qvk": "key_value_swapped", "vkq": "query_value_swapped"}
+        yield Departure(
+            name.get(letters, "arguments_rotated"), "project", _made_by(attention, first), {"order": letters}
+        )
+
+
+def _unprojected(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
+    """Inputs that go into a product as they are, while a weight lies idle."""
+    idle = [name for name in unused if "norm" not in name.lower() and not name.endswith("bias")]
+    bare = [operand for operand in operands if all(source.kind in ("input", "given") for source in operand.sources)]
+    if not idle or len(bare) == 3:
+        return
+    for operand in bare[:1]:
+        first = _first_use(attention, operand)
+        name = f"{operand.role}_not_projected"
+        if len(bare) == 2:
+            left = next(o.role for o in operands if o not in bare)
+            name = f"only_{left}_projected" if left != "key" else name
+        yield Departure(name, "project", first, {"unused": idle})
+
+
+def _first_use(attention: Attention, operand: Operand) -> Operation:
+    for source in operand.sources:
+        for operation, _, _ in attention.run.names.carrying(source.number, operand.until.index):
+            return operation
+    return operand.until
+
+
+def _normalised_alike(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
+    """Where queries and keys come from one tensor, both see it normalised, or neither does."""
+    if len(set(roles.values())) != 1 or len(operands) != 3:
+        return
+    names = attention.run.names
+    inputs = []
+    for operand in operands:
+        parents = [names.sources[n] for source in operand.sources for n in source.parents]
+        inputs.append({parent.kind in ("normed", "gain") for parent in parents})
+    if any(len(found) != 1 for found in inputs):
+        return
+    query, key, value = (found == {True} for found in inputs)
+    if query == key == value:
+        return
+    name = "queries_not_normalised" if not query else "keys_not_normalised"
+    yield Departure(name, "project", _made_by(attention, operands[0 if not query else 1]))
+
+
+def unused_departures(attention: Attention, module: nn.Module | None, found: list[Departure]) -> Iterator[Departure]:
+    """Weights that exist and take no part: biases, output projections, norms.
+
+    Args:
+        attention: Of the call.
+        module: Holds the weights.
+        found: What departs already; a weight whose idleness that explains is not told again.
+    """
+    explained = {name for departure in found for name in departure.facts.get("unused", ())}
+    stems = {name.rpartition(".")[0] for name in explained}
+    for name in _unused(attention, module):
+        stem, _, last = name.rpartition(".")
+        if name in explained or (stem and stem in stems):
+            continue
+        if last.endswith("bias"):
+            user = _user_of(attention, f"{stem}.{last.removesuffix('bias')}weight" if stem else "weight")
+            if user is not None:
+                role = _role_of(attention, user)
+                yield Departure(f"{role}_bias_dropped", "project", user, {"unused": [name]})
+                continue
+        if "norm" in name.lower() or (stem and isinstance(_owner(module, stem), nn.LayerNorm | nn.RMSNorm)):
+            if last == "weight":
+                yield Departure("norm_never_used", "wrap", None, {"unused": [name]})
+        elif last == "weight" or not stem:
+            parameter = dict(module.named_parameters())[name] if module is not None else None
+            after = _no_output_projection(attention)
+            if parameter is not None and parameter.dim() >= 2 and after:
+                yield Departure("output_projection_skipped", "output", attention.end, {"unused": [name]})
+
+
+def _owner(module: nn.Module | None, stem: str) -> nn.Module | None:
+    return None if module is None else module.get_submodule(stem)
+
+
+def _user_of(attention: Attention, weight: str) -> Operation | None:
+    recorder = attention.run.recorder
+    if f"param:{weight}" not in recorder.names:
+        return None
+    bit = 1 << recorder.names.index(f"param:{weight}")
+    for operation in attention.run.operations:
+        if operation.name in CONTRACTIONS and any(bits & bit for bits in operation.origins):
+            return operation
+    return None
+
+
+def _role_of(attention: Attention, operation: Operation) -> str:
+    product = attention.parts[0].product
+    made = {n.number for n in attention.run.names.sources.values() if n.operation is operation}
+    sides = [("query", product.left), ("key", product.right)]
+    sides += [("value", context.values) for context in attention.parts[0].contexts[:1]]
+    for role, codes in sides:
+        if made & {int(x) for x in source_of(codes).unique()}:
+            return role
+    return "output"
+
+
+def _no_output_projection(attention: Attention) -> bool:
+    """Whether what is merged meets no weight."""
+    numbers = set(attention.context_sources)
+    return not any(
+        source.kind == "projection" and numbers & set(source.parents) for source in attention.run.names.sources.values()
+    )

@@ -1,0 +1,549 @@
+"""Scale, mask and softmax of one part, held against torch's formula."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.anchors import Attention, Part
+from equivalence_tests.checker.engine.codes import known, place_of
+from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
+from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula, weights_by_formula
+from equivalence_tests.checker.engine.contracts.operands import Operand
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
+from equivalence_tests.checker.engine.contracts.weights import WeightsModel
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
+from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+
+__all__ = ["Expectation", "score_departures"]
+
+LOOSE = 1e-3
+PLAIN = 1e-6
+SOFT = -700.0  # what is below is hidden for good
+MASKS = words("masked_fill masked_fill_ where __setitem__ add __add__ __iadd__ add_ __radd__ sub __sub__")
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What is known about a call from outside.
+
+    Args:
+        may: Which key each score's query may look at, flat as the scores are; None if nothing is known.
+        masked: Whether a mask was handed over that hides something.
+        asserted: Whether the user says that this is an attention of torch's kind.
+    """
+
+    may: Tensor | None = None
+    masked: bool = False
+    asserted: bool = False
+
+
+@dataclass(eq=False)
+class _Step:
+    """One operation between the products."""
+
+    operation: Operation
+    places: Tensor
+    values: Tensor
+    ratio: float | None = None  # to what it took, where that is constant
+
+
+def score_departures(
+    attention: Attention, part: Part, operands: list[Operand], model: WeightsModel, expected: Expectation
+) -> Iterator[Departure]:
+    """Name what departs between the product and the weights that are used.
+
+    Args:
+        attention: Whose.
+        part: Which of its parts.
+        operands: Its queries, keys and values.
+        model: What happens to the scores.
+        expected: What is known about the mask.
+    """
+    steps = _steps(attention, part)
+    judge = _Scores(attention, part, operands, model, expected, steps)
+    yield from judge.departures()
+
+
+def _steps(attention: Attention, part: Part) -> list[_Step]:
+    found: list[_Step] = []
+    last: dict[int, _Step] = {}
+    run = attention.run
+    for operation, codes, value in attention.chain(part):
+        step = _Step(operation, place_of(codes).masked_fill(~known(codes), -1), value)
+        before = [c for c in run.names.before[operation.index] if c is not None]
+        taken = [
+            slot.value
+            for slot, c in zip(operation.inputs, run.names.before[operation.index], strict=True)
+            if c is not None
+        ]
+        if before and taken and taken[0].shape == value.shape and value.is_floating_point():
+            if not operation.inplace:
+                step.ratio = constant_ratio(value, taken[0]) if taken[0].is_floating_point() else None
+            else:
+                step.ratio = constant_ratio(value, operation.inputs[0].value)
+        found.append(step)
+    del last
+    return found
+
+
+class _Scores:
+    def __init__(
+        self,
+        attention: Attention,
+        part: Part,
+        operands: list[Operand],
+        model: WeightsModel,
+        expected: Expectation,
+        steps: list[_Step],
+    ) -> None:
+        self.attention, self.part, self.model, self.expected = attention, part, model, expected
+        self.operands, self.steps = operands, steps
+        self.width = part.product.left.size(-1)
+        self.heads = len(part.table.heads)
+        self.normed = any(o.change == "normed" for o in operands[:2])
+
+    # ------------------------------------------------------------------------------------------ in order
+    def departures(self) -> Iterator[Departure]:
+        """The departures in the order of the formula."""
+        dropped = self._dropped()
+        if dropped is not None:
+            yield dropped
+            return
+        precision = self._precision()
+        if precision is not None:
+            yield precision
+            return
+        kind = self._kind()
+        if kind is not None:
+            yield kind
+            return
+        scaled_after = self._after_softmax()
+        if scaled_after is not None:
+            yield scaled_after
+        scale = None if scaled_after is not None and scaled_after.name == "scale_after_softmax" else self._scale()
+        if scale is not None:
+            yield scale
+        if scaled_after is None or scaled_after.name == "scale_after_softmax":
+            yield from self._mask()
+
+    @property
+    def total(self) -> float:
+        """What the product of queries and keys is multiplied by, 1 where it is 1 / sqrt(width)."""
+        return self.model.factor * self.operands[0].factor * self.operands[1].factor * math.sqrt(self.width)
+
+    # ------------------------------------------------------------------------------------------ dropout
+    def _dropped(self) -> Departure | None:
+        """Dropout that drops, though the call is one of evaluation."""
+        for step in self.steps:
+            fixed = step.operation.patch is not None
+            if "dropout" in step.operation.name and step.ratio != 1.0 and not fixed:
+                patches: dict[int, Patch] = {step.operation.index: _unchanged}
+                names = self.attention.run.names.after[step.operation.index][0]
+                kept = {} if names is None else {step.operation.index: names}
+                return Departure("dropout_in_eval", "dropout", step.operation, {}, patches, kept, blocks=True)
+        return None
+
+    # ------------------------------------------------------------------------------------------ precision
+    def _precision(self) -> Departure | None:
+        if any(step.operation.patch is not None for step in self.steps):
+            return None
+        wide = self.part.product.operation.outputs[0].value.dtype
+        for step in self.steps:
+            low = step.values.dtype in (torch.float16, torch.bfloat16)
+            if low and wide in (torch.float64, torch.float32):
+                name = f"softmax_in_{str(step.values.dtype).removeprefix('torch.')}"
+                patches = self._softmaxed()
+                return Departure(name, "softmax", step.operation, {}, patches, self._names_of(patches), blocks=True)
+        return None
+
+    # ------------------------------------------------------------------------------------------ softmax
+    def _kind(self) -> Departure | None:
+        model = self.model
+        if model.kind == "linear":
+            return Departure("softmax_missing", "softmax", self.part.contexts[0].operation, patches=self._softmaxed())
+        if model.axis in ("queries", "heads", "samples") and model.kind != "linear":
+            name = {"queries": "queries", "heads": "heads", "samples": "batch"}[model.axis]
+            patches = self._softmaxed()
+            return Departure(
+                f"softmax_over_{name}",
+                "softmax",
+                self._softmax_step(),
+                {},
+                patches,
+                self._names_of(patches),
+                blocks=True,
+            )
+        if model.kind == "other":
+            return self._unknown()
+        return None
+
+    def _softmax_step(self) -> Operation:
+        named = [s.operation for s in self.steps if s.operation.name in SOFTMAXES]
+        exponentials = [s.operation for s in self.steps if s.operation.name in ("exp", "exp_")]
+        return (named or exponentials or [self.part.contexts[0].operation])[-1]
+
+    def _unknown(self) -> Departure:
+        """What no reading explains: the first operation that does what no stage does."""
+        sigmoid = next((s.operation for s in self.steps if "sigmoid" in s.operation.name), None)
+        if sigmoid is not None:
+            return Departure("sigmoid_for_softmax", "softmax", sigmoid, patches=self._softmaxed())
+        odd = next((s for s in self.steps if self._is_odd(s)), None)
+        operation = odd.operation if odd is not None else self.part.contexts[0].operation
+        function = operation.name.strip("_")
+        departure = Departure(f"changed_by_{function}", "scores", operation, {"function": function, "what": "scores"})
+        departure.patches = self._softmaxed()
+        return departure
+
+    def _is_odd(self, step: _Step) -> bool:
+        """Whether a step changes scores that are seen, in another way than by a factor, a sum or a softmax."""
+        name = step.operation.name
+        if step.ratio is not None or step.operation.index == self.part.product.operation.index:
+            return False
+        if name in SOFTMAXES or name in ("exp", "exp_", "dropout", "exp2", "log", "nan_to_num") or name in MASKS:
+            return False
+        taken = [
+            slot.value
+            for slot, c in zip(
+                step.operation.inputs, self.attention.run.names.before[step.operation.index], strict=True
+            )
+            if c is not None
+        ]
+        same = bool(taken) and taken[0].numel() == step.values.numel()
+        if (
+            same
+            and taken[0].shape == step.values.shape
+            and torch.equal(taken[0].nan_to_num(), step.values.nan_to_num())
+        ):
+            return False
+        moved = same and torch.equal(taken[0].flatten().sort().values, step.values.flatten().sort().values)
+        return not moved or name in ("roll", "flip")
+
+    def _after_softmax(self) -> Departure | None:
+        """What happens to the weights after the softmax."""
+        model = self.model
+        if model.axis != "" or model.kind != "softmax":
+            return None
+        live = ~model.weights.isnan() & ~model.dead[model.rows]
+        sums = model.sums[live]
+        ratio = constant_ratio(sums, torch.ones_like(sums), LOOSE if model.single else PLAIN)
+        operation = self._weights_changed()
+        if ratio is not None:
+            after = abs(ratio * math.sqrt(self.width) - 1) < LOOSE
+            scale_gone = abs(self.total / math.sqrt(self.width) - 1) < LOOSE
+            name = "scale_after_softmax" if after and scale_gone else "weights_scaled"
+            patches = self._softmaxed(rescaled=name == "scale_after_softmax")
+            return Departure(name, "softmax", operation, {"factor": ratio}, patches=patches)
+        if bool(model.hidden.any()):
+            name = "mask_after_softmax" if self.expected.masked else "causal_mask_after_softmax"
+            return Departure(name, "mask", operation, patches=self._softmaxed())
+        function = operation.name.strip("_")
+        facts = {"function": function, "what": "weights"}
+        return Departure(f"changed_by_{function}", "softmax", operation, facts, patches=self._softmaxed())
+
+    def _weights_changed(self) -> Operation:
+        """The first operation after the softmax that gives something else."""
+        after = False
+        for step in self.steps:
+            if after and step.ratio != 1.0:
+                return step.operation
+            after = after or step.operation is self._softmax_step()
+        return self.part.contexts[0].operation
+
+    # ------------------------------------------------------------------------------------------ scale
+    def _scale(self) -> Departure | None:
+        total = self.total
+        if math.isnan(total) or abs(total - 1) < (LOOSE if self.model.single else PLAIN):
+            return None
+        operation = self._scaling() or self.part.product.operation
+        name = scale_name(total, self._sizes())
+        facts = {"factor": total / math.sqrt(self.width), "width": self.width, "normed": self.normed}
+        index = self.part.product.operation.index
+        return Departure(name, "scale", operation, facts, {index: _multiplied(1 / total)})
+
+    def _sizes(self) -> dict[str, int]:
+        table = self.part.table
+        one = table.row == table.row[0]
+        keys = len(table.key[one].unique())
+        first = (table.key == table.key[0]) & (table.head == table.head[0])
+        queries = len(table.query[first].unique())
+        samples = len(table.query.unique()) // max(queries, 1)
+        return {"d": self.width, "h": self.heads, "q": queries, "k": keys, "b": samples}
+
+    def _scaling(self) -> Operation | None:
+        """The last operation that multiplies all scores, or all of an operand, by one number."""
+        found = [s.operation for s in self.steps if s.ratio is not None and abs(s.ratio - 1) > 1e-9]
+        before = [s for s in found if s.index < self._softmax_step().index]
+        if before:
+            return before[-1]
+        for operand in self.operands[:2]:
+            scaled = self._scaled_operand(operand)
+            if scaled is not None:
+                return scaled
+        return None
+
+    def _scaled_operand(self, operand: Operand) -> Operation | None:
+        run = self.attention.run
+        for source in operand.sources:
+            for operation, _, value in run.names.carrying(source.number, operand.until.index - 1):
+                if operation.index <= operand.start or not operation.inputs:
+                    continue
+                taken = operation.inputs[0].value
+                if taken.shape == value.shape and taken.is_floating_point():
+                    ratio = constant_ratio(value, taken)
+                    if ratio is not None and abs(ratio - 1) > 1e-9:
+                        return operation
+        return None
+
+    # ------------------------------------------------------------------------------------------ mask
+    def _mask(self) -> Iterator[Departure]:
+        model, may = self.model, self.expected.may
+        live = ~model.weights.isnan() & ~model.dead[model.rows]
+        soft = self._soft(live)
+        if may is None:
+            yield from self._own_mask(live, soft)
+            return
+        wanted = ~may
+        if bool((model.hidden | soft)[live].any()) or bool(wanted[live].any()):
+            yield from self._given_mask(live, soft, wanted)
+
+    def _soft(self, live: Tensor) -> Tensor:
+        """Keys whose score is held down or replaced, though not hidden."""
+        return self.model.replaced & live
+
+    def _own_mask(self, live: Tensor, soft: Tensor) -> Iterator[Departure]:
+        """What the code hides by itself: causal masks that are shifted, turned round, or too weak."""
+        hidden = self.model.hidden
+        pattern = causal_pattern(self.part, hidden | soft, live)
+        if bool(soft.any()):
+            yield self._weak("causal" if pattern else "mask", soft)
+            return
+        if bool(hidden.any()) and pattern not in ("", "causal"):
+            yield Departure(pattern, "mask", self._masking(hidden), patches=self._softmaxed("causal"))
+        added = self._added(live & ~hidden)
+        if added is not None:
+            yield added
+
+    def _added(self, visible: Tensor) -> Departure | None:
+        """Zeros and ones that are added to the scores."""
+        levels = _two_levels(self.model, visible)
+        if levels is None or abs(abs(levels) - 1) > 1e-6:
+            return None
+        operation = self._adding()
+        prefix = "" if self.expected.masked else "causal_"
+        if operation is None:
+            return None
+        return Departure(f"{prefix}mask_added_as_01", "mask", operation, patches=self._softmaxed("causal"))
+
+    def _adding(self) -> Operation | None:
+        for step in self.steps:
+            if step.operation.name.strip("_") in ("add", "sub", "iadd", "isub", "radd", "rsub"):
+                return step.operation
+        return None
+
+    def _masking(self, hidden: Tensor) -> Operation:
+        """The first operation that hides what is hidden."""
+        want = hidden.nonzero().flatten()
+        for step in self.steps:
+            flat = torch.full((len(hidden),), torch.nan, dtype=torch.float64)
+            mine = step.places >= 0
+            if not step.values.is_floating_point():
+                continue
+            flat[step.places[mine]] = step.values.double()[mine]
+            mine_hidden = want[~flat[want].isnan()]
+            if len(mine_hidden) and bool((flat[mine_hidden] < SOFT).any()):
+                return step.operation
+        return self._softmax_step()
+
+    def _weak(self, prefix: str, soft: Tensor) -> Departure:
+        fill = float(self.model.fill[soft].median())
+        operation = self._replacing(soft)
+        scaled = fill / self.total * math.sqrt(self.width)
+        del scaled
+        name = operation.name.strip("_")
+        if name in ("mul", "imul", "rmul", "multiply"):
+            return Departure(
+                f"{prefix}_mask_multiplied".replace("mask_mask", "mask"),
+                "mask",
+                operation,
+                patches=self._softmaxed("causal"),
+            )
+        given = _fill_of(operation)
+        fill = fill if given is None else given
+        if fill == 0:
+            word = "fill_zero"
+        elif abs(fill) < 1e-3:
+            word = "fill_not_negative"
+        elif fill > 0:
+            word = "fill_positive"
+        else:
+            word = "fill_too_small"
+        return Departure(f"{prefix}_{word}", "mask", operation, {"fill": fill}, patches=self._softmaxed("causal"))
+
+    def _replacing(self, soft: Tensor) -> Operation:
+        """The operation that puts something else in the place of scores."""
+        want = soft.nonzero().flatten()
+        raw = self.part.product.operation.outputs[0].value.double().reshape(-1)
+        previous = raw
+        for step in self.steps[1:]:
+            mine = step.places >= 0
+            if not step.values.is_floating_point():
+                continue
+            flat = torch.full((len(raw),), torch.nan, dtype=torch.float64)
+            flat[step.places[mine]] = step.values.double()[mine]
+            here = want[~flat[want].isnan()]
+            if step.ratio is None and step.operation.name not in SOFTMAXES and len(here):
+                other = constant_ratio(flat[here], previous[here])
+                if other is None or abs(other) < 1e-12:
+                    return step.operation
+            previous = flat
+        return self._softmax_step()
+
+    def _given_mask(self, live: Tensor, soft: Tensor, wanted: Tensor) -> Iterator[Departure]:
+        model = self.model
+        hidden = model.hidden
+        levels = _two_levels(model, live & ~hidden & ~soft)
+        if torch.equal((hidden | soft)[live], wanted[live]):
+            if bool(soft[live].any()):
+                yield self._weak("mask", soft)
+            return
+        if levels is not None:
+            operation = self._adding() or self._softmax_step()
+            small = abs(abs(levels) - 1) > 1e-6
+            name = "mask_fill_too_small" if small else "mask_added_as_01"
+            yield Departure(name, "mask", operation, {"fill": levels}, patches=self._softmaxed("given"))
+            return
+        name = _mask_name(self.part, hidden | soft, wanted, live)
+        operation = self._masking(hidden) if bool(hidden[live].any()) else self.part.product.operation
+        yield Departure(name, "mask", operation, patches=self._softmaxed("given"))
+
+    # ------------------------------------------------------------------------------------------ putting right
+    def _names_of(self, patches: dict[int, Patch]) -> dict[int, Tensor]:
+        """What is put right keeps its names."""
+        names = {index: self.attention.run.names.after[index][0] for index in patches}
+        return {index: codes for index, codes in names.items() if codes is not None}
+
+    def _softmaxed(self, mask: str = "", rescaled: bool = False) -> dict[int, Patch]:
+        """The right weights in the place of those that are used."""
+        part, model, expected = self.part, self.model, self.expected
+        right = 1 / (self.operands[0].factor * self.operands[1].factor * math.sqrt(self.width))
+        factor = right if math.isnan(model.factor) or model.kind == "other" or rescaled else model.factor
+        hidden = hidden_by_formula(part, model, expected.may, "causal" if mask == "causal" else "")
+        patches: dict[int, Patch] = {}
+        for context in part.contexts:
+            maker = self._maker_of(context.operands[0].key, context.operation.index)
+            if maker is None:
+                continue
+            names = self.attention.run.names.after[maker.index][0]
+            if names is None:
+                continue
+            patches[maker.index] = _right_weights(part, names, hidden, factor)
+        return patches
+
+    def _maker_of(self, key: int, before: int) -> Operation | None:
+        for operation in reversed(self.attention.run.operations[:before]):
+            if any(slot.key == key for slot in operation.outputs[:1]):
+                return operation
+        return None
+
+
+def _right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> Patch:
+    index = part.product.operation.index
+
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        scores = recorder.operations[index].outputs[0].value.double().reshape(-1) * factor
+        weights = weights_by_formula(scores, part.table, hidden)
+        return weights[place_of(names).clamp_min(0)].masked_fill(~known(names), 0.0)
+
+    return patch
+
+
+def _unchanged(recorder: Recorder, operation: Operation) -> Tensor:
+    return operation.inputs[0].value
+
+
+def _multiplied(factor: float) -> Patch:
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        return operation.outputs[0].value * factor
+
+    return patch
+
+
+def _fill_of(operation: Operation) -> float | None:
+    """The number that a mask fills with, as it is written."""
+    if operation.name.strip("_") == "masked_fill":
+        value: Any = operation.argument(2, "value")
+    elif operation.name == "where":
+        value = next((x for x in operation.arguments[0][1:] if isinstance(x, int | float)), None)
+    elif operation.name == "__setitem__":
+        value = operation.argument(2, "value")
+    else:
+        value = None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def scale_name(total: float, sizes: dict[str, int]) -> str:
+    """Name a wrong scale by what it is.
+
+    Args:
+        total: What there is beside the right scale.
+        sizes: Width d of a head, h heads, q queries, k keys, b samples.
+    """
+    d = sizes["d"]
+    have = total / math.sqrt(d)
+    known_scales = {
+        "scale_missing": 1.0,
+        "scale_sqrt_d_model": (d * sizes["h"]) ** -0.5,
+        "scale_twice": 1 / d,
+        "scale_multiplied": d**0.5,
+        "scale_by_d_model": 1 / (d * sizes["h"]),
+        "scale_quartic_root": d**-0.25,
+        "scale_sqrt_heads": sizes["h"] ** -0.5,
+        "scale_sqrt_key_len": sizes["k"] ** -0.5,
+        "scale_sqrt_query_len": sizes["q"] ** -0.5,
+        "scale_sqrt_batch": sizes["b"] ** -0.5,
+        "scale_squared": d**-2.0,
+        "scale_halved": 0.5 * d**-0.5,
+        "scale_root_of_half": (d / 2) ** -0.5,
+        "scale_multiplied_d_model": (d * sizes["h"]) ** 0.5,
+    }
+    return next((name for name, value in known_scales.items() if abs(have / value - 1) < 1e-3), "scale_other")
+
+
+def _two_levels(model: WeightsModel, where: Tensor) -> float | None:
+    """The step between the two numbers that are added to the scores of visible keys; None if it is not two."""
+    if not bool(where.any()) or model.kind != "softmax":
+        return None
+    bias, rows = model.bias[where], model.rows[where]
+    best = torch.full((int(model.rows.max()) + 1,), -torch.inf, dtype=torch.float64)
+    best = best.scatter_reduce(0, rows, bias, "amax")
+    below = best[rows] - bias
+    steps = below[below > 1e-4]
+    if not len(steps) or float(steps.max() - steps.min()) > 1e-3 * float(steps.max()):
+        return None
+    return float(steps.mean())
+
+
+def _mask_name(part: Part, hidden: Tensor, wanted: Tensor, live: Tensor) -> str:
+    if not bool(hidden[live].any()):
+        return "mask_never_used"
+    if torch.equal(hidden[live], ~wanted[live]):
+        return "mask_inverted"
+    query, key, queries, keys = ranks_of(part)
+    tokens = part.table.query // max(queries, 1)
+    samples = int(tokens.max()) + 1
+    table = torch.zeros(samples, queries, keys, dtype=torch.bool)
+    table[tokens, query, key] = wanted
+    if queries == keys and torch.equal(table.mT[tokens, query, key][live], hidden[live]):
+        keyed = bool((table == table[:, :1]).all())
+        return "padding_mask_on_queries" if keyed else "mask_transposed"
+    if torch.equal(table[:1].expand_as(table)[tokens, query, key][live], hidden[live]):
+        return "mask_of_first_sample"
+    heads = int(part.table.head.max()) + 1
+    for other in ((tokens * heads + part.table.head) % samples, (part.table.head * samples + tokens) // heads):
+        if torch.equal(table[other, query, key][live], hidden[live]):
+            return "mask_repeated_in_wrong_order"
+    return "mask_hides_other_entries"

@@ -1,0 +1,38 @@
+"""Ranks of queries and keys within a sample, and the masks that are known by them."""
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.anchors import Part
+
+__all__ = ["causal_pattern", "future_of", "ranks_of"]
+
+
+def ranks_of(part: Part) -> tuple[Tensor, Tensor, int, int]:
+    """Rank of each score's query and key, as they stand in the product, and how many queries and keys there are."""
+    table = part.table
+    return table.rank_query, table.rank_key, int(table.rank_query.max()) + 1, int(table.rank_key.max()) + 1
+
+
+def future_of(part: Part) -> Tensor:
+    """Which keys come after the query, the last query beside the last key."""
+    query, key, queries, keys = ranks_of(part)
+    return key > query + (keys - queries)
+
+
+def causal_pattern(part: Part, hidden: Tensor, live: Tensor) -> str:
+    """Tell which causal mask a pattern is: the right one, or one of the known wrong ones; "" for another pattern."""
+    query, key, queries, keys = ranks_of(part)
+    if not bool(hidden[live].any()) or queries < 2:
+        return ""
+    ahead = key - query - (keys - queries)
+    patterns = {
+        "causal": (ahead > 0,),
+        "causal_sees_one_ahead": (ahead > 1,),
+        "causal_cannot_see_itself": (ahead >= 0,),
+        "causal_mask_inverted": (ahead <= 0, ahead < 0),
+    }
+    for name, known in patterns.items():
+        if any(torch.equal(pattern[live], hidden[live]) and bool(pattern.any()) for pattern in known):
+            return name
+    return ""

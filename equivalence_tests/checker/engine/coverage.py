@@ -1,0 +1,247 @@
+"""What the code offers beyond the call that was judged: every argument, length and switch is run, or listed."""
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.calling import forward_parameters, role_of_parameter
+from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
+from equivalence_tests.checker.engine.trying import Trial, lines_of, said
+from equivalence_tests.checker.findings import Exercise, Finding
+from equivalence_tests.checker.report import Report
+
+__all__ = ["Covered", "cover"]
+
+Judge = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Report]]
+
+LONGEST = 300
+LIMITED = re.compile(r"block|tile|chunk|window|span|segment|bucket|local|sliding", re.IGNORECASE)
+WINDOW = re.compile(r"window|sliding|local_?(size|span|attention)?$", re.IGNORECASE)
+CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
+DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
+
+
+@dataclass
+class Covered:
+    """What was exercised beyond the call that was judged, and what came out."""
+
+    exercises: list[Exercise] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, what: str, findings: Sequence[Finding], detail: str = "") -> None:
+        """Note that something was run, with a verdict."""
+        self.exercises.append(Exercise(what, True, detail))
+        known = {(finding.name, finding.line) for finding in self.findings}
+        self.findings += [finding for finding in findings if (finding.name, finding.line) not in known]
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Note that there is no verdict on something."""
+        self.exercises.append(Exercise(what, False, why))
+
+    def add_failure(self, what: str, error: Exception) -> None:
+        """Note that the code raised: a mistake, unless it says itself that it does not do this."""
+        stack = lines_of(error)
+        refused = stack and stack[-1].text.startswith(("raise", "assert"))
+        if refused or not stack or isinstance(error, (ImportError, NotImplementedError, MemoryError)):
+            self.leave_out(what, said(error))
+        else:
+            self.add(what, [_fails(what, error)])
+
+
+def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covered:
+    """Exercise what the code offers: optional arguments, switches, other lengths, long ones, caches.
+
+    Args:
+        trial: A way to call it that was judged.
+        judge: Judges a call by its arguments, as the one before was.
+        exercised: Arguments on which there is a verdict already.
+
+    Returns:
+        All of it, and what deviates.
+    """
+    covered = Covered()
+    _other_lengths(trial, judge, covered)
+    _long_lengths(trial, judge, covered)
+    caches = cache_arguments(trial.caller.function)
+    told, findings = exercised_cache(trial)
+    covered.exercises += told
+    covered.findings += findings
+    for parameter in _optional(trial, {*exercised, *caches}):
+        _argument(trial, judge, parameter, covered)
+    return covered
+
+
+def _optional(trial: Trial, exercised: Collection[str]) -> Iterator[inspect.Parameter]:
+    """The arguments that the judged call left out, or filled with a constant."""
+    given = {name for name, role in trial.plan.roles if not role.startswith("=")}
+    for parameter in forward_parameters(trial.caller.function):
+        if parameter.name not in given and parameter.name not in exercised:
+            yield parameter
+
+
+def _argument(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered: Covered) -> None:
+    name = parameter.name
+    if trial.plan.positional:
+        covered.leave_out(name, "it has no name to be given by")
+    elif CAUSAL.search(name) and "mask" not in name and _is_bool(parameter):
+        _causal_switch(trial, parameter, covered)
+    elif _is_bool(parameter):
+        _switch(trial, judge, parameter, covered)
+    elif role_of_parameter(name) == "memory" and trial.plan.self_attention:
+        _context(trial, judge, name, covered)
+    elif DROPS.search(name) and parameter.default in (0, 0.0, None):
+        covered.add(name, (), "left at its default, which drops nothing")
+    else:
+        covered.leave_out(name, "what it does is not told from its name")
+
+
+def _is_bool(parameter: inspect.Parameter) -> bool:
+    return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool", "bool | None")
+
+
+def _causal_switch(trial: Trial, parameter: inspect.Parameter, covered: Covered) -> None:
+    """The name says what it must do: with it no output may depend on a later token, and on all earlier ones."""
+    name, length = parameter.name, 5
+    if not trial.plan.self_attention:
+        covered.leave_out(f"{name}=True", "queries and keys are different tensors: which are later is not known")
+        return
+    try:
+        reach = trial.reach(length, {name: True})
+    except Exception as error:
+        covered.add_failure(f"{name}=True", error)
+        return
+    wanted = torch.ones(length, length).tril().bool()
+    findings = [] if torch.equal(reach, wanted) else [_not_causal(name, reach, wanted)]
+    covered.add(f"{name}=True", findings, "one token changed at a time")
+
+
+def _not_causal(name: str, reach: Tensor, wanted: Tensor) -> Finding:
+    output, token = (int(x) for x in (reach != wanted).nonzero()[0])
+    seen = bool(reach[output, token])
+    shown = "sees the future" if seen else "does not see the past"
+    return Finding(
+        "causal_switch_inverted" if torch.equal(reach, wanted.T) else "causal_switch_wrong",
+        "mask",
+        f"With {name}=True output {output} {shown}: token {token} {'changes' if seen else 'does not change'} it.",
+        have=f"{name}=True lets query i see {'keys j >= i' if torch.equal(reach, wanted.T) else 'other keys'}",
+        want="query i sees the keys j <= i",
+        fix="Hide what lies above the diagonal: torch.ones(q, k).triu(1).bool() is True where the score becomes -inf.",
+        evidence=f"tokens changed one at a time, {len(wanted)} tokens",
+    )
+
+
+def _switch(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered: Covered) -> None:
+    value = parameter.default is not True
+    what = f"{parameter.name}={value}"
+    try:
+        reports = judge(*trial.arguments(trial.inputs(), {parameter.name: value}))
+    except Exception as error:
+        covered.add_failure(what, error)
+        return
+    _note(covered, what, reports)
+
+
+def _context(trial: Trial, judge: Judge, name: str, covered: Covered) -> None:
+    """A second tensor of another length: queries from the first, keys and values from it."""
+    inputs = trial.inputs()
+    context = trial.inputs(trial.sizes.query_len + 2, seed=21).query
+    if trial.plan.layout != "b l e":
+        covered.leave_out(name, f"tensors are laid out as ({', '.join(trial.plan.layout.split())})")
+        return
+    try:
+        reports = judge(*trial.arguments(inputs, {name: context}))
+    except Exception as error:  # it may want another width
+        covered.leave_out(name, f"a tensor of {context.size(1)} tokens of width {context.size(2)}: {said(error)}")
+        return
+    _note(covered, name, reports)
+
+
+def _note(covered: Covered, what: str, reports: Sequence[Report]) -> None:
+    """A call has a verdict if each of its attentions has one."""
+    unread = [report.reason for report in reports if report.verdict == "unchecked"]
+    if unread or not reports:
+        covered.leave_out(what, next(iter(unread), "no attention was found in the call"))
+    else:
+        covered.add(what, [finding for report in reports for finding in report.findings])
+
+
+def _other_lengths(trial: Trial, judge: Judge, covered: Covered) -> None:
+    """Where queries and keys are different tensors, their lengths differ."""
+    if trial.plan.self_attention or trial.sizes.whole:
+        return
+    what = "keys of another length than queries"
+    inputs = trial.inputs(trial.sizes.query_len, trial.sizes.query_len + 2)
+    try:
+        reports = judge(*trial.arguments(inputs, {}))
+    except Exception as error:
+        covered.add_failure(what, error)
+        return
+    _note(covered, what, reports)
+
+
+def _long_lengths(trial: Trial, judge: Judge, covered: Covered) -> None:
+    """Past every number that looks like a block or a window: what lies in a second one is new."""
+    for name, limit in _limits(trial.caller.function):
+        what, length = f"lengths beyond {name} = {limit}", 2 * limit + 3
+        if length > LONGEST:
+            covered.leave_out(what, f"{length} tokens are more than {LONGEST}")
+            continue
+        try:
+            reports = judge(*trial.arguments(trial.inputs(length, length), {}))
+        except Exception as error:
+            covered.add_failure(what, error)
+            continue
+        _note(covered, what, reports)
+        if WINDOW.search(name) and trial.plan.self_attention:
+            covered.findings += _window_findings(trial, name, limit, length)
+
+
+def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
+    """Whole numbers that an instance holds, or that are defaults of its forward."""
+    found: dict[str, int] = {}
+    for child in function.modules() if isinstance(function, nn.Module) else ():
+        found |= {name: value for name, value in vars(child).items() if type(value) is int}
+    found |= {p.name: p.default for p in forward_parameters(function) if type(p.default) is int}
+    yield from ((name, value) for name, value in sorted(found.items()) if LIMITED.search(name) and value > 1)
+
+
+def _window_findings(trial: Trial, name: str, limit: int, length: int) -> list[Finding]:
+    """A window hides what is further away than it is wide: the first token cannot reach the last output."""
+    inputs = trial.inputs(length)
+    x = inputs.query.clone()
+    x[:, 0] += 1.0
+    args, kwargs = trial.arguments(type(inputs)(x, x, x), {})
+    with torch.no_grad():
+        other = trial.output_in(trial.caller.function(*args, **kwargs))
+    whole = trial.output(inputs, {})
+    if (whole - other)[:, -1].abs().max() <= 1e-7 * whole.abs().max():
+        return []
+    return [
+        Finding(
+            "window_without_effect",
+            "mask",
+            f"The window of {limit} tokens ({name}) hides nothing: of {length} tokens the first reaches the last.",
+            have="every query sees every key, however far away",
+            want=f"a query sees the keys less than {limit} tokens away",
+            fix=f"Use {name} where the mask is made.",
+            evidence=f"token 0 changed, output {length - 1} of {length} tokens looked at",
+        )
+    ]
+
+
+def _fails(what: str, error: Exception) -> Finding:
+    return Finding(
+        "fails_with_what_it_offers",
+        "call",
+        f"It fails with {what}: {said(error)}.",
+        have=said(error),
+        want="an output, as without it",
+        fix="Put the line right that fails, or do not offer the argument.",
+        stack=lines_of(error),
+        evidence="the same call without it works",
+    )

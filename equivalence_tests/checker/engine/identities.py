@@ -1,0 +1,724 @@
+"""Follow every element of a recorded run by its name.
+
+What a weight makes of a token gets new names; what only moves data moves the names; a product of two activations is
+read by the names on both of its sides. Nothing is told from the names of variables, modules or axes.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.codes import (
+    FEATURES,
+    UNKNOWN,
+    coded,
+    feature_of,
+    known,
+    place_of,
+    retagged,
+    score_codes,
+    source_of,
+    token_of,
+)
+from equivalence_tests.checker.engine.contraction import Contraction, contraction_of, multiplied_and_summed
+from equivalence_tests.checker.engine.vocabulary import (
+    CONTRACTIONS,
+    CREATES,
+    ELEMENTWISE,
+    MOVES,
+    NORMS,
+    REDUCES,
+    REORDERS,
+    words,
+)
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
+
+__all__ = ["Context", "Identities", "Product", "Source", "identify"]
+
+MULTIPLIES = words("mul __mul__ __rmul__ multiply mul_ __imul__")
+ADDS = words("add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_ __rsub__ lerp addcmul")
+JOINS = words("cat concat concatenate stack hstack vstack column_stack")
+INDEXED = words("embedding embedding_bag one_hot")
+
+
+@dataclass(eq=False)
+class Source:
+    """Where names come from.
+
+    Args:
+        number: Its own.
+        kind: "input", "projection", "added", "gain", "normed", "gated", "given", "score" or "context".
+        operation: What made it; None for what was given to the run.
+        slot: The tensor that carries its names first.
+        codes: Those names.
+        parents: The sources that it was made from.
+    """
+
+    number: int
+    kind: str
+    operation: Operation | None
+    slot: Slot
+    codes: Tensor
+    parents: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Product:
+    """A product of two activations: rows times columns.
+
+    Args:
+        operation: That gives the result.
+        contraction: How.
+        left: Names on the left, (n, i, d).
+        right: Names on the right, (n, j, d).
+        source: The names of its result; None if it cannot be read.
+        trouble: Why it cannot be read.
+    """
+
+    operation: Operation
+    contraction: Contraction
+    left: Tensor
+    right: Tensor
+    source: Source | None = None
+    trouble: str = ""
+    factors: Operation | None = None  # the multiplication, where a sum is the operation
+
+    @property
+    def operands(self) -> tuple[Slot, Slot]:
+        """The left and the right operand."""
+        slots = (self.factors or self.operation).inputs
+        return slots[self.contraction.sides[0]], slots[self.contraction.sides[1]]
+
+
+@dataclass(eq=False)
+class Context:
+    """A product of what came from scores with values.
+
+    Args:
+        operation: That gives the result.
+        contraction: Its left side holds the weights.
+        weights: Names of the weights, (n, i, k).
+        values: Names of the values, (n, f, k).
+        source: The names of the result; None if it cannot be read.
+        trouble: Why it cannot be read.
+    """
+
+    operation: Operation
+    contraction: Contraction
+    weights: Tensor
+    values: Tensor
+    source: Source | None = None
+    trouble: str = ""
+    factors: Operation | None = None
+    codes: Tensor = field(default_factory=lambda: torch.empty(0))  # the names of the result
+
+    @property
+    def operands(self) -> tuple[Slot, Slot]:
+        """The weights and the values."""
+        slots = (self.factors or self.operation).inputs
+        return slots[self.contraction.sides[0]], slots[self.contraction.sides[1]]
+
+    @property
+    def score_sources(self) -> list[int]:
+        """The products that the weights come from."""
+        return sorted({int(x) for x in source_of(self.weights).unique() if x >= 0})
+
+
+@dataclass(eq=False)
+class Identities:
+    """All names of one run.
+
+    Args:
+        operations: The run.
+        sources: By number.
+        products: Of two activations, none of which comes from scores.
+        contexts: Of what comes from scores with another activation.
+        before: For each operation, the names of its inputs.
+        after: For each operation, the names of its outputs.
+    """
+
+    operations: list[Operation]
+    sources: dict[int, Source] = field(default_factory=dict)
+    products: list[Product] = field(default_factory=list)
+    contexts: list[Context] = field(default_factory=list)
+    before: list[list[Tensor | None]] = field(default_factory=list)
+    after: list[list[Tensor | None]] = field(default_factory=list)
+    mixes: list[Operation] = field(default_factory=list)  # that sum over tokens without scores
+
+    def carrying(self, number: int, last: int | None = None) -> Iterable[tuple[Operation, Tensor, Tensor]]:
+        """List the operations whose results carry names of a source, with the names and the numbers."""
+        for operation, names in zip(self.operations, self.after, strict=True):
+            if last is not None and operation.index > last:
+                return
+            for slot, codes in zip(operation.outputs, names, strict=False):
+                if codes is not None and not codes.is_complex() and bool((source_of(codes) == number).any()):
+                    yield operation, codes, slot.value
+
+
+def identify(
+    recorder: Recorder,
+    seeds: Mapping[int, Tensor] | None = None,
+    data: Iterable[Tensor] = (),
+    patched: Mapping[int, Tensor] | None = None,
+) -> Identities:
+    """Name the elements of a recorded run.
+
+    Args:
+        recorder: Holds the run.
+        seeds: Names that are known from outside, by the id of the tensor.
+        data: Tensors that hold the data of the call, in contrast to weights, masks and positions.
+        patched: The names of what patched operations give, by index.
+    """
+    follower = _Follower(recorder, dict(seeds or {}), data)
+    follower.patched = dict(patched or {})
+    for operation in recorder.operations:
+        follower.follow(operation)
+    return follower.found
+
+
+class _Follower:
+    """Walks through the operations and keeps the names of all tensors."""
+
+    def __init__(self, recorder: Recorder, seeds: dict[int, Tensor], data: Iterable[Tensor]) -> None:
+        self.found = Identities(recorder.operations)
+        self.codes: dict[int, Tensor] = {}
+        self.others: dict[int, Tensor] = {}  # second names of what two elements were added to
+        self.data = {_storage(tensor) for tensor in data}
+        self.weights = {
+            id(tensor)
+            for name, tensor in zip(recorder.names, recorder.kept, strict=False)
+            if name.startswith(("param:", "buffer:"))
+        }
+        self.patched: dict[int, Tensor] = {}
+        self.parameters = sum(1 << i for i, name in enumerate(recorder.names) if name.startswith("param:"))
+        self.makers: dict[int, Operation] = {}
+        self.siblings: dict[int, dict[int, Tensor]] = {}
+        self.contexts: dict[tuple[Any, ...], Source] = {}
+        self.bases: dict[int, int] = {}  # the first token of each tensor that had no names
+        self.tokens = 0
+        for tensor in recorder.kept:
+            self._met(tensor)
+            if id(tensor) in seeds:
+                self.found.sources[len(self.found.sources) + 1] = source = Source(
+                    len(self.found.sources) + 1, "input", None, Slot(tensor, tensor.detach()), seeds[id(tensor)]
+                )
+                self.codes[id(tensor)] = source.codes = retagged(seeds[id(tensor)], source.number)
+                self.tokens = max(self.tokens, int(token_of(source.codes).max()) + 1)
+
+    # ------------------------------------------------------------------------------------------ one operation
+    def follow(self, operation: Operation) -> None:
+        """Name what an operation gives."""
+        before = [self._snapshot(slot) for slot in operation.inputs]
+        self.found.before.append(before)
+        for slot in (*operation.inputs, *operation.outputs):
+            self._met(slot.tensor)
+        given = self._named(operation, before)
+        if operation.index in self.patched:
+            given[:1] = [self.patched[operation.index]]
+        for slot, codes in zip(operation.outputs, given, strict=False):
+            if codes is None:
+                if not operation.inplace:
+                    self.codes.pop(slot.key, None)
+            elif codes.shape == slot.value.shape:
+                self.codes[slot.key] = codes
+        self._spread(operation)
+        self.found.after.append([self._snapshot(slot) for slot in operation.outputs])
+
+    def _named(self, operation: Operation, before: list[Tensor | None]) -> list[Tensor | None]:
+        name = operation.name
+        nothing: list[Tensor | None] = [None] * len(operation.outputs)
+        if name in INDEXED or name in REORDERS or name in CREATES or not operation.outputs:
+            return nothing
+        if name in CONTRACTIONS:
+            return [self._contracted(operation, before)]
+        if name == "sum" and (product := self._summed(operation)) is not None:
+            return [product]
+        if name in REDUCES or not any(codes is not None for codes in before):
+            return nothing
+        if name in MOVES or name in ("__setitem__", "copy_"):
+            return self._moved(operation)
+        return [self._adopted(operation, before, slot) for slot in operation.outputs]
+
+    def _spread(self, operation: Operation) -> None:
+        """Say of what an operation gives whether it is data or a weight."""
+        isdata = operation.name in INDEXED or (
+            operation.name not in CREATES and any(_storage(slot.tensor) in self.data for slot in operation.inputs)
+        )
+        isweight = (
+            not isdata
+            and operation.name not in CONTRACTIONS
+            and bool(operation.inputs)
+            and all(slot.key in self.weights for slot in operation.inputs)
+        )
+        for slot in operation.outputs:
+            self.makers[slot.key] = operation
+            if isdata:
+                self.data.add(_storage(slot.tensor))
+            if isweight:
+                self.weights.add(slot.key)
+
+    def _met(self, tensor: Tensor) -> None:
+        self.siblings.setdefault(_storage(tensor), {})[id(tensor)] = tensor
+
+    def _snapshot(self, slot: Slot) -> Tensor | None:
+        codes = self.codes.get(slot.key)
+        shared = codes is not None and len(self.siblings.get(_storage(slot.tensor), ())) > 1
+        return codes.clone() if codes is not None and shared else codes
+
+    def _new(
+        self, kind: str, operation: Operation | None, slot: Slot, codes: Tensor, parents: tuple[int, ...] = ()
+    ) -> Source:
+        number = len(self.found.sources) + 1
+        source = Source(number, kind, operation, slot, retagged(codes, number), parents)
+        self.found.sources[number] = source
+        return source
+
+    # ------------------------------------------------------------------------------------------ data that moves
+    def _moved(self, operation: Operation) -> list[Tensor | None]:
+        if operation.inplace and operation.inputs[0].key not in self.codes:
+            self._name_memory(operation.inputs[0].tensor)
+        try:
+            moved = self._run_on(operation, self.codes)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return [None] * len(operation.outputs)
+        second = self._second_names(operation)
+        if second is not None and len(moved) == 1:
+            return [self._without_doubles(operation, moved[0], second)]
+        return list(moved)
+
+    def _run_on(self, operation: Operation, names: Mapping[int, Tensor]) -> list[Tensor]:
+        """Run what moves data on the names of the data."""
+        given = [self._stand_in(slot, names) for slot in operation.inputs]
+        if operation.name == "pad":
+            return [torch.nn.functional.pad(given[0], operation.argument(1, "pad"), value=UNKNOWN)]
+        if operation.inplace:
+            target = self.codes[operation.inputs[0].key]
+            with torch.no_grad():
+                operation.call([target, *given[1:]])
+            return [target]
+        result = operation.call(given)
+        return [x for x in (result if isinstance(result, tuple | list) else [result]) if isinstance(x, Tensor)]
+
+    def _stand_in(self, slot: Slot, names: Mapping[int, Tensor]) -> Tensor:
+        codes = names.get(slot.key)
+        if codes is not None:
+            return codes
+        if slot.value.is_floating_point() or slot.value.is_complex():
+            kind = torch.complex128 if slot.value.is_complex() else torch.float64
+            return torch.full(slot.value.shape, UNKNOWN, dtype=kind)
+        return slot.value
+
+    def _name_memory(self, tensor: Tensor) -> None:
+        """Give the memory behind a tensor names that say nothing yet, shared by all that look at it."""
+        if tensor.is_complex() or not tensor.is_floating_point():
+            self.codes[id(tensor)] = torch.full(tensor.shape, UNKNOWN, dtype=torch.float64)
+            return
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        memory = torch.full((count,), UNKNOWN, dtype=torch.float64)
+        for key, other in self.siblings.get(_storage(tensor), {}).items():
+            if key not in self.codes and other.dtype == tensor.dtype:
+                self.codes[key] = memory.as_strided(other.shape, other.stride(), other.storage_offset())
+
+    def _second_names(self, operation: Operation) -> Tensor | None:
+        if not any(slot.key in self.others for slot in operation.inputs):
+            return None
+        if operation.inplace:
+            return None
+        try:
+            second = self._run_on(operation, {**self.codes, **self.others})
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None
+        for slot, codes in zip(operation.outputs, second, strict=False):
+            if operation.name not in JOINS:
+                self.others[slot.key] = codes
+        return second[0]
+
+    def _without_doubles(self, operation: Operation, first: Tensor, second: Tensor) -> Tensor:
+        """Where a name stands twice in what was put together, take the second name of the later piece."""
+        if operation.name not in JOINS or first.is_complex():
+            return first
+        pieces = {
+            slot.key: torch.full(slot.value.shape, float(i), dtype=torch.float64)
+            for i, slot in enumerate(operation.inputs)
+        }
+        piece = self._run_on(operation, pieces)[0].reshape(-1)
+        flat, other = first.reshape(-1), second.reshape(-1)
+        _, place, count = flat.unique(return_inverse=True, return_counts=True)
+        earliest = torch.full((len(count),), torch.inf, dtype=torch.float64).scatter_reduce(0, place, piece, "amin")
+        later = (count[place] > 1) & (piece > earliest[place]) & known(flat) & (other != flat)
+        return torch.where(later, other, flat).view(first.shape)
+
+    # ------------------------------------------------------------------------------------------ element by element
+    def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
+        """Names that pass through an operation which works on each element, or on a whole axis."""
+        shape = slot.value.shape
+        fitting = [
+            (place, codes)
+            for place, given in enumerate(before)
+            if given is not None and (codes := _fitted(operation, given, shape)) is not None
+        ]
+        fitting = [(i, codes) for i, codes in fitting if codes.is_complex() == slot.value.is_complex()]
+        if not fitting:
+            return None
+        if operation.inplace:
+            own = next((codes for i, codes in fitting if i == 0), None)
+            if own is None:
+                return fitting[0][1].clone()
+            fitting = [(0, own), *(item for item in fitting if item[0] != 0)]
+        fitting.sort(key=lambda item: (before[item[0]].shape != shape, self._rank(item[1])))  # type: ignore[union-attr]
+        place, codes = fitting[0]
+        rest = [other for _, other in fitting[1:] if not torch.equal(other, codes)]
+        if self._rank(codes) == 0 or codes.is_complex():
+            return codes
+        return self._mixed(operation, slot, place, codes, rest)
+
+    def _mixed(self, operation: Operation, slot: Slot, place: int, codes: Tensor, rest: list[Tensor]) -> Tensor:
+        """Names of what was made from several tensors of tokens, or from one and a weight."""
+        sources = set(source_of(codes).unique().tolist())
+        for other in rest:
+            if set(source_of(other).unique().tolist()) & sources:
+                self.others[slot.key] = other
+                return codes
+        if rest:
+            same = torch.equal(token_of(rest[0]), token_of(codes))
+            kind = "gated" if operation.name in MULTIPLIES else "added"
+            return self._retag(kind, operation, slot, codes, rest) if same else codes
+        if operation.name in NORMS:
+            return self._retag("normed", operation, slot, codes, [])
+        extra = [
+            bits
+            for i, (bits, taken) in enumerate(zip(operation.origins, operation.inputs, strict=True))
+            if i != place and _storage(taken.tensor) not in self.data
+        ]
+        if any(bits & self.parameters for bits in extra):
+            if operation.name in ADDS:
+                return self._retag("added", operation, slot, codes, [])
+            if operation.name in MULTIPLIES and not self._by_token(operation, place, codes):
+                return self._retag("gain", operation, slot, codes, [])
+        return codes
+
+    def _by_token(self, operation: Operation, place: int, codes: Tensor) -> bool:
+        """Whether what multiplies has an axis along which tokens lie."""
+        token = token_of(codes)
+        for i, slot in enumerate(operation.inputs):
+            if i == place:
+                continue
+            for back in range(1, slot.value.dim() + 1):
+                if slot.value.size(-back) > 1 and back <= token.dim():
+                    lead = token.select(-back, 0).unsqueeze(-back)
+                    if not bool((token == lead).all()):
+                        return True
+        return False
+
+    def _retag(self, kind: str, operation: Operation, slot: Slot, codes: Tensor, rest: list[Tensor]) -> Tensor:
+        parents = {int(x) for names in (codes, *rest) for x in source_of(names).unique() if x >= 0}
+        return self._new(kind, operation, slot, codes, tuple(sorted(parents))).codes
+
+    def _rank(self, codes: Tensor) -> int:
+        """Scores come before what else has a name, what has a name everywhere before what has one here and there."""
+        if codes.is_complex():
+            return 2
+        sources = source_of(codes)
+        if any(self.found.sources[int(x)].kind == "score" for x in sources.unique() if x > 0):
+            return 0
+        return 2 if bool((sources > 0).all()) else 3
+
+    # ------------------------------------------------------------------------------------------ products
+    def _isweight(self, slot: Slot) -> bool:
+        return slot.key in self.weights
+
+    def _isdata(self, slot: Slot) -> bool:
+        return _storage(slot.tensor) in self.data or slot.key in self.codes
+
+    def _contracted(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        contraction = contraction_of(operation)
+        if contraction is None:
+            return self._convolved(operation, before) if operation.name.startswith("conv") else None
+        slots = [operation.inputs[side] for side in contraction.sides]
+        heavy = [self._isweight(slot) for slot in slots]
+        if heavy[0] and not heavy[1]:
+            contraction, slots, heavy = contraction.swapped(), slots[::-1], heavy[::-1]
+        if heavy[1]:
+            live = self._isdata(slots[0]) or operation.name == "linear"
+            return self._projected(operation, contraction) if live else None
+        if not all(self._isdata(slot) for slot in slots):
+            return self._projected(operation, self._with_data_left(contraction, slots))
+        return self._multiplied(operation, contraction, None)
+
+    def _with_data_left(self, contraction: Contraction, slots: list[Slot]) -> Contraction | None:
+        """A product of data with what is neither data nor a weight, such as a learnt query that was projected."""
+        if not any(self._isdata(slot) for slot in slots):
+            return None
+        return contraction if self._isdata(slots[0]) else contraction.swapped()
+
+    def _projected(self, operation: Operation, contraction: Contraction | None) -> Tensor | None:
+        """New names for what a weight makes: the token stays, the feature is the column of the weight."""
+        if contraction is None:
+            return None
+        slot = operation.inputs[contraction.sides[0]]
+        codes = self.codes.get(slot.key)
+        tokens = None if codes is None or codes.is_complex() else _tokens_of_rows(contraction.rows(codes))
+        if tokens is None:
+            tokens = self._seeded(operation, contraction, slot)
+        parents = (
+            () if codes is None or codes.is_complex() else tuple(int(x) for x in source_of(codes).unique() if x > 0)
+        )
+        _, feature = contraction.right[:, :, 0].unique(return_inverse=True)
+        shape = (*contraction.out.shape,)
+        names = coded(0, tokens[:, :, None].expand(shape), feature[:, None, :].expand(shape))
+        names = contraction.scattered(names) + float(FEATURES) * FEATURES
+        return self._new("projection", operation, operation.outputs[0], names, parents).codes
+
+    def _seeded(self, operation: Operation, contraction: Contraction, slot: Slot) -> Tensor:
+        """Name the tokens of a tensor by the order in which its rows are stored."""
+        _, token = contraction.left[:, :, 0].unique(return_inverse=True)
+        token = token + self._base(slot.tensor, int(token.max()) + 1)
+        names = torch.full((slot.value.numel(),), UNKNOWN, dtype=torch.float64)
+        width = torch.arange(contraction.left.size(-1))
+        names[contraction.left] = coded(1, token[:, :, None], width)
+        names = names.view(slot.value.shape)
+        self.codes[slot.key] = self._new("input", None, slot, names).codes
+        return token
+
+    def _base(self, tensor: Tensor, count: int) -> int:
+        """The number of the first token of a tensor: its own, but the same for all that look at one memory."""
+        place = _storage(tensor)
+        if place not in self.bases:
+            self.bases[place] = self.tokens
+            self.tokens += count
+        return self.bases[place]
+
+    def _convolved(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        """Names for what a convolution gives: a new token for each place, or the old one where it looks at no other."""
+        slot, out = operation.inputs[0], operation.outputs[0].value
+        if not self._isdata(slot):
+            return None
+        codes = before[0]
+        weight = operation.inputs[1].value
+        batched = out.dim() == weight.dim()
+        axis = 1 if batched else 0
+        single = all(size == 1 for size in weight.shape[2:])
+        if single and codes is not None and slot.value.shape[2:] == out.shape[2:] and not codes.is_complex():
+            token = token_of(codes).select(axis, 0)
+        else:
+            lead = [size for i, size in enumerate(out.shape) if i != axis]
+            count = out.numel() // out.size(axis)
+            token = torch.arange(count).view(lead) + self._base(slot.tensor, count)
+        feature = torch.arange(out.size(axis)).view([-1 if i == axis else 1 for i in range(out.dim())])
+        names = coded(1, token.unsqueeze(axis).expand(out.shape), feature.expand(out.shape))
+        return self._new("projection", operation, operation.outputs[0], names).codes
+
+    def _summed(self, operation: Operation) -> Tensor | None:
+        """A multiplication that is summed at once is a product."""
+        maker = self.makers.get(operation.inputs[0].key) if operation.inputs else None
+        if maker is None or maker.name not in MULTIPLIES or len(maker.inputs) != 2 or operation.inplace:
+            return None
+        names = self.found.before[maker.index]
+        wider = all(slot.value.shape != maker.outputs[0].value.shape for slot in maker.inputs)
+        if not all(codes is not None and not codes.is_complex() for codes in names) or not wider:
+            return None
+        contraction = multiplied_and_summed(maker, operation)
+        return None if contraction is None else self._multiplied(operation, contraction, maker)
+
+    def _multiplied(self, operation: Operation, contraction: Contraction, factors: Operation | None) -> Tensor | None:
+        """Read a product of two activations."""
+        slots = [(factors or operation).inputs[side] for side in contraction.sides]
+        sides = [self._names_at(slot, factors) for slot in slots]
+        scores = [side is not None and self._rank(side) == 0 for side in sides]
+        if scores[1] and not scores[0]:
+            contraction, slots, sides, scores = contraction.swapped(), slots[::-1], sides[::-1], scores[::-1]
+        if all(scores):
+            return None
+        if scores[0]:
+            return self._context(operation, contraction, slots, sides, factors)
+        return self._product(operation, contraction, slots, sides, factors)
+
+    def _names_at(self, slot: Slot, factors: Operation | None) -> Tensor | None:
+        if factors is not None:
+            return next(c for s, c in zip(factors.inputs, self.found.before[factors.index], strict=True) if s is slot)
+        codes = self.codes.get(slot.key)
+        return None if codes is None or codes.is_complex() else codes
+
+    def _product(
+        self,
+        operation: Operation,
+        contraction: Contraction,
+        slots: list[Slot],
+        sides: list[Tensor | None],
+        factors: Operation | None,
+    ) -> Tensor | None:
+        left = self._completed(slots[0], sides[0], contraction.left)
+        right = self._completed(slots[1], sides[1], contraction.right)
+        product = Product(operation, contraction, contraction.rows(left), contraction.columns(right), factors=factors)
+        rows, columns = _tokens_of_rows(product.left), _tokens_of_rows(product.right)
+        if rows is None or columns is None:
+            if _one_feature(product.left) and _one_feature(product.right):
+                self.found.mixes.append(operation)
+                return None
+            product.trouble = "one score is made of several tokens"
+        product.source = Source(len(self.found.sources) + 1, "score", operation, operation.outputs[0], left)
+        product.source.codes = score_codes(product.source.number, tuple(operation.outputs[0].value.shape))
+        self.found.sources[product.source.number] = product.source
+        self.found.products.append(product)
+        return product.source.codes
+
+    def _completed(self, slot: Slot, codes: Tensor | None, places: Tensor) -> Tensor:
+        """Names for an operand some or all of whose elements have none: rows are tokens, as they lie there."""
+        if codes is not None and bool(known(codes).all()):
+            return codes
+        n, rows, width = places.shape
+        order = torch.arange(n * rows).view(n, rows, 1) + self._base(slot.tensor, n * rows)
+        names = torch.full((slot.value.numel(),), UNKNOWN, dtype=torch.float64)
+        names[places] = coded(1, order, torch.arange(width))
+        given = self._new("given", None, slot, names.view(slot.value.shape))
+        if codes is not None:
+            return torch.where(known(codes), codes, given.codes)
+        self.codes[slot.key] = given.codes
+        return given.codes
+
+    def _context(
+        self,
+        operation: Operation,
+        contraction: Contraction,
+        slots: list[Slot],
+        sides: list[Tensor | None],
+        factors: Operation | None,
+    ) -> Tensor | None:
+        assert sides[0] is not None  # it comes from scores
+        values = self._completed(slots[1], sides[1], contraction.right)
+        context = Context(
+            operation, contraction, contraction.rows(sides[0]), contraction.columns(values), factors=factors
+        )
+        self.found.contexts.append(context)
+        read = self._read_context(context)
+        if read is None:
+            return None
+        names, key = read
+        if key not in self.contexts:
+            shaped = contraction.scattered(names) + float(FEATURES) * FEATURES
+            self.contexts[key] = self._new("context", operation, operation.outputs[0], shaped)
+        context.source = self.contexts[key]
+        context.codes = retagged(contraction.scattered(names) + float(FEATURES) * FEATURES, context.source.number)
+        return context.codes
+
+    def _read_context(self, context: Context) -> tuple[Tensor, tuple[Any, ...]] | None:
+        """Name what comes out: the query's token, and the feature of the value in its head."""
+        product = self._product_of(context)
+        if product is None:
+            context.trouble = "the weights come from several products, or from none"
+            return None
+        table = ScoreTable(product)
+        weights, columns = context.weights, _features_of_rows(context.values)
+        has = known(weights)
+        place = place_of(weights).clamp_min(0)
+        row = table.row[place].masked_fill(~has, -1)
+        first = row.amax(-1, keepdim=True)
+        if not bool(((row == first) | ~has).all()):
+            context.trouble = "what is summed belongs to several queries or heads"
+            return None
+        if columns is None:
+            context.trouble = "one column holds several features of the values"
+            return None
+        rank = columns.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
+        head = table.place_of_head[table.head_of_row[first.squeeze(-1).clamp_min(0)]]
+        token = table.token_of_row[first.squeeze(-1).clamp_min(0)]
+        width = int(rank.max()) + 1
+        shape = (*head.shape, rank.size(-1))
+        combined = head[:, :, None] * width + rank[:, None, :]
+        sources = tuple(sorted({int(x) for x in source_of(context.values).unique()}))
+        queries = tuple(sorted({int(x) for x in source_of(product.left).unique()}))
+        return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), (sources, queries)
+
+    def _product_of(self, context: Context) -> Product | None:
+        numbers = context.score_sources
+        found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
+        return found[0] if len(found) == 1 else None
+
+
+class ScoreTable:
+    """Who meets whom in a product: the query, the head and the key of each score, by its place."""
+
+    def __init__(self, product: Product) -> None:
+        left, right = product.left, product.right
+        n, rows, _ = left.shape
+        columns = right.size(1)
+        query, key = token_of(left)[..., 0], token_of(right)[..., 0]
+        sets = source_of(left) * FEATURES + feature_of(left)
+        self.heads, head = _numbered_rows(sets)
+        shape = (n, rows, columns)
+        self.rank_query = product.contraction.scattered(
+            _ranks_within(head)[:, :, None].expand(shape).contiguous()
+        ).reshape(-1)
+        self.rank_key = product.contraction.scattered(torch.arange(columns).expand(shape).contiguous()).reshape(-1)
+        self.place_of_head = _places_of_heads(sets, head)
+        keysets = source_of(right) * FEATURES + feature_of(right)
+        self.key_heads, key_head = _numbered_rows(keysets)
+        pair = head * (int(query.max()) + 1) + query
+        values, row = pair.unique(return_inverse=True)
+        self.token_of_row = values % (int(query.max()) + 1)
+        self.head_of_row = values // (int(query.max()) + 1)
+        shape = (n, rows, columns)
+        self.row = product.contraction.scattered(row[:, :, None].expand(shape).contiguous()).reshape(-1)
+        self.query = product.contraction.scattered(query[:, :, None].expand(shape).contiguous()).reshape(-1)
+        self.key = product.contraction.scattered(key[:, None, :].expand(shape).contiguous()).reshape(-1)
+        self.head = product.contraction.scattered(head[:, :, None].expand(shape).contiguous()).reshape(-1)
+        self.key_head = product.contraction.scattered(key_head[:, None, :].expand(shape).contiguous()).reshape(-1)
+
+
+def _ranks_within(head: Tensor) -> Tensor:
+    """(n, i): how many rows of the same head stand before, in the same slice."""
+    same = head[:, :, None] == head[:, None, :]
+    return same.tril(-1).sum(-1)
+
+
+def _places_of_heads(sets: Tensor, head: Tensor) -> Tensor:
+    """Where each head lies among the features of its source: the same number in every product that it takes part in."""
+    width = sets.size(-1)
+    flat, number = sets.reshape(-1, width) % FEATURES, head.reshape(-1)
+    least = torch.full((int(number.max()) + 1,), FEATURES, dtype=torch.long)
+    least = least.scatter_reduce(0, number, flat.amin(-1), "amin")
+    together = bool((flat.amax(-1) - flat.amin(-1) == width - 1).all())
+    return least // width if together else least
+
+
+def _numbered_rows(sets: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the different rows of features, in the order of their least ones."""
+    flat = sets.reshape(-1, sets.size(-1))
+    least = flat.amin(-1)
+    total = (flat.double() * (1 + torch.arange(flat.size(-1), dtype=torch.float64).sqrt())).sum(-1)
+    key = torch.stack([least.double(), total], -1)
+    found, place = key.unique(dim=0, return_inverse=True)
+    return found, place.view(sets.shape[:-1])
+
+
+def _tokens_of_rows(codes: Tensor) -> Tensor | None:
+    """The token of each row; None where rows mix tokens, or have no names."""
+    if codes.size(-1) == 0 or not bool(known(codes).all()):
+        return None
+    token = token_of(codes)
+    return token[..., 0] if bool((token == token[..., :1]).all()) else None
+
+
+def _features_of_rows(codes: Tensor) -> Tensor | None:
+    has = known(codes)
+    feature = (source_of(codes) * FEATURES + feature_of(codes)).masked_fill(~has, -1)
+    lead = feature.amax(-1, keepdim=True)
+    return lead.squeeze(-1) if bool(((feature == lead) | ~has).all()) else None
+
+
+def _one_feature(codes: Tensor) -> bool:
+    return codes.size(-1) > 1 and _features_of_rows(codes) is not None
+
+
+def _fitted(operation: Operation, codes: Tensor, shape: torch.Size) -> Tensor | None:
+    if codes.shape == shape:
+        return codes
+    if operation.name not in ELEMENTWISE or codes.dim() > len(shape):
+        return None
+    try:
+        return codes.expand(shape).clone()
+    except RuntimeError:
+        return None

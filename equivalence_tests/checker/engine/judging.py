@@ -1,0 +1,107 @@
+"""Hold one attention against torch's formula, stage after stage."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from equivalence_tests.checker.engine.anchors import Attention, Part
+from equivalence_tests.checker.engine.contracts.context import context_departures, is_tiled
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula
+from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
+from equivalence_tests.checker.engine.contracts.operands import Operand, operand_departures, read_operands
+from equivalence_tests.checker.engine.contracts.scores import Expectation, score_departures
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern
+from equivalence_tests.checker.engine.contracts.tiles import tile_departures
+from equivalence_tests.checker.engine.contracts.weights import WeightsModel, read_weights
+
+__all__ = ["Judgement", "judge"]
+
+
+@dataclass(eq=False)
+class Judgement:
+    """What was found out about one attention.
+
+    Args:
+        attention: Which.
+        departures: What departs, in the order of the stages.
+        operands: Its queries, keys and values, by part.
+        models: What happens to its scores, by part.
+        hidden: Which scores should be hidden, by part.
+        unread: Why a stage could not be read; "" if all were.
+    """
+
+    attention: Attention
+    departures: list[Departure] = field(default_factory=list)
+    operands: list[list[Operand]] = field(default_factory=list)
+    models: list[WeightsModel] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    unread: str = ""
+
+    def blocked(self) -> bool:
+        """Whether what departs keeps later stages from being read."""
+        return any(departure.blocks for departure in self.departures)
+
+
+def judge(attention: Attention, expected: dict[int, Expectation] | None = None) -> Judgement:
+    """Hold an attention against torch's formula.
+
+    Args:
+        attention: As it was found.
+        expected: What is known about the mask of each part, by its number.
+    """
+    found = Judgement(attention)
+    found.departures += layout_departures(attention)
+    if found.blocked():
+        found.departures = _once(found.departures)
+        return found
+    if is_tiled(attention):
+        return _judge_tiles(found, expected or {})
+    for part in attention.parts:
+        _judge_part(found, part, (expected or {}).get(part.number, Expectation()))
+    if found.blocked():
+        return found
+    found.departures += context_departures(attention)
+    found.departures += merge_departures(attention)
+    found.departures = _once(found.departures)
+    return found
+
+
+def _judge_tiles(found: Judgement, expected: dict[int, Expectation]) -> Judgement:
+    """Parts that add up to the weights of one query are judged by what comes out."""
+    attention = found.attention
+    for part in attention.parts:
+        operands = read_operands(attention, part)
+        found.operands.append(operands)
+        found.departures += operand_departures(attention, part, operands)
+    if not found.departures:
+        found.departures += tile_departures(attention, found.operands, expected)
+    found.departures += merge_departures(attention)
+    found.departures = _once(found.departures)
+    return found
+
+
+def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
+    operands = read_operands(found.attention, part)
+    found.operands.append(operands)
+    found.departures += operand_departures(found.attention, part, operands)
+    for context in part.contexts[:1]:
+        model = read_weights(found.attention.run, part, context)
+        found.models.append(model)
+        found.departures += score_departures(found.attention, part, operands, model, expected)
+        live = ~model.weights.isnan() & ~model.dead[model.rows]
+        pattern = causal_pattern(part, model.hidden | model.replaced, live)
+        pattern = next((d.name for d in found.departures if d.name.startswith("causal")), pattern)
+        found.hidden.append(hidden_by_formula(part, model, expected.may, pattern))
+
+
+def _once(departures: list[Departure]) -> list[Departure]:
+    """The same departure of several parts, in one line, is one; its patches belong together."""
+    kept: dict[tuple[object, ...], Departure] = {}
+    for departure in departures:
+        frames = departure.lines
+        first = kept.setdefault((departure.name, frames[:1]), departure)
+        if first is not departure:
+            first.patches.update(departure.patches)
+            first.names.update(departure.names)
+    return list(kept.values())

@@ -1,0 +1,274 @@
+"""What the code offers beyond one call: each of these said EQUAL once, and must not."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.calling import Caller, call_plans
+from equivalence_tests.checker.construction import Sizes
+from equivalence_tests.checker.engine.coverage import Covered, cover
+from equivalence_tests.checker.engine.trying import Trial
+from equivalence_tests.checker.report import Report
+
+WIDTH, HEADS = 12, 3
+Cache = tuple[Tensor, Tensor]
+
+
+class Parts(nn.Module):
+    """What the classes below share: projections, heads, and the formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+        scores = q @ k.mT / (WIDTH // HEADS) ** 0.5
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        y = x if y is None else y
+        return self.heads(self.q(x)), self.heads(self.k(y)), self.heads(self.v(y))
+
+
+class Attention(Parts):
+    """Right, and with nothing to exercise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(*self.project(x))
+
+
+def above(queries: int, keys: int) -> Tensor:
+    return torch.ones(queries, keys).triu(1 + keys - queries).bool()
+
+
+class Cached(Parts):
+    """Hides the future itself, and takes the offset of the cache into account."""
+
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        if past_key_value is not None:
+            k, v = (torch.cat([past, new], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
+        return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+
+
+class CachedWithoutOffset(Cached):
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        if past_key_value is not None:
+            k, v = (torch.cat([past, new], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
+        return self.attend(q, k, v, torch.ones(q.size(2), k.size(2)).triu(1).bool()), (k, v)
+
+
+class CachedTheWrongWayRound(Cached):
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        if past_key_value is not None:
+            k, v = torch.cat([k, past_key_value[0]], dim=2), torch.cat([past_key_value[1], v], dim=2)
+        return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+
+
+class CacheCrashes(Cached):
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        if past_key_value is not None:
+            k, v = (torch.cat([past, new], dim=1) for past, new in zip(past_key_value, (k, v), strict=True))
+        return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+
+
+class KeptAtAPosition(Parts):
+    """Writes keys and values into buffers of its own."""
+
+    cache_k: Tensor
+    cache_v: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("cache_k", "cache_v"):
+            self.register_buffer(name, torch.zeros(2, HEADS, 32, WIDTH // HEADS, dtype=torch.float64))
+
+    def forward(self, x: Tensor, start_pos: int = 0) -> Tensor:
+        q, k, v = self.project(x)
+        end = start_pos + x.size(1)
+        self.write(k, v, start_pos, end)
+        return self.attend(q, self.cache_k[:, :, :end], self.cache_v[:, :, :end], above(x.size(1), end))
+
+    def write(self, k: Tensor, v: Tensor, start: int, end: int) -> None:
+        self.cache_k[:, :, start:end], self.cache_v[:, :, start:end] = k, v
+
+
+class KeptAtPositionZero(KeptAtAPosition):
+    def write(self, k: Tensor, v: Tensor, start: int, end: int) -> None:
+        self.cache_k[:, :, : end - start], self.cache_v[:, :, : end - start] = k, v
+
+
+class Object(Parts):
+    """Writes into a dict that it is given."""
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
+        q, k, v = self.project(x)
+        if cache is not None:
+            k = cache["k"] = torch.cat([cache["k"], k], dim=2) if "k" in cache else k
+            v = cache["v"] = torch.cat([cache["v"], v], dim=2) if "v" in cache else v
+        return self.attend(q, k, v, above(q.size(2), k.size(2)))
+
+
+class Switched(Parts):
+    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
+        return self.attend(*self.project(x), above(x.size(1), x.size(1)) if causal else None)
+
+
+class Inverted(Parts):
+    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
+        return self.attend(*self.project(x), above(x.size(1), x.size(1)).mT if causal else None)
+
+
+class SwitchCrashes(Parts):
+    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
+        return self.attend(*self.project(x), torch.ones(WIDTH, WIDTH).triu(1).bool() if causal else None)
+
+
+class CausalCache(Parts):
+    """Causal by a switch, with a cache that a second switch turns on."""
+
+    def forward(
+        self, x: Tensor, is_causal: bool = False, past: Cache | None = None, use_cache: bool = False
+    ) -> tuple[Tensor, Cache | None]:
+        q, k, v = self.project(x)
+        if past is not None:
+            k, v = (torch.cat([before, new], dim=2) for before, new in zip(past, (k, v), strict=True))
+        hidden = above(q.size(2), k.size(2)) if is_causal else None
+        return self.attend(q, k, v, hidden), (k, v) if use_cache else None
+
+
+class Windowed(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.size(1))
+        return self.attend(*self.project(x), (places[:, None] - places).abs() >= self.window)
+
+
+class WindowWithoutEffect(Windowed):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(*self.project(x))
+
+
+class BlocksCrash(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_size = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.zeros(self.block_size, self.block_size, dtype=torch.bool)
+        return self.attend(*self.project(x), hidden[: x.size(1), : x.size(1)])
+
+
+class Cross(Parts):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.attend(self.heads(self.q(query)), self.heads(self.k(key)), self.heads(self.v(value)))
+
+
+class CrashesWithOtherKeys(Cross):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        b, n, _ = query.shape
+        q, k, v = (
+            f(x).view(b, n, HEADS, -1).transpose(1, 2)
+            for f, x in zip((self.q, self.k, self.v), (query, key, value), strict=True)
+        )
+        return self.attend(q, k, v)
+
+
+class Unknown(Parts):
+    def forward(self, x: Tensor, gates: Tensor | None = None) -> Tensor:
+        return self.attend(*self.project(x if gates is None else x * gates))
+
+
+class Refuses(Parts):
+    def forward(self, x: Tensor, use_flash: bool = False) -> Tensor:
+        if use_flash:
+            raise RuntimeError("needs a GPU")
+        return self.attend(*self.project(x))
+
+
+def covered(module: nn.Module) -> Covered:
+    module = module.double().eval()
+    caller = Caller(module, HEADS)
+    plan, sizes = next(call_plans(caller, Sizes(num_heads=HEADS, head_dim=WIDTH // HEADS), []))
+
+    def judge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Report]:
+        with torch.no_grad():
+            module(*args, **kwargs)
+        return [Report("it ran", verdict="equal")]
+
+    return cover(Trial(caller, plan, sizes), judge)
+
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (Cached, "past_key_value"),
+        (KeptAtAPosition, "start_pos"),
+        (Object, "cache"),
+        (Switched, "causal=True"),
+        (CausalCache, "past"),
+        (Windowed, "lengths beyond window = 4"),
+        (Cross, "keys of another length than queries"),
+    ],
+)
+def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Module], what: str) -> None:
+    found = covered(made())
+    assert what in [exercise.what for exercise in found.exercises if exercise.exercised]
+    assert found.findings == []
+    assert all(exercise.exercised for exercise in found.exercises)
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (CachedWithoutOffset, "cache_differs_from_one_pass"),
+        (CachedTheWrongWayRound, "cache_differs_from_one_pass"),
+        (CacheCrashes, "cache_fails"),
+        (KeptAtPositionZero, "cache_differs_from_one_pass"),
+        (Inverted, "causal_switch_inverted"),
+        (SwitchCrashes, "fails_with_what_it_offers"),
+        (WindowWithoutEffect, "window_without_effect"),
+        (BlocksCrash, "fails_with_what_it_offers"),
+        (CrashesWithOtherKeys, "fails_with_what_it_offers"),
+    ],
+)
+def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module], name: str) -> None:
+    assert [finding.name for finding in covered(made()).findings] == [name]
+
+
+@pytest.mark.parametrize(("made", "what"), [(Unknown, "gates"), (Refuses, "use_flash=True")])
+def test_what_was_not_run_is_listed(made: Callable[[], nn.Module], what: str) -> None:
+    found = covered(made())
+    assert [exercise.what for exercise in found.exercises if not exercise.exercised] == [what]
+    assert found.findings == []
+
+
+def test_a_failure_points_at_the_line() -> None:
+    (finding,) = covered(CacheCrashes()).findings
+    assert finding.line is not None
+    assert finding.line.text.startswith("return self.attend") or "scores" in finding.line.text
+
+
+def test_what_the_code_keeps_is_as_it_was() -> None:
+    module = KeptAtAPosition()
+    before = {name: value.clone() for name, value in module.double().state_dict().items()}
+    covered(module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_plain_attention_has_nothing_to_exercise() -> None:
+    assert covered(Attention()).exercises == []

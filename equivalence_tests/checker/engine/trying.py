@@ -1,0 +1,106 @@
+"""Call somebody's attention with more arguments than its plan gives, and say which tokens reach which output."""
+
+import contextlib
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.calling import Caller, CallPlan, from_layout, random_inputs
+from equivalence_tests.checker.construction import Sizes
+from equivalence_tests.checker.findings import CodeLine
+from equivalence_tests.checker.kept_state import keeping_state
+from equivalence_tests.checker.reference import Inputs
+from equivalence_tests.checker.tracing import tensors_in
+
+__all__ = ["Trial", "lines_of", "said"]
+
+ENGINE = str(Path(__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A way to call the code that works, to be tried with other arguments and lengths.
+
+    Args:
+        caller: Holds the code.
+        plan: How it is called.
+        sizes: Of the inputs.
+    """
+
+    caller: Caller
+    plan: CallPlan
+    sizes: Sizes
+
+    def inputs(self, query_len: int | None = None, key_len: int | None = None, seed: int = 11) -> Inputs:
+        """Draw inputs; of other lengths where they are given."""
+        queries = query_len or self.sizes.query_len
+        keys = key_len or (query_len if self.plan.self_attention and query_len else self.sizes.key_len)
+        sizes = replace(self.sizes, query_len=queries, key_len=keys)
+        return random_inputs(sizes, self.plan, seed, self.caller.dtype)
+
+    def arguments(self, inputs: Inputs, extra: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Lay the arguments out, with more by name."""
+        args, kwargs = self.caller.arguments(self.plan, inputs, None)
+        return tuple(args), {**kwargs, **extra}
+
+    def returned(self, inputs: Inputs, extra: Mapping[str, Any], *, changing: bool = False) -> Any:
+        """Call, and give what comes back, whatever it is.
+
+        Args:
+            inputs: The tensors.
+            extra: More arguments, by name.
+            changing: Whether what the code keeps may stay changed.
+        """
+        args, kwargs = self.arguments(inputs, extra)
+        with torch.no_grad(), contextlib.nullcontext() if changing else keeping_state(self.caller.function):
+            return self.caller.function(*args, **kwargs)
+
+    def output(self, inputs: Inputs, extra: Mapping[str, Any]) -> Tensor:
+        """Call, and give the output as (batch, query_len, embed_dim)."""
+        return self.output_in(self.returned(inputs, extra))
+
+    def output_in(self, returned: Any) -> Tensor:
+        """Find the output in what came back."""
+        return from_layout(list(tensors_in((returned,)))[self.plan.output], self.plan.layout)
+
+    def reach(self, length: int, extra: Mapping[str, Any]) -> Tensor:
+        """Say which outputs change when one input token does: (length, length) bool, [output, input].
+
+        Only for self-attention, where one tensor is queries, keys and values.
+        """
+        inputs = self.inputs(length)
+        whole = self.output(inputs, extra)
+        reached = torch.zeros(length, length, dtype=torch.bool)
+        for token in range(length):
+            x = inputs.query.clone()
+            x[:, token] = self.inputs(length, seed=12).query[:, token]
+            other = self.output(Inputs(x, x, x), extra)
+            reached[:, token] = ((whole - other).abs() > 1e-7 * whole.abs().max()).flatten(2).any(-1).any(0)
+        return reached
+
+
+def said(error: Exception) -> str:
+    """Give the first line of what an exception says, with its type.
+
+    >>> said(ValueError("no heads"))
+    'ValueError: no heads'
+    """
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def lines_of(error: Exception) -> tuple[CodeLine, ...]:
+    """Give the lines of the user's code in which an exception was raised, the outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not _is_ours(frame.filename)]
+    return tuple(CodeLine(frame.filename, frame.lineno or 0, frame.line or "", frame.name) for frame in users)
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith((ENGINE, TORCH, "<frozen")) and "/test_" not in path

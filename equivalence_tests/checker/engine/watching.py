@@ -1,0 +1,376 @@
+"""Record one run at the level of torch functions: every operation, its tensors, and the user's lines that led there.
+
+Nothing that the run computes is changed, but for the patches that are asked for. Values are kept by reference and
+copied only where an operation is about to write into them.
+"""
+
+import linecache
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from equivalence_tests.checker.engine.vocabulary import ASKS, CREATES, GETTERS, INPLACE
+from equivalence_tests.checker.findings import CodeLine
+
+__all__ = ["Frames", "Operation", "Recorder", "Slot", "code_lines", "frames_of", "tensors_of"]
+
+ENGINE = str(Path(__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+NOT_THE_USERS = ("<frozen", "/einops/", "/jaxtyping/", "/beartype/", "/functools.py", "/contextlib.py")
+Frames = tuple[tuple[str, int, str], ...]
+Patch = Callable[["Recorder", "Operation"], Tensor]
+
+
+class _Hole:
+    """Stands for a tensor among the arguments of a recorded operation."""
+
+
+HOLE = _Hole()
+
+
+@dataclass(eq=False)
+class Slot:
+    """One tensor at one moment.
+
+    Args:
+        tensor: The object itself; while it is kept, its id is its name.
+        value: Its numbers at that moment.
+    """
+
+    tensor: Tensor
+    value: Tensor
+
+    @property
+    def key(self) -> int:
+        """Names the object."""
+        return id(self.tensor)
+
+
+@dataclass(eq=False)
+class Operation:
+    """One call of a torch function.
+
+    Args:
+        index: Its place in the run.
+        name: Of the function.
+        function: The function.
+        skeleton: Its arguments, flat, with holes where tensors were.
+        spec: How they are nested.
+        inputs: The tensors among them.
+        outputs: The tensors that it gave.
+        frames: The user's lines that led to it, the innermost first.
+        inplace: Whether it writes into its first argument.
+        origins: For each input, the named tensors that it was made from, as bits.
+        patch: What gave the result in its place.
+    """
+
+    index: int
+    name: str
+    function: Callable[..., Any]
+    skeleton: list[Any]
+    spec: TreeSpec
+    inputs: list[Slot]
+    outputs: list[Slot] = field(default_factory=list)
+    frames: Frames = ()
+    inplace: bool = False
+    origins: list[int] = field(default_factory=list)
+    patch: "Patch | None" = None
+
+    def call(self, tensors: Iterable[Tensor]) -> Any:
+        """Call the function with other tensors in the place of its own."""
+        given = iter(tensors)
+        flat = [next(given) if item is HOLE else item for item in self.skeleton]
+        args, kwargs = tree_unflatten(flat, self.spec)
+        return self.function(*args, **kwargs)
+
+    @property
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, each tensor replaced by its slot."""
+        slots = iter(self.inputs)
+        flat = [next(slots) if item is HOLE else item for item in self.skeleton]
+        args, kwargs = tree_unflatten(flat, self.spec)
+        return list(args), dict(kwargs)
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """Give one argument by its position or its name."""
+        args, kwargs = self.arguments
+        return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+class Recorder(TorchFunctionMode):
+    """Records the operations of one run.
+
+    Args:
+        named: Tensors that are known by a name: parameters, buffers and arguments.
+        patches: What to give in the place of an operation's result, by its index.
+        most: The greatest number of bytes that is kept; recording stops beyond.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, Tensor]] = (), patches: Mapping[int, Patch] | None = None, most: int = 2 << 30
+    ) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.patches = patches or {}
+        self.names: list[str] = []
+        self.room, self.overflowed = most, False
+        self._origins: dict[int, int] = {}
+        self._live: dict[int, list[Slot]] = {}
+        self.kept: list[Tensor] = []
+        for name, tensor in named:
+            self._origins[_storage(tensor)] = self._origins.get(_storage(tensor), 0) | 1 << len(self.names)
+            self.names.append(name)
+            self.kept.append(tensor)
+
+    def origins_of(self, tensor: Tensor) -> int:
+        """Give the named tensors that a tensor was made from, as bits."""
+        return self._origins.get(_storage(tensor), 0)
+
+    def named(self, bits: int) -> list[str]:
+        """Give the names that the bits stand for."""
+        return [name for place, name in enumerate(self.names) if bits >> place & 1]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", type(func).__name__)
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name not in GETTERS:
+                return func(*args, **kwargs)
+        elif name in ASKS:
+            return func(*args, **kwargs)
+        if self.overflowed:
+            return func(*args, **kwargs)
+        if name == "multi_head_attention_forward":
+            return self._opened(func, args, kwargs)
+        opened = OPENED.get(name)
+        if opened is not None and opened.fits(self, args, kwargs):
+            return opened.run(self, *args, **kwargs)
+        return self.record(func, name, args, kwargs)
+
+    def _opened(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that torch wrote in Python with every operation inside it recorded."""
+        saved = vars(F)["has_torch_function"]
+        vars(F)["has_torch_function"] = lambda *tensors: False
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            vars(F)["has_torch_function"] = saved
+
+    def record(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one function, keep what it took and gave, and put a patch in its place if there is one."""
+        flat, spec = tree_flatten((tuple(args), kwargs))
+        tensors = [item for item in flat if isinstance(item, Tensor)]
+        inplace = _writes(name, args, kwargs)
+        if inplace and tensors:
+            self._copy_before_writing(tensors[0])
+        inputs = [self._slot(tensor) for tensor in tensors]
+        skeleton = [HOLE if isinstance(item, Tensor) else item for item in flat]
+        operation = Operation(len(self.operations), name, func, skeleton, spec, inputs, [], _frames(), inplace)
+        operation.origins = [self.origins_of(tensor) for tensor in tensors]
+        self.operations.append(operation)
+        if inplace and tensors:
+            inputs[0].value = inputs[0].value.clone()
+        result = func(*args, **kwargs)
+        given = [tensors[0]] if inplace and tensors else list(tensors_of(result))
+        operation.outputs = [self._slot(tensor, 0 if inplace else 1) for tensor in given]
+        origins = 0
+        for bits in operation.origins if name not in CREATES else ():
+            origins |= bits
+        for tensor in given:
+            place = _storage(tensor)
+            self._origins[place] = self._origins.get(place, 0) | origins if inplace else origins
+        if operation.index in self.patches and given:
+            return self._patched(operation, result, given[0])
+        return result
+
+    def _patched(self, operation: Operation, result: Any, given: Tensor) -> Any:
+        operation.patch = self.patches[operation.index]
+        want = operation.patch(self, operation)
+        with torch.no_grad():
+            if operation.inplace:
+                self._copy_before_writing(given)
+                given.copy_(want)
+                operation.outputs = [self._slot(given)]
+                return result
+            new = want.to(given.dtype).reshape(given.shape).clone()
+        self._origins[_storage(new)] = self._origins.get(_storage(given), 0)
+        operation.outputs[0] = self._slot(new, 1)
+        if isinstance(result, tuple | list):
+            rest = [new, *list(result)[1:]]
+            return type(result)(rest) if type(result) in (tuple, list) else tuple(rest)
+        return new
+
+    def _slot(self, tensor: Tensor, made: int = 0) -> Slot:
+        slot = Slot(tensor, tensor.detach())
+        place = _storage(tensor)
+        if made and place not in self._live:
+            self.room -= tensor.numel() * tensor.element_size()
+            self.overflowed = self.room < 0
+        self._live.setdefault(place, []).append(slot)
+        return slot
+
+    def _copy_before_writing(self, tensor: Tensor) -> None:
+        for slot in self._live.pop(_storage(tensor), []):
+            if _storage(slot.value) == _storage(tensor):
+                slot.value = slot.value.clone()
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """A fused function that is run as the stages that it stands for."""
+
+    fits: Callable[[Recorder, tuple[Any, ...], dict[str, Any]], bool]
+    run: Callable[..., Any]
+
+
+def _fused_attention(
+    recorder: Recorder,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(query keyᵀ scale + mask) value, one operation a stage."""
+
+    def do(func: Callable[..., Any], name: str, *args: Any) -> Tensor:
+        return recorder.record(func, name, args, {})
+
+    if enable_gqa and key.size(-3) != query.size(-3):
+        times = query.size(-3) // key.size(-3)
+        key, value = (do(torch.repeat_interleave, "repeat_interleave", x, times, -3) for x in (key, value))
+    scores = do(torch.matmul, "matmul", query, do(torch.transpose, "transpose", key, -2, -1))
+    scores = do(torch.mul, "mul", scores, query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = do(torch.masked_fill, "masked_fill", scores, future, -math.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        hidden = do(torch.logical_not, "logical_not", attn_mask)
+        scores = do(torch.masked_fill, "masked_fill", scores, hidden, -math.inf)
+    elif attn_mask is not None:
+        scores = do(torch.add, "add", scores, attn_mask)
+    weights = do(torch.softmax, "softmax", scores, -1)
+    if dropout_p:
+        weights = do(F.dropout, "dropout", weights, dropout_p)
+    return do(torch.matmul, "matmul", weights, value)
+
+
+def _product_and_sum(
+    recorder: Recorder,
+    input: Tensor,  # noqa: A002 -- torch's name
+    batch1: Tensor,
+    batch2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    """Sum as torch.baddbmm: beta * added + alpha * first @ second."""
+    product = recorder.record(torch.matmul, "matmul", (batch1, batch2), {})
+    if alpha != 1:
+        product = recorder.record(torch.mul, "mul", (product, alpha), {})
+    if beta == 0:
+        return product
+    if beta != 1:
+        input = recorder.record(torch.mul, "mul", (input, beta), {})  # noqa: A001
+    return recorder.record(torch.add, "add", (product, input), {})
+
+
+def _is_flat(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    matrices = {"mat1": "batch1", "mat2": "batch2"}
+    for name in [name for name in kwargs if name in matrices]:
+        kwargs[matrices[name]] = kwargs.pop(name)
+    return not set(kwargs) - {"beta", "alpha", "batch1", "batch2"}
+
+
+def _gives_itself(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return all(isinstance(x, Tensor) and x.dim() >= 2 for x in args[:3])
+
+
+OPENED = {
+    "scaled_dot_product_attention": _Opening(_gives_itself, _fused_attention),
+    "baddbmm": _Opening(_is_flat, _product_and_sum),
+    "addmm": _Opening(_is_flat, _product_and_sum),
+}
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """List the tensors in nested containers, in order."""
+    yield from (item for item in tree_flatten(value)[0] if isinstance(item, Tensor))
+
+
+def code_lines(frames: Frames) -> tuple[CodeLine, ...]:
+    """Turn frames into lines, the outermost first.
+
+    Args:
+        frames: The innermost first.
+    """
+    lines = (CodeLine(_shown(path), n, linecache.getline(path, n).strip(), name) for path, n, name in frames)
+    return tuple(reversed(list(lines)))
+
+
+def _shown(path: str) -> str:
+    """Name a file as the user would: from the working directory, where it is below that."""
+    return os.path.relpath(path) if path.startswith(str(Path.cwd()) + os.sep) else path
+
+
+def frames_of(error: BaseException) -> Frames:
+    """The user's lines in which an error came up, the innermost first."""
+    found = []
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        if _is_users(path) and "/checker/" not in path.partition("/zoo/")[0].rpartition("/test_")[0]:
+            found.append((path, number, frame.f_code.co_name))
+    return tuple(reversed(found))
+
+
+def _is_users(path: str) -> bool:
+    ours = path.startswith(ENGINE) and "/test_" not in path
+    return not ours and not path.startswith(TORCH) and not any(part in path for part in NOT_THE_USERS)
+
+
+def _frames() -> Frames:
+    """The user's lines that led here: what stands between the engine that called and the operation."""
+    frame = sys._getframe(2)
+    found: list[tuple[str, int, str]] = []
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(ENGINE) and "/test_" not in path:
+            if found:
+                break
+        elif not path.startswith(TORCH) and not any(part in path for part in NOT_THE_USERS):
+            found.append((path, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not (args and isinstance(args[0], Tensor)):
+        return False
+    underscored = name.endswith("_") and not name.endswith("__")
+    return name in INPLACE or underscored or kwargs.get("inplace") is True
+
+
+def _storage(tensor: Tensor) -> int:
+    """Names the memory behind a tensor."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return id(tensor)

@@ -1,0 +1,82 @@
+"""Somebody's own model, called in their own way: every attention that runs in it is judged where it stands."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.report import Report
+
+__all__ = ["examine_call"]
+
+
+def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]) -> list[Report]:
+    """Run a call once, watched, and judge every attention in it.
+
+    A module is copied, put into eval and into float64; where it does not run so, it stays in its own precision.
+
+    Args:
+        function: The model, or any function of tensors.
+        inputs: What it is called with: a dictionary of arguments by name, a tuple or list of arguments, both as
+            (args, kwargs), one tensor, or a function that gives any of these.
+        name: What to call it.
+        meant: Which deviations are on purpose: name -> reason.
+
+    Returns:
+        One report for each attention that ran, in their order.
+
+    Raises:
+        CannotCheckError: If the call fails, or no attention runs in it.
+    """
+    args, kwargs = _as_call(inputs() if callable(inputs) and not isinstance(inputs, Tensor) else inputs)
+    last = ""
+    for dtype in (torch.float64, None):
+        ready, given_args, given_kwargs = _prepared(function, args, kwargs, dtype)
+        try:
+            ready(*_copied(given_args), **_copied(given_kwargs))
+        except Exception as error:  # the user's code may raise anything
+            last = f"{type(error).__name__}: {error}"
+            continue
+        found = diagnose_call(ready, given_args, given_kwargs, name=name, meant=dict(meant))
+        if not found:
+            raise CannotCheckError(f"No attention runs in {name}: no product of queries and keys weighs values there.")
+        return found
+    raise CannotCheckError(f"The call of {name} with these inputs failed: {last}")
+
+
+def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+        return inputs[0], inputs[1]
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def _prepared(function: Any, args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any, Any]:
+    """Copy a module and its inputs, in eval and in this precision."""
+    if isinstance(function, nn.Module):
+        try:
+            function = copy.deepcopy(function).eval()
+        except Exception as error:
+            raise CannotCheckError(f"The model cannot be deep-copied: {type(error).__name__}: {error}") from error
+        function = function if dtype is None else function.to(dtype)
+    return function, *(_in_dtype(given, dtype) for given in (args, kwargs))
+
+
+def _in_dtype(given: Any, dtype: torch.dtype | None) -> Any:
+    def converted(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach()
+        return x.to(dtype) if dtype is not None and x.is_floating_point() else x.clone()
+
+    return tree_map(converted, given)
+
+
+def _copied(given: Any) -> Any:
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)

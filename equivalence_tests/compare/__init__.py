@@ -1,0 +1,1 @@
+"""``sidebyside compare``: components, training, timing."""

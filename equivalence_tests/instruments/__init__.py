@@ -1,0 +1,1 @@
+"""What every comparison uses: differences, weights, inputs, strategies, error cases."""

@@ -1,0 +1,102 @@
+"""Run the same call in ``scratch``, ``builtin`` and torch.nn, with the same weights, and compare all that comes out."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import builtin
+import scratch
+from equivalence_tests.instruments.differences import FLOAT64_BOUND, compare_group
+from equivalence_tests.instruments.weights import copy_weights, randomize_parameters
+
+__all__ = [
+    "CLASSES",
+    "PACKAGES",
+    "TORCH",
+    "assert_equal",
+    "fast_path",
+    "outputs_and_gradients",
+    "random_tensor",
+    "with_same_weights",
+]
+
+CLASSES = (
+    "MultiheadAttention",
+    "TransformerEncoderLayer",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerDecoder",
+    "Transformer",
+)
+PACKAGES = {"scratch": scratch, "builtin": builtin}
+# torch's own, under the names of the packages.
+TORCH = SimpleNamespace(
+    **{name: getattr(nn, name) for name in CLASSES},
+    scaled_dot_product_attention=F.scaled_dot_product_attention,
+    flex_attention=flex_attention,
+    create_block_mask=create_block_mask,
+)
+
+
+def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Draw normal numbers in float64 and round them."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def with_same_weights(ours: nn.Module, torchs: nn.Module, dtype: torch.dtype = torch.float64) -> None:
+    """Give two modules the same random weights, biases and gains included."""
+    copy_weights(randomize_parameters(torchs.to(dtype)), ours.to(dtype))
+
+
+def outputs_and_gradients(
+    call: Any, inputs: Mapping[str, Tensor], *, seed: int = 0, **arguments: Any
+) -> dict[str, Tensor | None]:
+    """Call a module or function, go backward from random gradients, and give everything by name.
+
+    Args:
+        call: A module or function.
+        inputs: Its differentiable inputs. Equal objects stay equal: self-attention is recognised by that.
+        seed: Set before the call: it decides what dropout drops.
+        **arguments: The other arguments.
+
+    Returns:
+        The outputs, and the gradients of every input and parameter.
+    """
+    leaves = {id(x): x.detach().clone().requires_grad_() for x in inputs.values()}
+    parameters = dict(call.named_parameters()) if isinstance(call, nn.Module) else {}
+    for parameter in parameters.values():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    results = call(**{name: leaves[id(x)] for name, x in inputs.items()}, **arguments)
+    outputs = {f"output {i}": x for i, x in enumerate(results if isinstance(results, tuple) else (results,))}
+    given = [x for x in outputs.values() if x is not None]
+    torch.autograd.backward(given, [random_tensor(*x.shape, seed=2, dtype=x.dtype) for x in given])
+    gradients = {f"gradient of {name}": leaves[id(x)].grad for name, x in inputs.items()}
+    return outputs | gradients | {f"gradient of {name}": x.grad for name, x in parameters.items()}
+
+
+def assert_equal(
+    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], relative_bound: float = FLOAT64_BOUND
+) -> None:
+    """Ask that two results of ``outputs_and_gradients`` agree; a bound of 0 asks for every bit, NaN included."""
+    for kind in ("output", "gradient"):
+        groups = [{name: x for name, x in side.items() if name.startswith(kind)} for side in (actual, expected)]
+        differences = [str(x) for x in compare_group(*groups, relative_bound=relative_bound) if not x.passed]
+        assert not differences, "\n".join(differences)
+
+
+@contextmanager
+def fast_path(enabled: bool) -> Iterator[None]:
+    """Switch torch's fused fast path on or off for a while."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -1,0 +1,1 @@
+"""For the person who learns the built-in API: traps and explanations."""

@@ -1,0 +1,97 @@
+"""The page itself: one HTML file from the data of every section, with its styles, its script and no other file."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from equivalence_tests.learn.page import beside, exercises, gallery, speed, steps_section, switches, tape, trap_cards
+from equivalence_tests.learn.page.templating import environment
+
+__all__ = ["SECTIONS", "Section", "build_page"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of the page.
+
+    Args:
+        name: Its address, and the name of its template.
+        title: Its heading.
+        lead: What it is for, in a sentence.
+        data: Computes what it shows.
+        lacks: Says why it cannot be computed here; "" if it can.
+    """
+
+    name: str
+    title: str
+    lead: str
+    data: Callable[[], Any]
+    lacks: Callable[[], str] = str
+
+
+SECTIONS: tuple[Section, ...] = (
+    Section(
+        "steps",
+        "Step by step",
+        "One small attention from inputs to output: what the hand-written code does at each step, what torch.nn does, "
+        "and the numbers of both.",
+        steps_section.views,
+        tape.lacks,
+    ),
+    Section(
+        "switches",
+        "Switches",
+        "Every argument of the built-in attention: turn one and see what changes, which way torch takes, and which "
+        "lines of scratch do the same.",
+        switches.switch_data,
+        tape.lacks,
+    ),
+    Section(
+        "code",
+        "Code beside code",
+        "Every file of scratch beside its twin in builtin, line against line. Docstrings are folded, names are linked.",
+        beside.twins,
+    ),
+    Section(
+        "masks",
+        "Masks",
+        "Who may look at whom: every builder drawn, and a converter between the three conventions of torch.",
+        gallery.mask_data,
+    ),
+    Section(
+        "traps",
+        "Traps",
+        "What people write beside what helps. Both were run while this page was built, and this is what they printed.",
+        trap_cards.trap_data,
+    ),
+    Section(
+        "mistakes",
+        "Find the mistake",
+        "Twelve attentions, each with one mistake. Look at the numbers, guess the line, then read what verify says.",
+        exercises.exercise_data,
+    ),
+    Section(
+        "speed",
+        "How fast",
+        "At your size, what should you use? The measurements of this repository, each made in turns with the built-in.",
+        speed.speed_data,
+        speed.lacks,
+    ),
+)
+
+
+def build_page() -> str:
+    """Compute every section and put the page together.
+
+    Returns:
+        The HTML.
+    """
+    page = environment().get_template("page.html.j2")
+    lacks = {section.name: section.lacks() for section in SECTIONS}
+    found = [(section, None if lacks[section.name] else section.data()) for section in SECTIONS]
+    version = str(torch.__version__).partition("+")[0]
+    html = page.render(sections=found, lacks=lacks, cells_of=steps_section.cells_data, torch_version=version)
+    return re.sub(r"\n\s*\n+", "\n", html)

@@ -1,0 +1,233 @@
+import inspect
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import scratch
+from equivalence_tests import randomize_parameters
+from equivalence_tests.learn.explain.entry import ATTENTION, SDPA, calls_of
+from equivalence_tests.learn.page import beside, exercises, gallery, speed, switches
+from equivalence_tests.learn.page.reading import PageReader, printed_plainly
+from equivalence_tests.learn.page.switch_table import ATTENTION_SWITCHES, SDPA_SWITCHES, Switch
+from equivalence_tests.learn.traps import TRAPS, examine
+from scratch import masks
+
+BOARDS = switches.switch_data()
+STATES = [(board, state) for board in BOARDS for state in board.states]
+EXTENSIONS = {"qk_head_dim", "v_head_dim", "cache"}
+
+
+def grids(x: Tensor) -> list[list[list[str]]]:
+    x = x.detach().double()
+    tables = x.flatten(0, -3) if x.dim() > 2 else x[None]
+    return [[[printed_plainly(number) for number in row] for row in rows] for rows in tables.tolist()]
+
+
+def run_as_shown(code: str, package: Any) -> dict[str, Any]:
+    """Run the code of a state as a reader would."""
+    names = {"torch": torch, "nn": package, "F": package, "masks": masks, "randomize_parameters": randomize_parameters}
+    torch.manual_seed(0)
+    exec(code, names)
+    return {name: names[name] for name in ("output", "weights") if isinstance(names.get(name), Tensor)}
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize(("board", "state"), STATES, ids=lambda x: getattr(x, "key", getattr(x, "name", "")))
+def test_every_number_of_a_state_is_what_its_code_gives(
+    board: switches.Board, state: switches.State, page: PageReader
+) -> None:
+    place = f"switches-{board.name}-{state.key}"
+    package: Any = nn if board.name == "mha" else F
+    assert state.code in page.texts[place]
+    if state.error:
+        with pytest.raises(Exception, match=re.escape(state.error.partition(": ")[2])):
+            run_as_shown(state.code, package)
+        assert state.error in page.texts[place]
+        assert not page.numbers(place)
+        return
+    found = run_as_shown(state.code, package)
+    numbers = [x for x in found.values() if x.device.type != "meta"]
+    expected = [grid for x in numbers for grid in grids(x)]
+    if state.scratch:
+        expected += [grid for x in run_as_shown(state.code, scratch).values() for grid in grids(x)]
+    assert page.numbers(place) == expected
+
+
+@pytest.mark.parametrize(("board", "state"), STATES, ids=lambda x: getattr(x, "key", getattr(x, "name", "")))
+def test_scratch_agrees_or_the_page_says_so(board: switches.Board, state: switches.State, page: PageReader) -> None:
+    place = f"switches-{board.name}-{state.key}"
+    if state.scratch_error and not state.error:
+        assert state.scratch_error in page.texts[place]
+    elif not state.error:
+        assert state.agreement.startswith("< ") or "meta" in state.key or state.key == "device.1"
+
+
+def arguments_of(owner: str) -> set[str]:
+    taken = {name for _, signature in calls_of(owner) for name in signature.parameters}
+    return taken - EXTENSIONS
+
+
+@pytest.mark.parametrize(("owner", "board"), [(ATTENTION, ATTENTION_SWITCHES), (SDPA, SDPA_SWITCHES)])
+def test_every_argument_has_a_switch(owner: str, board: tuple[Switch, ...]) -> None:
+    shown = {name for switch in board for name in switch.argument.split(", ")} - {"mode"}
+    assert shown == arguments_of(owner)
+    assert all(len(switch.options) > 1 for switch in board)
+
+
+def test_each_option_alone_and_the_pairs_of_the_traps_are_there() -> None:
+    (mha, sdpa) = BOARDS
+    for board in BOARDS:
+        keys = {state.key for state in board.states}
+        for switch in board.switches:
+            name = switch.argument.replace(", ", "_")
+            assert {f"{name}.{option}" for option in range(1, len(switch.options))} <= keys
+    assert "add_bias_kv.1-is_causal.1" in {state.key for state in mha.states}  # is_causal_with_extra_tokens
+    assert "attn_mask.1-is_causal.1" in {state.key for state in sdpa.states}  # sdpa_mask_and_causal
+    assert "embed_dim.1-is_causal.1" not in {state.key for state in mha.states}
+
+
+def test_the_ways_of_torch_are_told_apart() -> None:
+    ways = {f"{board.name} {state.key}": state.path for board, state in STATES}
+    assert ways["mha defaults"].startswith("the plain path")
+    assert ways["mha need_weights.1"].startswith("a fused kernel")
+    assert ways["mha batch_first.1-mode.1"].startswith("the fast path")
+    assert ways["sdpa dropout_p.1"].startswith("the plain path")
+
+
+def test_every_line_of_every_file_is_beside_its_twin(page: PageReader) -> None:
+    twins = {twin.name: twin for twin in beside.twins()}
+    files = {path.stem for path in Path(inspect.getfile(scratch)).parent.glob("*.py")} - {"__init__", "__main__"}
+    assert set(twins) == files
+    for twin in twins.values():
+        for package in ("scratch", "builtin"):
+            path = beside.FOLDERS[package] / f"{twin.name}.py"
+            if not path.exists():
+                assert not twin.has_twin
+                continue
+            wanted = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            chunks = [chunk for unit in twin.units if getattr(unit, package) for chunk in unit.chunks]
+            shown = "\n".join(str(getattr(chunk, package).striptags()) for chunk in chunks)
+            told = ("scratch", package)  # what builtin says beyond scratch, and what it says too
+            halves = [half for unit in twin.units for name in told if (half := getattr(unit, name))]
+            docstrings = "\n".join(f"{half.first}\n{half.rest}" for half in halves)
+            both = [line.strip() for line in f"{shown}\n{docstrings}".splitlines()]
+            flat = "".join("".join(both).split())
+            missing = [x for x in wanted if "".join(x.strip('"r').split()) not in flat]
+            assert not missing, (package, twin.name, missing[:3])
+
+
+def test_lines_that_are_called_the_same_are_the_same() -> None:
+    for twin in beside.twins():
+        for unit in twin.units:
+            for chunk in unit.chunks:
+                same = [line.strip() for line in chunk.scratch.striptags().split("\n")]
+                if chunk.same:
+                    assert same == [line.strip() for line in chunk.builtin.striptags().split("\n")]
+
+
+def test_names_lead_to_their_definitions(page: PageReader) -> None:
+    assert "code-functional-masked_scores" in page.ids
+    assert page.links.count("#code-functional-masked_scores") >= 2
+
+
+def test_every_builder_of_masks_is_drawn_as_it_draws_itself(html: str) -> None:
+    drawn = gallery.drawn_masks()
+    for name in gallery.builders():
+        assert any(f"{name}(" in mask.call for mask in drawn), name
+    for mask in drawn:
+        expected = gallery.evaluate(mask.call)
+        assert torch.equal(torch.tensor(mask.cells), expected)
+        label = "".join(
+            f"{mask.rows} {i}: " + "".join(f"{int(cell)} " for cell in row) for i, row in enumerate(expected.tolist())
+        )
+        assert f'{label}"' in html, mask.call
+
+
+def test_the_gallery_misses_no_builder() -> None:
+    assert {"causal", "sliding_window", "from_lengths", "from_token_ids"} <= set(gallery.builders())
+    others = set(masks.__all__) - set(gallery.builders())
+    assert all(name.startswith(("to_", "from_module", "from_score", "draw")) for name in others), others
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
+def test_a_trap_shows_what_it_prints_now(trap: Any, page: PageReader) -> None:
+    text, finding = page.texts[f"trap-{trap.name}"], examine(trap)
+    for outcome in (finding.wrong, finding.right):
+        for line in outcome.lines:
+            assert line.rstrip() in text
+    assert trap.title in text
+    assert trap.severity.value in text
+    if finding.state.value != "holds":
+        assert finding.state.value in text
+
+
+@pytest.mark.parametrize(("defect", "convention"), exercises.EXERCISES, ids=lambda x: x.__name__)
+def test_an_exercise_computes_what_its_class_in_the_zoo_does(defect: Any, convention: Any) -> None:
+    """The code that is shown was put together: it has to be the broken class all the same."""
+    from_zoo = exercises._run(type("Broken", (defect, convention), {}))
+    with exercises.loaded(exercises.source_of(defect, convention), "exercise") as broken:
+        shown = exercises._run(broken)
+    for name, x in from_zoo.items():
+        assert torch.equal(shown[name], x)
+    assert not torch.allclose(from_zoo["output"], exercises._run(convention)["output"])
+
+
+def test_exercises_show_their_numbers_a_guilty_line_and_a_report_that_finds_it(page: PageReader, html: str) -> None:
+    assert len(exercises.EXERCISES) >= 12
+    for number, (defect, convention) in enumerate(exercises.EXERCISES, start=1):
+        right, wrong = exercises._run(convention), exercises._run(type("Broken", (defect, convention), {}))
+        expected = []
+        for name, x in wrong.items():
+            is_right = torch.allclose(x, right[name], rtol=0, atol=1e-12)
+            expected += grids(x) + ([] if is_right else grids(right[name]))
+        assert page.numbers(f"mistakes-{number}") == expected
+        assert "DEVIATES" in page.texts[f"mistakes-{number}"]
+    assert html.count("<li data-guilty>") >= len(exercises.EXERCISES)
+
+
+def test_every_measurement_of_a_chart_is_in_the_files(page: PageReader) -> None:
+    files = speed.RESULTS.glob("*/results.jsonl")
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    timed = {(row["contender"], speed.duration(row["median_us"])) for row in rows if row["status"] == "timed"}
+    charts = speed.speed_data()["charts"]
+    assert charts
+    for chart in charts:
+        assert len(chart.answers) > 1
+        expected = [[row.time, row.ratio, row.memory] for answer in chart.answers for row in answer.rows]
+        found = [row for table in page.numbers(f"speed-{chart.name}") for row in table]
+        assert [row[:2] for row in found] == [row[:2] for row in expected]
+        assert {(row.contender, row.time) for answer in chart.answers for row in answer.rows} <= timed
+        for answer in chart.answers:
+            assert answer.sentence in page.texts[f"speed-{chart.name}"]
+
+
+def test_answers_name_the_fastest_or_the_built_in() -> None:
+    for chart in speed.speed_data()["charts"]:
+        for answer in chart.answers:
+            times = {
+                line.contender: point.microseconds
+                for line in chart.lines
+                for point in line.points
+                if point.length == answer.length
+            }
+            fastest = min(times, key=lambda contender: times[contender])
+            as_fast = times["builtin"] <= 1.05 * times[fastest]
+            assert (", the built-in:" if as_fast else f", {fastest}: ") in answer.sentence
+
+
+def test_labels_of_a_chart_do_not_cover_each_other() -> None:
+    for chart in speed.speed_data()["charts"]:
+        heights = sorted(line.label_y for line in chart.lines)
+        assert all(b - a > 0.99 * speed.LABEL_HEIGHT for a, b in itertools.pairwise(heights))
+
+
+def test_without_measurements_the_section_says_so(tmp_path: Path) -> None:
+    assert "part of the repository" in speed.lacks(tmp_path)
+    assert speed.lacks() == ""

@@ -1,0 +1,98 @@
+"""Every trap holds on the installed torch, and what it advises helps."""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+from typer.testing import CliRunner
+
+from equivalence_tests.__main__ import app
+from equivalence_tests.learn.traps.entry import Trap
+from equivalence_tests.learn.traps.registry import TRAPS, find_trap
+from equivalence_tests.learn.traps.running import State, examine
+
+ROOT = Path(__file__).parents[2]
+# How a docstring points at traps: "see trap `NAME`" or "see traps `NAME`, `NAME`", on one line or over two.
+REFERENCE = re.compile(r"\bsee\s+traps?\s+(`[^`]*`(?:,\s+`[^`]*`)*)")
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
+def test_the_trap_is_as_told(trap: Trap) -> None:
+    state = examine(trap).state
+    if trap.mended_in and torch.__version__ >= TorchVersion(trap.mended_in):
+        assert state is State.MENDED, f"trap {trap.name} is back: it was mended in torch {trap.mended_in}"
+        return
+    assert state is not State.MENDED, f"trap {trap.name} is mended in the installed torch: give its entry mended_in"
+    assert state is State.HOLDS, f"what trap {trap.name} advises does not help on the installed torch"
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_each_trap_is_shown_in_full(width: str) -> None:
+    page = CliRunner().invoke(app, ["traps", "--all"], env={"COLUMNS": width}).stdout
+    assert max(map(len, page.splitlines())) <= int(width)
+    for trap in TRAPS:
+        assert f"Trap {trap.number}: {trap.name}  {trap.severity.value}" in page
+        assert all(place.excerpt().owner in page for place in trap.places)
+
+
+def test_numbers_and_names_are_unique() -> None:
+    assert len({trap.number for trap in TRAPS}) == len({trap.name for trap in TRAPS}) == len(TRAPS)
+
+
+def references() -> Iterator[tuple[str, str]]:
+    for file in sorted(path for room in ("scratch", "builtin") for path in (ROOT / room).glob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        found = REFERENCE.findall(text)
+        assert len(found) == len(re.findall(r"\btraps?\b", text)), f"{file.name} points at a trap in another form"
+        for names in found:
+            yield from ((file.name, name) for name in re.findall("`([^`]*)`", names))
+
+
+def test_docstrings_point_at_all_traps_and_at_no_others() -> None:
+    found, names = set(references()), {trap.name for trap in TRAPS}
+    assert {(file, name) for file, name in found if name not in names} == set()
+    assert names - {name for _, name in found} == set()
+
+
+def test_a_trap_that_is_told_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trap = find_trap("mask_polarity")
+    monkeypatch.setattr(type(trap), "holds", lambda *_: False)
+    assert examine(trap).state is State.MENDED
+    monkeypatch.undo()
+    monkeypatch.setattr(type(trap), "helps", lambda *_: False)
+    assert examine(trap).state is State.ADVICE_FAILS
+
+
+@pytest.mark.parametrize(("category", "state"), [(FutureWarning, State.HOLDS), (UserWarning, State.MENDED)])
+def test_a_warning_counts_unless_it_is_about_the_future(
+    category: type[Warning], state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap = find_trap("mask_polarity")
+    wrong = trap.wrong
+
+    def warning() -> object:
+        warnings.warn("a word from torch", category, stacklevel=2)
+        return wrong()
+
+    monkeypatch.setattr(trap, "wrong", warning)
+    assert examine(trap).state is state
+
+
+@pytest.mark.parametrize("asked", ["1", "mask_polarity"])
+def test_one_trap_is_shown_by_name_and_number(asked: str) -> None:
+    data = json.loads(CliRunner().invoke(app, ["traps", asked, "--json"]).stdout)
+    assert (data["number"], data["name"]) == (1, "mask_polarity")
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"), [("mask_polarty", "mask_polarity"), ("need_weights", "sidebyside explain need_weights")]
+)
+def test_an_unknown_trap_is_refused_with_where_to_look(asked: str, answer: str) -> None:
+    result = CliRunner().invoke(app, ["traps", asked])
+    assert result.exit_code == 2
+    assert answer in result.stderr

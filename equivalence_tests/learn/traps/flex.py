@@ -1,0 +1,342 @@
+"""Flex attention: gradients, sinks, blocks, and what its functions of an index count from."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from equivalence_tests.learn.excerpts import Place
+from equivalence_tests.learn.traps.entry import Severity, Trap
+from scratch import flex, score_functions
+
+__all__ = ["TRAPS"]
+
+
+class FlexNoCpuGradient(Trap):
+    """flex_attention has no gradient on the CPU."""
+
+    number = 57
+    name = "flex_no_cpu_gradient"
+    severity = Severity.ERROR
+    concerns = ("flex_attention.query", "flex_attention.key", "flex_attention.value")
+    expects = "What runs on the CPU trains there: for a test of the backward pass, or a small model."
+    happens = (
+        "An error, as soon as an input requires a gradient: under torch.no_grad() too, with a model's own parameters."
+    )
+    why = (
+        "The backward pass is a kernel for GPUs. The door asks for requires_grad and not for the mode. Only tensors that "
+        "score_mod reads get gradients on the CPU. By hand the steps are ordinary operations, which have them anywhere."
+    )
+    places = (Place(flex.row_scores, "of_queries(q) @"), Place(flex.attend, "torch.softmax"))
+    instead = "scratch.flex_attention trains on the CPU, with the same arguments. For inference detach the inputs."
+    issues = ("pytorch/pytorch#148752", "pytorch/pytorch#169224")
+    raises = "does not support backward on CPU"
+
+    def wrong(self) -> None:
+        x = torch.randn(1, 2, 5, 8, requires_grad=True)
+        with torch.no_grad():
+            flex_attention(x, x, x)
+
+    def right(self) -> Tensor:
+        x = torch.randn(1, 2, 5, 8, requires_grad=True)
+        flex.flex_attention(x, x, x).square().sum().backward()
+        print("gradient:", tuple(x.grad.shape))  # type: ignore[union-attr]
+        return x.grad  # type: ignore[return-value]
+
+    def helps(self, right: Tensor) -> bool:
+        return bool(right.isfinite().all() and right.any())
+
+
+class FlexSinkInScoreMod(Trap):
+    """A sink put into score_mod does nothing."""
+
+    number = 58
+    name = "flex_sink_in_score_mod"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("flex_attention.score_mod", "flex_attention.return_aux", "flex_attention.return_lse")
+    expects = "Adding the sink of its head to each score holds weight back, as a model with attention sinks needs it."
+    happens = "The output is that without sinks, to rounding."
+    why = (
+        "softmax does not change when all scores of a row move alike. A sink is one more term below the fraction, and "
+        "score_mod sees one score at a time and never their sum. The log-sum-exp is that sum, and mends the output after."
+    )
+    places = (Place(score_functions.add_sinks, "torch.sigmoid"),)
+    instead = "Ask for the log-sum-exp, and multiply the output by sigmoid(lse - sink)."
+    issues = ("huggingface/transformers#41026",)
+
+    def wrong(self) -> float:
+        x, sinks = torch.randn(1, 2, 5, 8), torch.tensor([1.0, 3.0])
+
+        def with_sink(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + sinks[h]
+
+        output = flex_attention(x, x, x, score_mod=with_sink)
+        difference = (output - flex_attention(x, x, x)).abs().max().item()
+        print(f"greatest difference from no sinks at all: {difference:.1g}")
+        return difference
+
+    def right(self) -> float:
+        x, sinks = torch.randn(1, 2, 5, 8), torch.tensor([1.0, 3.0])
+        output, aux = flex_attention(x, x, x, return_aux=AuxRequest(lse=True))
+        held_back = aux.lse - sinks[:, None]  # type: ignore[operator]
+        output = output * torch.sigmoid(held_back)[..., None]
+        # The definition: one more score for each query, with a value of 0.
+        scores = torch.cat([x @ x.mT / 8**0.5, sinks.view(1, 2, 1, 1).expand(1, 2, 5, 1)], -1)
+        difference = (output - scores.softmax(-1)[..., :-1] @ x).abs().max().item()
+        print(f"greatest difference from the definition: {difference:.1g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong < 1e-5
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+class FlexEagerIgnoresBlocks(Trap):
+    """Without torch.compile the blocks of a block mask are ignored."""
+
+    number = 59
+    name = "flex_eager_ignores_blocks"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("flex_attention.block_mask", "create_block_mask.separate_full_blocks")
+    expects = "Each block of queries sees the blocks that are listed for it, and no others."
+    happens = "Every query sees every key. Under torch.compile the same call obeys the lists: the output differs."
+    why = (
+        "The path without torch.compile writes all scores out and asks mask_mod alone, which lets everything be seen if it "
+        "is not given. By hand the lists are what is gone through, and mask_mod is asked inside of them."
+    )
+    places = (Place(flex.block_rows, "asked = places_of_keys"), Place(flex.row_scores, "may_attend ="))
+    instead = "Give mask_mod with the lists, so that both say the same; or let create_block_mask make the lists."
+    since = "2.5"
+
+    def wrong(self) -> float:
+        x = torch.randn(1, 1, 4, 8)
+        one_each = torch.tensor([[[1, 1]]], dtype=torch.int32)
+        diagonal = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+        blocks = BlockMask.from_kv_blocks(one_each, diagonal, BLOCK_SIZE=2)
+        print(blocks.to_dense()[0, 0])
+        output = flex_attention(x, x, x, block_mask=blocks)
+        difference = (output - flex_attention(x, x, x)).abs().max().item()
+        print(f"greatest difference from no mask at all: {difference:.1g}")
+        return difference
+
+    def right(self) -> float:
+        x = torch.randn(1, 1, 4, 8)
+        one_each = torch.tensor([[[1, 1]]], dtype=torch.int32)
+        diagonal = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+
+        def same_block(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return q_idx // 2 == kv_idx // 2
+
+        blocks = BlockMask.from_kv_blocks(one_each, diagonal, BLOCK_SIZE=2, mask_mod=same_block)
+        output = flex_attention(x, x, x, block_mask=blocks)
+        alone = flex_attention(x[:, :, 2:], x[:, :, 2:], x[:, :, 2:])
+        difference = (output[:, :, 2:] - alone).abs().max().item()
+        print(f"greatest difference of the second block from itself alone: {difference:.1g}")
+        return difference
+
+    def holds(self, wrong: float) -> bool:
+        return wrong == 0
+
+    def helps(self, right: float) -> bool:
+        return right < 1e-5
+
+
+class FlexPlanOfOneSample(Trap):
+    """B=None plans the blocks of sample 0 for all samples."""
+
+    number = 60
+    name = "flex_plan_of_one_sample"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("create_block_mask.B", "create_block_mask.H", "create_block_mask.mask_mod")
+    expects = "mask_mod reads the documents of each sample, so that each sample gets its own mask."
+    happens = (
+        "The plan is that of sample 0. Sample 1 has one document, and its second block of queries is not to look at the first "
+        "block of keys. Compiled kernels skip it; without torch.compile the plan is ignored, and all looks well."
+    )
+    why = "None stands for 1: mask_mod is asked with b = 0 alone. By hand, too: what is not planned is not computed."
+    places = (Place(flex.create_block_mask, "size or 1"),)
+    instead = "Give B where mask_mod reads b, and H where it reads h."
+
+    def wrong(self) -> bool:
+        documents = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])  # sample 1 has one document
+
+        def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return documents[b, q_idx] == documents[b, kv_idx]
+
+        plan = create_block_mask(same_document, None, None, 4, 4, "cpu", BLOCK_SIZE=2)
+        print(plan.to_dense()[0, 0])  # for sample 1 as well
+        return bool(plan.to_dense().all())
+
+    def right(self) -> bool:
+        documents = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])  # sample 1 has one document
+
+        def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return documents[b, q_idx] == documents[b, kv_idx]
+
+        plan = create_block_mask(same_document, 2, None, 4, 4, "cpu", BLOCK_SIZE=2)
+        print(plan.to_dense()[1, 0])  # of sample 1
+        return bool(plan.to_dense()[1].all())
+
+    def holds(self, wrong: bool) -> bool:
+        return not wrong
+
+    def helps(self, right: bool) -> bool:
+        return right
+
+
+class FlexRowsGuaranteedSafe(Trap):
+    """ROWS_GUARANTEED_SAFE needs more than a key for every query."""
+
+    number = 61
+    name = "flex_rows_guaranteed_safe"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("flex_attention.kernel_options",)
+    expects = (
+        "In a causal window every query sees itself: no row is empty, which is what the documents of 2.13 ask for."
+    )
+    happens = (
+        "NaN on a GPU. Shown here by the kernel's sum, written out, because only the compiled kernel reads the option: without "
+        "torch.compile nothing happens, and no test on a CPU finds it."
+    )
+    why = (
+        "The kernel goes through the blocks and keeps the greatest score so far, from -inf on. Query 3 sees nothing in the first "
+        "block, and -inf - (-inf) is NaN; the option takes away the guard. A row needs a key in its first block."
+    )
+    places = (Place(flex.attend, "open_blind_rows"),)
+    instead = "Leave it off, unless the first block that is computed for a query always holds a key that it sees."
+    issues = ("pytorch/pytorch#194154",)
+
+    def wrong(self) -> Tensor:
+        scores = torch.randn(4, 4)
+        steps = torch.arange(4)[:, None] - torch.arange(4)
+        scores[(steps < 0) | (steps > 1)] = -torch.inf  # a causal window of 2
+        print("queries without a key:", (scores == -torch.inf).all(-1).sum().item())
+        highest, total = torch.full((4,), -torch.inf), torch.zeros(4)
+        for block in scores.split(2, dim=-1):
+            new = torch.maximum(highest, block.amax(-1))
+            rescaled = total * (highest - new).exp()
+            total = rescaled + (block - new[:, None]).exp().sum(-1)
+            highest = new
+        print("sums:", total)
+        return total
+
+    def right(self) -> Tensor:
+        scores = torch.randn(4, 4)
+        steps = torch.arange(4)[:, None] - torch.arange(4)
+        scores[(steps < 0) | (steps > 1)] = -torch.inf  # a causal window of 2
+        highest, total = torch.full((4,), -torch.inf), torch.zeros(4)
+        for block in scores.split(2, dim=-1):
+            new = torch.maximum(highest, block.amax(-1))
+            base = new.nan_to_num(neginf=0.0)  # the guard
+            rescaled = total * (highest - base).exp()
+            total = rescaled + (block - base[:, None]).exp().sum(-1)
+            highest = new
+        print("sums:", total)
+        return total
+
+    def holds(self, wrong: Tensor) -> bool:
+        return wrong.isnan().tolist() == [False, False, False, True]
+
+    def helps(self, right: Tensor) -> bool:
+        return bool(right.isfinite().all())
+
+
+class FlexIndexFromZero(Trap):
+    """q_idx counts from 0 also where the queries are the last of the keys."""
+
+    number = 62
+    name = "flex_index_from_zero"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("flex_attention.score_mod", "create_block_mask.mask_mod", "create_block_mask.Q_LEN")
+    expects = (
+        "The newest token, with three in the cache before it, sees all four keys: it is not earlier than any of them."
+    )
+    happens = "It sees the first key alone."
+    why = "Its index is 0: the queries of the call are counted, and a mask of q_idx >= kv_idx starts at the upper left corner."
+    places = (Place(score_functions.causal, "kv_idx <= q_idx + offset"),)
+    instead = "Add the number of keys before the first query to q_idx; score_functions.causal(offset) does."
+
+    def wrong(self) -> Tensor:
+        query, key = torch.zeros(1, 1, 1, 8), torch.randn(1, 1, 4, 8)  # all scores are 0
+        value = torch.eye(4)[None, None]  # the output is the weights
+
+        def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return q_idx >= kv_idx
+
+        mask = create_block_mask(causal, None, None, 1, 4, "cpu")
+        weights = flex_attention(query, key, value, block_mask=mask)
+        print(weights[0, 0])
+        return weights
+
+    def right(self) -> Tensor:
+        query, key = torch.zeros(1, 1, 1, 8), torch.randn(1, 1, 4, 8)  # all scores are 0
+        value = torch.eye(4)[None, None]  # the output is the weights
+
+        def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return q_idx + 3 >= kv_idx  # three keys before the first query
+
+        mask = create_block_mask(causal, None, None, 1, 4, "cpu")
+        weights = flex_attention(query, key, value, block_mask=mask)
+        print(weights[0, 0])
+        return weights
+
+    def holds(self, wrong: Tensor) -> bool:
+        return wrong.flatten().tolist() == [1.0, 0.0, 0.0, 0.0]
+
+    def helps(self, right: Tensor) -> bool:
+        return right.flatten().tolist() == [0.25] * 4
+
+
+class GroupedHeadsTiled(Trap):
+    """Grouped heads that follow one another share a key head: repeat() pairs others."""
+
+    number = 63
+    name = "grouped_heads_tiled"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("enable_gqa",)
+    expects = "Keys for 2 heads repeated to 4 give the same as enable_gqa=True with the 2."
+    happens = "They do not: heads 1 and 2 looked at each other's keys. With one head of keys, or as many as queries, it is right."
+    why = (
+        "repeat() lays the heads out as 0, 1, 0, 1. The groups are heads that lie side by side, as weights of published models "
+        "have them: 0, 0, 1, 1, which is repeat_interleave()."
+    )
+    places = (Place(flex.working_copies, "repeat_interleave"),)
+    instead = "key.repeat_interleave(num_heads // num_key_heads, dim=1), or enable_gqa=True."
+
+    def wrong(self) -> list[float]:
+        query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+        output = F.scaled_dot_product_attention(query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1))
+        grouped = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        difference = (output - grouped).abs().amax((0, 2, 3))
+        print("difference of each head:", difference)
+        return difference.tolist()
+
+    def right(self) -> list[float]:
+        query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+        output = F.scaled_dot_product_attention(
+            query, key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
+        )
+        grouped = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        difference = (output - grouped).abs().amax((0, 2, 3))
+        print("difference of each head:", difference)
+        return difference.tolist()
+
+    def holds(self, wrong: list[float]) -> bool:
+        first, second, third, fourth = wrong
+        return max(first, fourth) < 1e-5 and min(second, third) > 0.01
+
+    def helps(self, right: list[float]) -> bool:
+        return max(right) < 1e-5
+
+
+TRAPS = (
+    FlexNoCpuGradient,
+    FlexSinkInScoreMod,
+    FlexEagerIgnoresBlocks,
+    FlexPlanOfOneSample,
+    FlexRowsGuaranteedSafe,
+    FlexIndexFromZero,
+    GroupedHeadsTiled,
+)

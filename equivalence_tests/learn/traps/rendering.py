@@ -1,0 +1,157 @@
+"""The list of traps, one trap in full, and both as data."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from equivalence_tests.learn import terminal
+from equivalence_tests.learn.excerpts import as_typed
+from equivalence_tests.learn.traps.entry import Severity, Trap
+from equivalence_tests.learn.traps.registry import CHECKED_ON
+from equivalence_tests.learn.traps.running import Finding, State
+
+__all__ = ["as_data", "in_full", "listing", "typed_code"]
+
+COLOURS = {State.HOLDS: "red", State.MENDED: "green", State.ADVICE_FAILS: "yellow"}
+COUNTED = {State.HOLDS: "hold", State.MENDED: "mended", State.ADVICE_FAILS: "with advice that fails"}
+
+
+def listing(findings: Sequence[Finding]) -> Group:
+    """List traps in one table for each severity, worst first.
+
+    Args:
+        findings: The traps and what they did.
+
+    Returns:
+        Something to print.
+    """
+    tables: list[RenderableType] = []
+    for severity in Severity:
+        table = Table(title=severity.value.capitalize(), title_justify="left", box=None, expand=True, show_header=False)
+        table.add_column("number", justify="right", width=2)
+        table.add_column("name", no_wrap=True, width=max(len(finding.trap.name) for finding in findings))
+        table.add_column("trap", ratio=1)
+        table.add_column("state")
+        for finding in findings:
+            if finding.trap.severity is severity:
+                state = Text(finding.state.value, style=COLOURS[finding.state])
+                table.add_row(str(finding.trap.number), finding.trap.name, finding.trap.title, state)
+        if table.row_count:
+            tables += [table, ""]
+    states = [finding.state for finding in findings]
+    counts = [f"{states.count(state)} {words}" for state, words in COUNTED.items() if state in states]
+    summary = f"{len(findings)} traps, run on torch {torch.__version__}: {', '.join(counts)}."
+    meaning = "A trap holds if the code that people write does here what the entry says, and the advice helps."
+    hint = "One in full: sidebyside traps NAME. All in full: sidebyside traps --all."
+    return Group(*tables, *map(Text, (summary, meaning, hint)))
+
+
+def in_full(finding: Finding) -> Group:
+    """Show one trap from end to end.
+
+    Args:
+        finding: The trap and what it did.
+
+    Returns:
+        Something to print.
+    """
+    trap, here = finding.trap, f"torch {torch.__version__}"
+    first, second = typed_code(trap)
+    gone = f"It is no longer so in {here}. What it was: " if finding.state is State.MENDED else ""
+    return Group(
+        _head(finding),
+        Text(trap.title),
+        "",
+        terminal.section("What a person writes", terminal.code_block(first)),
+        terminal.section("What they expect", terminal.paragraph(trap.expects)),
+        terminal.section(
+            f"What happens here, now ({here}, on CPU)",
+            terminal.output_block(finding.wrong.lines),
+            terminal.paragraph(gone + trap.happens),
+        ),
+        terminal.section("Why", terminal.paragraph(trap.why), terminal.quote(place.excerpt() for place in trap.places)),
+        terminal.section(
+            "What to write instead",
+            terminal.paragraph(trap.instead),
+            terminal.code_block(second),
+            terminal.output_block(finding.right.lines),
+        ),
+        *_discussed(trap),
+        terminal.section("Versions", terminal.paragraph(versions(trap))),
+    )
+
+
+def _head(finding: Finding) -> Text:
+    trap, state = finding.trap, finding.state
+    named = (f"Trap {trap.number}: {trap.name}", "bold")
+    return Text.assemble(named, f"  {trap.severity.value}, ", (state.value, COLOURS[state]))
+
+
+def _discussed(trap: Trap) -> list[RenderableType]:
+    return (
+        [terminal.section("Where it is discussed", Text("\n".join(map(issue_url, trap.issues))))] if trap.issues else []
+    )
+
+
+def typed_code(trap: Trap) -> tuple[str, str]:
+    """Give the wrong and the right code of a trap as one would type them, one after the other, in one session.
+
+    Args:
+        trap: An entry.
+
+    Returns:
+        The wrong code with its imports, and the right code with those that it needs besides.
+    """
+    wrong = as_typed(trap.wrong)
+    return wrong, as_typed(trap.right, known=wrong.splitlines())
+
+
+def versions(trap: Trap) -> str:
+    """Say what is known of the versions that have the trap."""
+    known = [f"since torch {trap.since}"] if trap.since else []
+    known += [f"mended in torch {trap.mended_in}"] if trap.mended_in else []
+    known.append(f"checked on {', '.join(CHECKED_ON)}")
+    text = "; ".join(known)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def issue_url(issue: str) -> str:
+    """Turn "owner/repository#number" into an address."""
+    repository, number = issue.split("#")
+    return f"https://github.com/{repository}/issues/{number}"
+
+
+def as_data(finding: Finding) -> dict[str, Any]:
+    """Give all that is known of a trap as plain data, for JSON.
+
+    Args:
+        finding: The trap and what it did.
+
+    Returns:
+        Strings, numbers, lists and dictionaries.
+    """
+    trap = finding.trap
+    wrong_code, right_code = typed_code(trap)
+    return {
+        "number": trap.number,
+        "name": trap.name,
+        "trap": trap.title,
+        "severity": trap.severity.value,
+        "state": finding.state.value,
+        "torch": str(torch.__version__),
+        "concerns": list(trap.concerns),
+        "expects": trap.expects,
+        "wrong": {"code": wrong_code, **finding.wrong.data},
+        "happens": trap.happens,
+        "why": trap.why,
+        "scratch": [place.excerpt().data for place in trap.places],
+        "instead": trap.instead,
+        "right": {"code": right_code, **finding.right.data},
+        "issues": [issue_url(issue) for issue in trap.issues],
+        "since": trap.since or None,
+        "mended_in": trap.mended_in or None,
+    }

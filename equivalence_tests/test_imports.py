@@ -1,0 +1,82 @@
+"""Who imports whom: dependencies point one way, and no import goes round in a circle, not even one that waits."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import TypeGuard
+
+import pytest
+
+import scratch
+
+ROOT = Path(scratch.__file__).parents[1]
+ROOMS = ("scratch", "builtin", "equivalence_tests", "benchmarks")
+FILES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for room in ROOMS
+    for file in sorted((ROOT / room).rglob("*.py"))
+}
+# The checker's engine as it was, which is on its way out.
+KNOWN_CIRCLE = {f"equivalence_tests.checker.{name}" for name in ("models", "parts", "verify", "walking", "wiring")}
+
+
+# What imports modules by names that stand in a text.
+BY_NAME = {"import_module", "from_homes"}
+
+
+def imported_by(tree: ast.Module) -> Iterator[str]:
+    """Name every module that a file imports, at its top or inside a function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module or ""
+
+
+def named_in_texts(tree: ast.Module) -> set[str]:
+    """Name the modules that a file may import by their names, where it has what does so."""
+    names = {node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(tree) if is_name(node)}
+    if not names & BY_NAME:
+        return set()
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {text.partition(":")[0] for text in texts if isinstance(text, str)}
+
+
+def is_name(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
+    return isinstance(node, ast.Name | ast.Attribute)
+
+
+def parsed(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(encoding="utf-8"))
+
+
+def imports_of(module: str) -> set[str]:
+    """Keep those of our own; from a package that hands names on, only the module that is named."""
+    tree = parsed(module)
+    found = {name for name in {*imported_by(tree), *named_in_texts(tree)} if name in FILES}
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)} - {module}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_room_imports_only_from_rooms_to_its_left(module: str) -> None:
+    rooms = {name.split(".")[0] for name in imported_by(parsed(module))} & set(ROOMS)
+    assert rooms <= set(ROOMS[: ROOMS.index(module.split(".")[0]) + 1])
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    graph = {module: imports_of(module) for module in FILES}
+    for module in KNOWN_CIRCLE & graph.keys():
+        graph[module] -= KNOWN_CIRCLE
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_imports_that_wait_are_seen() -> None:
+    late = ast.parse('def late():\n    from scratch import masks\n    return import_module("scratch.layers:given")\n')
+    assert "scratch.masks" in set(imported_by(late))
+    assert "scratch.layers" in named_in_texts(late)
+    assert named_in_texts(ast.parse('MODULE = "scratch.layers"')) == set()

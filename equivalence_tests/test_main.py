@@ -1,0 +1,60 @@
+"""Tests of ``sidebyside`` itself: it answers without torch, and its list says what its commands say."""
+
+import importlib
+import importlib.metadata
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import equivalence_tests
+from equivalence_tests import checker
+from equivalence_tests.__main__ import COMMANDS, app
+
+ROOT = Path(__file__).parents[1]
+# Fails if torch was imported on the way.
+WITHOUT_TORCH = """
+import sys
+from equivalence_tests.__main__ import app
+try:
+    app(sys.argv[1:])
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_what_the_command_says(name: str) -> None:
+    (home, _, function), summary = COMMANDS[name][0].partition(":"), COMMANDS[name][1]
+    told = inspect.getdoc(getattr(importlib.import_module(home), function)) or ""
+    assert " ".join(told.split("\n\n")[0].split()) == summary
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"], ["--show-completion", "bash"]])
+def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "AssertionError" not in ran.stderr, ran.stderr
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"1.2.3 of {name}")
+    assert CliRunner().invoke(app, ["--version"]).stdout == "sidebyside 1.2.3 of attention-side-by-side\n"
+
+
+def test_an_unknown_command_is_named() -> None:
+    result = CliRunner().invoke(app, ["verfy"])
+    assert result.exit_code == 2
+    assert "verfy" in result.stderr
+
+
+@pytest.mark.parametrize("package", [equivalence_tests, checker])
+def test_every_exported_name_is_found_when_it_is_asked_for(package: object) -> None:
+    for name in package.__all__:  # type: ignore[attr-defined]
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        package.nothing  # type: ignore[attr-defined]  # noqa: B018

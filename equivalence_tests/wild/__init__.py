@@ -1,0 +1,1 @@
+"""The checker's outside judges: every attention of transformers, timm and diffusers, as published and broken."""

@@ -1,0 +1,144 @@
+"""What is there only to round as torch does, to the last bit: memory layouts, halves of the scale, upcasts.
+
+The equations read the same without it. Dimension letters as in ``functional``.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = [
+    "HALF_PRECISION",
+    "halve_the_scale",
+    "laid_out_like",
+    "sequence_first",
+    "unpack",
+    "upcast_half",
+]
+
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def sequence_first(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn the inputs to (len, batch, features), and keep equal objects equal.
+
+    Self-attention is recognised by ``query is key is value``: it is then one packed projection. Without a batch
+    torch.nn loses sight of this and projects three times; so do we, to round alike.
+
+    Args:
+        query: (query_len, features) without a batch; else with it, in the order that ``batch_first`` says.
+        key: Likewise.
+        value: Likewise.
+        batch_first: Whether the batch comes first.
+
+    Returns:
+        The three as views, sequence first.
+
+    In torch.nn: the first lines of ``nn.MultiheadAttention.forward``.
+
+    >>> x = torch.randn(2, 5, 12)
+    >>> query, key, value = sequence_first(x, x, x, batch_first=True)
+    >>> query.shape, query is key is value
+    (torch.Size([5, 2, 12]), True)
+    """
+    if query.dim() == 2:
+        return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+    if not batch_first:
+        return query, key, value
+    query_view = query.transpose(0, 1)
+    key_view = query_view if key is query else key.transpose(0, 1)
+    return query_view, key_view, key_view if value is key else value.transpose(0, 1)
+
+
+def unpack(packed: Float[Tensor, "len batch packed_width"], widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Cut the product of several projections at once into one tensor for each, each in one piece of memory.
+
+    Equally wide ones lie in a row, as in torch.nn: the products that follow round as they do there.
+
+    Args:
+        packed: (len, batch, the sum of the widths).
+        widths: One for each projection.
+
+    Returns:
+        For each width (len, batch, width).
+
+    In torch.nn: the end of ``torch.nn.functional._in_projection_packed``.
+
+    >>> unpack(torch.arange(6.0).view(1, 1, 6), [2, 2, 2])
+    (tensor([[[0., 1.]]]), tensor([[[2., 3.]]]), tensor([[[4., 5.]]]))
+    """
+    if len(set(widths)) > 1:
+        return tuple(x.contiguous() for x in packed.split(list(widths), dim=-1))
+    return packed.unflatten(-1, (len(widths), widths[0])).permute(2, 0, 1, 3).contiguous().unbind()
+
+
+def halve_the_scale(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Put the root of the scale on either side of the product: (sqrt(s) q) (sqrt(s) k)ᵀ = s q kᵀ.
+
+    It keeps float16 in range and is how torch's MATH backend rounds.
+
+    Args:
+        q: (..., query_len, head_dim).
+        k: (..., key_len, head_dim); scaled as it lies in the product, so that the strides are torch's.
+        scale: Factor on the scores; a negative sign goes to the queries.
+
+    Returns:
+        Both, scaled.
+
+    In torch.nn: ``torch.ops.aten._scaled_dot_product_attention_math``.
+
+    >>> q, k = halve_the_scale(torch.ones(1, 2), torch.ones(3, 2), scale=-0.25)
+    >>> q, q @ k.T
+    (tensor([[-0.5000, -0.5000]]), tensor([[-0.5000, -0.5000, -0.5000]]))
+    """
+    root = math.sqrt(abs(scale))
+    return q * math.copysign(root, scale), (k.transpose(-2, -1) * root).transpose(-2, -1)
+
+
+def laid_out_like(query: Tensor, context: Tensor) -> Tensor:
+    """Lay the context out in memory as the queries are: heads after tokens where theirs come from a transpose.
+
+    ``context.transpose(1, 2).view(batch, query_len, -1)`` is then possible, as after torch's kernels.
+
+    Args:
+        query: (batch, num_heads, query_len, head_dim), or of any other rank, where nothing is done.
+        context: (batch, num_heads, query_len, v_head_dim).
+
+    Returns:
+        The context, copied if need be.
+
+    In torch.nn: what the fused kernels of ``F.scaled_dot_product_attention`` give; its MATH backend does not.
+
+    >>> query = torch.randn(2, 5, 3, 11).transpose(1, 2)
+    >>> laid_out_like(query, torch.randn(2, 3, 5, 13)).transpose(1, 2).is_contiguous()
+    True
+    """
+    if query.dim() != 4 or context.dim() != 4 or not _holds(query.stride(1) < query.stride(2)):
+        return context
+    return context.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _holds(condition: bool) -> bool:
+    """Decide a comparison of sizes; one that only the data of an exported program could decide does not hold."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # it takes a second to import
+
+    return guard_or_false(condition)
+
+
+def upcast_half(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Give float16 and bfloat16 tensors as float32, others as they are.
+
+    Args:
+        *tensors: Any tensors.
+
+    Returns:
+        As many tensors.
+
+    In torch.nn: what the MATH backend of ``F.scaled_dot_product_attention`` does, and the fused kernels inside.
+    """
+    return tuple(x.float() if x.dtype in HALF_PRECISION else x for x in tensors)
