@@ -124,7 +124,7 @@ def in_child(
 
     Args:
         function: Can be pickled.
-        arguments: Likewise.
+        arguments: What it is called with; these can be pickled too.
         limit_bytes: Memory that the process may take; None for any.
         patience_seconds: Time that it may take; None for any.
 

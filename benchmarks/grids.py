@@ -149,20 +149,20 @@ class Grid:
     """Values of each axis; the cases are all combinations that mean something.
 
     Args:
-        component: As in ``Case``; so are the others.
-        mode: Likewise.
-        batch: Likewise.
+        component: Each of ``COMPONENTS`` to be timed.
+        mode: Forward, backward or a whole step of training.
+        batch: Numbers of sequences.
         length: Both ``query_len`` and ``key_len``.
         key_len: Stands in for ``length`` as the number of keys; "generate" reads a source as long as ``length`` else.
         width: ``embed_dim``.
         heads: ``num_heads``.
         layers: ``num_layers``.
-        dtype: Likewise.
-        mask: Likewise.
-        window: Likewise.
-        need_weights: Likewise.
-        compiled: Likewise.
-        bias: Likewise.
+        dtype: Names of dtypes.
+        mask: Each of ``MASKS`` to be timed.
+        window: Widths of the mask "window"; other masks are timed once.
+        need_weights: With or without weights, for the components that return them.
+        compiled: With or without ``torch.compile``.
+        bias: With or without biases.
     """
 
     component: tuple[str, ...]

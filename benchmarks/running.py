@@ -84,7 +84,7 @@ def rows_without_times(case: Case, chosen: Sequence[str], status: Status, detail
         case: What was to be computed.
         chosen: Names of contenders.
         status: What happened.
-        detail: Likewise, in words.
+        detail: What happened, in words.
 
     Returns:
         One row for each contender.

@@ -40,8 +40,6 @@ class SwiGLU(nn.Module):
         ValueError: For sizes that are not positive.
         TypeError: For an activation that is not a function.
 
-    In torch.nn: nothing.
-
     Source: Shazeer 2020, section 2, equation 6.
 
     >>> SwiGLU(12, 32)(torch.randn(2, 5, 12)).shape
@@ -111,7 +109,7 @@ class DecoderOnlyLayer(nn.Module):
         ValueError: As ``GroupedQueryAttention`` and ``SwiGLU``.
         TypeError: As ``SwiGLU``.
 
-    In torch.nn: nothing; ``nn.TransformerEncoderLayer(norm_first=True)`` with a causal mask has the same wiring, with
+    In torch.nn: ``nn.TransformerEncoderLayer(norm_first=True)`` with a causal mask has the same wiring, with
     LayerNorms, a plain feed-forward network and as many key heads as query heads.
 
     Source: Touvron et al. 2023, section 2.2; Gemma Team 2024, section 2 (sandwich norms).
@@ -226,7 +224,7 @@ class DecoderOnlyTransformer(nn.Module):
             without a pad_id, windows that are not one for each layer, or a cap that is not positive.
         TypeError: For sizes that are not whole numbers, or an activation that is not a function.
 
-    In torch.nn: nothing; the parts are ``nn.Embedding``, ``nn.RMSNorm``,
+    In torch.nn: only the parts: ``nn.Embedding``, ``nn.RMSNorm``,
     ``F.scaled_dot_product_attention`` or, for capped scores, flex attention, and ``nn.Linear``.
 
     Source: Radford et al. 2018, section 3.1; Touvron et al. 2023, section 2.2.

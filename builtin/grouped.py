@@ -133,7 +133,7 @@ class GroupedQueryAttention(nn.Module):
         ValueError: For sizes that are not positive, heads that do not divide, a window below 1, a soft cap or a scale
             that is not positive, or a rotary embedding of another head_dim.
 
-    In torch.nn: nothing; ``F.scaled_dot_product_attention`` groups heads with ``enable_gqa=True``.
+    In torch.nn: ``F.scaled_dot_product_attention`` groups heads with ``enable_gqa=True``.
 
     Source: Ainslie et al. 2023, section 2.2.
 

@@ -45,12 +45,10 @@ def rotate_adjacent(
     Args:
         x: (..., head_dim).
         cosines: Of the angles, broadcastable to (..., head_dim / 2).
-        sines: Likewise.
+        sines: Of the same angles, in the same shape.
 
     Returns:
         The shape of ``x``.
-
-    In torch.nn: nothing.
 
     Source: Su et al. 2021, section 3.4.2, equation 34.
 
@@ -72,12 +70,10 @@ def rotate_halves(
     Args:
         x: (..., head_dim).
         cosines: Of the angles, broadcastable to (..., head_dim / 2).
-        sines: Likewise.
+        sines: Of the same angles, in the same shape.
 
     Returns:
         The shape of ``x``.
-
-    In torch.nn: nothing.
 
     Source: GPT-NeoX, https://github.com/EleutherAI/gpt-neox, and from there the Llama of ``transformers``.
 
@@ -109,7 +105,7 @@ class RotaryEmbedding(rotary.RotaryEmbedding):
     Raises:
         ValueError: For a head_dim that is odd or below 2, a base that is not greater than 1, or an unknown pairing.
 
-    In torch.nn: nothing. ``torch.view_as_complex`` reads adjacent pairs as complex numbers without a copy.
+    In torch.nn: no class; ``torch.view_as_complex`` reads adjacent pairs as complex numbers without a copy.
 
     Source: Su et al. 2021, section 3.2.
 

@@ -61,7 +61,7 @@ class Seq2SeqTransformer(nn.Module):
             the vocabulary; pad_id must differ from start_id and end_id. Also if a head size is given, because torch.nn
             has no other than d_model / nhead.
 
-    In torch.nn: nothing; the parts are ``nn.Embedding``, ``nn.Transformer`` and ``nn.Linear``. Its masks go in as
+    In torch.nn: only the parts: ``nn.Embedding``, ``nn.Transformer`` and ``nn.Linear``. The masks go in as
     torch.nn takes them, and so that neither the fast path nor its absence changes a logit.
 
     Traps:

@@ -44,7 +44,7 @@ class GrowingCache:
     They are kept as the attention projects them, sequence first and not yet split into heads, so that a call costs the
     projections of its new tokens only.
 
-    In torch.nn: nothing; ``nn.MultiheadAttention`` projects all tokens at every call.
+    In torch.nn: ``nn.MultiheadAttention`` projects all tokens at every call.
 
     >>> attention = MultiheadAttention(embed_dim=12, num_heads=3)
     >>> x, cache = torch.randn(5, 2, 12), GrowingCache()
@@ -103,7 +103,7 @@ class FixedCache:
 
     Later calls project their queries only, whatever keys and values they are given.
 
-    In torch.nn: nothing; ``nn.MultiheadAttention`` projects the memory at every call.
+    In torch.nn: ``nn.MultiheadAttention`` projects the memory at every call.
 
     >>> attention = MultiheadAttention(embed_dim=12, num_heads=3)
     >>> x, memory, cache = torch.randn(5, 2, 12), torch.randn(7, 2, 12), FixedCache()
@@ -160,8 +160,6 @@ class KeyValueCache:
     Raises:
         ValueError: For a window below 1.
 
-    In torch.nn: nothing.
-
     Source: Jiang et al. 2023, section 2, "Rolling Buffer Cache".
 
     >>> cache = KeyValueCache(window=3)
@@ -184,7 +182,7 @@ class KeyValueCache:
 
         Args:
             k: (batch, num_key_heads, new_len, head_dim).
-            v: Likewise.
+            v: The values of the same tokens.
 
         Returns:
             Both, (batch, num_key_heads, remembered + new_len, head_dim).
@@ -210,10 +208,7 @@ class KeyValueCache:
 
 
 class LayerCache:
-    """What the two attentions of one decoder layer remember between calls.
-
-    In torch.nn: nothing.
-    """
+    """What the two attentions of one decoder layer remember between calls."""
 
     def __init__(self) -> None:
         self.self_attn = GrowingCache()
@@ -243,8 +238,6 @@ def new_cache(num_layers: int) -> list[LayerCache]:
 
     Raises:
         ValueError: If num_layers is below 1.
-
-    In torch.nn: nothing.
 
     >>> cache = new_cache(num_layers=6)
     >>> len(cache), cache[0].length  # six layers, no tokens yet
@@ -279,8 +272,6 @@ def greedy_decode(
 
     Raises:
         ValueError: If max_len is below 1, or end_id is pad_id or without one.
-
-    In torch.nn: nothing.
 
     Source: Sutskever et al. 2014, section 3.2 with a beam of 1.
 
@@ -329,8 +320,6 @@ def sample_decode(
         ValueError: If max_len is below 1, end_id is pad_id or without one, the temperature is not positive, top_k is
             below 1 or top_p is not in 0 ... 1.
 
-    In torch.nn: nothing.
-
     >>> def next_logits(token_ids):  # 0 and 1 are equally likely, 2 is not
     ...     return torch.tensor([[0.0, 0.0, -9.0]])
     >>> drawn = sample_decode(next_logits, torch.tensor([[1]]), end_id=None, pad_id=None, max_len=99, top_k=2)
@@ -360,8 +349,6 @@ def keep_likeliest(
 
     Returns:
         The same, -inf for what is not kept.
-
-    In torch.nn: nothing.
 
     Source: Fan et al. 2018, section 5.4 (top k); Holtzman et al. 2020, section 3.1 (top p).
 
@@ -420,8 +407,6 @@ def beam_search(
     Raises:
         ValueError: If max_len or beam_size is below 1, length_penalty is negative, or end_id is pad_id.
 
-    In torch.nn: nothing.
-
     Source: Sutskever et al. 2014, section 3.2; Wu et al. 2016, section 7, equation 14 (without coverage penalty).
 
     >>> after = torch.tensor([[0.0, 0.0, 0.4, 0.6, 0.0]] * 2 + [[0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.3, 0.3, 0.4]])
@@ -462,8 +447,6 @@ def hypothesis_score(
 
     Returns:
         The shape of ``log_probs``.
-
-    In torch.nn: nothing.
 
     Source: Wu et al. 2016, section 7, equation 14 (without coverage penalty).
 

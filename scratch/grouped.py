@@ -134,7 +134,7 @@ def softmax_with_sinks(
     Returns:
         The shape of ``scores``; a row sums to less than 1.
 
-    In torch.nn: nothing. A sink is not a ``score_mod``, which changes scores and cannot add a key.
+    A sink is not a ``score_mod``, which changes scores and cannot add a key.
 
     Source: Xiao et al. 2024, section 3.2; OpenAI 2025, "gpt-oss" model card, section 2.2.
 
@@ -167,8 +167,6 @@ def who_may_attend(
 
     Returns:
         True = may look, broadcastable to (batch, num_heads, query_len, key_len); None if nothing is hidden.
-
-    In torch.nn: nothing.
 
     >>> print(masks.draw(who_may_attend(2, 4, is_causal=True, window=2)))
     0 1 1 0
@@ -212,7 +210,7 @@ class GroupedQueryAttention(nn.Module):
         ValueError: For sizes that are not positive, heads that do not divide, a window below 1, a soft cap or a scale
             that is not positive, or a rotary embedding of another head_dim.
 
-    In torch.nn: nothing; ``F.scaled_dot_product_attention`` groups heads with ``enable_gqa=True``.
+    In torch.nn: ``F.scaled_dot_product_attention`` groups heads with ``enable_gqa=True``.
 
     Source: Ainslie et al. 2023, section 2.2.
 

@@ -283,8 +283,6 @@ def draw(may_attend: Bool[Tensor, "rows columns"]) -> str:
         ValueError: If it is not two-dimensional.
         TypeError: If it is not bool.
 
-    In torch.nn: nothing.
-
     >>> print(draw(causal(2)))
     1 0
     1 1

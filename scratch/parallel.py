@@ -61,7 +61,7 @@ def tensor_parallel_plan(module: nn.Module, num_ranks: int) -> TensorParallelPla
     Raises:
         ValueError: If num_ranks is below 1, or does not divide what is to be cut.
 
-    In torch.nn: nothing; ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``, so that a
+    In torch.nn: ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``, so that a
     plan which cuts it fails.
 
     Source: Shoeybi et al. 2019, section 3.
@@ -93,10 +93,7 @@ def tensor_parallel_plan(module: nn.Module, num_ranks: int) -> TensorParallelPla
 
 
 class ShardedSinks(ParallelStyle):
-    """Give each process the sinks of its own heads.
-
-    In torch.nn: nothing.
-    """
+    """Give each process the sinks of its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         sinks = distribute_tensor(module.get_parameter("sinks").detach(), device_mesh, [Shard(0)])

@@ -41,8 +41,6 @@ def sinusoidal_encoding(
     Raises:
         ValueError: For a negative max_len, a d_model below 1, an unknown layout or a base that is not positive.
 
-    In torch.nn: nothing.
-
     Source: Vaswani et al. 2017, section 3.5 (interleaved). tensor2tensor, ``get_timing_signal_1d``, concatenates;
     its frequencies, base^(-i / (d_model / 2 - 1)), differ a little from the paper's, which both layouts have here.
 
@@ -86,8 +84,6 @@ class PositionalEncoding(nn.Module):
 
     Raises:
         ValueError: For a negative max_len, a d_model below 1, an unknown layout or an impossible dropout.
-
-    In torch.nn: nothing.
 
     Source: Vaswani et al. 2017, sections 3.5 and 5.4.
 

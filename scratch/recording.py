@@ -36,7 +36,7 @@ class AttentionMaps(Mapping[str, Tensor]):
             holds one map for each call, oldest first. A module that was not called has an empty list here, and no
             entry in the mapping.
 
-    In torch.nn: nothing; layers call their attention with need_weights=False and drop the weights.
+    In torch.nn: layers call their attention with need_weights=False and drop the weights.
 
     >>> maps = AttentionMaps({"encoder": [torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1, 3)], "decoder": []})
     >>> maps["encoder"].shape, [weights.shape[-1] for weights in maps.calls["encoder"]]
@@ -118,9 +118,9 @@ def record_attention(model: nn.Module) -> Iterator[AttentionMaps]:
         TypeError: If ``model`` is not a module, or holds a subclass of an attention whose ``forward`` takes other
             arguments (likewise).
 
-    In torch.nn: nothing. What it cannot see or keep still: ``module.forward(...)`` called directly and code that
-    ``torch.compile`` made earlier pass by the hooks; maps cannot leave ``torch.func.vmap``; a parametrization that
-    moves on whenever its weight is read (``spectral_norm`` in training) does so for the map as well.
+    Limits: ``module.forward(...)`` called directly, and code that ``torch.compile`` made earlier, go past the hooks;
+    maps cannot leave ``torch.func.vmap``; a parametrization that moves on whenever its weight is read
+    (``spectral_norm`` in training) does so for the map as well.
 
     >>> _ = torch.manual_seed(0)
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, batch_first=True), num_layers=2).eval()
@@ -177,14 +177,14 @@ def trace_attention(
 
     Args:
         module: A ``MultiheadAttention`` of either package or of torch.nn.
-        query: As the module takes it.
-        key: Likewise.
-        value: Likewise.
-        key_padding_mask: Likewise.
-        attn_mask: Likewise.
-        is_causal: Likewise.
-        need_weights: Likewise: it decides whether ``is_causal`` replaces the mask, and whether a query that may look
-            at no key gets weights of NaN (True) or 0 (False). The stages are all given either way.
+        query: The queries, in the layout of the module; so are key and value.
+        key: Where the queries look.
+        value: What they collect there.
+        key_padding_mask: Hides keys: bool, True hides, or float, added to the scores.
+        attn_mask: Hides or weighs pairs of query and key in the same two forms.
+        is_causal: A promise that ``attn_mask`` is causal.
+        need_weights: Decides whether ``is_causal`` replaces the mask, and whether a query that may look at no key gets
+            weights of NaN (True) or 0 (False). The stages are all given either way.
 
     Returns:
         The stages in the order of ``STAGES``; without a batch, the dimension ``batch`` is missing throughout.
@@ -201,7 +201,7 @@ def trace_attention(
         ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
         TypeError: For a module that is no multi-head attention, and for dtypes that do not fit together (likewise).
 
-    In torch.nn: nothing; ``F.multi_head_attention_forward`` keeps its stages to itself. Its plain path is followed,
+    In torch.nn: ``F.multi_head_attention_forward`` keeps its stages to itself. Its plain path is followed,
     never the fast path.
 
     Source: Vaswani et al. 2017, sections 3.2.1 and 3.2.2.
@@ -265,7 +265,7 @@ def _stages(
     opened, row_sees = biased, None
     if score_bias is not None and not need_weights:
         _, row_sees = open_blind_rows(score_bias)
-        opened = biased.masked_fill(~row_sees, 0.0)
+        opened = torch.where(row_sees, biased, scores)
     context, weights = weigh(opened, v, row_sees)
     return {**stages, "scores": scores, "masked_scores": biased, "weights": weights, "context": context.to(dtype)}
 

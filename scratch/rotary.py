@@ -54,8 +54,6 @@ def rotary_frequencies(head_dim: int, base: float = 10000.0) -> Float[Tensor, " 
     Raises:
         ValueError: For a head_dim that is odd or below 2, or a base that is not greater than 1.
 
-    In torch.nn: nothing.
-
     Source: Su et al. 2021, section 3.2.2, equation 15.
 
     >>> rotary_frequencies(6, base=1000.0)
@@ -230,8 +228,6 @@ def rotary_angles(
     Returns:
         One angle for each pair, in the dtype of ``frequencies``.
 
-    In torch.nn: nothing.
-
     Source: Su et al. 2021, section 3.2.2, equation 15.
 
     >>> rotary_angles(torch.arange(3), rotary_frequencies(4, base=100.0))
@@ -252,12 +248,10 @@ def rotate_adjacent(
     Args:
         x: (..., head_dim).
         cosines: Of the angles, broadcastable to (..., head_dim / 2).
-        sines: Likewise.
+        sines: Of the same angles, in the same shape.
 
     Returns:
         The shape of ``x``.
-
-    In torch.nn: nothing.
 
     Source: Su et al. 2021, section 3.4.2, equation 34.
 
@@ -280,12 +274,10 @@ def rotate_halves(
     Args:
         x: (..., head_dim).
         cosines: Of the angles, broadcastable to (..., head_dim / 2).
-        sines: Likewise.
+        sines: Of the same angles, in the same shape.
 
     Returns:
         The shape of ``x``.
-
-    In torch.nn: nothing.
 
     Source: GPT-NeoX, https://github.com/EleutherAI/gpt-neox, and from there the Llama of ``transformers``.
 
@@ -314,8 +306,6 @@ def adjacent_to_halves(weight: Shaped[Tensor, "width ..."], head_dim: int) -> Sh
     Raises:
         ValueError: If head_dim is odd, or does not divide the first dimension of ``weight``.
 
-    In torch.nn: nothing.
-
     >>> adjacent_to_halves(torch.arange(8), head_dim=4)
     tensor([0, 2, 1, 3, 4, 6, 5, 7])
     """
@@ -338,8 +328,6 @@ def halves_to_adjacent(weight: Shaped[Tensor, "width ..."], head_dim: int) -> Sh
 
     Raises:
         ValueError: If head_dim is odd, or does not divide the first dimension of ``weight``.
-
-    In torch.nn: nothing.
 
     >>> halves_to_adjacent(torch.arange(8), head_dim=4)
     tensor([0, 2, 1, 3, 4, 6, 5, 7])
@@ -369,8 +357,6 @@ class RotaryEmbedding(nn.Module):
 
     Raises:
         ValueError: For a head_dim that is odd or below 2, a base that is not greater than 1, or an unknown pairing.
-
-    In torch.nn: nothing.
 
     Source: Su et al. 2021, section 3.2.
 

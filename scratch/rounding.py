@@ -30,8 +30,8 @@ def sequence_first(query: Tensor, key: Tensor, value: Tensor, batch_first: bool)
 
     Args:
         query: (query_len, features) without a batch; else with it, in the order that ``batch_first`` says.
-        key: Likewise.
-        value: Likewise.
+        key: (key_len, features), in the same order.
+        value: As long as ``key``, in the same order.
         batch_first: Whether the batch comes first.
 
     Returns:

@@ -240,8 +240,6 @@ def alibi_slopes(num_heads: int) -> Float[Tensor, " num_heads"]:
     Raises:
         ValueError: For a number below 1.
 
-    In torch.nn: nothing.
-
     Source: Press et al. 2022, section 3; the authors' code for other numbers of heads.
 
     >>> alibi_slopes(4), alibi_slopes(3)
@@ -332,7 +330,7 @@ def add_sinks(
     Raises:
         ValueError: For shapes that do not fit together.
 
-    In torch.nn: nothing. It cannot be a ``score_mod``, which sees one score at a time and not their sum.
+    It cannot be a ``score_mod``, which sees one score at a time and not their sum.
 
     Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2; Miller 2023, "Attention is off by one".
 

@@ -59,7 +59,7 @@ class Seq2SeqTransformer(nn.Module):
         ValueError: For sizes that do not fit, an unknown activation or layout, or special tokens that are outside of
             the vocabulary; pad_id must differ from start_id and end_id.
 
-    In torch.nn: nothing; the parts are ``nn.Embedding``, ``nn.Transformer`` and ``nn.Linear``.
+    In torch.nn: only the parts: ``nn.Embedding``, ``nn.Transformer`` and ``nn.Linear``.
 
     Source: Vaswani et al. 2017, figure 1 and section 3.4.
 

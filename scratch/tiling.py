@@ -58,10 +58,10 @@ def take_over(q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, dropou
 
     Args:
         q: (..., query_len, head_dim), as ``scaled_dot_product_attention`` takes it.
-        k: (..., key_len, head_dim), likewise.
-        v: (..., key_len, v_head_dim), likewise.
-        score_bias: Likewise, bool or float.
-        dropout_p: Likewise.
+        k: (..., key_len, head_dim).
+        v: (..., key_len, v_head_dim).
+        score_bias: Bool or float; None if every query may look at every key.
+        dropout_p: The chance that a weight is dropped.
 
     Returns:
         False also on other devices than the CPU, where nothing has been measured, and for shapes that

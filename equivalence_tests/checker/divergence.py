@@ -58,8 +58,6 @@ def first_divergence(
     Raises:
         ValueError: If the two have no sub-module path in common and differ themselves in structure.
 
-    In torch.nn: nothing.
-
     >>> right = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)).double()
     >>> wrong = copy.deepcopy(right)
     >>> wrong[1] = nn.GELU()

@@ -51,7 +51,7 @@ def parametrize_with_checks(
     Returns:
         ``pytest.mark.parametrize`` over one argument, ``check``: a function without arguments.
 
-    In torch.nn: nothing; the model is scikit-learn's ``parametrize_with_checks``.
+    The model is scikit-learn's ``parametrize_with_checks``.
 
     >>> @parametrize_with_checks([MyAttention])  # doctest: +SKIP
     ... def test_my_attention(check):

@@ -58,8 +58,8 @@ class Timing:
     Args:
         name: What was timed.
         tokens: Number of tokens that one run goes through.
-        scratch_ms: The time of each round, in milliseconds.
-        builtin_ms: Likewise.
+        scratch_ms: The time that scratch took in each round, in milliseconds.
+        builtin_ms: The time that builtin took.
     """
 
     name: str

@@ -24,8 +24,8 @@ class SettledTraining:
     Args:
         optimizer: What was trained with.
         num_epochs: Number of epochs.
-        scratch_loss: Mean loss of the last epoch.
-        builtin_loss: Likewise.
+        scratch_loss: Mean loss of the last epoch of scratch.
+        builtin_loss: That of builtin.
         greatest_loss_difference: Over all epochs.
         loss_bound: What is allowed for it.
         greatest_parameter_difference: After the last epoch, relative to the largest parameter.

@@ -251,6 +251,18 @@ def test_a_query_without_keys_is_traced_as_the_call_treats_it(package: Any) -> N
         assert_close(one, other, "gradient")
 
 
+@scratch_and_torch
+def test_a_nan_in_a_query_without_keys_stays_in_its_trace(package: Any) -> None:
+    attention = attention_of(package, batch_first=True).eval()
+    query, key, value = inputs_of(attention)
+    query[:, 3] = torch.nan
+    hidden = torch.zeros(QUERY_LEN, KEY_LEN, dtype=torch.bool)
+    hidden[3] = True
+    stages = trace_attention(attention, query, key, value, attn_mask=hidden, need_weights=False)
+    assert attention(query, key, value, attn_mask=hidden, need_weights=False)[0][:, 3].isnan().all()
+    assert stages["output"][:, 3].isnan().all()
+
+
 @packages
 def test_tracing_drops_nothing_and_draws_nothing_in_training(package: Any) -> None:
     attention = attention_of(package, dropout=0.5, batch_first=True)

@@ -53,8 +53,6 @@ def command_line(package: str, model_class: type[nn.Module]) -> typer.Typer:
 
     Returns:
         A typer application with the commands train, translate, summary and plot.
-
-    In torch.nn: nothing.
     """
     app = typer.Typer(
         no_args_is_help=True,

@@ -28,8 +28,6 @@ def positional_figure(
 
     Raises:
         ValueError: For sizes below 1, an unknown layout, or if matplotlib is missing.
-
-    In torch.nn: nothing.
     """
     validation.check_positive(num_positions=num_positions, curves=curves)
     encoding = sinusoidal_encoding(num_positions, d_model, layout).numpy()
@@ -60,8 +58,6 @@ def attention_figure(maps: Mapping[str, Tensor], tokens: Mapping[str, tuple[Sequ
 
     Raises:
         ValueError: If there are no maps, or matplotlib is missing.
-
-    In torch.nn: nothing.
     """
     validation.check_maps_to_draw(maps)
     num_heads = max(weights.size(0) for weights in maps.values())
@@ -92,8 +88,6 @@ def save_figure(figure: Any, path: Path) -> None:
 
     Raises:
         ValueError: For another suffix, or if the file cannot be written.
-
-    In torch.nn: nothing.
     """
     validation.check_picture_path(path)
     with validation.writing(path):

@@ -20,8 +20,6 @@ class ParameterRow:
         kind: Its class, "projection" or "learnt token".
         weights: Number of parameters that are no biases.
         biases: Number of those that are.
-
-    In torch.nn: nothing.
     """
 
     path: str
@@ -46,8 +44,6 @@ def parameter_rows(model: nn.Module) -> Iterator[ParameterRow]:
 
     Yields:
         Rows in the order of ``model.named_modules()``.
-
-    In torch.nn: nothing.
 
     >>> for row in parameter_rows(nn.MultiheadAttention(512, 8, bias=False)):
     ...     print(row.path, row.weights, row.biases)

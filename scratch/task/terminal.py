@@ -11,8 +11,6 @@ class Screen(Console):
     """A console of rich that leaves no blanks at the ends of lines where its output is no terminal's.
 
     rich fills every line of a table or a paragraph up to its width, which only a terminal needs.
-
-    In torch.nn: nothing.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:

@@ -62,8 +62,6 @@ class Vocabulary:
     Args:
         words: Every word once; the three special tokens come before them.
 
-    In torch.nn: nothing.
-
     >>> vocabulary = Vocabulary.from_sentences(["a beer", "a coke"])
     >>> vocabulary.encode("a coke")
     [3, 5]
@@ -122,8 +120,6 @@ def read_pairs(path: Path) -> list[Pair]:
     Raises:
         ValueError: If the file cannot be read, is not UTF-8, holds no pairs, or has a line without exactly one tab or
             with an empty sentence; the message names the line.
-
-    In torch.nn: nothing.
     """
     lines = validation.read_text(path).splitlines()
     pairs = [validation.check_pair(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -136,22 +132,20 @@ class ModelSizes:
     """The sizes of a ``Seq2SeqTransformer``; by default those of the paper, without dropout.
 
     Args:
-        d_model: As ``Seq2SeqTransformer`` takes it; so are all others.
-        nhead: Likewise.
-        num_encoder_layers: Likewise.
-        num_decoder_layers: Likewise.
-        dim_feedforward: Likewise.
-        dropout: Likewise.
-        norm_first: Likewise.
-        bias: Likewise.
-        max_len: Likewise.
-        positional: Likewise.
-        scale_embeddings: Likewise.
-        tie_weights: Likewise.
-        qk_head_dim: Likewise.
-        v_head_dim: Likewise.
-
-    In torch.nn: nothing.
+        d_model: Width of a token.
+        nhead: Number of heads.
+        num_encoder_layers: Layers that read the source.
+        num_decoder_layers: Layers that write the target.
+        dim_feedforward: Width inside the feed-forward networks.
+        dropout: Share of the numbers that are dropped in training.
+        norm_first: LayerNorm before each sub-layer instead of after its residual.
+        bias: Whether linear layers, attentions and LayerNorms have biases.
+        max_len: The greatest length of source and target.
+        positional: Layout of the positional encoding, "interleaved" or "concatenated".
+        scale_embeddings: Multiply embeddings by sqrt(d_model).
+        tie_weights: Let the last projection share its weights with the target embedding.
+        qk_head_dim: d_k; None for d_model / nhead.
+        v_head_dim: d_v; None for d_model / nhead.
     """
 
     d_model: int = 512
@@ -187,8 +181,6 @@ class TranslationTask:
 
     Raises:
         ValueError: If there are no pairs.
-
-    In torch.nn: nothing.
 
     >>> src_ids, tgt_ids = TranslationTask(PAIRS).batch([0, 2])
     >>> src_ids
@@ -322,8 +314,6 @@ class TrainingSettings:
     Raises:
         ValueError: For a value out of range.
 
-    In torch.nn: nothing.
-
     Source: Vaswani et al. 2017, section 5.3 (Adam).
     """
 
@@ -350,8 +340,6 @@ class Training:
 
     Raises:
         ValueError: For settings out of range.
-
-    In torch.nn: nothing.
     """
 
     def __init__(self, model: nn.Module, task: TranslationTask, settings: TrainingSettings) -> None:
@@ -409,8 +397,6 @@ def translate(
 
     Raises:
         ValueError: For an empty sentence, an unknown word, or a sentence longer than the model's positions.
-
-    In torch.nn: nothing.
     """
     src_ids = task.source_ids(sentences, next(model.parameters()).device)
     max_len = min(model.positional_encoding.max_len, 2 * src_ids.size(1) + 10)
@@ -430,8 +416,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Raises:
         ValueError: If it could not be written, because the disk is full, say.
-
-    In torch.nn: nothing.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -49,8 +49,8 @@ class Unit:
     Args:
         name: "MultiheadAttention.forward"; "" for what stands before the first definition.
         address: Where it stands on the page.
-        scratch: That side, None if it is not there.
-        builtin: Likewise.
+        scratch: The definition in scratch; None if it has none.
+        builtin: The definition in builtin; None if it has none.
         chunks: The code.
     """
 

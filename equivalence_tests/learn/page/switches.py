@@ -66,9 +66,9 @@ class State:
         code: What was run.
         torch: What torch.nn gave.
         scratch: What scratch gave where it is not the same; else nothing.
-        error: In which torch ended; "" if in none.
+        error: The error that torch raised; "" if none.
         warnings: What torch warned of.
-        scratch_error: Likewise.
+        scratch_error: The error that scratch raised; "" if none.
         agreement: How far the two are apart.
         changes: What is different from the defaults.
         path: Which way torch took.
