@@ -56,10 +56,13 @@ def judged_by_checker(attention: Attention) -> Report:
     from equivalence_tests.checker.engine import diagnose_call
 
     call = attention.call
-    (first, *_) = diagnose_call(
-        attention.module, call.args, dict(call.kwargs), module=attention.module, name=attention.name
-    )
-    return first
+    found = diagnose_call(attention.module, call.args, dict(call.kwargs), module=attention.module, name=attention.name)
+    return max(found, key=severity, default=Report(attention.name, reason="no attention was found in the call"))
+
+
+def severity(report: Report) -> int:
+    """Of several attentions in one call, the worst speaks for it."""
+    return ("equal", "partial", "unchecked", "deviates").index(report.verdict)
 
 
 def only_counted(attention: Attention) -> Report:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.engine.codes import coded
+from equivalence_tests.checker.engine.contracts.projecting import unused_departures
 from equivalence_tests.checker.engine.intervening import Examination, examine, prove
 from equivalence_tests.checker.engine.judging import Judgement
 from equivalence_tests.checker.engine.meaning import with_evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.findings import Exercise
 from equivalence_tests.checker.report import Report
 
 __all__ = ["diagnose_call"]
@@ -69,6 +71,8 @@ def _names_of_inputs(call: Call) -> dict[int, Tensor]:
 
 def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: dict[str, str]) -> Report:
     judgement = found.judgements[place]
+    if len(found.judgements) == 1:  # of several, none says which weights are its own
+        found.departures[place] += unused_departures(judgement.attention, found.call.module, found.departures[place])
     departures = with_evidence(judgement, found.departures[place], found.call.module)
     for departure in departures:
         departure.evidence = departure.evidence or meant.get(departure.name, "")
@@ -78,9 +82,16 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     report = Report(name or f"attention {place + 1}", "multi-head attention")
     report.findings = [finding_of(departure, proof) for departure, proof in zip(wrong, proven, strict=True)]
     report.meant = [finding_of(departure) for departure in departures if departure.evidence]
-    report.verdict = "deviates" if wrong else "equal"
+    report.coverage = list(_not_told(judgement))
+    report.verdict = "deviates" if wrong else "partial" if report.coverage else "equal"
     report.conventions = _conventions(judgement)
     return report
+
+
+def _not_told(judgement: Judgement) -> Iterator[Exercise]:
+    """What this call says nothing about."""
+    if any(not model.tells for model in judgement.models):
+        yield Exercise("scale, mask and softmax", False, "no query had more than one key to choose from")
 
 
 def _conventions(judgement: Judgement) -> list[tuple[str, str, str]]:

@@ -14,6 +14,7 @@ __all__ = [
     "source_of",
     "place_of",
     "token_of",
+    "unified",
 ]
 
 UNKNOWN = -1.0
@@ -69,3 +70,31 @@ def retagged(codes: Tensor, source: int) -> Tensor:
     if codes.is_complex():
         return torch.complex(retagged(codes.real, source), retagged(codes.imag, source))
     return torch.where(known(codes), torch.remainder(codes, SPAN) + source * float(SPAN), codes)
+
+
+def unified(codes: Tensor) -> Tensor:
+    """Give one source to names of other tokens with the same features, as where two streams are joined.
+
+    >>> two = torch.stack([coded(1, torch.tensor(0), torch.arange(2)), coded(2, torch.tensor(1), torch.arange(2))])
+    >>> source_of(unified(two)).unique().tolist()
+    [1]
+    """
+    sources = [int(x) for x in source_of(codes).unique() if x > 0]
+    if len(sources) < 2:
+        return codes
+    mine = {number: codes[source_of(codes) == number] for number in sources}
+    kept = [sources[0]]
+    for number in sources[1:]:
+        first = next((other for other in kept if _are_streams(mine[number], mine[other])), None)
+        if first is None:
+            kept.append(number)
+        else:
+            codes = torch.where(source_of(codes) == number, retagged(codes, first), codes)
+            mine[first] = torch.cat([mine[first], retagged(mine[number], first)])
+    return codes
+
+
+def _are_streams(one: Tensor, other: Tensor) -> bool:
+    """Whether two sets of names hold the same features of tokens that are not the same."""
+    same = torch.equal(feature_of(one).unique(), feature_of(other).unique())
+    return same and not bool(torch.isin(token_of(one).unique(), token_of(other).unique()).any())

@@ -22,6 +22,7 @@ from equivalence_tests.checker.engine.codes import (
     score_codes,
     source_of,
     token_of,
+    unified,
 )
 from equivalence_tests.checker.engine.contraction import Contraction, contraction_of, multiplied_and_summed
 from equivalence_tests.checker.engine.vocabulary import (
@@ -236,6 +237,8 @@ class _Follower:
             return [self._contracted(operation, before)]
         if name == "sum" and (product := self._summed(operation)) is not None:
             return [product]
+        if name == "sum" and (turned := self._turned(operation, before)) is not None:
+            return [turned]
         if name in REDUCES or not any(codes is not None for codes in before):
             return nothing
         if name in MOVES or name in ("__setitem__", "copy_"):
@@ -523,6 +526,18 @@ class _Follower:
         contraction = multiplied_and_summed(maker, operation)
         return None if contraction is None else self._multiplied(operation, contraction, maker)
 
+    def _turned(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        """Names of sums over as many elements as there are sums of them: small matrices that turn parts of a token."""
+        codes, axis = before[0] if before else None, operation.argument(1, "dim", operation.argument(1, "axis"))
+        if codes is None or codes.is_complex() or not isinstance(axis, int) or not bool(known(codes).all()):
+            return None
+        summed = codes.movedim(axis, -1).sort(-1).values
+        taken = summed.reshape(-1, summed.size(-1))
+        of_one_token = bool((token_of(taken) == token_of(taken[:, :1])).all())
+        if not of_one_token or len(taken[:, 0].unique()) * taken.size(1) != len(taken):
+            return None
+        return taken.gather(1, _occurrences(taken[:, 0])[:, None]).view(operation.outputs[0].value.shape)
+
     def _multiplied(self, operation: Operation, contraction: Contraction, factors: Operation | None) -> Tensor | None:
         """Read a product of two activations."""
         slots = [(factors or operation).inputs[side] for side in contraction.sides]
@@ -611,7 +626,7 @@ class _Follower:
             context.trouble = "the weights come from several products, or from none"
             return None
         table = ScoreTable(product)
-        weights, columns = context.weights, _features_of_rows(context.values)
+        weights, columns = context.weights, _features_of_rows(unified(context.values))
         has = known(weights)
         place = place_of(weights).clamp_min(0)
         row = table.row[place].masked_fill(~has, -1)
@@ -642,7 +657,7 @@ class ScoreTable:
     """Who meets whom in a product: the query, the head and the key of each score, by its place."""
 
     def __init__(self, product: Product) -> None:
-        left, right = product.left, product.right
+        left, right = unified(product.left), unified(product.right)
         n, rows, _ = left.shape
         columns = right.size(1)
         query, key = token_of(left)[..., 0], token_of(right)[..., 0]
@@ -666,6 +681,14 @@ class ScoreTable:
         self.key = product.contraction.scattered(key[:, None, :].expand(shape).contiguous()).reshape(-1)
         self.head = product.contraction.scattered(head[:, :, None].expand(shape).contiguous()).reshape(-1)
         self.key_head = product.contraction.scattered(key_head[:, None, :].expand(shape).contiguous()).reshape(-1)
+
+
+def _occurrences(values: Tensor) -> Tensor:
+    """How often each value stood before."""
+    order = values.argsort(stable=True)
+    ordered = values[order]
+    counted = torch.arange(len(values)) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(counted).index_copy_(0, order, counted)
 
 
 def _ranks_within(head: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.anchors import Part
 from equivalence_tests.checker.engine.codes import source_of
-from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, constant_ratio
 from equivalence_tests.checker.engine.contracts.operands import Operand
 from equivalence_tests.checker.engine.contracts.scores_table import ranks_of
 from equivalence_tests.checker.engine.contracts.weights import WeightsModel
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.judging import Judgement
+from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
 
 __all__ = ["with_evidence"]
@@ -51,26 +52,36 @@ class _Evidence:
         if departure.stage == "scale":
             return self._of_scale(departure)
         if departure.operation is not None and departure.name in SINKS:
-            names = self._parameters_between()
+            names = self._parameters_between(JOINS)
             if names:
                 departure.name = "attention_sink"
                 return f"the parameter {names[0]} takes a share of every row"
         return ""
 
     def _of_scale(self, departure: Departure) -> str:
-        names = self._parameters_between() if departure.name == "scale_other" else []
+        learnt = departure.name in ("scale_other", "scale_differs_by_head")
+        names = self._parameters_between(MULTIPLIES) if learnt else []
         if names:
             return f"the parameter {names[0]} scales the scores"
         for operands in self.judgement.operands:
             sides = [self._is_normed(operand) for operand in operands[:2]]
             if all(sides):
                 return "queries and keys are normalised"
-            turned = [operand.factor for operand in operands[:2] if operand.change == "rotated"]
-            if len(turned) == 2 and abs(turned[0] - turned[1]) < 1e-3 and abs(turned[0] - 1) > 1e-3:
+            turns = [self._own_scale(operand) for operand in operands[:2] if operand.change == "rotated"]
+            if len(turns) == 2 and abs(turns[0] - turns[1]) < 1e-3 and abs(turns[0] - 1) > 1e-3:
                 total = departure.facts["factor"] * math.sqrt(departure.facts["width"])
-                if abs(total / turned[0] / turned[1] - 1) < 1e-3:
+                if abs(total / turns[0] / turns[1] - 1) < 1e-3:
                     return "the angles of the rotation carry a scale of their own"
         return self._configured(departure.facts["factor"])
+
+    def _own_scale(self, operand: Operand) -> float:
+        """What a rotation multiplies by, without what numbers multiply before it and after it."""
+        scale, names = operand.factor, self.judgement.attention.run.names
+        for source in operand.sources[:1]:
+            for operation, _, value in names.carrying(source.number, operand.until.index - 1):
+                if operation.index > operand.start and operation.inputs[0].value.shape == value.shape:
+                    scale /= constant_ratio(value, operation.inputs[0].value, SINGLE) or 1.0
+        return scale
 
     def _configured(self, value: float) -> str:
         """A value of a configuration that is the scale, its root, or one over either."""
@@ -102,10 +113,12 @@ class _Evidence:
             return any(self._made_by_norm(self.judgement.attention.run.names.sources[n]) for n in source.parents)
         return False
 
-    def _parameters_between(self) -> list[str]:
-        """Parameters that take part between the two products, in evidence of what they do there."""
+    def _parameters_between(self, functions: frozenset[str]) -> list[str]:
+        """Parameters that such functions take between the two products."""
         found: list[str] = []
         for operation, _ in self._between():
+            if operation.name not in functions:
+                continue
             for bits, codes in zip(
                 operation.origins, self.judgement.attention.run.names.before[operation.index], strict=True
             ):
@@ -176,6 +189,8 @@ class _Evidence:
             yield Departure("bias_added", "bias", adding)
 
 
+JOINS = words("cat concat concatenate hstack")
+MULTIPLIES = words("mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ divide true_divide")
 SINKS = ("mask_after_softmax", "causal_mask_after_softmax", "weights_scaled", "changed_by_getitem", "changed_by_narrow")
 
 

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, Part
-from equivalence_tests.checker.engine.codes import FEATURES, coded, feature_of, known, place_of, source_of, token_of
+from equivalence_tests.checker.engine.codes import (
+    FEATURES,
+    coded,
+    feature_of,
+    known,
+    place_of,
+    source_of,
+    token_of,
+    unified,
+)
 from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.identities import Context, Source
@@ -166,6 +175,7 @@ def _last_move(attention: Attention, codes: Tensor, until: Operation) -> Operati
 
 def _within(codes: Tensor) -> Tensor:
     """(n, i, d): for each row, source and feature."""
+    codes = unified(codes)
     return source_of(codes) * FEATURES + feature_of(codes)
 
 
@@ -173,9 +183,9 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     """Each head of queries meets its own head of keys, element by element."""
     left, right = _within(part.product.left), _within(part.product.right)
     lefts, rights = _sets(left), _sets(right)
-    if lefts is None or rights is None or len(source_of(part.product.right).unique()) > 1:
+    if lefts is None or rights is None or len(source_of(unified(part.product.right)).unique()) > 1:
         return
-    if len(source_of(part.product.left).unique()) > 1:
+    if len(source_of(unified(part.product.left)).unique()) > 1:
         return
     pairs = _pairs(part)
     heads, key_heads = len(lefts), len(rights)
@@ -268,7 +278,7 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
     feature = within.amax(-1)  # (n, f)
     _, rank = feature.unique(return_inverse=True)
     heads, total = int(head.max()) + 1, int(rank.max()) + 1
-    if heads == 1 or len(source_of(context.values).unique()) > 1:
+    if heads == 1 or len(source_of(unified(context.values)).unique()) > 1:
         return
     n, rows, columns = head.size(0), head.size(1), rank.size(1)
     pairs = torch.stack(

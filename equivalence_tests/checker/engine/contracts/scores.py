@@ -23,6 +23,7 @@ __all__ = ["Expectation", "score_departures"]
 LOOSE = 1e-3
 PLAIN = 1e-6
 SOFT = -700.0  # what is below is hidden for good
+FACTORS = words("mul imul rmul multiply div itruediv truediv divide")
 MASKS = words("masked_fill masked_fill_ where __setitem__ add __add__ __iadd__ add_ __radd__ sub __sub__")
 
 
@@ -255,6 +256,8 @@ class _Scores:
 
     # ------------------------------------------------------------------------------------------ scale
     def _scale(self) -> Departure | None:
+        if self.model.by_head is not None:
+            return self._scale_of_heads(self.model.by_head)
         total = self.total
         if math.isnan(total) or abs(total - 1) < (LOOSE if self.model.single else PLAIN):
             return None
@@ -263,6 +266,15 @@ class _Scores:
         facts = {"factor": total / math.sqrt(self.width), "width": self.width, "normed": self.normed}
         index = self.part.product.operation.index
         return Departure(name, "scale", operation, facts, {index: _multiplied(1 / total)})
+
+    def _scale_of_heads(self, factors: Tensor) -> Departure:
+        """Heads whose scores are multiplied by different numbers."""
+        several = [s.operation for s in self.steps if s.ratio is None and s.operation.name.strip("_") in FACTORS]
+        operation = (several or [self.part.product.operation])[0]
+        own = self.operands[0].factor * self.operands[1].factor * math.sqrt(self.width)
+        facts = {"factor": float(factors.mean()), "width": self.width, "normed": self.normed}
+        index = self.part.product.operation.index
+        return Departure("scale_differs_by_head", "scale", operation, facts, {index: _divided(factors * own)})
 
     def _sizes(self) -> dict[str, int]:
         table = self.part.table
@@ -468,6 +480,14 @@ def _unchanged(recorder: Recorder, operation: Operation) -> Tensor:
 def _multiplied(factor: float) -> Patch:
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         return operation.outputs[0].value * factor
+
+    return patch
+
+
+def _divided(factors: Tensor) -> Patch:
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        value = operation.outputs[0].value
+        return value / factors.view(value.shape)
 
     return patch
 

@@ -4,6 +4,7 @@ The recorded operations between the two products are run again on scores of our 
 softmax(factor * score + bias) for some factor and bias, or it is something else.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,7 @@ class WeightsModel:
         kind: "softmax", "linear", "sigmoid" or "other".
         single: Whether a part is computed in float32.
         cap: Of a tanh that holds the scores; 0 if there is none.
+        by_head: What the scores of each head are multiplied by, where that is not the same; else None.
         dead: Rows that see no key.
     """
 
@@ -55,12 +57,18 @@ class WeightsModel:
     kind: str = "softmax"
     single: bool = False
     cap: float = 0.0
+    by_head: Tensor | None = None
     dead: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
     @property
     def hidden(self) -> Tensor:
         """Keys whose weight is nothing."""
         return self.bias == -torch.inf
+
+    @property
+    def tells(self) -> bool:
+        """Whether some query had keys to choose from."""
+        return self.kind != "softmax" or not math.isnan(self.factor)
 
 
 def read_weights(run: Run, part: Part, context: Context) -> WeightsModel:
@@ -85,7 +93,7 @@ class _Reader:
             for operation, _, _ in run.names.carrying(part.number, context.operation.index)
             for slot in operation.outputs
         }
-        self.size = 1.0
+        self.capped = False
         self.single = bool(dtypes & {torch.float32, torch.float16, torch.bfloat16})
 
     def weights_of(self, raw: Tensor) -> Tensor:
@@ -108,11 +116,11 @@ class _Reader:
         return flat
 
     def read(self) -> WeightsModel:
-        """Read the stages; where a tanh holds the scores, by scores so small that it lets them be."""
+        """Read the stages; where they run into limits, by scores so small that a tanh and exp let them be."""
         model = self._read(1.0)
         cap = self._cap()
-        if model.kind == "other" and cap:
-            gentle = self._read(GENTLE)
+        if model.kind == "other":
+            gentle = self._read(GENTLE, capped=bool(cap))
             if gentle.kind == "softmax":
                 gentle.cap = cap
                 return gentle
@@ -127,8 +135,8 @@ class _Reader:
             held = held or operation.name.startswith("tanh")
         return 0.0
 
-    def _read(self, size: float) -> WeightsModel:
-        self.size = size
+    def _read(self, size: float, capped: bool = False) -> WeightsModel:
+        self.capped = capped
         used = self.weights_of(self.raw)
         spread = torch.randn(len(self.raw), generator=torch.Generator().manual_seed(3), dtype=torch.float64) * size
         none, some = self.weights_of(torch.zeros_like(self.raw)), self.weights_of(spread)
@@ -188,31 +196,47 @@ class _Reader:
         logs = none.clamp_min(SMALLEST).log()
         rise = lifted.clamp_min(SMALLEST).log() - logs
         ahead = self._row_median(rise, live) - rise
-        model.replaced = live & (ahead > 0.05) & (self.size == 1.0)
+        model.replaced = live & (ahead > 0.05) & (not self.capped)
         follows = live & ~model.replaced
         moved = some.clamp_min(SMALLEST).log() - logs
         centred = moved - self._row_mean(moved, follows)
         against = spread - self._row_mean(spread, follows)
-        weight = (against[follows] ** 2).sum()
-        factor = float((centred[follows] * against[follows]).sum() / weight) if weight > 0 else torch.nan
         bias = logs - self._row_mean(logs, follows)
         model.fill = bias.masked_fill(~model.replaced, 0.0)
         model.bias = bias.masked_fill(hidden, -torch.inf).masked_fill(~live & ~hidden, 0.0)
-        tolerance = SINGLE if self.single else 10 * TOLERANCE
-        slack = tolerance * (1 + abs(factor)) * (1 if self.size == 1.0 else 0.1)
-        fits = bool(((centred - factor * against)[follows].abs() <= slack).all())
         used = model.weights.clamp_min(SMALLEST).log() - logs
-        visible = follows & (model.weights > VISIBLE)
-        moved_raw = used - self._row_mean(used, visible)
-        raw = self.raw - self._row_mean(self.raw, visible)
-        scale = 1 + float(raw[visible].abs().max()) * abs(factor) if bool(visible.any()) else 1.0
-        fits = (fits and self.size < 1) or (
-            fits and bool(((moved_raw - factor * raw)[visible].abs() <= tolerance * scale).all())
-        )
-        model.factor = factor
-        if not fits:
-            model.kind = "other"
+
+        def fits(factor: Tensor) -> bool:
+            tolerance = SINGLE if self.single else 10 * TOLERANCE
+            slack = tolerance * (1 + float(factor.abs().max())) * (0.1 if self.capped else 1)
+            if not bool(((centred - factor * against)[follows].abs() <= slack).all()):
+                return False
+            visible = follows & (model.weights > VISIBLE)
+            moved_raw = used - self._row_mean(used, visible)
+            raw = factor * (self.raw - self._row_mean(self.raw, visible))
+            scale = 1 + float(raw[visible].abs().max()) if bool(visible.any()) else 1.0
+            return self.capped or bool(((moved_raw - raw)[visible].abs() <= tolerance * scale).all())
+
+        if int(torch.bincount(self.rows[follows], minlength=self.count).max()) < 2:
+            model.axis, self.rows, self.count = "keys", rows, count
+            return  # a single key takes all, whatever its score
+        one = torch.zeros_like(self.rows)
+        factor = self._slope(centred, against, follows, one)
+        if not fits(factor):
+            by_head = self._slope(centred, against, follows, self.part.table.head)
+            if fits(by_head):
+                model.by_head = by_head
+            else:
+                model.kind = "other"
+        model.factor = float(factor[0])
         self.rows, self.count = rows, count
+
+    def _slope(self, moved: Tensor, spread: Tensor, where: Tensor, groups: Tensor) -> Tensor:
+        """What the scores of each group are multiplied by, one number for each score; NaN where none moved."""
+        sums = torch.zeros(2, int(groups.max()) + 1, dtype=torch.float64)
+        products = torch.stack([(moved * spread)[where], (spread**2)[where]])
+        both, under = sums.index_add_(1, groups[where], products)
+        return (both / under)[groups]
 
     def _axis(self, model: WeightsModel, some: Tensor, live: Tensor) -> tuple[str, Tensor | None]:
         """Over what the weights sum to one."""
