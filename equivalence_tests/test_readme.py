@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
 from equivalence_tests.checker.zoo.listing import zoo
+from equivalence_tests.instruments.documents import blocks, without_rounding
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -41,10 +42,6 @@ class MultiHeadAttention(nn.Module):
 """
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-
-
 def test_the_python_of_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,7 +49,7 @@ def test_the_python_of_readme_runs(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_attention", raising=False)
     names: dict[str, Any] = {}
-    found = blocks("python")
+    found = blocks(README, "python")
     assert len(found) >= 4
     for block in found:
         exec(compile(block, str(README), "exec"), names)  # the reader's own session
@@ -62,24 +59,19 @@ def test_the_python_of_readme_runs(
     assert list(names["stages"]) == ["q", "k", "v", "scores", "masked_scores", "weights", "context", "merged", "output"]
 
 
-def without_rounding(page: str) -> list[str]:
-    """Lines without trailing blanks; rounding errors differ between machines."""
-    return [re.sub(r"\d+(\.\d+)?e-\d+", "#", line.rstrip()) for line in page.splitlines()]
-
-
 @pytest.mark.parametrize("command", ["verify my_attention.py:MultiHeadAttention", "traps mask_polarity"])
 def test_what_readme_shows_is_printed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_attention.py").write_text(MY_ATTENTION)
     monkeypatch.chdir(tmp_path)
     prompt = f"$ sidebyside {command}\n"
-    (shown,) = (block.removeprefix(prompt) for block in blocks("text") if block.startswith(prompt))
+    (shown,) = (block.removeprefix(prompt) for block in blocks(README, "text") if block.startswith(prompt))
     printed = iter(without_rounding(CliRunner().invoke(app, command.split(), env={"COLUMNS": "100"}).stdout))
     for line in without_rounding(shown):
         assert line.strip() == "..." or line in printed, f"not printed, or not in this order: {line!r}"
 
 
 def test_the_sessions_of_readme_print_what_they_show() -> None:
-    for block in blocks("pycon"):
+    for block in blocks(README, "pycon"):
         test = doctest.DocTestParser().get_doctest(block, {}, "README", str(README), 0)
         assert doctest.DocTestRunner().run(test) == doctest.TestResults(failed=0, attempted=len(test.examples))
         assert test.examples

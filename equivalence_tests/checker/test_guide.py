@@ -11,23 +11,15 @@ from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
 from equivalence_tests.checker import checks
+from equivalence_tests.instruments.documents import blocks, without_rounding
 
 GUIDE = Path(checks.__file__).with_name("GUIDE.md")
 WIDTH = 100
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def without_rounding(report: str) -> list[str]:
-    """Lines without trailing blanks; rounding errors differ between machines."""
-    return [re.sub(r"\d(\.\d+)?e-\d+|ratio \d+\.\d+", "#", line.rstrip()) for line in report.strip().splitlines()]
-
-
 @pytest.fixture
 def my_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "my_attention.py").write_text(blocks("python")[0])
+    (tmp_path / "my_attention.py").write_text(blocks(GUIDE, "python")[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_attention", raising=False)
@@ -37,15 +29,15 @@ def my_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 def test_the_report_is_the_one_that_is_shown(my_attention: Path) -> None:
     target = "my_attention.py:MultiHeadAttention"
-    assert f"sidebyside verify {target}\n" in blocks("sh")
+    assert f"sidebyside verify {target}\n" in blocks(GUIDE, "sh")
     result = CliRunner().invoke(app, ["verify", target], env={"COLUMNS": str(WIDTH)})
     assert result.exit_code == 1
-    assert without_rounding(blocks("text")[0]) == without_rounding(result.stdout)
+    assert without_rounding(blocks(GUIDE, "text")[0]) == without_rounding(result.stdout)
 
 
 def test_the_code_runs(my_attention: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    for block in blocks("python")[1:]:
+    for block in blocks(GUIDE, "python")[1:]:
         exec(compile(block, str(GUIDE), "exec"), names)  # the reader's own session
     first, *_, adapted, parted = capsys.readouterr().out.splitlines()
     assert first == "deviates ('scale_sqrt_d_model', 'heads_merged_without_transpose')"

@@ -12,17 +12,21 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import builtin
 import scratch
-from equivalence_tests.instruments.differences import FLOAT64_BOUND, compare_group
+from equivalence_tests.instruments.differences import FLOAT64_BOUND, compare_group, compare_tensors
 from equivalence_tests.instruments.weights import copy_weights, randomize_parameters
 
 __all__ = [
     "CLASSES",
     "PACKAGES",
     "TORCH",
+    "assert_close",
     "assert_equal",
+    "describe",
     "fast_path",
     "outputs_and_gradients",
+    "padding_with_holes",
     "random_tensor",
+    "tokens",
     "with_same_weights",
 ]
 
@@ -47,6 +51,27 @@ TORCH = SimpleNamespace(
 def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Draw normal numbers in float64 and round them."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def tokens(*names: str, batch_first: bool = False) -> dict[str, Tensor]:
+    """Draw two samples of width 33 for each argument of a layer or stack, all different."""
+    lengths = {"src": 7, "tgt": 5, "memory": 7}
+    return {
+        name: random_tensor(*((2, lengths[name]) if batch_first else (lengths[name], 2)), 33, seed=seed)
+        for seed, name in enumerate(names)
+    }
+
+
+def padding_with_holes(length: int) -> Tensor:
+    """Hide places of two samples with holes between them, others in each sample."""
+    hidden = torch.zeros(2, length, dtype=torch.bool)
+    hidden[0, [1, 4]] = hidden[1, 2] = True
+    return hidden
+
+
+def describe(arguments: Mapping[str, Any]) -> str:
+    """Name a test by the arguments that it gives."""
+    return ",".join(f"{name}={getattr(x, '__name__', x)}" for name, x in arguments.items()) or "plain"
 
 
 def with_same_weights(ours: nn.Module, torchs: nn.Module, dtype: torch.dtype = torch.float64) -> None:
@@ -79,6 +104,12 @@ def outputs_and_gradients(
     torch.autograd.backward(given, [random_tensor(*x.shape, seed=2, dtype=x.dtype) for x in given])
     gradients = {f"gradient of {name}": leaves[id(x)].grad for name, x in inputs.items()}
     return outputs | gradients | {f"gradient of {name}": x.grad for name, x in parameters.items()}
+
+
+def assert_close(actual: Tensor | None, expected: Tensor | None, name: str = "result", **bounds: Any) -> None:
+    """Ask that two tensors agree, as ``compare_tensors`` judges it."""
+    comparison = compare_tensors(actual, expected, name=name, **bounds)
+    assert comparison.passed, str(comparison)
 
 
 def assert_equal(

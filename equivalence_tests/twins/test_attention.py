@@ -1,7 +1,6 @@
 """MultiheadAttention: against a slow obvious implementation, and against torch.nn to the last bit."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import scratch
 from equivalence_tests.instruments.side_by_side import (
     PACKAGES,
     assert_equal,
+    describe,
     fast_path,
     outputs_and_gradients,
     random_tensor,
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {"embed_dim": 33, "num_heads": 3}
 EACH_PACKAGE = pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 
 
-def tokens(kind: str, dtype: torch.dtype = torch.float64, batch_first: bool = False) -> dict[str, Tensor]:
+def attention_inputs(kind: str, dtype: torch.dtype = torch.float64, batch_first: bool = False) -> dict[str, Tensor]:
     """Give query, key and value; of self-attention all three, of cross-attention the last two are one object."""
     lengths = {"query": 7 if kind == "self" else 5, "key": 7, "value": 7}
     widths = {"query": 33, "key": 19, "value": 23} if kind == "widths" else dict.fromkeys(lengths, 33)
@@ -39,7 +39,7 @@ def tokens(kind: str, dtype: torch.dtype = torch.float64, batch_first: bool = Fa
 
 
 def built(package: Any, kind: str, **arguments: Any) -> Any:
-    """Build an attention for ``tokens(kind)``."""
+    """Build an attention for ``attention_inputs(kind)``."""
     widths = {"kdim": 19, "vdim": 23} if kind == "widths" else {}
     return package.MultiheadAttention(**SIZES, **widths, **arguments)
 
@@ -78,10 +78,6 @@ EXTRAS: list[dict[str, Any]] = [
 ]
 
 
-def describe(arguments: Mapping[str, Any]) -> str:
-    return ",".join(f"{name}={x}" for name, x in arguments.items()) or "plain"
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("extras", EXTRAS, ids=describe)
 @pytest.mark.parametrize("kind", ["self", "cross", "three", "widths"])
@@ -93,7 +89,7 @@ class TestBits:
     ) -> None:
         ours, theirs = built(scratch, kind, **extras), built(nn, kind, **extras)
         with_same_weights(ours, theirs, dtype)
-        inputs = tokens(kind, dtype, batch_first=extras.get("batch_first", False))
+        inputs = attention_inputs(kind, dtype, batch_first=extras.get("batch_first", False))
         for name, given in masks_for(inputs["query"].size(1 if extras.get("batch_first") else 0), dtype).items():
             arguments = {**given, "average_attn_weights": name != "both"}
             actual = outputs_and_gradients(ours, inputs, **arguments)
@@ -102,7 +98,7 @@ class TestBits:
     def test_so_they_are_in_eval_off_the_fast_path(self, kind: str, extras: dict[str, Any], dtype: torch.dtype) -> None:
         ours, theirs = built(scratch, kind, **extras).eval(), built(nn, kind, **extras).eval()
         with_same_weights(ours, theirs, dtype)
-        inputs = tokens(kind, dtype, batch_first=extras.get("batch_first", False))
+        inputs = attention_inputs(kind, dtype, batch_first=extras.get("batch_first", False))
         with fast_path(False), torch.no_grad():
             (output, weights), (expected, expected_weights) = ours(**inputs), theirs(**inputs)
         assert_equal(
@@ -157,7 +153,7 @@ class TestWithoutWeights:
     def test_outputs_and_all_gradients_agree(self, kind: str, extras: dict[str, Any]) -> None:
         ours, theirs = built(scratch, kind, **extras), built(nn, kind, **extras)
         with_same_weights(ours, theirs)
-        inputs = tokens(kind, batch_first=extras.get("batch_first", False))
+        inputs = attention_inputs(kind, batch_first=extras.get("batch_first", False))
         masks = masks_for(inputs["query"].size(1 if extras.get("batch_first") else 0), torch.float64)
         for given in masks.values():
             actual = outputs_and_gradients(ours, inputs, need_weights=False, **given)
@@ -189,7 +185,7 @@ class TestSlowly:
     @EACH_PACKAGE
     def test_loops_over_heads_and_queries_give_the_same(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "three").double())
-        inputs = {name: x[:, 0] for name, x in tokens("three").items()}
+        inputs = {name: x[:, 0] for name, x in attention_inputs("three").items()}
         hidden = torch.ones(5, 7, dtype=torch.bool).triu(2)
         with torch.no_grad():
             output, _ = attention(**inputs, attn_mask=hidden)
@@ -198,7 +194,7 @@ class TestSlowly:
     @pytest.mark.parametrize("sizes", [(13, 17), (13, None), (None, 17), (1, 1)], ids=str)
     def test_so_with_head_sizes_of_their_own(self, sizes: tuple[int | None, int | None]) -> None:
         attention = randomize_parameters(built(scratch, "three", qk_head_dim=sizes[0], v_head_dim=sizes[1]).double())
-        inputs = {name: x[:, 0] for name, x in tokens("three").items()}
+        inputs = {name: x[:, 0] for name, x in attention_inputs("three").items()}
         hidden = torch.ones(5, 7, dtype=torch.bool).triu(2)
         with torch.no_grad():
             output, _ = attention(**inputs, attn_mask=hidden)
@@ -211,7 +207,7 @@ class TestSlowly:
 
     def test_head_sizes_join_widths_of_their_own_and_appended_tokens(self) -> None:
         attention = built(scratch, "widths", qk_head_dim=13, v_head_dim=17, add_bias_kv=True, add_zero_attn=True)
-        output, weights = attention.double()(**tokens("widths"))
+        output, weights = attention.double()(**attention_inputs("widths"))
         assert (output.shape, weights.shape) == ((5, 2, 33), (2, 5, 9))
 
 
@@ -221,7 +217,7 @@ class TestForms:
 
     def test_without_a_batch_it_is_one_sample(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "three").double())
-        inputs = tokens("three")
+        inputs = attention_inputs("three")
         padding, mask = masks_for(5, torch.float64)["padding"]["key_padding_mask"], random_tensor(6, 5, 7) > 0.8
         output, weights = attention(**inputs, key_padding_mask=padding, attn_mask=mask, average_attn_weights=False)
         alone, its_weights = attention(
@@ -235,8 +231,8 @@ class TestForms:
     def test_batch_first_turns_inputs_and_outputs(self, package: Any) -> None:
         sequence_first, batch_first = built(package, "cross"), built(package, "cross", batch_first=True)
         with_same_weights(sequence_first, batch_first)
-        output, weights = sequence_first(**tokens("cross"))
-        turned = {name: x.transpose(0, 1) for name, x in tokens("three").items()} | {}
+        output, weights = sequence_first(**attention_inputs("cross"))
+        turned = {name: x.transpose(0, 1) for name, x in attention_inputs("three").items()} | {}
         turned["value"] = turned["key"]
         output_turned, weights_turned = batch_first(**turned)
         assert_equal(
@@ -246,8 +242,8 @@ class TestForms:
 
     def test_averaged_weights_are_the_mean_over_heads_and_sum_to_1(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "three").double()).eval()
-        _, averaged = attention(**tokens("three"))
-        _, each = attention(**tokens("three"), average_attn_weights=False)
+        _, averaged = attention(**attention_inputs("three"))
+        _, each = attention(**attention_inputs("three"), average_attn_weights=False)
         assert each.shape == (2, 3, 5, 7)
         assert_equal({"output": averaged}, {"output": each.mean(1)})
         assert_equal({"output": each.sum(-1)}, {"output": torch.ones(2, 3, 5, dtype=torch.float64)})
@@ -255,27 +251,27 @@ class TestForms:
     def test_masks_hide_what_they_say(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "three").double()).eval()
         masks = masks_for(5, torch.float64)["both"]
-        _, weights = attention(**tokens("three"), **masks, average_attn_weights=False)
+        _, weights = attention(**attention_inputs("three"), **masks, average_attn_weights=False)
         hidden = masks["attn_mask"] | masks["key_padding_mask"][:, None, None, :]
         assert torch.equal(weights == 0, hidden.expand(2, 3, 5, 7))
 
     def test_the_mask_of_each_head_runs_through_the_heads_first(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "three").double()).eval()
         mask = random_tensor(6, 5, 7, seed=6) > 0.8
-        _, weights = attention(**tokens("three"), attn_mask=mask, average_attn_weights=False)
+        _, weights = attention(**attention_inputs("three"), attn_mask=mask, average_attn_weights=False)
         assert torch.equal(weights == 0, mask.view(2, 3, 5, 7))
 
     def test_appended_tokens_are_seen_through_every_mask(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "three", add_bias_kv=True, add_zero_attn=True).double()).eval()
         everything = torch.ones(5, 7, dtype=torch.bool)
-        _, weights = attention(**tokens("three"), attn_mask=everything)
+        _, weights = attention(**attention_inputs("three"), attn_mask=everything)
         assert weights.shape == (2, 5, 9)
         assert not weights[..., :7].any()
         assert weights[..., 7:].all()
 
     def test_the_hint_replaces_the_mask_only_without_weights_and_padding(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "self").double())
-        inputs, nothing_hidden = tokens("self"), torch.zeros(7, 7, dtype=torch.bool)
+        inputs, nothing_hidden = attention_inputs("self"), torch.zeros(7, 7, dtype=torch.bool)
         causal = {"attn_mask": ~scratch.masks.causal(7)}
         padding = {"key_padding_mask": torch.zeros(2, 7, dtype=torch.bool)}
         for without, hint_wins in (
@@ -292,11 +288,11 @@ class TestForms:
     def test_a_blind_query_is_nan_with_weights_and_the_bias_of_the_output_without(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "three").double())
         blind = masks_for(5, torch.float64)["a blind query"]
-        output, weights = attention(**tokens("three"), **blind)
+        output, weights = attention(**attention_inputs("three"), **blind)
         assert output[1].isnan().all()
         assert weights[:, 1].isnan().all()
         assert output[[0, 2, 3, 4]].isfinite().all()
-        without, _ = attention(**tokens("three"), **blind, need_weights=False)
+        without, _ = attention(**attention_inputs("three"), **blind, need_weights=False)
         assert torch.equal(without[1], attention.out_proj.bias.expand(2, 33))
 
     def test_scores_beyond_float16_do_not_overflow_without_weights(self, package: Any) -> None:
@@ -309,7 +305,7 @@ class TestForms:
 
     def test_dropout_is_off_in_eval_and_on_in_training(self, package: Any) -> None:
         attention = randomize_parameters(built(package, "three", dropout=0.5).double())
-        inputs = tokens("three")
+        inputs = attention_inputs("three")
         _, dropped = attention(**inputs, average_attn_weights=False)
         assert 0.3 < float((dropped == 0).double().mean()) < 0.7
         attention.eval()
@@ -326,10 +322,10 @@ class TestForms:
     def test_parameters_may_be_replaced_after_construction(self, package: Any) -> None:
         """Nothing is remembered of the old ones."""
         attention = built(package, "three").double()
-        before = attention(**tokens("three"))[0]
+        before = attention(**attention_inputs("three"))[0]
         attention.in_proj_weight = nn.Parameter(random_tensor(99, 33, seed=9))
         attention.out_proj.weight = nn.Parameter(random_tensor(33, 33, seed=10))
-        assert not torch.allclose(attention(**tokens("three"))[0], before)
+        assert not torch.allclose(attention(**attention_inputs("three"))[0], before)
 
 
 def test_the_output_projection_is_called_as_a_module_in_scratch_only() -> None:
@@ -344,7 +340,7 @@ def test_the_output_projection_is_called_as_a_module_in_scratch_only() -> None:
 
         attention.out_proj.register_forward_hook(count)
         for need_weights in (True, False):
-            attention(**tokens("three"), need_weights=need_weights)
+            attention(**attention_inputs("three"), need_weights=need_weights)
     assert calls == {"scratch": 2, "builtin": 0}
 
 
@@ -353,6 +349,6 @@ def test_the_trained_half_bias_of_torch_is_as_in_scratch() -> None:
     with_same_weights(ours, theirs)
     for attention in (ours, theirs):
         attention.in_proj_bias = nn.Parameter(attention.in_proj_bias.half())
-    x = tokens("self", batch_first=True)
+    x = attention_inputs("self", batch_first=True)
     with torch.no_grad():
         assert_equal({"output": ours.eval()(**x)[0]}, {"output": theirs.eval()(**x)[0]})

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import scratch
 from equivalence_tests.instruments.differences import compare_tensors
+from equivalence_tests.instruments.side_by_side import assert_close, random_tensor
 from equivalence_tests.instruments.weights import randomize_parameters
 from scratch import masks
 from scratch.decoding import (
@@ -40,20 +41,11 @@ MHA_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def draw_mask(*shape: int, seed: int = 0) -> Tensor:
     """Draw a module mask (True = may not look) that leaves every query its first key."""
     hidden = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.4
     hidden[..., 0] = False
     return hidden
-
-
-def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
-    comparison = compare_tensors(actual, expected)
-    assert comparison.passed, str(comparison)
 
 
 def spans(pieces: Sequence[int]) -> Iterator[slice]:
@@ -66,13 +58,13 @@ def attention(options: str, **arguments: Any) -> scratch.MultiheadAttention:
     return randomize_parameters(module).eval()
 
 
-def tokens(module: scratch.MultiheadAttention, length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_for(module: scratch.MultiheadAttention, length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Draw query, key and value, one object where the widths allow it."""
     if module.kdim == module.vdim == EMBED_DIM:
-        x = draw(length, BATCH, EMBED_DIM, seed=seed)
+        x = random_tensor(length, BATCH, EMBED_DIM, seed=seed)
         return x, x, x
     widths = (EMBED_DIM, module.kdim, module.vdim)
-    query, key, value = (draw(length, BATCH, width, seed=seed + i) for i, width in enumerate(widths))
+    query, key, value = (random_tensor(length, BATCH, width, seed=seed + i) for i, width in enumerate(widths))
     return query, key, value
 
 
@@ -93,12 +85,12 @@ class TestGrowingCache:
         self, pieces: tuple[int, ...], options: str, masking: str, need_weights: bool
     ) -> None:
         module, cache = attention(options), GrowingCache()
-        query, key, value = tokens(module, LENGTH)
+        query, key, value = inputs_for(module, LENGTH)
         may_attend = masks.causal(LENGTH)
         attn_mask = {
             "causal": ~may_attend,
             "arbitrary": ~may_attend | draw_mask(LENGTH, LENGTH),
-            "float": draw(LENGTH, LENGTH, seed=5).masked_fill(~may_attend, -math.inf),
+            "float": random_tensor(LENGTH, LENGTH, seed=5).masked_fill(~may_attend, -math.inf),
             "per-head": ~may_attend | draw_mask(BATCH * HEADS, LENGTH, LENGTH),
         }[masking]
         padding = draw_mask(BATCH, LENGTH, seed=2)
@@ -121,7 +113,7 @@ class TestGrowingCache:
 
     def test_a_promise_of_causality_is_read_off_the_mask(self, pieces: tuple[int, ...], options: str) -> None:
         module, cache = attention(options), GrowingCache()
-        inputs, attn_mask = tokens(module, LENGTH), ~masks.causal(LENGTH)
+        inputs, attn_mask = inputs_for(module, LENGTH), ~masks.causal(LENGTH)
         output, _ = module(*inputs, need_weights=False, attn_mask=attn_mask)
         for part in spans(pieces):
             mask = ~masks.causal(part.stop - part.start, part.stop, align="lower_right")
@@ -130,10 +122,10 @@ class TestGrowingCache:
 
     def test_gradients_pass_through_it(self, pieces: tuple[int, ...], options: str) -> None:
         module, cache = attention(options), GrowingCache()
-        inputs, attn_mask = tokens(module, LENGTH), ~masks.causal(LENGTH)
+        inputs, attn_mask = inputs_for(module, LENGTH), ~masks.causal(LENGTH)
         leaves = {id(x): x.clone().requires_grad_() for x in inputs}
         inputs = tuple(leaves[id(x)] for x in inputs)  # type: ignore[assignment]
-        gradient = draw(LENGTH, BATCH, EMBED_DIM, seed=9)
+        gradient = random_tensor(LENGTH, BATCH, EMBED_DIM, seed=9)
         wanted = [*leaves.values(), *module.parameters()]
         expected = torch.autograd.grad(module(*inputs, attn_mask=attn_mask)[0], wanted, gradient)
         steps = [
@@ -148,7 +140,7 @@ class TestGrowingCache:
 @pytest.mark.parametrize("options", MHA_OPTIONS)
 def test_fixed_cache_pieces_of_the_queries_give_what_all_give(pieces: tuple[int, ...], options: str) -> None:
     module, cache = attention(options), FixedCache()
-    query, (_, key, value) = draw(LENGTH, BATCH, EMBED_DIM, seed=7), tokens(module, MEMORY_LEN)
+    query, (_, key, value) = random_tensor(LENGTH, BATCH, EMBED_DIM, seed=7), inputs_for(module, MEMORY_LEN)
     padding, attn_mask = draw_mask(BATCH, MEMORY_LEN), draw_mask(LENGTH, MEMORY_LEN, seed=3)
     output, weights = module(query, key, value, padding, attn_mask=attn_mask)
     for part in spans(pieces):
@@ -159,7 +151,7 @@ def test_fixed_cache_pieces_of_the_queries_give_what_all_give(pieces: tuple[int,
 
 class TestCaches:
     def test_layouts_share_the_cache(self) -> None:
-        x, cache = draw(LENGTH, BATCH, EMBED_DIM), GrowingCache()
+        x, cache = random_tensor(LENGTH, BATCH, EMBED_DIM), GrowingCache()
         sequence_first, batch_first = attention("plain"), attention("plain", batch_first=True)
         expected, _ = sequence_first(x, x, x, attn_mask=~masks.causal(LENGTH))
         for part in spans((2, 5)):
@@ -168,7 +160,7 @@ class TestCaches:
             assert_close(actual.transpose(0, 1), expected[part])
 
     def test_unbatched_input_is_cached_too(self) -> None:
-        module, cache, x = attention("plain"), GrowingCache(), draw(LENGTH, EMBED_DIM)
+        module, cache, x = attention("plain"), GrowingCache(), random_tensor(LENGTH, EMBED_DIM)
         expected, _ = module(x, x, x, attn_mask=~masks.causal(LENGTH))
         for part in spans((3, 4)):
             mask = ~masks.causal(LENGTH)[part, : part.stop]
@@ -177,14 +169,14 @@ class TestCaches:
 
     def test_a_fixed_cache_looks_at_the_memory_of_the_first_call_only(self) -> None:
         module, cache = attention("plain"), FixedCache()
-        query, memory = draw(1, BATCH, EMBED_DIM, seed=1), draw(MEMORY_LEN, BATCH, EMBED_DIM)
+        query, memory = random_tensor(1, BATCH, EMBED_DIM, seed=1), random_tensor(MEMORY_LEN, BATCH, EMBED_DIM)
         first, _ = module(query, memory, memory, cache=cache)
         other = torch.full_like(memory, math.nan)
         assert torch.equal(module(query, other, other, cache=cache)[0], first)
 
     def test_reordered_rows_go_on_from_the_rows_they_are_told(self) -> None:
         module, cache, rows = attention("plain"), GrowingCache(), torch.tensor([2, 0, 2])
-        x, last = draw(4, 3, EMBED_DIM), draw(1, 3, EMBED_DIM, seed=1)
+        x, last = random_tensor(4, 3, EMBED_DIM), random_tensor(1, 3, EMBED_DIM, seed=1)
         module(x, x, x, cache=cache)
         cache.reorder(rows)
         whole = torch.cat([x[:, rows], last])
@@ -198,13 +190,13 @@ class TestCaches:
     @pytest.mark.parametrize("cache_type", [GrowingCache, FixedCache])
     def test_another_batch_is_refused(self, cache_type: Callable[[], Any]) -> None:
         module, cache = attention("plain"), cache_type()
-        x, y = draw(4, 3, EMBED_DIM), draw(4, 2, EMBED_DIM)
+        x, y = random_tensor(4, 3, EMBED_DIM), random_tensor(4, 2, EMBED_DIM)
         module(x, x, x, cache=cache)
         with pytest.raises(ValueError, match="cache holds a batch of 3, got a batch of 2: begin a new cache"):
             module(y, y, y, cache=cache)
 
     def test_masks_have_to_span_the_earlier_keys(self) -> None:
-        module, cache, x = attention("plain"), GrowingCache(), draw(4, BATCH, EMBED_DIM)
+        module, cache, x = attention("plain"), GrowingCache(), random_tensor(4, BATCH, EMBED_DIM)
         module(x, x, x, cache=cache)
         for masking in ({"attn_mask": draw_mask(4, 4)}, {"attn_mask": draw_mask(4, 4), "is_causal": True}):
             with pytest.raises(ValueError, match=r"attn_mask must have shape \(query_len, key_len\) = \(4, 8\)"):
@@ -243,7 +235,7 @@ class TestDecoderStack:
     def test_pieces_give_what_the_whole_gives(self, pieces: tuple[int, ...], options: dict[str, Any]) -> None:
         decoder, cache = build_decoder(**options), new_cache(2)
         time_dim = 1 if options.get("batch_first") else 0
-        tgt, memory = draw(LENGTH, BATCH, EMBED_DIM), draw(MEMORY_LEN, BATCH, EMBED_DIM, seed=1)
+        tgt, memory = random_tensor(LENGTH, BATCH, EMBED_DIM), random_tensor(MEMORY_LEN, BATCH, EMBED_DIM, seed=1)
         tgt, memory = (x.transpose(0, time_dim) for x in (tgt, memory))
         tgt_padding, memory_padding = draw_mask(BATCH, LENGTH), draw_mask(BATCH, MEMORY_LEN, seed=1)
         tgt_padding[0, 0] = True  # the first place may look at no key at all
@@ -267,10 +259,10 @@ class TestDecoderStack:
     def test_a_step_multiplies_one_token_with_the_weights_however_many_came_before(self) -> None:
         """All products with a weight matrix are ``addmm``; the attention's own products are not."""
         decoder, cache = build_decoder(), new_cache(2)
-        memory, counts = draw(MEMORY_LEN, BATCH, EMBED_DIM, seed=1), []
+        memory, counts = random_tensor(MEMORY_LEN, BATCH, EMBED_DIM, seed=1), []
         for seed in range(9):
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                decoder(draw(1, BATCH, EMBED_DIM, seed=seed), memory, cache=cache)
+                decoder(random_tensor(1, BATCH, EMBED_DIM, seed=seed), memory, cache=cache)
             counts.append(counter.get_flop_counts()["Global"][torch.ops.aten.addmm])
         # self-attention: 3 in, 1 out; cross-attention: query in, 1 out; feed-forward: up and down
         weights_of_a_layer = (4 + 2) * EMBED_DIM**2 + 2 * EMBED_DIM * 13

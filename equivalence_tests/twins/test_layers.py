@@ -13,16 +13,19 @@ import scratch
 from equivalence_tests.instruments.side_by_side import (
     PACKAGES,
     assert_equal,
+    describe,
     fast_path,
     outputs_and_gradients,
+    padding_with_holes,
     random_tensor,
+    tokens,
     with_same_weights,
 )
 from equivalence_tests.instruments.weights import randomize_parameters
 from scratch.layers import activation_function
 
 SIZES: dict[str, Any] = {"d_model": 33, "nhead": 3, "dim_feedforward": 13, "dropout": 0.3}
-LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
+INPUTS = {"TransformerEncoderLayer": ("src",), "TransformerDecoderLayer": ("tgt", "memory")}
 EACH_PACKAGE = pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 
 
@@ -40,38 +43,19 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def describe(options: dict[str, Any]) -> str:
-    return ",".join(f"{name}={getattr(x, '__name__', x)}" for name, x in options.items()) or "plain"
-
-
-def tokens(layer: str, batch_first: bool = False) -> dict[str, Tensor]:
-    lengths = {"src": 7} if layer == "TransformerEncoderLayer" else {"tgt": 5, "memory": 7}
-    return {
-        name: random_tensor(*((2, length) if batch_first else (length, 2)), 33, seed=seed)
-        for seed, (name, length) in enumerate(lengths.items())
-    }
-
-
-def padding(length: int) -> Tensor:
-    """Hide places with holes between them, others in each sample."""
-    hidden = torch.zeros(2, length, dtype=torch.bool)
-    hidden[0, [1, 4]] = hidden[1, 2] = True
-    return hidden
-
-
 MASKS: dict[str, list[dict[str, Any]]] = {
     "TransformerEncoderLayer": [
         {},
         {"src_mask": torch.ones(7, 7, dtype=torch.bool).triu(1), "is_causal": True},
         {"src_mask": random_tensor(7, 7, seed=5)},
-        {"src_key_padding_mask": padding(7)},
-        {"src_mask": random_tensor(6, 7, 7, seed=6) > 0.8, "src_key_padding_mask": padding(7)},
+        {"src_key_padding_mask": padding_with_holes(7)},
+        {"src_mask": random_tensor(6, 7, 7, seed=6) > 0.8, "src_key_padding_mask": padding_with_holes(7)},
     ],
     "TransformerDecoderLayer": [
         {},
         {"tgt_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "tgt_is_causal": True},
         {"tgt_mask": random_tensor(5, 5, seed=5), "memory_mask": random_tensor(5, 7, seed=6)},
-        {"tgt_key_padding_mask": padding(5), "memory_key_padding_mask": padding(7)},
+        {"tgt_key_padding_mask": padding_with_holes(5), "memory_key_padding_mask": padding_with_holes(7)},
         {"memory_mask": torch.ones(5, 7, dtype=torch.bool).triu(1), "memory_is_causal": True},
         {"tgt_mask": random_tensor(6, 5, 5, seed=5) > 0.8, "memory_mask": random_tensor(6, 5, 7, seed=6) > 0.8},
     ],
@@ -79,14 +63,14 @@ MASKS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=describe)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", INPUTS)
 class TestAgainstTorch:
     def test_training_gives_the_same_outputs_and_gradients_and_drops_the_same(
         self, layer: str, options: dict[str, Any]
     ) -> None:
         ours, theirs = getattr(scratch, layer)(**SIZES | options), getattr(nn, layer)(**SIZES | options)
         with_same_weights(ours, theirs)
-        inputs = tokens(layer, options.get("batch_first", False))
+        inputs = tokens(*INPUTS[layer], batch_first=options.get("batch_first", False))
         for masks in MASKS[layer]:
             actual = outputs_and_gradients(ours, inputs, **masks)
             assert_equal(actual, outputs_and_gradients(theirs, inputs, **masks))
@@ -94,14 +78,14 @@ class TestAgainstTorch:
     def test_eval_gives_the_same_without_dropping(self, layer: str, options: dict[str, Any]) -> None:
         ours, theirs = getattr(scratch, layer)(**SIZES | options), getattr(nn, layer)(**SIZES | options)
         with_same_weights(ours.eval(), theirs.eval())
-        inputs = tokens(layer, options.get("batch_first", False))
+        inputs = tokens(*INPUTS[layer], batch_first=options.get("batch_first", False))
         for masks in MASKS[layer]:
             with fast_path(False):
                 expected = outputs_and_gradients(theirs, inputs, seed=1, **masks)
             assert_equal(outputs_and_gradients(ours, inputs, seed=0, **masks), expected)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", INPUTS)
 def test_each_dropout_stands_where_torchs_does(layer: str) -> None:
     """Each drops alone, as where somebody sets one of them apart: the names of equal ones could be swapped."""
     ours, theirs = (getattr(package, layer)(**SIZES | {"dropout": 0.0}) for package in (scratch, nn))
@@ -112,23 +96,23 @@ def test_each_dropout_stands_where_torchs_does(layer: str) -> None:
         for module in (ours, theirs):
             for each in names:
                 module.get_submodule(each).p = 0.5 if each == name else 0.0
-        actual, expected = (outputs_and_gradients(module, tokens(layer)) for module in (ours, theirs))
+        actual, expected = (outputs_and_gradients(module, tokens(*INPUTS[layer])) for module in (ours, theirs))
         assert_equal(actual, expected)
 
 
 @EACH_PACKAGE
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", INPUTS)
 class TestForms:
     def test_without_a_batch_it_is_one_sample(self, package: Any, layer: str) -> None:
         module = randomize_parameters(getattr(package, layer)(**SIZES).double()).eval()
-        inputs = tokens(layer)
+        inputs = tokens(*INPUTS[layer])
         alone = module(**{name: x[:, 1] for name, x in inputs.items()})
         assert_equal({"output": alone}, {"output": module(**inputs)[:, 1]})
 
     def test_what_stands_later_does_not_reach_back_under_a_causal_mask(self, package: Any, layer: str) -> None:
         module = randomize_parameters(getattr(package, layer)(**SIZES).double()).eval()
         name = "src" if layer == "TransformerEncoderLayer" else "tgt"
-        inputs = tokens(layer)
+        inputs = tokens(*INPUTS[layer])
         masks = MASKS[layer][1]
         before = module(**inputs, **masks)
         inputs[name] = inputs[name].clone()
@@ -141,7 +125,7 @@ class TestForms:
         module = getattr(package, layer)(**SIZES | {"batch_first": True, "d_model": 34, "nhead": 2}).double()
         calls: list[str] = []
         module.self_attn.register_forward_hook(lambda *_: calls.append("self_attn"))
-        inputs = {name: torch.cat([x, x[..., :1]], -1) for name, x in tokens(layer, batch_first=True).items()}
+        inputs = {name: torch.cat([x, x[..., :1]], -1) for name, x in tokens(*INPUTS[layer], batch_first=True).items()}
         for train, mode in ((True, torch.enable_grad()), (False, torch.no_grad()), (False, torch.inference_mode())):
             with mode:
                 module.train(train)(**inputs)
@@ -150,7 +134,7 @@ class TestForms:
     def test_the_attention_may_be_replaced(self, package: Any, layer: str) -> None:
         module = getattr(package, layer)(**SIZES).double()
         module.self_attn = Silent(module.self_attn)
-        inputs = tokens(layer)
+        inputs = tokens(*INPUTS[layer])
         assert module(**inputs).shape == next(iter(inputs.values())).shape
         assert module.self_attn.calls == 1
 
@@ -177,7 +161,7 @@ class TestSubclasses:
                 return torch.zeros_like(x)
 
         layer = WithoutFeedForward(**SIZES, norm_first=True, dtype=torch.float64).eval()
-        x = tokens("TransformerEncoderLayer")["src"]
+        x = tokens("src")["src"]
         attended = layer._sa_block(layer.norm1(x), None, None)
         assert_equal({"output": layer(x)}, {"output": x + attended})
 
@@ -188,7 +172,7 @@ class TestSubclasses:
 
             _mha_block = _ff_block = _sa_block
 
-        layer, inputs = Nothing(**SIZES, norm_first=True), tokens("TransformerDecoderLayer")
+        layer, inputs = Nothing(**SIZES, norm_first=True), tokens("tgt", "memory")
         layer.double()
         assert torch.equal(layer(**inputs), inputs["tgt"])
 
@@ -197,7 +181,7 @@ class TestSubclasses:
             def forward(self, *arguments: Any, **keywords: Any) -> Tensor:
                 return 2 * super().forward(*arguments, **keywords)
 
-        x = tokens("TransformerEncoderLayer")["src"]
+        x = tokens("src")["src"]
         plain, doubled = package.TransformerEncoderLayer(**SIZES).double(), Doubled(**SIZES).double()
         doubled.load_state_dict(plain.state_dict())
         assert torch.equal(doubled.eval()(x), 2 * plain.eval()(x))
@@ -206,7 +190,7 @@ class TestSubclasses:
 def test_the_decoder_layer_does_not_look_at_its_own_mode() -> None:
     """Only its parts do: a frozen part inside a model in training stays frozen."""
     layer = scratch.TransformerDecoderLayer(**SIZES).double().eval()
-    inputs = tokens("TransformerDecoderLayer")
+    inputs = tokens("tgt", "memory")
     expected = layer(**inputs)
     layer.training = True
     assert torch.equal(layer(**inputs), expected)
@@ -233,7 +217,7 @@ class TestFastPath:
         with_same_weights(ours.eval(), theirs.eval())
         return ours, theirs, random_tensor(2, 7, 34)
 
-    @pytest.mark.parametrize("masks", [{}, {"src_key_padding_mask": padding(7)}], ids=["no mask", "padding"])
+    @pytest.mark.parametrize("masks", [{}, {"src_key_padding_mask": padding_with_holes(7)}], ids=["no mask", "padding"])
     def test_it_is_reached_in_eval_without_gradients(self, masks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ours, theirs, src = self.layers()
         fused = count_calls(monkeypatch, torch, "_transformer_encoder_layer_fwd")

@@ -119,7 +119,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def describe(variant: tuple[str, dict[str, Any]]) -> str:
+def name_of_variant(variant: tuple[str, dict[str, Any]]) -> str:
     component, arguments = variant
     return component + "-" + "-".join(f"{name}={x}" for name, x in arguments.items() if name not in LAYER)
 
@@ -135,7 +135,7 @@ def build_after_seed(package: Any, variant: tuple[str, dict[str, Any]]) -> nn.Mo
 INSIDE_TORCH = vars(nn.Module()).keys() | {"use_nested_tensor"}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=describe)
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of_variant)
 @pytest.mark.parametrize("package", PACKAGES)
 class TestParameters:
     def test_same_seed_gives_the_same_parameters_to_the_last_bit(self, package: str, variant: Any) -> None:

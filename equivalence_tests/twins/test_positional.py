@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import builtin
 import scratch
-from equivalence_tests.instruments.differences import compare_tensors
+from equivalence_tests.instruments.side_by_side import assert_close
 from scratch import PositionalEncoding, sinusoidal_encoding
 from scratch.positional import Layout
 
@@ -34,11 +34,6 @@ def slow_table(max_len: int, d_model: int, layout: Layout, base: float = 10000.0
     waves = (math.sin, math.cos)
     rows = [[waves[x % 2](angle(position, x // 2, d_model, base)) for x in columns] for position in range(max_len)]
     return torch.tensor(rows, dtype=torch.float64).view(max_len, d_model)
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    comparison = compare_tensors(actual, expected)
-    assert comparison.passed, str(comparison)
 
 
 def table_of(encoding: PositionalEncoding, dtype: torch.dtype) -> Tensor:

@@ -44,7 +44,7 @@ def plain_path() -> Iterator[None]:
         yield
 
 
-def tokens(length: int = 5, seed: int = 0) -> Tensor:
+def embedded(length: int = 5, seed: int = 0) -> Tensor:
     return random_tensor(2, length, 12, seed=seed)
 
 
@@ -87,9 +87,9 @@ def layer_of(package: Any, kind: str, **options: Any) -> Any:
 
 def call_layer(layer: Any, kind: str) -> Tensor:
     if kind == "Encoder":
-        return layer(tokens(), src_mask=hidden_later(), src_key_padding_mask=padding())
+        return layer(embedded(), src_mask=hidden_later(), src_key_padding_mask=padding())
     masks = {"tgt_mask": hidden_later(), "tgt_key_padding_mask": padding(), "memory_key_padding_mask": padding(7)}
-    return layer(tokens(), tokens(7, seed=1), **masks)
+    return layer(embedded(), embedded(7, seed=1), **masks)
 
 
 def attentions_of(kind: str) -> tuple[str, ...]:
@@ -150,8 +150,8 @@ class TestLayers:
                 setattr(layer, name, TorchsSignature())
             layer = randomize_parameters(layer.double())
             if kind == "Encoder":
-                return layer(tokens(), src_mask=hidden_later(), src_key_padding_mask=padding())
-            return layer(tokens(), tokens(7, seed=1), memory_key_padding_mask=padding(7))
+                return layer(embedded(), src_mask=hidden_later(), src_key_padding_mask=padding())
+            return layer(embedded(), embedded(7, seed=1), memory_key_padding_mask=padding(7))
 
         assert_same(program)
 
@@ -179,7 +179,7 @@ class TestLayers:
         def program(package: Any) -> Tensor:
             layer = package.TransformerEncoderLayer(**SIZES)
             layer.self_attn = TorchsSignature(result)
-            return randomize_parameters(layer.double())(tokens())
+            return randomize_parameters(layer.double())(embedded())
 
         assert_same(program)
 
@@ -241,7 +241,7 @@ class TestLayers:
             layer = layer_of(package, kind)
             layer.multihead_attn = getattr(layer, "multihead_attn", layer.self_attn)
             layer.multihead_attn.register_full_backward_hook(note)
-            x, memory = tokens().requires_grad_(), tokens(7, seed=1).requires_grad_()
+            x, memory = embedded().requires_grad_(), embedded(7, seed=1).requires_grad_()
             output = (
                 layer(x, src_key_padding_mask=padding())
                 if kind == "Encoder"
@@ -264,8 +264,8 @@ class TestLayers:
                 return super()._sa_block(*args, **kwargs)
 
         layer = Noting(**SIZES).double()
-        layer(tokens(), tokens(7))
-        layer(tokens(), tokens(7), cache=scratch.decoding.LayerCache())
+        layer(embedded(), embedded(7))
+        layer(embedded(), embedded(7), cache=scratch.decoding.LayerCache())
         assert seen == [set(), {"cache"}]
 
     def test_marks_of_the_fast_path_are_torchs(self) -> None:
@@ -315,7 +315,7 @@ class TestStacks:
     def test_layers_of_ones_own_get_masks_as_biases(self) -> None:
         def program(package: Any) -> Tensor:
             encoder = package.TransformerEncoder(OwnLayer(), 2, enable_nested_tensor=False)
-            return randomize_parameters(encoder.double())(tokens(), hidden_later(), padding())
+            return randomize_parameters(encoder.double())(embedded(), hidden_later(), padding())
 
         assert_same(program)
 
@@ -325,7 +325,7 @@ class TestStacks:
 
         def program(package: Any) -> Tensor:
             model = randomize_parameters(package.Transformer(12, 2, *layers, 20, 0.0, batch_first=True).double())
-            return model.encoder(tokens()) if name == "encoder" else model.decoder(tokens(), tokens(7))
+            return model.encoder(embedded()) if name == "encoder" else model.decoder(embedded(), embedded(7))
 
         assert_same(program)
 
@@ -333,7 +333,7 @@ class TestStacks:
     def test_a_stack_without_layers_says_so_when_it_is_called(self, package: Any) -> None:
         model = package.Transformer(12, 2, 2, 0, 20, batch_first=True).double()
         with pytest.raises(IndexError, match="num_layers must be greater than 0"):
-            model(tokens(7), tokens())
+            model(embedded(7), embedded())
 
     @EACH_PACKAGE
     def test_whether_input_is_nested_can_be_read_and_switched_off(self, package: Any) -> None:
@@ -341,7 +341,7 @@ class TestStacks:
         assert isinstance(encoder.use_nested_tensor, bool)
         assert not (package is scratch and encoder.use_nested_tensor)
         encoder.use_nested_tensor = False
-        assert encoder(tokens(), src_key_padding_mask=padding()).shape == (2, 5, 12)
+        assert encoder(embedded(), src_key_padding_mask=padding()).shape == (2, 5, 12)
 
 
 def mask_forms() -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -354,7 +354,7 @@ class TestMultiheadAttention:
     @pytest.mark.parametrize("masks", mask_forms().values(), ids=mask_forms())
     def test_merge_masks_is_torchs(self, masks: tuple[Tensor | None, Tensor | None]) -> None:
         results = in_each(
-            lambda package: package.MultiheadAttention(12, 2, batch_first=True).merge_masks(*masks, tokens())
+            lambda package: package.MultiheadAttention(12, 2, batch_first=True).merge_masks(*masks, embedded())
         )
         expected_mask, expected_type = results.pop("torch.nn")
         for merged, mask_type in results.values():
@@ -384,7 +384,7 @@ class TestMultiheadAttention:
         attention = scratch.MultiheadAttention(12, 3, qk_head_dim=8, v_head_dim=10, batch_first=True).double()
         attention.num_heads = 6
         assert head_dims(attention) == (4, 5)
-        assert attention(*[tokens()] * 3)[0].shape == (2, 5, 12)
+        assert attention(*[embedded()] * 3)[0].shape == (2, 5, 12)
 
     def test_subclasses_may_take_any_name_for_their_own(self) -> None:
         names = ("project", "score_bias", "append_tokens", "projection_weights", "attend", "scale", "v_head_dim")
@@ -401,7 +401,7 @@ class TestMultiheadAttention:
                     return super().forward(query, key, value, **rest)
 
             attention = randomize_parameters(Renamed().double())
-            return attention(tokens(), tokens(7), tokens(7), need_weights=False)[0]
+            return attention(embedded(), embedded(7), embedded(7), need_weights=False)[0]
 
         assert_same(program)
 
@@ -416,7 +416,7 @@ class TestMultiheadAttention:
             state = {name: x for name, x in vars(attention).items() if name != "_qkv_same_embed_dim"}
             old = object.__new__(type(attention))
             old.__setstate__(state)
-            return old(*[tokens()] * 3)[0]
+            return old(*[embedded()] * 3)[0]
 
         assert_same(program)
 
@@ -426,7 +426,7 @@ class TestMultiheadAttention:
             attention = package.MultiheadAttention(twelve, two, kdim=twelve, batch_first=True).double()
             layer = package.TransformerEncoderLayer(**SIZES | {"nhead": two, "dim_feedforward": twelve}).double()
             mask = (nn if package is TORCH else package).Transformer.generate_square_subsequent_mask(torch.tensor(5))
-            x = attention(*[tokens()] * 3, attn_mask=mask.double())[0]
+            x = attention(*[embedded()] * 3, attn_mask=mask.double())[0]
             return package.TransformerEncoder(layer, two)(x, mask.double())
 
         assert_same(program)
@@ -481,7 +481,7 @@ def test_dynamic_quantisation_changes_the_modules_that_it_changes_in_torch() -> 
     def program(package: Any) -> list[tuple[str, str]]:
         encoder = package.TransformerEncoder(package.TransformerEncoderLayer(**SIZES), 2).eval()
         encoder = torch.ao.quantization.quantize_dynamic(encoder, {nn.Linear}, dtype=torch.qint8)
-        assert encoder(tokens().float()).isfinite().all()
+        assert encoder(embedded().float()).isfinite().all()
         return [(name, type(x).__name__) for name, x in encoder.named_modules() if "lin" in name or "proj" in name]
 
     assert_alike(program)
@@ -525,9 +525,9 @@ class TestTracing:
         with warnings.catch_warnings():
             if package is not scratch:  # torch.nn's own warns; ours says nothing
                 warnings.simplefilter("ignore", TracerWarning)
-            traced = torch.jit.trace(model, (tokens(),))
+            traced = torch.jit.trace(model, (embedded(),))
         for length in (5, 9):
-            assert_equal({"output": traced(tokens(length))}, {"output": model(tokens(length))})
+            assert_equal({"output": traced(embedded(length))}, {"output": model(embedded(length))})
 
     @EACH_PACKAGE
     def test_jit_traces_masks_that_come_in(self, package: Any, component: str) -> None:
@@ -549,10 +549,10 @@ class TestTracing:
         with warnings.catch_warnings():
             if package is not scratch:
                 warnings.simplefilter("ignore", TracerWarning)
-            traced = torch.jit.trace(WithMask(), (tokens(), padding()))
+            traced = torch.jit.trace(WithMask(), (embedded(), padding()))
         for length in (5, 9):
-            expected = WithMask()(tokens(length), padding(length))
-            assert_equal({"output": traced(tokens(length), padding(length))}, {"output": expected})
+            expected = WithMask()(embedded(length), padding(length))
+            assert_equal({"output": traced(embedded(length), padding(length))}, {"output": expected})
 
     @EACH_PACKAGE
     def test_fx_sees_one_node(self, package: Any, component: str) -> None:
@@ -571,7 +571,7 @@ class TestTracing:
         model = randomize_parameters(Model().double()).eval()
         traced = fx.GraphModule(model, package.Tracer().trace(model))
         assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["embed", "body"]
-        assert_equal({"output": traced(tokens(9))}, {"output": model(tokens(9))})
+        assert_equal({"output": traced(embedded(9))}, {"output": model(embedded(9))})
 
 
 def test_fx_goes_through_subclasses_as_it_does_for_torch() -> None:
@@ -594,10 +594,10 @@ class TestOnnx:
         reference = pytest.importorskip("onnx.reference")
         model = randomize_parameters(Masked(scratch, component).double()).eval()
         file: Any = io.BytesIO()
-        torch.onnx.export(model, (tokens(),), file, dynamo=False, input_names=["x"])
+        torch.onnx.export(model, (embedded(),), file, dynamo=False, input_names=["x"])
         graph = onnx_model(file.getvalue())
-        (found,) = reference.ReferenceEvaluator(graph).run(None, {"x": tokens(seed=3).numpy()})
-        assert_equal({"output": torch.from_numpy(found)}, {"output": model(tokens(seed=3)).detach()})
+        (found,) = reference.ReferenceEvaluator(graph).run(None, {"x": embedded(seed=3).numpy()})
+        assert_equal({"output": torch.from_numpy(found)}, {"output": model(embedded(seed=3)).detach()})
 
 
 @pytest.mark.slow
@@ -608,11 +608,11 @@ def test_onnx_export_of_a_graph_gives_a_model_of_any_length() -> None:
     exact = randomize_parameters(Masked(scratch, "Transformer", hint=True).double()).eval()
     model = copy.deepcopy(exact).float()
     lengths = ({1: torch.export.Dim("length", min=2, max=64)},)
-    program = torch.onnx.export(model, (tokens().float(),), dynamo=True, dynamic_shapes=lengths, input_names=["x"])
+    program = torch.onnx.export(model, (embedded().float(),), dynamo=True, dynamic_shapes=lengths, input_names=["x"])
     assert program is not None
     graph = onnx_model(program.model_proto.SerializeToString())
     for n in (5, 9):
-        x = tokens(n)
+        x = embedded(n)
         (found,) = reference.ReferenceEvaluator(graph).run(None, {"x": x.float().numpy()})
         ratio = compare_errors(torch.from_numpy(found), model(x.float()).detach(), exact(x).detach())
         assert ratio.passed, str(ratio)

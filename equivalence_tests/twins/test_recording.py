@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import builtin
 import scratch
-from equivalence_tests.instruments.differences import compare_errors, compare_tensors
+from equivalence_tests.instruments.differences import compare_errors
+from equivalence_tests.instruments.side_by_side import assert_close, fast_path, random_tensor
 from equivalence_tests.instruments.weights import randomize_parameters
 from scratch.decoding import FixedCache, GrowingCache, new_cache
 from scratch.functional import merge_heads
@@ -55,10 +56,6 @@ MASK_FORMS = (
 LAYOUTS = ("sequence-first", "batch-first", "unbatched")
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def build(construct: Callable[..., Any], *args: Any, seed: int = 1, **kwargs: Any) -> Any:
     """Construct in float64 with random parameters, without torch.nn's remarks about nested tensors."""
     with warnings.catch_warnings():
@@ -77,9 +74,9 @@ def transformer_of(package: Any, **arguments: Any) -> Any:
 
 def inputs_of(attention: Any, layout: str = "batch-first") -> tuple[Tensor, Tensor, Tensor]:
     lead = {"sequence-first": (BATCH,), "batch-first": (BATCH,), "unbatched": ()}[layout]
-    query = draw(*lead, QUERY_LEN, attention.embed_dim, seed=0)
-    key = draw(*lead, KEY_LEN, attention.kdim, seed=1)
-    value = draw(*lead, KEY_LEN, attention.vdim, seed=2)
+    query = random_tensor(*lead, QUERY_LEN, attention.embed_dim, seed=0)
+    key = random_tensor(*lead, KEY_LEN, attention.kdim, seed=1)
+    value = random_tensor(*lead, KEY_LEN, attention.vdim, seed=2)
     if layout != "sequence-first":
         return query, key, value
     return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
@@ -87,7 +84,7 @@ def inputs_of(attention: Any, layout: str = "batch-first") -> tuple[Tensor, Tens
 
 def masks_of(form: str, *, batched: bool = True) -> dict[str, Any]:
     """Masks with holes inside that leave every query a key; hints are promises about a causal mask."""
-    hidden = draw(BATCH * HEADS if batched else HEADS, QUERY_LEN, KEY_LEN, seed=7) > 0.5
+    hidden = random_tensor(BATCH * HEADS if batched else HEADS, QUERY_LEN, KEY_LEN, seed=7) > 0.5
     hidden[..., 0] = False
     padding = torch.zeros(BATCH, KEY_LEN, dtype=torch.bool)
     padding[0, 2], padding[1, 5:] = True, True
@@ -96,22 +93,20 @@ def masks_of(form: str, *, batched: bool = True) -> dict[str, Any]:
     forms: dict[str, dict[str, Any]] = {
         "none": {},
         "bool": {"attn_mask": hidden[0]},
-        "float": {"attn_mask": draw(QUERY_LEN, KEY_LEN, seed=8).masked_fill(hidden[0], -torch.inf)},
+        "float": {"attn_mask": random_tensor(QUERY_LEN, KEY_LEN, seed=8).masked_fill(hidden[0], -torch.inf)},
         "heads": {"attn_mask": hidden},
         "padding": {"key_padding_mask": padding},
-        "float-padding": {"key_padding_mask": draw(*padding.shape, seed=9)},
+        "float-padding": {"key_padding_mask": random_tensor(*padding.shape, seed=9)},
         "both": {"attn_mask": hidden, "key_padding_mask": padding},
-        "float-both": {"attn_mask": draw(*hidden.shape, seed=8), "key_padding_mask": draw(*padding.shape, seed=9)},
+        "float-both": {
+            "attn_mask": random_tensor(*hidden.shape, seed=8),
+            "key_padding_mask": random_tensor(*padding.shape, seed=9),
+        },
         "hint": {"attn_mask": causal, "is_causal": True},
         "wrong-hint": {"attn_mask": hidden[0], "is_causal": True},
         "hint-padding": {"attn_mask": causal, "is_causal": True, "key_padding_mask": padding},
     }
     return forms[form]
-
-
-def assert_close(actual: Tensor, expected: Tensor, name: str = "result") -> None:
-    comparison = compare_tensors(actual, expected, name=name)
-    assert comparison.passed, str(comparison)
 
 
 def compiled(module: nn.Module) -> Any:
@@ -120,16 +115,6 @@ def compiled(module: nn.Module) -> Any:
 
 def hooks_of(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
-@contextmanager
-def fast_path(switch: bool) -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(switch)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 # --- trace_attention ---------------------------------------------------------------------------------------------
@@ -158,7 +143,7 @@ def test_traced_output_and_weights_are_those_of_the_module(
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_self_attention_is_traced_through_the_packed_projection(package: Any, batch_first: bool) -> None:
     attention = attention_of(package, batch_first=batch_first).eval()
-    x = draw(BATCH, QUERY_LEN, EMBED_DIM)
+    x = random_tensor(BATCH, QUERY_LEN, EMBED_DIM)
     output, weights = attention(x, x, x, average_attn_weights=False)
     stages = trace_attention(attention, x, x, x)
     assert_close(stages["output"], output)
@@ -279,7 +264,7 @@ def test_tracing_drops_nothing_and_draws_nothing_in_training(package: Any) -> No
 @pytest.mark.parametrize(("batch", "query_len"), [(0, QUERY_LEN), (BATCH, 0)])
 def test_nothing_in_gives_nothing_out(package: Any, batch: int, query_len: int) -> None:
     attention = attention_of(package, batch_first=True).eval()
-    query, key = draw(batch, query_len, EMBED_DIM), draw(batch, KEY_LEN, EMBED_DIM)
+    query, key = random_tensor(batch, query_len, EMBED_DIM), random_tensor(batch, KEY_LEN, EMBED_DIM)
     with record_attention(attention) as maps:
         output, weights = attention(query, key, key, average_attn_weights=False)
     assert maps[""].shape == weights.shape == (batch, HEADS, query_len, KEY_LEN)
@@ -368,7 +353,7 @@ def test_maps_are_the_weights_that_torch_returns_before_dropout(
 
 
 def source_and_target(batch_first: bool = True) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    src, tgt = draw(BATCH, KEY_LEN, EMBED_DIM, seed=1), draw(BATCH, QUERY_LEN, EMBED_DIM, seed=2)
+    src, tgt = random_tensor(BATCH, KEY_LEN, EMBED_DIM, seed=1), random_tensor(BATCH, QUERY_LEN, EMBED_DIM, seed=2)
     padding = masks_of("padding")["key_padding_mask"]
     masks = {
         "tgt_mask": torch.ones(QUERY_LEN, QUERY_LEN, dtype=torch.bool).triu(1),
@@ -494,7 +479,7 @@ class Custom(nn.Module):
 
 @packages
 def test_shared_repeated_and_idle_modules(package: Any) -> None:
-    model, x = Custom(package), draw(BATCH, QUERY_LEN, EMBED_DIM)
+    model, x = Custom(package), random_tensor(BATCH, QUERY_LEN, EMBED_DIM)
     with record_attention(model) as maps:
         model(x)
     assert list(maps.calls) == ["first", "blocks.0", "idle"]
@@ -566,7 +551,7 @@ def test_a_cache_holds_the_same_after_recording(cache_class: Any) -> None:
 
 def test_a_promise_of_causality_beside_a_cache_is_recorded_as_its_mask_says() -> None:
     attention, cache = attention_of(scratch), GrowingCache()
-    x, hidden = draw(KEY_LEN, BATCH, EMBED_DIM), torch.ones(KEY_LEN, KEY_LEN, dtype=torch.bool).triu(1)
+    x, hidden = random_tensor(KEY_LEN, BATCH, EMBED_DIM), torch.ones(KEY_LEN, KEY_LEN, dtype=torch.bool).triu(1)
     _, whole = attention(x, x, x, attn_mask=hidden, average_attn_weights=False)
     with record_attention(attention) as maps:
         for begin, end in ((0, 5), (5, KEY_LEN)):
@@ -622,7 +607,7 @@ def test_outputs_in_eval_stay_the_same_to_the_last_bit_off_the_fast_path(package
 def test_the_fast_path_is_off_and_padded_places_hold_numbers() -> None:
     layer = nn.TransformerEncoderLayer(24, 2, FF_DIM, batch_first=True)
     encoder = build(nn.TransformerEncoder, layer, 2).eval()
-    x, padding = draw(BATCH, KEY_LEN, 24), torch.zeros(BATCH, KEY_LEN, dtype=torch.bool)
+    x, padding = random_tensor(BATCH, KEY_LEN, 24), torch.zeros(BATCH, KEY_LEN, dtype=torch.bool)
     padding[1, 5:] = True
     with fast_path(True), torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
@@ -726,7 +711,7 @@ def test_a_copy_made_inside_the_block_is_given_the_very_cache() -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_calls_again_only_inside_the_block(package: Any, use_reentrant: bool) -> None:
     layer = build(package.TransformerEncoderLayer, EMBED_DIM, HEADS, FF_DIM, batch_first=True)
-    x = draw(BATCH, QUERY_LEN, EMBED_DIM).requires_grad_()
+    x = random_tensor(BATCH, QUERY_LEN, EMBED_DIM).requires_grad_()
     torch.manual_seed(4)
     (expected,) = torch.autograd.grad(layer(x).sum(), x)
     for stay, calls in ((False, 1), (True, 2)):

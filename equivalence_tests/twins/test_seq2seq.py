@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 import builtin
 import scratch
-from equivalence_tests.instruments.differences import compare_tensors
-from equivalence_tests.instruments.side_by_side import PACKAGES, fast_path
+from equivalence_tests.instruments.side_by_side import PACKAGES, assert_close, fast_path
 from equivalence_tests.instruments.weights import randomize_parameters
 from equivalence_tests.twins.test_decoding import (
     PIECES,
@@ -95,11 +94,6 @@ def draw_target(model: Model, batch: int = 5, length: int = 6, seed: int = 1) ->
         if row < batch:
             ids[row, list(padded)] = model.pad_id
     return ids
-
-
-def assert_close(actual: Tensor, expected: Tensor, **bounds: Any) -> None:
-    comparison = compare_tensors(actual, expected, **bounds)
-    assert comparison.passed, str(comparison)
 
 
 def gradients(model: Model, src_ids: Tensor, tgt_ids: Tensor) -> dict[str, Tensor]:

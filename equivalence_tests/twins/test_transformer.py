@@ -15,7 +15,9 @@ from equivalence_tests.instruments.side_by_side import (
     assert_equal,
     fast_path,
     outputs_and_gradients,
+    padding_with_holes,
     random_tensor,
+    tokens,
     with_same_weights,
 )
 from equivalence_tests.instruments.weights import randomize_parameters
@@ -39,20 +41,6 @@ def stack(package: Any, name: str, num_layers: int = 2, norm: bool = True, **opt
     return getattr(package, name)(layer, num_layers, nn.LayerNorm(33) if norm else None)
 
 
-def tokens(*names: str, batch_first: bool = False) -> dict[str, Tensor]:
-    lengths = {"src": 7, "tgt": 5, "memory": 7}
-    return {
-        name: random_tensor(*((2, lengths[name]) if batch_first else (lengths[name], 2)), 33, seed=seed)
-        for seed, name in enumerate(names)
-    }
-
-
-def padding(length: int) -> Tensor:
-    hidden = torch.zeros(2, length, dtype=torch.bool)
-    hidden[0, [1, 4]] = hidden[1, 2] = True
-    return hidden
-
-
 def padding_at_the_end() -> Tensor:
     hidden = torch.zeros(2, 7, dtype=torch.bool)
     hidden[0, 4:] = True
@@ -63,7 +51,7 @@ ENCODER_MASKS: list[dict[str, Any]] = [
     {},
     {"mask": torch.ones(7, 7, dtype=torch.bool).triu(1)},
     {"mask": random_tensor(7, 7, seed=5)},
-    {"mask": random_tensor(6, 7, 7, seed=6) > 0.8, "src_key_padding_mask": padding(7)},
+    {"mask": random_tensor(6, 7, 7, seed=6) > 0.8, "src_key_padding_mask": padding_with_holes(7)},
     {"src_key_padding_mask": padding_at_the_end()},
 ]
 
@@ -89,7 +77,11 @@ class TestAgainstTorch:
             {},
             {"tgt_mask": CAUSAL},
             {"tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)},
-            {"tgt_mask": CAUSAL, "tgt_key_padding_mask": padding(5), "memory_key_padding_mask": padding(7)},
+            {
+                "tgt_mask": CAUSAL,
+                "tgt_key_padding_mask": padding_with_holes(5),
+                "memory_key_padding_mask": padding_with_holes(7),
+            },
             {"tgt_mask": CAUSAL, "tgt_is_causal": False, "memory_mask": random_tensor(5, 7, seed=6)},
         ):
             actual = outputs_and_gradients(ours, inputs, **masks)
@@ -110,9 +102,9 @@ class TestAgainstTorch:
             {
                 "tgt_mask": CAUSAL,
                 "tgt_is_causal": True,
-                "src_key_padding_mask": padding(7),
-                "tgt_key_padding_mask": padding(5),
-                "memory_key_padding_mask": padding(7),
+                "src_key_padding_mask": padding_with_holes(7),
+                "tgt_key_padding_mask": padding_with_holes(5),
+                "memory_key_padding_mask": padding_with_holes(7),
             },
             {"memory_mask": torch.ones(5, 7, dtype=torch.bool).triu(1), "memory_is_causal": True},
         ):
@@ -160,14 +152,14 @@ class TestProtocol:
     def test_decoder(self, package: Any) -> None:
         decoder = package.TransformerDecoder(Spy(), 2)
         memory = torch.zeros(7, 2, 33)
-        decoder(torch.zeros(5, 2, 33), memory, tgt_mask=CAUSAL, memory_key_padding_mask=padding(7))
+        decoder(torch.zeros(5, 2, 33), memory, tgt_mask=CAUSAL, memory_key_padding_mask=padding_with_holes(7))
         for layer in decoder.layers:
             assert layer.arguments[0] is memory
             assert {name: x for name, x in layer.keywords.items() if isinstance(x, bool)} == {
                 "tgt_is_causal": True,
                 "memory_is_causal": False,
             }
-            assert torch.equal(layer.keywords["memory_key_padding_mask"], padding(7))
+            assert torch.equal(layer.keywords["memory_key_padding_mask"], padding_with_holes(7))
             assert "cache" not in layer.keywords
 
     def test_custom_stacks_of_a_transformer(self, package: Any) -> None:
@@ -176,7 +168,7 @@ class TestProtocol:
         assert model.encoder is encoder
         assert model.decoder is decoder
         src, tgt = torch.zeros(7, 2, 33), torch.zeros(5, 2, 33)
-        model(src, tgt, tgt_mask=CAUSAL, src_is_causal=False, memory_key_padding_mask=padding(7))
+        model(src, tgt, tgt_mask=CAUSAL, src_is_causal=False, memory_key_padding_mask=padding_with_holes(7))
         assert encoder.keywords == {"mask": None, "src_key_padding_mask": None, "is_causal": False}
         assert decoder.arguments[0] is src
         assert sorted(decoder.keywords) == [
@@ -213,7 +205,7 @@ class TestProtocol:
 
     def test_padding_does_not_reach_what_is_none(self, package: Any) -> None:
         model = randomize_parameters(package.Transformer(**MODEL).double()).eval()
-        inputs, hidden = tokens("src", "tgt"), padding(7)
+        inputs, hidden = tokens("src", "tgt"), padding_with_holes(7)
         masks = {"src_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
         before = model(**inputs, **masks)
         inputs["src"] = torch.where(hidden.T[..., None], 100.0, inputs["src"])
@@ -294,13 +286,13 @@ class TestWarnings:
                 layer = package.TransformerEncoderLayer(**LAYER)
                 encoder = package.TransformerEncoder(layer, 1, enable_nested_tensor=False)
                 mask = torch.zeros(7, 7, dtype=torch.bool)
-                encoder(torch.zeros(7, 2, 33), mask=mask, src_key_padding_mask=padding(7))
+                encoder(torch.zeros(7, 2, 33), mask=mask, src_key_padding_mask=padding_with_holes(7))
                 stack(package, "TransformerDecoder")(
                     torch.zeros(5, 2, 33),
                     torch.zeros(7, 2, 33),
                     tgt_mask=CAUSAL,
-                    tgt_key_padding_mask=padding(5),
-                    memory_key_padding_mask=padding(7),
+                    tgt_key_padding_mask=padding_with_holes(5),
+                    memory_key_padding_mask=padding_with_holes(7),
                 )
 
     @EACH_PACKAGE
@@ -319,7 +311,7 @@ class TestWarnings:
 
     @EACH_PACKAGE
     def test_mixed_masks_are_warned_of_by_torch_and_computed_alike(self, package: Any) -> None:
-        inputs = {**tokens("src"), "mask": random_tensor(7, 7, seed=5), "src_key_padding_mask": padding(7)}
+        inputs = {**tokens("src"), "mask": random_tensor(7, 7, seed=5), "src_key_padding_mask": padding_with_holes(7)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             stack(package, "TransformerEncoder").double()(**inputs)
