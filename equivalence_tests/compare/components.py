@@ -4,6 +4,7 @@ Each component is called once in either package, at small sizes of which no two 
 sizes of the paper as well. Output, attention maps, masks and all gradients are compared.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import builtin
 import scratch
+from equivalence_tests.compare.drawing import (
+    BATCH,
+    EMBED_DIM,
+    FF_DIM,
+    HEAD_DIM,
+    KEY_LEN,
+    NUM_HEADS,
+    QUERY_LEN,
+    Component,
+    Drawing,
+)
+from equivalence_tests.compare.todays import todays_components
 from equivalence_tests.instruments.differences import (
     FLOAT64_BOUND,
     ErrorRatio,
@@ -22,36 +35,19 @@ from equivalence_tests.instruments.differences import (
     compare_group,
     largest_value,
 )
-from equivalence_tests.instruments.inputs import Case, Mask, MaskForm, Normal, Part, SameAs, TokenIds
+from equivalence_tests.instruments.inputs import Part, SameAs, TokenIds
 from scratch.masks import Alignment
 
 __all__ = ["CALL", "Component", "Row", "compare_component", "compare_masks", "components"]
 
 CALL = "call"  # the quantity of a package that could not be called at all
-BATCH, NUM_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, FF_DIM = 2, 3, 5, 7, 11, 13
-EMBED_DIM = NUM_HEADS * HEAD_DIM
 # 0 is padding: at the end of a sentence, and inside of one too.
 SRC_IDS = TokenIds(((5, 3, 7, 4, 9, 8, 6), (4, 10, 5, 0, 0, 0, 0), (6, 0, 3, 9, 0, 8, 0)))
 TGT_IDS = TokenIds(((1, 8, 3, 12, 6), (1, 6, 11, 0, 0), (1, 4, 0, 9, 0)))
 
+MULTIHEAD = scratch.MultiheadAttention | nn.MultiheadAttention
+
 Results = dict[str, dict[str, Tensor | None]]
-
-
-@dataclass(frozen=True)
-class Component:
-    """What is compared.
-
-    Args:
-        name: As the table shows it.
-        case: What is built and called.
-        identical: Whether identity to the last bit is promised, on the CPU.
-        backend: The kernel that torch's ``scaled_dot_product_attention`` is held to; None lets torch choose.
-    """
-
-    name: str
-    case: Case
-    identical: bool = False
-    backend: SDPBackend | None = None
 
 
 @dataclass(frozen=True)
@@ -94,36 +90,6 @@ class Row:
     detail: str = ""
 
 
-class _Drawing:
-    """Describes cases and their tensors, each with a seed of its own."""
-
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        self.dtype = dtype
-        self.generator = torch.Generator().manual_seed(seed)
-        # ReLU's gradient jumps at 0. In low precision hidden units fall on either side of it by rounding alone, and
-        # the gradients then say nothing; in float64 they do not.
-        self.activation = "relu" if dtype == torch.float64 else "gelu"
-
-    def case(self, class_name: str, built_with: Mapping[str, Any], called_with: Mapping[str, Any]) -> Case:
-        return Case(Part(class_name, built_with), called_with, self.dtype, self.seed())
-
-    def seed(self) -> int:
-        return int(torch.randint(2**31, (), generator=self.generator))
-
-    def normal(self, *shape: int) -> Normal:
-        return Normal(shape, self.seed())
-
-    def holes(self, *shape: int, form: MaskForm = "bool", true_means_hidden: bool = True) -> Mask:
-        """Hide about a third of the places, but not the first: under a causal mask it is all that some query sees."""
-        hidden = torch.rand(shape, generator=self.generator) < 1 / 3
-        hidden[..., 0] = False
-        return Mask("arbitrary", shape, tuple(hidden.flatten().tolist()), form, self.seed(), true_means_hidden)
-
-    def causal(self, length: int) -> Mask:
-        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-        return Mask("causal", (length, length), tuple(hidden.flatten().tolist()))
-
-
 def components(dtype: torch.dtype, seed: int) -> list[Component]:
     """List what is compared.
 
@@ -132,19 +98,20 @@ def components(dtype: torch.dtype, seed: int) -> list[Component]:
         seed: Where their random numbers start.
 
     Returns:
-        The components, from the small to the large.
+        The components: torch.nn's classes from the small to the large, then today's.
     """
-    draw = _Drawing(dtype, seed)
+    draw = Drawing(dtype, seed)
     return [
         *_free_attentions(draw),
         *_multihead_attentions(draw),
         *_layers(draw),
         *_stacks(draw),
         *_models(draw),
+        *todays_components(draw),
     ]
 
 
-def _free_attentions(draw: _Drawing) -> Iterator[Component]:
+def _free_attentions(draw: Drawing) -> Iterator[Component]:
     for kernel, backend in (("MATH kernel", SDPBackend.MATH), ("torch's choice of kernel", None)):
         inputs = {
             "query": draw.normal(BATCH, NUM_HEADS, QUERY_LEN, HEAD_DIM),
@@ -156,7 +123,7 @@ def _free_attentions(draw: _Drawing) -> Iterator[Component]:
         yield Component(name, draw.case("scaled_dot_product_attention", {}, inputs), backend is not None, backend)
 
 
-def _multihead_attentions(draw: _Drawing) -> Iterator[Component]:
+def _multihead_attentions(draw: Drawing) -> Iterator[Component]:
     sizes = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS, "batch_first": True}
     query = draw.normal(BATCH, QUERY_LEN, EMBED_DIM)
     own: dict[str, Any] = {"query": query, "key": SameAs("query"), "value": SameAs("query")}
@@ -183,7 +150,7 @@ def _multihead_attentions(draw: _Drawing) -> Iterator[Component]:
         )
 
 
-def _layers(draw: _Drawing) -> Iterator[Component]:
+def _layers(draw: Drawing) -> Iterator[Component]:
     sizes = {"d_model": EMBED_DIM, "nhead": NUM_HEADS, "dim_feedforward": FF_DIM, "activation": draw.activation}
     sizes |= {"batch_first": True}
     for name, norm_first in (("post-norm", False), ("pre-norm", True)):
@@ -199,7 +166,7 @@ def _layers(draw: _Drawing) -> Iterator[Component]:
         )
 
 
-def _stacks(draw: _Drawing) -> Iterator[Component]:
+def _stacks(draw: Drawing) -> Iterator[Component]:
     sizes = {"d_model": EMBED_DIM, "nhead": NUM_HEADS, "dim_feedforward": FF_DIM, "activation": draw.activation}
     sizes |= {"batch_first": True}
     norm = Part("LayerNorm", {"normalized_shape": EMBED_DIM})
@@ -218,7 +185,7 @@ def _stacks(draw: _Drawing) -> Iterator[Component]:
     )
 
 
-def _encoder_inputs(draw: _Drawing, mask_name: str) -> dict[str, Any]:
+def _encoder_inputs(draw: Drawing, mask_name: str) -> dict[str, Any]:
     return {
         "src": draw.normal(BATCH, QUERY_LEN, EMBED_DIM),
         mask_name: draw.holes(BATCH * NUM_HEADS, QUERY_LEN, QUERY_LEN),
@@ -226,7 +193,7 @@ def _encoder_inputs(draw: _Drawing, mask_name: str) -> dict[str, Any]:
     }
 
 
-def _decoder_inputs(draw: _Drawing) -> dict[str, Any]:
+def _decoder_inputs(draw: Drawing) -> dict[str, Any]:
     return {
         "tgt": draw.normal(BATCH, QUERY_LEN, EMBED_DIM),
         "memory": draw.normal(BATCH, KEY_LEN, EMBED_DIM),
@@ -237,7 +204,7 @@ def _decoder_inputs(draw: _Drawing) -> dict[str, Any]:
     }
 
 
-def _models(draw: _Drawing) -> Iterator[Component]:
+def _models(draw: Drawing) -> Iterator[Component]:
     paper: dict[str, Any] = {"src_vocab_size": 11, "tgt_vocab_size": 13, "max_len": 17, "activation": draw.activation}
     small: dict[str, Any] = {"d_model": EMBED_DIM, "nhead": NUM_HEADS, "num_encoder_layers": 2, "num_decoder_layers": 3}
     small = {**paper, **small, "dim_feedforward": FF_DIM}
@@ -258,12 +225,12 @@ def compare_component(component: Component, device: torch.device) -> list[Row]:
         One row for each quantity that the component has.
     """
     case = component.case
-    trusted = case.construct(builtin, device=device)
+    trusted = component.trusted or case.construct(builtin, device=device)
     weights = trusted if isinstance(trusted, nn.Module) else None
     expected = _results(trusted, component, case.dtype, device)
     reference = None
     if case.dtype != torch.float64:
-        exact = case.construct(builtin, weights_of=weights, dtype=torch.float64, device=device)
+        exact = component.trusted or case.construct(builtin, weights_of=weights, dtype=torch.float64, device=device)
         reference = _results(exact, component, torch.float64, device)
     try:
         candidate = case.construct(scratch, weights_of=weights, device=device)
@@ -279,27 +246,32 @@ def compare_component(component: Component, device: torch.device) -> list[Row]:
 
 def _results(called: Any, component: Component, dtype: torch.dtype, device: torch.device) -> Results:
     """Call it, and give output, maps, masks and gradients by name."""
-    inputs = component.case.inputs(dtype=dtype, device=device, requires_grad=True)
-    with nullcontext() if component.backend is None else sdpa_kernel(component.backend):
-        if isinstance(called, nn.Module):
-            with builtin.record_attention(called) as recorded:
-                outputs = called(**inputs)
-            maps = {name: x.to(dtype) for name, x in recorded.items()}
-        else:
-            outputs = called(**inputs)
-            # Values of 0 and 1 hand the weights through.
-            one_hot = torch.eye(inputs["key"].size(-2), dtype=dtype, device=device)
-            one_hot = one_hot.expand(*inputs["value"].shape[:-1], -1)
-            maps = {"weights": called(**{**inputs, "value": one_hot}).detach()}
+    inputs = component.case.inputs(dtype=dtype, device=device, requires_grad=component.differentiable)
+    with nullcontext() if component.backend is None else sdpa_kernel(component.backend), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        outputs, maps = _outputs_and_maps(called, inputs, dtype)
     named = dict(zip(("output", "weights"), outputs if isinstance(outputs, tuple) else (outputs,), strict=False))
     named = {name: x for name, x in named.items() if x is not None}
     maps |= {"weights": named["weights"]} if "weights" in named else {}
-    results: Results = {
-        "output": {"output": named["output"]},
-        "attention maps": {**maps},
-        "masks": {name: weights == 0 for name, weights in maps.items()},
-    }
+    results: Results = {"output": {"output": named["output"]}}
+    if maps:
+        results |= {"attention maps": {**maps}, "masks": {name: weights == 0 for name, weights in maps.items()}}
     return results | _gradients(called, inputs, named)
+
+
+def _outputs_and_maps(called: Any, inputs: Mapping[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Tensor]]:
+    """Call it, and record the maps of torch.nn's attention, or find out those of a function."""
+    if isinstance(called, nn.Module) and any(isinstance(x, MULTIHEAD) for x in called.modules()):
+        with builtin.record_attention(called) as recorded:
+            outputs = called(**inputs)
+        return outputs, {name: x.to(dtype) for name, x in recorded.items()}
+    outputs = called(**inputs)
+    if "value" not in inputs or inputs["value"].dim() != 4:
+        return outputs, {}
+    # Values of 0 and 1 hand the weights through.
+    one_hot = torch.eye(inputs["key"].size(-2), dtype=dtype, device=inputs["key"].device)
+    one_hot = one_hot.expand(*inputs["value"].shape[:-1], -1)
+    return outputs, {"weights": called(**{**inputs, "value": one_hot}).detach()}
 
 
 def _gradients(called: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> Results:
@@ -310,6 +282,8 @@ def _gradients(called: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Ten
             names.setdefault(id(x), name)  # an input that is used twice goes by its first name
     leaves = {name: inputs[name] for name in names.values()}
     parameters = dict(called.named_parameters()) if isinstance(called, nn.Module) else {}
+    if not leaves and not parameters:
+        return {}
     generator = torch.Generator().manual_seed(0)
     loss = torch.zeros((), dtype=torch.float64)
     for x in outputs.values():
@@ -379,6 +353,7 @@ def compare_masks(device: torch.device) -> list[Row]:
     """
     lengths = [(QUERY_LEN, QUERY_LEN), (QUERY_LEN, KEY_LEN), (KEY_LEN, QUERY_LEN), (1, KEY_LEN)]
     aligned: list[Alignment] = ["upper_left", "lower_right"]
+    near = scratch.score_functions.causal() & scratch.score_functions.sliding_window(3)
     builders: dict[str, Callable[[Any], list[Tensor]]] = {
         "causal, upper left": lambda p: [p.masks.causal(*x, align=aligned[0], device=device) for x in lengths],
         "causal, lower right": lambda p: [p.masks.causal(*x, align=aligned[1], device=device) for x in lengths],
@@ -387,6 +362,9 @@ def compare_masks(device: torch.device) -> list[Row]:
         ],
         "square, 0 and -inf": lambda p: [
             p.Transformer.generate_square_subsequent_mask(QUERY_LEN, device=device, dtype=torch.float64)
+        ],
+        "blocks of a window": lambda p: [
+            p.create_block_mask(near, None, None, *x, device, BLOCK_SIZE=2).to_dense() for x in lengths
         ],
     }
     rows = []

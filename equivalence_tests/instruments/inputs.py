@@ -10,6 +10,7 @@ random state is neither read nor moved.
 torch.Size([5, 2, 4])
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Mapping
@@ -22,8 +23,22 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 from equivalence_tests.instruments.weights import copy_weights, randomize_parameters
+from scratch import score_functions
+from scratch.flex import BlockMask, create_block_mask
 
-__all__ = ["Case", "Cast", "CausalBiasMask", "Mask", "Normal", "Part", "SameAs", "TokenIds"]
+__all__ = [
+    "Alibi",
+    "Case",
+    "Cast",
+    "CausalBiasMask",
+    "Mask",
+    "Normal",
+    "Part",
+    "SameAs",
+    "SequenceStarts",
+    "TokenIds",
+    "WindowBlocks",
+]
 
 Layout = Literal["contiguous", "transposed", "expanded"]
 MaskForm = Literal["bool", "float", "bias"]
@@ -165,6 +180,72 @@ class CausalBiasMask:
 
 
 @dataclass(frozen=True)
+class SequenceStarts:
+    """Where sequences begin that lie one behind the other, and where the last one ends.
+
+    Args:
+        lengths: Number of tokens of each.
+    """
+
+    lengths: tuple[int, ...]
+
+    def build(self, device: torch.device | str = "cpu") -> Tensor:
+        """Build the argument."""
+        return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=device)
+
+    def code(self) -> str:
+        """Write the expression that gives the same."""
+        return f"torch.tensor({[0, *itertools.accumulate(self.lengths)]}, dtype=torch.int32)"
+
+
+@dataclass(frozen=True)
+class WindowBlocks:
+    """A plan of the blocks that ``flex_attention`` computes: each query sees the last keys up to its own place.
+
+    Args:
+        window: How many keys it sees.
+        query_len: Number of queries.
+        key_len: Number of keys.
+        block_len: Length of a block, on either side.
+    """
+
+    window: int
+    query_len: int
+    key_len: int
+    block_len: int
+
+    def build(self, device: torch.device | str = "cpu") -> BlockMask:
+        """Build the argument."""
+        mask_mod = score_functions.causal() & score_functions.sliding_window(self.window)
+        return create_block_mask(mask_mod, None, None, self.query_len, self.key_len, device, BLOCK_SIZE=self.block_len)
+
+    def code(self) -> str:
+        """Write the expression that gives the same."""
+        mask_mod = f"score_functions.causal() & score_functions.sliding_window({self.window})"
+        lengths = f"None, None, {self.query_len}, {self.key_len}, 'cpu', BLOCK_SIZE={self.block_len}"
+        return f"scratch.create_block_mask({mask_mod}, {lengths})"
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """The score function of ALiBi, for ``flex_attention``."""
+
+    num_heads: int
+
+    def build(self, device: torch.device | str = "cpu") -> Any:
+        """Build the argument."""
+        return score_functions.alibi(score_functions.alibi_slopes(self.num_heads).to(device))
+
+    def code(self) -> str:
+        """Write the expression that gives the same."""
+        return f"score_functions.alibi(score_functions.alibi_slopes({self.num_heads}))"
+
+
+# What says by itself how it is built and written, whatever the dtype of the case.
+Built = TokenIds | CausalBiasMask | SequenceStarts | WindowBlocks | Alibi
+
+
+@dataclass(frozen=True)
 class SameAs:
     """An argument that is the very same object as an earlier one, as in self-attention."""
 
@@ -215,7 +296,7 @@ class Case:
     @property
     def is_function(self) -> bool:
         """Whether a function is called rather than a module."""
-        return self.part.class_name == "scaled_dot_product_attention"
+        return self.part.class_name.islower()
 
     def construct(
         self,
@@ -277,7 +358,7 @@ class Case:
                 x = x.to(dtype) if dtype is not None and x.is_floating_point() else x
                 built[name] = x.requires_grad_(requires_grad and (is_bias or isinstance(argument, Normal)))
             else:
-                built[name] = argument.build(device) if isinstance(argument, TokenIds | CausalBiasMask) else argument
+                built[name] = argument.build(device) if isinstance(argument, Built) else argument
         return built
 
     def __repr__(self) -> str:
@@ -287,15 +368,17 @@ class Case:
                 lines += [f"{name} = {argument.name}"]
             elif isinstance(argument, Normal | Mask | Cast):
                 lines += [f"{name} = {argument.code(self.dtype)}"]
-            elif isinstance(argument, TokenIds | CausalBiasMask):
+            elif isinstance(argument, Built):
                 lines += [f"{name} = {argument.code()}"]
         lines += [f"torch.manual_seed({self.seed})"] if self.training or "dropout_p" in self.arguments else []
         called = f"package.{self.part.class_name}" if self.is_function else "module"
         return "\n".join([*lines, f"output = {called}({_call_code(self.arguments)})"])
 
     def _construct_lines(self) -> list[str]:
-        if self.is_function:
+        if hasattr(F, self.part.class_name):
             return ["package = torch.nn.functional  # or scratch, or builtin"]
+        if self.is_function:
+            return ["import scratch", "from scratch import score_functions", "package = scratch  # or builtin"]
         in_torch = hasattr(nn, self.part.class_name)
         package = "torch.nn  # or scratch, or builtin" if in_torch else "builtin  # or scratch"
         return [
@@ -324,7 +407,7 @@ def _arguments_code(arguments: Mapping[str, Any]) -> str:
 
 
 def _call_code(arguments: Mapping[str, Any]) -> str:
-    built = (SameAs, Normal, Mask, Cast, TokenIds, CausalBiasMask)
+    built = SameAs | Normal | Mask | Cast | Built
     return ", ".join(f"{name}={name if isinstance(x, built) else _value_code(x)}" for name, x in arguments.items())
 
 

@@ -11,7 +11,19 @@ from torch.nn import functional as F
 
 import scratch
 from equivalence_tests.instruments.differences import compare_tensors
-from equivalence_tests.instruments.inputs import Case, CausalBiasMask, Layout, Mask, MaskForm, Normal, Part, SameAs
+from equivalence_tests.instruments.inputs import (
+    Alibi,
+    Case,
+    CausalBiasMask,
+    Layout,
+    Mask,
+    MaskForm,
+    Normal,
+    Part,
+    SameAs,
+    SequenceStarts,
+    WindowBlocks,
+)
 
 LAYOUTS: list[Layout] = ["contiguous", "transposed", "expanded"]
 FORMS: list[MaskForm] = ["bool", "float", "bias"]
@@ -83,6 +95,17 @@ def test_the_repr_of_a_case_is_a_snippet_that_computes_the_same(case: Case) -> N
         output = there["output"]
         assert compare_tensors(output[0] if isinstance(output, tuple) else output, outputs(case, package)).identical
         assert there["package"] is (scratch if package is scratch else F if case.is_function else nn)
+
+
+def test_the_repr_of_what_torch_has_elsewhere_computes_the_same_too() -> None:
+    heads = {"query": Normal((2, 4, 5, 6), 1), "key": Normal((2, 4, 7, 6), 2), "value": SameAs("key")}
+    flex = {**heads, "score_mod": Alibi(4), "block_mask": WindowBlocks(3, 5, 7, block_len=2)}
+    packed = {"query": Normal((7, 2, 6), 1), "key": SameAs("query"), "value": SameAs("query")}
+    packed |= {"cu_seq_q": SequenceStarts((3, 4)), "cu_seq_k": SameAs("cu_seq_q"), "max_q": 4, "max_k": 4}
+    for case in (Case(Part("flex_attention", {}), flex), Case(Part("varlen_attn", {}), packed)):
+        there: dict[str, Any] = {}
+        exec(repr(case), there)
+        assert compare_tensors(there["output"], outputs(case, scratch)).identical
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.part.class_name)
