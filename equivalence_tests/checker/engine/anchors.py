@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import known, place_of, source_of
+from equivalence_tests.checker.engine.codes import known, place_of, source_of, sources_in
 from equivalence_tests.checker.engine.identities import Context, Identities, Product, ScoreTable, Source
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
@@ -140,7 +140,7 @@ def _end_of(run: Run, part: Part) -> tuple[Operation, Tensor | None]:
         for codes in after[:1]:
             if codes is None or codes.is_complex():
                 continue
-            sources = {int(x) for x in source_of(codes).unique() if x > 0}
+            sources = set(sources_in(codes))
             later = operation.index >= part.contexts[0].operation.index
             if sources & numbers and later and all(run.names.sources[x].kind == "context" for x in sources):
                 last, names = operation, codes

@@ -11,7 +11,9 @@ __all__ = [
     "known",
     "retagged",
     "score_codes",
+    "numbered_pairs",
     "source_of",
+    "sources_in",
     "place_of",
     "token_of",
     "unified",
@@ -47,12 +49,33 @@ def known(codes: Tensor) -> Tensor:
 
 def source_of(codes: Tensor) -> Tensor:
     """Give the numbers of the sources; -1 where there is no name."""
-    return torch.div(codes, SPAN, rounding_mode="floor").long().clamp_min(-1)
+    return (codes * (1.0 / SPAN)).floor().long().clamp_min(-1)
+
+
+def sources_in(codes: Tensor) -> list[int]:
+    """List the numbers of the sources, the least first.
+
+    >>> sources_in(torch.cat([coded(3, torch.tensor([0, 1]), torch.tensor(7)), torch.tensor([UNKNOWN])]))
+    [3]
+    """
+    counts = torch.bincount(source_of(codes).reshape(-1).clamp_min(0))
+    return counts[1:].nonzero().add(1).flatten().tolist()
+
+
+def numbered_pairs(first: Tensor, second: Tensor) -> Tensor:
+    """List which small numbers stand at the same place in two tensors, each pair once.
+
+    >>> numbered_pairs(torch.tensor([2, 0, 2]), torch.tensor([1, 3, 1])).tolist()
+    [[0, 3], [2, 1]]
+    """
+    width = int(second.max()) + 1
+    found = torch.bincount((first * width + second).reshape(-1)).nonzero()
+    return torch.cat([found // width, found % width], -1)
 
 
 def place_of(codes: Tensor) -> Tensor:
     """Give what is left of a name without its source."""
-    return torch.remainder(codes, SPAN).long()
+    return (codes - (codes * (1.0 / SPAN)).floor() * SPAN).long()
 
 
 def token_of(codes: Tensor) -> Tensor:
@@ -79,7 +102,7 @@ def unified(codes: Tensor) -> Tensor:
     >>> source_of(unified(two)).unique().tolist()
     [1]
     """
-    sources = [int(x) for x in source_of(codes).unique() if x > 0]
+    sources = sources_in(codes)
     if len(sources) < 2:
         return codes
     mine = {number: codes[source_of(codes) == number] for number in sources}

@@ -4,6 +4,7 @@ What a weight makes of a token gets new names; what only moves data moves the na
 read by the names on both of its sides. Nothing is told from the names of variables, modules or axes.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from equivalence_tests.checker.engine.codes import (
     retagged,
     score_codes,
     source_of,
+    sources_in,
     token_of,
     unified,
 )
@@ -42,6 +44,7 @@ __all__ = ["Context", "Identities", "Product", "Source", "identify"]
 MULTIPLIES = words("mul __mul__ __rmul__ multiply mul_ __imul__")
 ADDS = words("add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_ __rsub__ lerp addcmul")
 JOINS = words("cat concat concatenate stack hstack vstack column_stack")
+POOLS = words("max amax mean min amin")
 INDEXED = words("embedding embedding_bag one_hot")
 
 
@@ -51,7 +54,7 @@ class Source:
 
     Args:
         number: Its own.
-        kind: "input", "projection", "added", "gain", "normed", "gated", "given", "score" or "context".
+        kind: "input", "projection", "added", "gain", "normed", "gated", "pooled", "given", "score" or "context".
         operation: What made it; None for what was given to the run.
         slot: The tensor that carries its names first.
         codes: Those names.
@@ -125,7 +128,7 @@ class Context:
     @property
     def score_sources(self) -> list[int]:
         """The products that the weights come from."""
-        return sorted({int(x) for x in source_of(self.weights).unique() if x >= 0})
+        return sources_in(self.weights)
 
 
 @dataclass(eq=False)
@@ -239,6 +242,8 @@ class _Follower:
             return [product]
         if name == "sum" and (turned := self._turned(operation, before)) is not None:
             return [turned]
+        if name in POOLS or "pool" in name:
+            return [self._pooled(operation, before), *nothing[1:]]
         if name in REDUCES or not any(codes is not None for codes in before):
             return nothing
         if name in MOVES or name in ("__setitem__", "copy_"):
@@ -380,9 +385,9 @@ class _Follower:
 
     def _mixed(self, operation: Operation, slot: Slot, place: int, codes: Tensor, rest: list[Tensor]) -> Tensor:
         """Names of what was made from several tensors of tokens, or from one and a weight."""
-        sources = set(source_of(codes).unique().tolist())
+        sources = set(sources_in(codes))
         for other in rest:
-            if set(source_of(other).unique().tolist()) & sources:
+            if set(sources_in(other)) & sources:
                 self.others[slot.key] = other
                 return codes
         if rest:
@@ -417,7 +422,7 @@ class _Follower:
         return False
 
     def _retag(self, kind: str, operation: Operation, slot: Slot, codes: Tensor, rest: list[Tensor]) -> Tensor:
-        parents = {int(x) for names in (codes, *rest) for x in source_of(names).unique() if x >= 0}
+        parents = {x for names in (codes, *rest) for x in sources_in(names)}
         return self._new(kind, operation, slot, codes, tuple(sorted(parents))).codes
 
     def _rank(self, codes: Tensor) -> int:
@@ -466,9 +471,7 @@ class _Follower:
         tokens = None if codes is None or codes.is_complex() else _tokens_of_rows(contraction.rows(codes))
         if tokens is None:
             tokens = self._seeded(operation, contraction, slot)
-        parents = (
-            () if codes is None or codes.is_complex() else tuple(int(x) for x in source_of(codes).unique() if x > 0)
-        )
+        parents = () if codes is None or codes.is_complex() else tuple(sources_in(codes))
         _, feature = contraction.right[:, :, 0].unique(return_inverse=True)
         shape = (*contraction.out.shape,)
         names = coded(0, tokens[:, :, None].expand(shape), feature[:, None, :].expand(shape))
@@ -525,6 +528,40 @@ class _Follower:
             return None
         contraction = multiplied_and_summed(maker, operation)
         return None if contraction is None else self._multiplied(operation, contraction, maker)
+
+    def _pooled(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        """Names of what stands for several tokens: the token of the first of them, or new ones for each place."""
+        codes, out = before[0] if before else None, operation.outputs[0].value
+        if codes is None or codes.is_complex() or self._rank(codes) == 0:
+            return None
+        axis = operation.argument(1, "dim", operation.argument(1, "axis"))
+        if operation.name in POOLS:
+            if not isinstance(axis, int) or not bool(known(codes).all()):
+                return None
+            first = codes.narrow(axis, 0, 1)
+            if not bool((feature_of(codes) == feature_of(first)).all()) or bool((codes == first).all()):
+                return None
+            named = first if out.dim() == codes.dim() else first.squeeze(axis)
+            return self._retag("pooled", operation, operation.outputs[0], named, [])
+        return self._placed(operation, codes)
+
+    def _placed(self, operation: Operation, codes: Tensor) -> Tensor | None:
+        """New tokens, alike for all channels."""
+        out = operation.outputs[0].value
+        channels = codes.dim() - (2 if "2d" in operation.name else 1) - 1
+        feature = feature_of(codes).movedim(channels, -1)
+        if (
+            channels < 0
+            or out.dim() != codes.dim()
+            or not bool((feature == feature.reshape(-1, feature.size(-1))[0]).all())
+        ):
+            return None
+        shape = [size for axis, size in enumerate(out.shape) if axis != channels]
+        token = torch.arange(math.prod(shape)).view(shape) + self._base(operation.outputs[0].tensor, math.prod(shape))
+        own = feature.reshape(-1, feature.size(-1))[0].expand(*shape, -1).movedim(-1, channels)
+        named = coded(1, token.unsqueeze(channels).expand(out.shape), own)
+        parents = tuple(sources_in(codes))
+        return self._new("pooled", operation, operation.outputs[0], named, parents).codes
 
     def _turned(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """Names of sums over as many elements as there are sums of them: small matrices that turn parts of a token."""
@@ -643,8 +680,8 @@ class _Follower:
         width = int(rank.max()) + 1
         shape = (*head.shape, rank.size(-1))
         combined = head[:, :, None] * width + rank[:, None, :]
-        sources = tuple(sorted({int(x) for x in source_of(context.values).unique()}))
-        queries = tuple(sorted({int(x) for x in source_of(product.left).unique()}))
+        sources = tuple(sources_in(context.values))
+        queries = tuple(sources_in(product.left))
         return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), (sources, queries)
 
     def _product_of(self, context: Context) -> Product | None:
@@ -712,9 +749,11 @@ def _numbered_rows(sets: Tensor) -> tuple[Tensor, Tensor]:
     flat = sets.reshape(-1, sets.size(-1))
     least = flat.amin(-1)
     total = (flat.double() * (1 + torch.arange(flat.size(-1), dtype=torch.float64).sqrt())).sum(-1)
-    key = torch.stack([least.double(), total], -1)
-    found, place = key.unique(dim=0, return_inverse=True)
-    return found, place.view(sets.shape[:-1])
+    found, place = total.unique(return_inverse=True)
+    first = torch.empty_like(found, dtype=torch.long).scatter_(0, place, least)
+    order = first.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))[place]
+    return found[order], place.view(sets.shape[:-1])
 
 
 def _tokens_of_rows(codes: Tensor) -> Tensor | None:

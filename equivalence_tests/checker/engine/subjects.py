@@ -20,7 +20,7 @@ from equivalence_tests.checker.calling import (
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.calls import diagnose_call
-from equivalence_tests.checker.engine.codes import coded, feature_of, known, source_of, token_of
+from equivalence_tests.checker.engine.codes import coded, feature_of, known, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.ending import ending_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
@@ -317,7 +317,7 @@ def _missing_keys(situation: Situation) -> list[Departure]:
             continue
         names = attention.run.names
         lost = attention.first
-        for source in {int(x) for p in attention.parts for x in source_of(p.product.right).unique()}:
+        for source in {x for p in attention.parts for x in sources_in(p.product.right)}:
             whole = len(token_of(names.sources[source].codes).unique())
             for operation, codes, _ in names.carrying(source, attention.first.index - 1):
                 fewer = len(token_of(codes[known(codes)]).unique()) < whole and len(operation.outputs) == 1

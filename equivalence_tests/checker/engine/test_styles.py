@@ -174,3 +174,33 @@ class DropsBias(Base):
 @pytest.mark.parametrize(("target", "name"), [(Base, ()), (DropsBias, ("value_bias_dropped",))])
 def test_weights_that_lie_idle_are_told(target: type[nn.Module], name: tuple[str, ...]) -> None:
     assert judged(target).mistakes == name
+
+
+class PooledQueries(Base):
+    """Every two queries make one, as between the stages of a vision model."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q.unflatten(2, (-1, 2)).amax(3), k, v
+
+
+class PooledImages(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        pooled = F.avg_pool1d(x.mT, 2).mT
+        return self.split(self.q_proj(x)), self.split(self.k_proj(pooled)), self.split(self.v_proj(pooled))
+
+
+class MergesPooledWithoutTranspose(PooledQueries):
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        context = self.weigh(q @ k.mT * self.scale) @ v
+        return context.reshape(context.size(0), context.size(2), -1)
+
+
+@pytest.mark.parametrize("target", [PooledQueries, PooledImages])
+def test_tokens_may_be_pooled(target: type[nn.Module]) -> None:
+    assert judged(target, length=6).verdict == "equal"
+
+
+def test_pooled_tokens_are_followed_to_the_end() -> None:
+    assert judged(MergesPooledWithoutTranspose, length=6).mistakes == ("heads_merged_without_transpose",)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention
-from equivalence_tests.checker.engine.codes import known, source_of
+from equivalence_tests.checker.engine.codes import known, sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio, near
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 
@@ -51,7 +51,7 @@ def context_departures(attention: Attention) -> Iterator[Departure]:
         if operation.index <= last or operation.index > attention.end.index:
             continue
         for slot, codes in zip(operation.outputs, after, strict=False):
-            if codes is None or codes.is_complex() or not {int(x) for x in source_of(codes).unique()} & numbers:
+            if codes is None or codes.is_complex() or not set(sources_in(codes)) & numbers:
                 continue
             mine = known(codes) & torch.isin(codes, names)
             want = values[torch.searchsorted(names, codes[mine].contiguous()).clamp_max(len(names) - 1)]

@@ -11,8 +11,10 @@ from equivalence_tests.checker.engine.codes import (
     coded,
     feature_of,
     known,
+    numbered_pairs,
     place_of,
     source_of,
+    sources_in,
     token_of,
     unified,
 )
@@ -68,7 +70,7 @@ def _misplaced_operands(attention: Attention, part: Part) -> Iterator[Departure]
     operands += [("value", context.values, context.operation) for context in part.contexts[:1]]
     seen: set[int] = set()
     for role, codes, until in operands:
-        numbers = [int(x) for x in source_of(codes).unique() if x > 0]
+        numbers = sources_in(codes)
         departure = _first_misplaced(attention, numbers, codes, until, role)
         if departure is None or departure.operation is None or departure.operation.index in seen:
             continue
@@ -156,7 +158,7 @@ def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     if part.product.trouble or not len(table.query):
         return
     same = bool((table.query == table.key).all()) and len(table.query.unique()) > 1
-    meets = torch.stack([table.head, table.key_head], -1).unique(dim=0)
+    meets = numbered_pairs(table.head, table.key_head)
     if same and len(meets) > max(len(table.heads), len(table.key_heads)):
         guilty = _last_move(attention, part.product.left, part.product.operation) or part.product.operation
         yield Departure("attention_among_heads", "product", guilty, blocks=True)
@@ -164,7 +166,7 @@ def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
 
 def _last_move(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
     """The last operation that laid out an operand."""
-    numbers = {int(x) for x in source_of(codes).unique() if x > 0}
+    numbers = set(sources_in(codes))
     found = None
     for number in numbers:
         for operation, _, _ in attention.run.names.carrying(number, until.index - 1):
@@ -183,9 +185,9 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     """Each head of queries meets its own head of keys, element by element."""
     left, right = _within(part.product.left), _within(part.product.right)
     lefts, rights = _sets(left), _sets(right)
-    if lefts is None or rights is None or len(source_of(unified(part.product.right)).unique()) > 1:
+    if lefts is None or rights is None or len(sources_in(unified(part.product.right))) > 1:
         return
-    if len(source_of(unified(part.product.left)).unique()) > 1:
+    if len(sources_in(unified(part.product.left))) > 1:
         return
     pairs = _pairs(part)
     heads, key_heads = len(lefts), len(rights)
@@ -205,7 +207,7 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
 
 
 def _repeater(attention: Attention, part: Part, times: int) -> Operation:
-    numbers = {int(x) for x in source_of(part.product.right).unique() if x > 0}
+    numbers = set(sources_in(part.product.right))
     until = part.product.operation
     found = None
     for number in numbers:
@@ -235,11 +237,8 @@ def _pairs(part: Part) -> Tensor:
     left = _head_numbers(_within(part.product.left))
     right = _head_numbers(_within(part.product.right))
     n, rows, columns = left.size(0), left.size(1), right.size(1)
-    pairs = torch.stack(
-        [left[:, :, None].expand(n, rows, columns).reshape(-1), right[:, None, :].expand(n, rows, columns).reshape(-1)],
-        -1,
-    )
-    return pairs.unique(dim=0)
+    shape = (n, rows, columns)
+    return numbered_pairs(left[:, :, None].expand(shape), right[:, None, :].expand(shape))
 
 
 def _head_numbers(within: Tensor) -> Tensor:
@@ -262,7 +261,7 @@ def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterat
     """Each weight meets the value of its own key."""
     has = known(context.weights)
     key = part.table.key[place_of(context.weights).clamp_min(0)]
-    sources = [attention.run.names.sources[int(x)] for x in source_of(context.values).unique() if x > 0]
+    sources = [attention.run.names.sources[x] for x in sources_in(context.values)]
     if any(source.kind in ("given",) for source in sources):
         return
     value = token_of(context.values)
@@ -278,13 +277,11 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
     feature = within.amax(-1)  # (n, f)
     _, rank = feature.unique(return_inverse=True)
     heads, total = int(head.max()) + 1, int(rank.max()) + 1
-    if heads == 1 or len(source_of(unified(context.values)).unique()) > 1:
+    if heads == 1 or len(sources_in(unified(context.values))) > 1:
         return
     n, rows, columns = head.size(0), head.size(1), rank.size(1)
-    pairs = torch.stack(
-        [head[:, :, None].expand(n, rows, columns).reshape(-1), rank[:, None, :].expand(n, rows, columns).reshape(-1)],
-        -1,
-    ).unique(dim=0)
+    shape = (n, rows, columns)
+    pairs = numbered_pairs(head[:, :, None].expand(shape), rank[:, None, :].expand(shape))
     shares = len(pairs) // total  # how many heads share one value
     if len(pairs) % total or heads % shares:
         return
@@ -352,7 +349,7 @@ def _consumer(attention: Attention) -> tuple[Operation, Tensor] | None:
         for side, codes in enumerate(run.names.before[operation.index]):
             if codes is None or codes.is_complex():
                 continue
-            if {int(x) for x in source_of(codes).unique() if x > 0} & numbers:
+            if set(sources_in(codes)) & numbers:
                 contraction = contraction_of(operation)
                 if contraction is None:
                     continue

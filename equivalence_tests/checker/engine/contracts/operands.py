@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, Part, Run, values_at
-from equivalence_tests.checker.engine.codes import source_of, token_of
+from equivalence_tests.checker.engine.codes import sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio, near
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.replaying import replayed
@@ -73,7 +73,7 @@ def read_operands(attention: Attention, part: Part) -> list[Operand]:
 
 
 def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, until: Operation) -> Operand:
-    numbers = [int(x) for x in source_of(codes).unique() if x > 0]
+    numbers = sources_in(codes)
     operand = Operand(role, [run.names.sources[n] for n in numbers], slot, codes, places, until)
     operand.single = any(
         s.value.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -241,7 +241,7 @@ def _located(attention: Attention, operand: Operand) -> Departure:
 
 def _from_source(run: Run, codes: Tensor) -> Patch:
     """Take the numbers as the projection gave them in this run."""
-    sources = [run.names.sources[int(x)] for x in source_of(codes).unique() if x > 0]
+    sources = [run.names.sources[x] for x in sources_in(codes)]
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         want = torch.full(codes.shape, torch.nan, dtype=torch.float64)

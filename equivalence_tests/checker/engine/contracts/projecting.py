@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.anchors import Attention
-from equivalence_tests.checker.engine.codes import feature_of, retagged, source_of
+from equivalence_tests.checker.engine.codes import feature_of, retagged, sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.operands import Operand
 from equivalence_tests.checker.engine.identities import Source
@@ -280,7 +280,7 @@ def _role_of(attention: Attention, operation: Operation) -> str:
     sides = [("query", product.left), ("key", product.right)]
     sides += [("value", context.values) for context in attention.parts[0].contexts[:1]]
     for role, codes in sides:
-        if made & {int(x) for x in source_of(codes).unique()}:
+        if made & set(sources_in(codes)):
             return role
     return "output"
 

@@ -244,24 +244,21 @@ class _Reader:
         table = self.part.table
         width = int(table.key.max()) + 1
         tall = int(table.query.max()) + 1
-        heads = int(table.head.max()) + 1
-        rank_query, rank_key = _ranks(table.query), _ranks(table.key)
         groupings = {
-            "keys": self.rows,
-            "queries": self._shared(table.head * width + table.key),
-            "heads": table.query * width + table.key,
-            "samples": (table.head * tall + rank_query % self._length()) * width + rank_key % self._length(False),
+            "keys": lambda: self.rows,
+            "queries": lambda: table.head * width + table.key,
+            "heads": lambda: table.query * width + table.key,
+            "samples": lambda: (
+                (table.head * tall + _ranks(table.query) % self._length()) * width
+                + _ranks(table.key) % self._length(False)
+            ),
         }
-        del heads
-        for axis, groups in groupings.items():
-            _, place = groups.unique(return_inverse=True)
+        for axis, grouped in groupings.items():
+            _, place = grouped().unique(return_inverse=True)
             sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, some.nan_to_num(0.0))
             if bool(((sums[place] - 1)[live].abs() <= tolerance).all()) and int(place.max()) + 1 < len(place):
                 return axis, place
         return "", None
-
-    def _shared(self, groups: Tensor) -> Tensor:
-        return groups
 
     def _length(self, query: bool = True) -> int:
         """How many queries (or keys) one sample has."""
