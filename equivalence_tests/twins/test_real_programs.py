@@ -5,6 +5,7 @@ import io
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.jit._trace import TracerWarning
 from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import scratch
 from equivalence_tests.instruments.differences import compare_errors
@@ -485,6 +489,111 @@ def test_dynamic_quantisation_changes_the_modules_that_it_changes_in_torch() -> 
         return [(name, type(x).__name__) for name, x in encoder.named_modules() if "lin" in name or "proj" in name]
 
     assert_alike(program)
+
+
+class LowRank(nn.Module):
+    """An adapter that is added to a weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.down = nn.Parameter(random_tensor(2, weight.size(1), seed=3))
+        self.up = nn.Parameter(random_tensor(weight.size(0), 2, seed=4))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+def adapted(model: Any) -> Tensor:
+    for layer in model.layers:
+        parametrize.register_parametrization(layer.self_attn, "in_proj_weight", LowRank(layer.self_attn.in_proj_weight))
+        nn.utils.parametrizations.weight_norm(layer.linear1)
+    return model(embedded())
+
+
+def pruned(model: Any) -> Tensor:
+    for layer in model.layers:
+        prune.l1_unstructured(layer.self_attn, "in_proj_weight", 0.5)
+        prune.l1_unstructured(layer.self_attn.out_proj, "weight", 0.5)
+    return model(embedded())
+
+
+def averaged(model: Any) -> Tensor:
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for seed in range(2):
+        average.update_parameters(randomize_parameters(model, seed=seed))
+    return average(embedded())
+
+
+def checkpointed(model: Any) -> Tensor:
+    x = embedded().requires_grad_()
+    for layer in model.train().layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    x.sin().sum().backward()
+    return model.layers[0].self_attn.in_proj_weight.grad
+
+
+def for_each_sample(model: Any) -> Tensor:
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x[None],)).sin().sum()
+
+    parameters = {name: x.detach() for name, x in model.named_parameters()}
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, embedded())
+    return gradients["layers.0.self_attn.in_proj_weight"]
+
+
+def ensembled(model: Any) -> Tensor:
+    models = [randomize_parameters(copy.deepcopy(model), seed=seed) for seed in range(2)]
+    skeleton = copy.deepcopy(model).to("meta")
+
+    def call(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(skeleton, parameters, (x,))
+
+    return torch.func.vmap(call, (0, None))(torch.func.stack_module_state(models)[0], embedded())
+
+
+def filled_after_construction_on_meta(model: Any) -> Tensor:
+    empty = copy.deepcopy(model).to("meta")
+    empty.load_state_dict(model.state_dict(), assign=True)
+    again = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    again.load_state_dict(model.state_dict())
+    return torch.stack([empty(embedded()), again(embedded())])
+
+
+def ask_for_weights(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, kwargs | {"need_weights": True}
+
+
+def made_to_give_its_maps(model: Any) -> Tensor:
+    maps = []
+    for layer in model.layers:
+        attention = layer.self_attn
+        attention.forward = partial(attention.forward, average_attn_weights=False)
+        attention.register_forward_pre_hook(ask_for_weights, with_kwargs=True)
+        attention.register_forward_hook(lambda *call: maps.append(call[-1][1]))
+    model(embedded())
+    return torch.stack(maps)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        adapted,
+        pruned,
+        averaged,
+        checkpointed,
+        for_each_sample,
+        ensembled,
+        filled_after_construction_on_meta,
+        made_to_give_its_maps,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_an_encoder_can_be(program: Callable[[Any], Tensor]) -> None:
+    def build_and_run(package: Any) -> Tensor:
+        encoder = package.TransformerEncoder(package.TransformerEncoderLayer(**SIZES), 2)
+        return program(randomize_parameters(encoder.double()))
+
+    assert_same(build_and_run)
 
 
 class Masked(nn.Module):
