@@ -56,12 +56,13 @@ def compare(
     than allowed, 2 for bad arguments.
     """
     with one_line_errors():
+        if ranks is not None:
+            validation.check_choice("ranks", ranks, (2, 4))
+            check_ranks_alone(quick=quick, dtype=dtype != "float64", pairs=pairs is not None)
         place = validation.check_device(device)
         sentences = PAIRS if pairs is None else read_pairs(pairs)
         if json_file is not None:
             validation.check_writable(json_file)
-        if ranks is not None:
-            validation.check_choice("ranks", ranks, (2, 4))
     console = Screen(highlight=False)
     if ranks is not None:
         compare_processes_with_one(console, ranks, place, seed, json_file)
@@ -87,6 +88,15 @@ def compare(
         )
     console.print(verdict)
     raise typer.Exit(0 if agree else 1)
+
+
+def check_ranks_alone(**given: bool) -> None:
+    """Refuse options that ``--ranks`` leaves without effect."""
+    typed = [f"--{name}" for name, is_given in given.items() if is_given]
+    if typed:
+        raise validation.ArgumentValueError(
+            f"--ranks compares models of its own, in float64: leave out {' and '.join(typed)}"
+        )
 
 
 def compare_processes_with_one(
@@ -115,14 +125,17 @@ def compare_processes_with_one(
 
 
 def ranks_table(rows: Sequence[RankRow]) -> Table:
-    """Show a line for each strategy and model, and in each cell the greatest difference."""
+    """Show a line for each model and strategy, and in each cell the greatest difference."""
     table = new_table("The numbers of one process, float64: greatest difference")
     quantities = list(dict.fromkeys(row.quantity for row in rows))
-    for heading in ("", "", *quantities):
-        table.add_column(heading, no_wrap=not heading)
-    for (strategy, model), group in itertools.groupby(rows, key=lambda row: (row.strategy, row.model)):
-        cells = {row.quantity: f"{row.greatest_difference:.1e}" + ("" if row.passed else " DIFFERS") for row in group}
-        table.add_row(strategy, model, *(cells[quantity] for quantity in quantities))
+    table.add_column("", no_wrap=True)
+    for quantity in quantities:
+        table.add_column(quantity, min_width=9)
+    for model, group in itertools.groupby(rows, key=lambda row: row.model):
+        table.add_row(model)
+        for strategy, line in itertools.groupby(group, key=lambda row: row.strategy):
+            cells = {row.quantity: f"{row.greatest_difference:.1e}{'' if row.passed else ' DIFFERS'}" for row in line}
+            table.add_row(f"  {strategy}", *(cells[quantity] for quantity in quantities))
     return table
 
 

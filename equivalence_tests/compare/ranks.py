@@ -130,19 +130,17 @@ def compare_ranks(num_ranks: int, device: str, seed: int, advance: Callable[[str
 def _compare_on_one_rank(rank: int, num_ranks: int, tell: Tell, argument: tuple[int, str]) -> None:
     seed, device = argument
     mesh = init_device_mesh(device, (num_ranks,))
-    for strategy, (share, batch_is_cut) in STRATEGIES.items():
-        for model_name, build in MODELS.items():
-            for package_name, package in PACKAGES.items():
-                alone = randomize_parameters(build(package).to(device, torch.float64), seed=seed)
-                x = _inputs(model_name, seed).to(device)
+    for model_name, build in MODELS.items():
+        for package_name, package in PACKAGES.items():
+            model = randomize_parameters(build(package).to(device, torch.float64), seed=seed)
+            x = _inputs(model_name, seed).to(device)
+            alone = list(_outputs_gradients_and_parameters(model, x, lambda model: model))
+            for strategy, (share, batch_is_cut) in STRATEGIES.items():
                 part = x.chunk(num_ranks)[rank] if batch_is_cut else x
-                name = f"{package_name}.{model_name}"
-                results = [
-                    list(_outputs_gradients_and_parameters(copy.deepcopy(alone), x, lambda model: model)),
-                    list(_outputs_gradients_and_parameters(copy.deepcopy(alone), part, lambda m: share(m, mesh))),  # noqa: B023
-                ]
-                expected, actual = ([_cut_output(y, rank, num_ranks, batch_is_cut) for y in results[0]], results[1])
-                tell([_row(strategy, name, *both) for both in zip(_quantities(), actual, expected, strict=True)])
+                together = _outputs_gradients_and_parameters(model, part, lambda model: share(model, mesh))  # noqa: B023
+                expected = [_cut_output(y, rank, num_ranks, batch_is_cut) for y in alone]
+                results = zip(_quantities(), together, expected, strict=True)
+                tell([_row(strategy, f"{package_name}.{model_name}", *both) for both in results])
 
 
 def _quantities() -> list[tuple[str, float]]:

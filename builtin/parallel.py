@@ -1,0 +1,5 @@
+"""How a model is cut among processes: the plans of scratch, which fit the modules of both packages and of torch.nn."""
+
+from scratch.parallel import TensorParallelPlan, tensor_parallel_plan
+
+__all__ = ["TensorParallelPlan", "tensor_parallel_plan"]
