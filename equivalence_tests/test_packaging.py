@@ -31,15 +31,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return {path.as_posix() for path in files if not path.parts[0].endswith(".egg-info")}
 
 
+def is_for_tests(path: str) -> bool:
+    name = Path(path).name
+    return name.startswith("test_") or name in ("conftest.py", "helpers_for_tests.py")
+
+
 def test_no_test_is_installed(installed: set[str]) -> None:
-    assert [path for path in installed if Path(path).name.startswith("test_") or "conftest" in path] == []
+    assert [path for path in installed if is_for_tests(path)] == []
 
 
 def test_every_module_is_installed(installed: set[str]) -> None:
     packages = ("scratch", "builtin", "equivalence_tests", "benchmarks")
     modules = {path.relative_to(ROOT).as_posix() for package in packages for path in (ROOT / package).rglob("*.py")}
-    tests = {path for path in modules if Path(path).name.startswith("test_") or Path(path).name == "conftest.py"}
-    assert {path for path in installed if path.endswith(".py")} == modules - tests
+    assert {path for path in installed if path.endswith(".py")} == {x for x in modules if not is_for_tests(x)}
 
 
 def test_files_that_commands_read_are_installed(installed: set[str]) -> None:

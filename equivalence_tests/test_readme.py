@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
+from equivalence_tests.checker.helpers_for_tests import blocks, without_rounding
 from equivalence_tests.checker.zoo.listing import zoo
-from equivalence_tests.instruments.documents import blocks, without_rounding
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
 from equivalence_tests.checker import checks
-from equivalence_tests.instruments.documents import blocks, without_rounding
+from equivalence_tests.checker.helpers_for_tests import blocks, without_rounding
 
 GUIDE = Path(checks.__file__).with_name("GUIDE.md")
 WIDTH = 100
