@@ -1,7 +1,7 @@
 # Everything runs in .venv. `make setup` builds it; the other targets bring it up to date first.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare page benchmark test mutants wild wild-mutants diagnose-report lint format clean
+.PHONY: help setup compare page benchmark test triton mutants wild wild-mutants diagnose-report lint format clean
 
 # What an earlier `make setup PYTHON=... CONSTRAINTS=... TORCH=...` chose stays chosen.
 -include .venv/choices.mk
@@ -50,6 +50,10 @@ benchmark: $(STAMP) ## Measure this machine, and renew benchmarks/results and RE
 # One thread a worker: the tests are many and small.
 test: $(STAMP) ## Run every test and every example in the docstrings
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n auto --maxprocesses 8 $(ARGS)
+
+triton: $(STAMP) ## Run the tests of the kernel for CUDA, by Triton's interpreter on the CPU
+	@$(BIN)/python -c 'import triton' 2> /dev/null || $(BIN)/python -m pip install -e '.[triton]'
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 scratch/triton_attention.py equivalence_tests/twins/test_triton_attention.py $(ARGS)
 
 diagnose-report: $(STAMP) ## Verify every broken and right class of the zoo, and print what was found and named
 	$(BIN)/python -m equivalence_tests.checker.confusion

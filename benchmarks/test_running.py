@@ -246,7 +246,7 @@ class TestContenders:
             tiles.append("tiles")
             return attend(*arguments, **keywords)
 
-        monkeypatch.setattr(tiling, "tiled_attention", record)
+        monkeypatch.setitem(tiling.KERNELS, "cpu", record)
         counts = []
         for name in ("scratch", "scratch textbook", "scratch"):
             with CONTENDERS[name].switches():

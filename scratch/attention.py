@@ -414,11 +414,12 @@ def attend(
         folded = None if score_bias is None else score_bias.flatten(0, 1)
         return attention(q * scale, k, v, folded, dropout_p, need_weights)
     dtype, lead = q.dtype, (q.size(0) // module.num_heads, module.num_heads)
-    q, k, v = (x.unflatten(0, lead) for x in upcast_half(q, k, v))  # (b, h, len, d)
+    q, k, v = (x.unflatten(0, lead) for x in (q, k, v))  # (b, h, len, d)
     diagonal = 0 if is_causal and key_padding_mask is None else None  # a mask that tiles need not see written down
     score_bias = resolved() if diagonal is None else None
     if tiling.take_over(q, k, v, score_bias, dropout_p):
-        return tiling.tiled_attention(q, k, v, score_bias, diagonal, scale).flatten(0, 1).to(dtype), None
+        return tiling.KERNELS[q.device.type](q, k, v, score_bias, diagonal, scale).flatten(0, 1), None
+    q, k, v = upcast_half(q, k, v)
     score_bias = resolved() if diagonal is not None else score_bias
     context, _ = attention(q * scale, k, v, None if score_bias is None else score_bias.to(q.dtype), dropout_p)
     return context.flatten(0, 1).to(dtype), None

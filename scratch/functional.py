@@ -75,11 +75,11 @@ def scaled_dot_product_attention(
     """
     validation.check_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     query, key, value = (x.to(validation.autocast_dtype(x)) for x in (query, key, value))
-    q, k, v = upcast_half(query, key, value)
     scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
     attn_mask, diagonal = masks.diagonal_from_sdpa(attn_mask, is_causal, query.size(-2), key.size(-2))
-    if tiling.take_over(q, k, v, attn_mask, dropout_p):
-        return laid_out_like(query, tiling.tiled_attention(q, k, v, attn_mask, diagonal, scale)).to(query.dtype)
+    if tiling.take_over(query, key, value, attn_mask, dropout_p):
+        return laid_out_like(query, tiling.KERNELS[query.device.type](query, key, value, attn_mask, diagonal, scale))
+    q, k, v = upcast_half(query, key, value)
     if enable_gqa and not query.size(-3) == key.size(-3) == value.size(-3):
         # After the upcast, so that the gradients of a group are summed in float32.
         k, v = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (k, v))

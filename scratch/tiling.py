@@ -24,7 +24,7 @@ Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4; Milakov and Gimel
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["take_over", "tiled_attention"]
+from scratch.rounding import upcast_half
+
+__all__ = ["KERNELS", "aligned", "take_over", "tiled_attention"]
 
 # From this many scores for each head, tiles take over from the textbook where nobody asks for weights. Below it they
 # save no time: at 8 heads of 64, float32, they take up to 1.25 times the textbook's at length 256, 0.6 to 0.95 times at
@@ -64,8 +66,9 @@ def take_over(q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, dropou
         dropout_p: The chance that a weight is dropped.
 
     Returns:
-        False also on other devices than the CPU, where nothing has been measured, and for shapes that
-        ``tiled_attention`` does not take.
+        False also on other devices than the CPU, where nothing has been measured, unless a kernel for them is
+        switched on (``scratch.triton_attention``) and no score bias is given; and for shapes that ``tiled_attention``
+        does not take.
 
     In torch.nn: the choice of a backend inside ``F.scaled_dot_product_attention``.
 
@@ -76,7 +79,9 @@ def take_over(q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, dropou
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _is_transformed(q):
         return False
     tensors = [x for x in (q, k, v, score_bias) if x is not None]
-    if dropout_p > 0.0 or not all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors):
+    if dropout_p > 0.0 or not all(type(x) in (Tensor, nn.Parameter) and x.device.type in KERNELS for x in tensors):
+        return False
+    if score_bias is not None and q.device.type != "cpu":
         return False
     if q.size(-2) * k.size(-2) < TILES_FROM or not _are_heads(q, k, v):
         return False
@@ -131,14 +136,12 @@ def tiled_attention(
     >>> torch.allclose(tiled_attention(q, k, v), textbook, atol=1e-5)
     True
     """
-    missing = 4 - max(q.dim(), k.dim(), v.dim())
-    q, k, v = (x[(None,) * (4 - x.dim())] for x in (q, k, v))
-    (batch,) = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])
-    key_heads = max(k.size(1), v.size(1))
-    heads = max(q.size(1), key_heads)
-    group = heads // key_heads
-    q = q.expand(batch, heads, -1, -1).unflatten(1, (key_heads, group)).transpose(2, 3)  # (b, h / g, q, g, d)
-    k, v = (x.expand(batch, key_heads, -1, -1).flatten(0, 1) for x in (k, v))  # (n, k, d)
+    missing, dtype = 4 - max(q.dim(), k.dim(), v.dim()), q.dtype
+    q, k, v = aligned(*upcast_half(q, k, v))
+    batch, key_heads = k.shape[:2]
+    group = q.size(1) // key_heads
+    q = q.unflatten(1, (key_heads, group)).transpose(2, 3)  # (b, h / g, q, g, d)
+    k, v = k.flatten(0, 1), v.flatten(0, 1)  # (n, k, d)
     if score_bias is not None:
         score_bias = score_bias[(None,) * (4 - score_bias.dim())]
         score_bias = score_bias.unflatten(1, (key_heads, group) if score_bias.size(1) > 1 else (1, 1)).transpose(2, 3)
@@ -147,7 +150,32 @@ def tiled_attention(
     q = q.flatten(2, 3).flatten(0, 1)  # (n, q * g, d)
     context: Tensor = _TiledAttention.apply(q, k, v, score_bias, diagonal, group, scale)  # type: ignore[no-untyped-call]
     context = context.unflatten(1, (-1, group)).unflatten(0, (batch, key_heads)).transpose(2, 3).flatten(1, 2)
-    return context[(0,) * missing]
+    return context[(0,) * missing].to(dtype)
+
+
+def aligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give all three four dimensions and the same batch, and keys and values the same heads.
+
+    Args:
+        q: As ``tiled_attention`` takes it.
+        k: Likewise.
+        v: Likewise.
+
+    Returns:
+        (batch, heads, query_len, head_dim), (batch, key_heads, key_len, head_dim) and (batch, key_heads, key_len,
+        v_head_dim), where key_heads divides heads.
+
+    In torch.nn: the broadcasting inside ``F.scaled_dot_product_attention``.
+    """
+    q, k, v = (x[(None,) * (4 - x.dim())] for x in (q, k, v))
+    (batch,) = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])
+    key_heads = max(k.size(1), v.size(1))
+    k, v = (x.expand(batch, key_heads, -1, -1) for x in (k, v))
+    return q.expand(batch, max(q.size(1), key_heads), -1, -1), k, v
+
+
+# What computes large attention, by the type of the device; scratch.triton_attention adds itself when it is switched on.
+KERNELS: dict[str, Callable[..., Tensor]] = {"cpu": tiled_attention}
 
 
 class _TiledAttention(torch.autograd.Function):

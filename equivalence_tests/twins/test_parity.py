@@ -250,9 +250,9 @@ TORCHS_OWN = {
 
 
 def modules_of(package: ModuleType) -> dict[str, ModuleType]:
-    """Import every file of a package but the command lines and the tests."""
+    """Import every file of a package but the command lines, the tests, and what needs Triton."""
     files = sorted(Path(package.__file__ or "").parent.glob("*.py"))
-    names = [file.stem for file in files if file.stem not in ("__init__", "__main__")]
+    names = [file.stem for file in files if file.stem not in ("__init__", "__main__", "triton_attention")]
     return {name: importlib.import_module(f"{package.__name__}.{name}") for name in names}
 
 

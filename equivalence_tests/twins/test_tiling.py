@@ -391,7 +391,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(calls))
         return tiled_attention(*arguments)
 
-    monkeypatch.setattr(tiling, "tiled_attention", noted)
+    monkeypatch.setitem(tiling.KERNELS, "cpu", noted)
     return calls
 
 
@@ -493,6 +493,17 @@ def test_short_sequences_go_by_the_textbook(taken: list[int], monkeypatch: pytes
         assert not taken
         scratch.scaled_dot_product_attention(**sdpa_inputs(query_len))
     assert taken
+
+
+def test_another_device_takes_over_once_it_has_a_kernel_and_no_mask_is_written_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = torch.empty(1, 2, 700, 16, device="meta")
+    mask = torch.empty(700, 700, device="meta")
+    assert not tiling.take_over(q, q, q, None, 0.0)
+    monkeypatch.setitem(tiling.KERNELS, "meta", tiled_attention)
+    assert tiling.take_over(q, q, q, None, 0.0)
+    assert not tiling.take_over(q, q, q, mask, 0.0)
 
 
 MODULE_MASKS: dict[str, dict[str, Any]] = {

@@ -18,4 +18,5 @@ from scratch.validation.score_functions import *
 from scratch.validation.sdpa import *
 from scratch.validation.task import *
 from scratch.validation.tokens import *
+from scratch.validation.triton_attention import *
 from scratch.validation.varlen import *

@@ -1,0 +1,248 @@
+"""The Triton kernel gives the textbook's numbers and gradients.
+
+Run on a CUDA device, or by Triton's interpreter on the CPU in a process of its own: ``make triton``.
+"""
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import scratch
+from equivalence_tests.instruments.differences import compare_errors
+from equivalence_tests.instruments.side_by_side import assert_equal, outputs_and_gradients, random_tensor
+from scratch import tiling
+from scratch.functional import attention
+from scratch.validation import ArgumentTypeError, ArgumentUnsupportedError, ArgumentValueError
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed; it is the extra `triton`", allow_module_level=True)
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("needs CUDA, or TRITON_INTERPRET=1 in a process of its own: make triton", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from scratch import triton_attention as kernels
+from scratch.triton_attention import switched_on, triton_attention
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+ON_CUDA = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter multiplies the bits of bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut short sequences into several tiles, of different height and width."""
+    monkeypatch.setattr(kernels, "ROWS", 16)
+    monkeypatch.setattr(kernels, "COLUMNS", 32)
+
+
+@triton.jit
+def by_distance(batch, head, queries, keys):
+    """Take more from a score the farther the key is, differently for each head and sample."""
+    return -tl.abs(queries - keys).to(tl.float32) * (1 + head + 4 * batch) / 16
+
+
+@triton.jit
+def of_even_keys(batch, head, queries, keys):
+    """Hide every other key from the queries from the tenth on, and all keys from those before it."""
+    return tl.where((keys % 2 == 0) & (queries >= 10), 0.0, float("-inf"))
+
+
+def written_out(name: str, query_len: int, key_len: int) -> Tensor:
+    """Write the same biases down for 2 samples and 4 heads."""
+    batch, head, queries, keys = torch.meshgrid(*map(torch.arange, (2, 4, query_len, key_len)), indexing="ij")
+    if name == "by distance":
+        return -(queries - keys).abs().double() * (1 + head + 4 * batch) / 16
+    return scratch.masks.to_score_bias((keys % 2 == 0) & (queries >= 10), torch.float64)
+
+
+BIASES = {"by distance": by_distance, "of even keys": of_even_keys}
+
+
+def heads(key_heads: int = 2, dtype: torch.dtype = torch.float64, spread: float = 1.0) -> dict[str, Any]:
+    shapes = {"q": (2, 4, 37, 11), "k": (2, key_heads, 45, 11), "v": (2, key_heads, 45, 19)}
+    drawn = {name: random_tensor(*shape, seed=i).to(DEVICE, dtype) for i, (name, shape) in enumerate(shapes.items())}
+    return drawn | {"q": drawn["q"] * spread}
+
+
+def textbook(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_bias: str | None = None,
+    diagonal: int | None = None,
+    scale: float = 1.0,
+    window: int | None = None,
+) -> Tensor:
+    """Compute the same with all scores at once."""
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    may_attend = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool)
+    latest = diagonal or 0
+    if diagonal is not None or window is not None:
+        may_attend = may_attend.tril(latest)
+    if window is not None:
+        may_attend = may_attend.triu(latest - window + 1)
+    bias = scratch.masks.to_score_bias(may_attend, torch.float64)
+    if score_bias is not None:
+        bias = bias + written_out(score_bias, q.size(-2), k.size(-2))
+    return attention(q * scale, k, v, bias.to(q))[0]
+
+
+def kernel(q: Tensor, k: Tensor, v: Tensor, score_bias: str | None = None, **arguments: Any) -> Tensor:
+    return triton_attention(q, k, v, None if score_bias is None else BIASES[score_bias], **arguments)
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "scaled": {"scale": -0.3},
+    "causal": {"diagonal": 0},
+    "causal, lower right": {"diagonal": 16},
+    "causal, with blind rows": {"diagonal": -20},
+    "window": {"window": 5, "diagonal": 3},
+    "window from the first key on": {"window": 40},
+    "window beside all tiles": {"window": 3, "diagonal": 30},
+    "bias": {"score_bias": "by distance"},
+    "bias that hides": {"score_bias": "of even keys"},
+    "bias, causal, window": {"score_bias": "by distance", "diagonal": 2, "window": 20, "scale": 0.5},
+}
+
+
+def assert_as_the_textbook(inputs: dict[str, Tensor], **arguments: Any) -> None:
+    assert_equal(
+        outputs_and_gradients(kernel, inputs, **arguments), outputs_and_gradients(textbook, inputs, **arguments)
+    )
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("mask", MASKS)
+    def test_outputs_and_gradients_are_the_textbooks(self, mask: str) -> None:
+        assert_as_the_textbook(heads(), **MASKS[mask])
+
+    @pytest.mark.parametrize("key_heads", [4, 1])
+    def test_keys_serve_one_head_of_queries_or_all(self, key_heads: int) -> None:
+        assert_as_the_textbook(heads(key_heads), diagonal=0)
+
+    def test_scores_far_apart_neither_overflow_nor_vanish(self) -> None:
+        assert_as_the_textbook(heads(spread=300.0), window=20)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=ON_CUDA)])
+    def test_rounding_is_at_most_twice_the_textbooks(self, dtype: torch.dtype) -> None:
+        inputs = heads(dtype=dtype)
+        exact = outputs_and_gradients(textbook, {name: x.double() for name, x in inputs.items()}, diagonal=0)
+        theirs = outputs_and_gradients(textbook, inputs, diagonal=0)
+        for name, actual in outputs_and_gradients(kernel, inputs, diagonal=0).items():
+            ratio = compare_errors(actual, theirs[name], exact[name])
+            assert ratio.passed, f"{name}: {ratio}"
+
+    def test_rows_that_see_no_key_give_0_and_gradient_0(self) -> None:
+        results = outputs_and_gradients(kernel, heads(), diagonal=-20)
+        for name in ("output 0", "gradient of q"):
+            found = results[name]
+            assert found is not None
+            assert not found[:, :, :20].any()
+            assert found[:, :, 21:].all()  # query 20 sees a single key, whose weight is 1 whatever it is
+
+    def test_a_nan_reaches_those_who_see_it(self) -> None:
+        inputs = heads()
+        inputs["k"][0, 1, 7, 3] = math.nan
+        output = triton_attention(**inputs, diagonal=0)
+        expected = torch.zeros_like(output, dtype=torch.bool)
+        expected[0, 2:, 7:] = True
+        assert torch.equal(output.isnan(), expected)
+
+    def test_tiles_that_no_query_may_see_are_not_read(self) -> None:
+        inputs = heads()
+        inputs["v"][:, :, 32:] = math.nan  # the second tile of keys
+        assert not triton_attention(**inputs, diagonal=-6).isnan().any()
+
+
+class TestShapes:
+    @pytest.mark.parametrize("dims", [2, 3])
+    def test_batch_and_heads_may_be_missing(self, dims: int) -> None:
+        inputs = {name: x[(0,) * (4 - dims)] for name, x in heads(key_heads=4).items()}
+        output = triton_attention(**inputs)
+        assert output.dim() == dims
+        assert_equal({"output": output}, {"output": attention(**inputs)[0]})
+
+    def test_one_sample_of_keys_serves_all_and_strides_are_any(self) -> None:
+        inputs = heads(key_heads=4)
+        inputs |= {"k": inputs["k"][:1], "q": inputs["q"].transpose(1, 2).contiguous().transpose(1, 2)}
+        assert_as_the_textbook(inputs)
+
+
+def second_derivatives(function: Callable[..., Tensor]) -> dict[str, Tensor | None]:
+    inputs = {name: x.requires_grad_() for name, x in heads().items()}
+    output = function(**inputs, window=9)
+    first = torch.autograd.grad(output.square().sum(), list(inputs.values()), create_graph=True)
+    again = torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), list(inputs.values()))
+    return dict(zip((f"gradient of {name}" for name in inputs), again, strict=True))
+
+
+class TestDerivatives:
+    def test_second_derivatives_are_the_textbooks(self) -> None:
+        assert_equal(second_derivatives(kernel), second_derivatives(textbook))
+
+    def test_second_derivatives_beside_a_function_of_triton_are_refused(self) -> None:
+        inputs = {name: x.requires_grad_() for name, x in heads().items()}
+        output = kernel(**inputs, score_bias="by distance")
+        with pytest.raises(ArgumentUnsupportedError, match="score_bias must be None where gradients are different"):
+            torch.autograd.grad(output.sum(), list(inputs.values()), create_graph=True)
+
+
+class TestSwitch:
+    def test_it_is_off_and_can_be_switched_on_for_cuda(self) -> None:
+        assert "cuda" not in tiling.KERNELS
+        with switched_on():
+            assert tiling.KERNELS["cuda"] is triton_attention
+        assert "cuda" not in tiling.KERNELS
+
+    def test_modules_and_the_function_take_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[int | None] = []
+
+        def counted(*arguments: Any) -> Tensor:
+            calls.append(arguments[4])
+            return triton_attention(*arguments)
+
+        module = scratch.MultiheadAttention(33, 3, batch_first=True, device=DEVICE, dtype=torch.float64).eval()
+        x = random_tensor(2, 37, 33).to(DEVICE)
+        mask = torch.ones(37, 37, dtype=torch.bool, device=DEVICE).triu(1)
+        options = {"need_weights": False, "is_causal": True, "attn_mask": mask}
+        expected, _ = module(x, x, x, **options)
+        monkeypatch.setitem(tiling.KERNELS, DEVICE, counted)
+        monkeypatch.setattr(tiling, "TILES_FROM", 1)
+        assert_equal({"output": module(x, x, x, **options)[0]}, {"output": expected})
+        query = random_tensor(2, 3, 37, 11).to(DEVICE)
+        scratch.scaled_dot_product_attention(query, query, query)
+        assert calls == [0, None]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("changed", "error", "message"),
+        [
+            ({"k": torch.ones(2, 3, 45, 11)}, ArgumentValueError, "heads of k and v must be equal and divide those of"),
+            ({"k": torch.ones(2, 2, 45, 12)}, ArgumentValueError, "key must have the head_dim of query, 11, got 12"),
+            ({"q": torch.ones(11)}, ArgumentValueError, "q must have 2 to 4 dimensions and none of size 0, got shape"),
+            ({"v": torch.ones(2, 2, 45, 0)}, ArgumentValueError, "v must have 2 to 4 dimensions and none of size 0"),
+            ({"v": torch.ones(2, 2, 45, 19).half()}, ArgumentTypeError, "v must be floating and of the dtype of q"),
+            ({"window": 0}, ArgumentValueError, "window must be at least 1"),
+            ({"diagonal": 0.5}, ArgumentTypeError, "diagonal must be a whole number"),
+        ],
+    )
+    def test_bad_input_is_named(self, changed: dict[str, Any], error: type[Exception], message: str) -> None:
+        arguments = heads(dtype=torch.float32) | changed
+        on_device: Any = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        with pytest.raises(error, match=message):
+            triton_attention(**on_device)
+
+    def test_tensors_where_the_kernel_cannot_run_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+        with pytest.raises(ArgumentUnsupportedError, match="q must be on a CUDA device, or Triton's interpreter"):
+            triton_attention(**{name: x.cpu() for name, x in heads().items()})

@@ -1,0 +1,350 @@
+"""Exact attention in tiles as a Triton kernel: on a GPU what ``tiling`` does on the CPU, forward and backward.
+
+The equations are those of ``tiling``; what differs is who loops. There Python goes from tile to tile, and each product
+is an operation of torch. Here one program computes one tile of rows from beginning to end, thousands of programs run at
+once, and a tile never leaves the chip: scores and weights are not even written down once.
+
+1. ``_attend_tile``: one program for each tile of queries. It goes over the keys that they may look at, block by block,
+   and keeps the log-sum-exp of each row for the backward.
+2. ``_query_gradients``: likewise, with the weights computed again: weights = exp(scores - log-sum-exp).
+3. ``_key_gradients``: one program for each tile of keys, which goes over the queries that may look at them. It is a
+   kernel of its own, since two programs that add to the same gradient would have to wait for each other.
+
+Nothing takes this path unless it is told to: no GPU has measured it yet. Triton is the extra ``triton``; with
+``TRITON_INTERPRET=1`` in the environment its interpreter runs the kernels on the CPU, slowly.
+
+Dimension letters: n batch * heads, q query_len, k key_len, d head_dim; r rows (queries) and c columns (keys) of a tile.
+
+Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; Tillet et al. 2019 for Triton.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from scratch import masks, tiling, validation
+from scratch.functional import attention
+
+__all__ = ["switched_on", "triton_attention"]
+
+# Rows and columns of a tile: powers of 2, and 16 at least, as the units that multiply matrices demand.
+ROWS, COLUMNS = 64, 64
+LEAST_WIDTH = 16
+# A maximum to begin with: the least number, and not -inf, whose difference to itself is NaN.
+LEAST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@contextmanager
+def switched_on() -> Iterator[None]:
+    """Let attention on CUDA take this kernel, in the modules and in the function, where tiles take over on the CPU.
+
+    That is without dropout, weights and a written mask: with none, or a causal one that is named.
+
+    In torch.nn: ``torch.nn.attention.sdpa_kernel``.
+    """
+    before = tiling.KERNELS.copy()
+    tiling.KERNELS["cuda"] = triton_attention
+    try:
+        yield
+    finally:
+        tiling.KERNELS.clear()
+        tiling.KERNELS.update(before)
+
+
+def triton_attention(
+    q: Float[Tensor, "*heads query_len head_dim"],
+    k: Float[Tensor, "*key_heads key_len head_dim"],
+    v: Float[Tensor, "*value_heads key_len v_head_dim"],
+    score_bias: Callable[..., Any] | None = None,
+    diagonal: int | None = None,
+    scale: float = 1.0,
+    window: int | None = None,
+) -> Float[Tensor, "... query_len v_head_dim"]:
+    """Weigh the values as ``tiling.tiled_attention`` does, in one kernel.
+
+    context = softmax(q kᵀ * scale + score_bias) v
+
+    Args:
+        q: Queries, (batch, heads, query_len, head_dim), or less the batch, or less the heads.
+        k: Keys, likewise, of as many heads as the queries or of fewer that divide them: grouped heads.
+        v: Values, likewise.
+        score_bias: A function decorated with ``triton.jit``, called with the numbers of sample and head and, for a
+            tile, those of the queries (r, 1) and keys (1, c). What it returns is added to the scores, -inf hides a key.
+        diagonal: Query i may look at keys 0 ... i + diagonal; at all of them if not given.
+        scale: Factor on the scores.
+        window: Query i may look at no key before i + diagonal - window + 1; diagonal is 0 then if not given.
+
+    Returns:
+        The context, in the dtype of the queries. A query that may look at no key gets 0, with gradient 0.
+
+    Raises:
+        ValueError: For tensors where the kernel cannot run, more than four dimensions, or a window below 1.
+
+    In torch.nn: the fused kernels of ``F.scaled_dot_product_attention``, and what ``torch.compile`` makes of
+    ``flex_attention``.
+
+    Source: Dao 2023, section 3.1.
+
+    >>> q, k, v = torch.randn(3, 2, 6, 40, 16).unbind()
+    >>> textbook = torch.softmax(q @ k.mT, dim=-1) @ v
+    >>> torch.allclose(triton_attention(q, k, v), textbook, atol=1e-5)
+    True
+    """
+    validation.check_triton_attention(q, k, v, diagonal, window, interpreted=triton.knobs.runtime.interpret)
+    missing = 4 - max(q.dim(), k.dim(), v.dim())
+    q, k, v = tiling.aligned(q, k, v)
+    lead = q.shape[:2]
+    sees = _Sees.of(q, k, score_bias, diagonal, window)
+    folded = (x.flatten(0, 1).contiguous() for x in (q, k, v))  # (n, len, d)
+    context: Tensor = _TritonAttention.apply(*folded, scale, sees)
+    return context.unflatten(0, lead)[(0,) * missing]
+
+
+@dataclass(frozen=True)
+class _Sees:
+    """Who may look at whom: query i at keys i + earliest ... i + latest, with a bias on their scores.
+
+    Args:
+        earliest: May be negative.
+        latest: Likewise.
+        num_heads: Of queries, so that the bias can tell samples from heads.
+        score_bias: As ``triton_attention`` takes it.
+    """
+
+    earliest: int
+    latest: int
+    num_heads: int
+    score_bias: Callable[..., Any] | None
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, score_bias: Callable[..., Any] | None, diagonal: int | None, window: int | None
+    ) -> Self:
+        """Turn diagonal and window into the reach to either side; without them it ends beyond the last key."""
+        everywhere = q.size(-2) + k.size(-2)
+        diagonal = 0 if diagonal is None and window is not None else diagonal
+        latest = everywhere if diagonal is None else diagonal
+        return cls(-everywhere if window is None else latest - window + 1, latest, q.size(1), score_bias)
+
+
+class _TritonAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees) -> Tensor:
+        context = q.new_empty(*q.shape[:2], v.size(-1))
+        log_sum_exp = torch.empty(q.shape[:2], dtype=_summed_in(q), device=q.device)
+        arguments = _arguments(q, k, v, scale, sees)
+        with torch.cuda.device_of(q):
+            _attend_tile[_grid(q, ROWS)](q, k, v, context, log_sum_exp, **arguments)
+        ctx.scale, ctx.sees = scale, sees
+        ctx.save_for_backward(q, k, v, context, log_sum_exp)
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, context, log_sum_exp = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_textbook_gradients(q, k, v, ctx.scale, ctx.sees, grad_context), None, None
+        grad_context = grad_context.contiguous()
+        # The sum of weights * grad_weights over a row, which no tile has: tiling.py, idea 2.
+        row_term = (grad_context * context).sum(dim=-1, dtype=log_sum_exp.dtype)
+        inputs = q, k, v, grad_context, log_sum_exp, row_term
+        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+        arguments = _arguments(q, k, v, ctx.scale, ctx.sees)
+        with torch.cuda.device_of(q):
+            _query_gradients[_grid(q, ROWS)](*inputs, grad_q, **arguments)
+            _key_gradients[_grid(k, COLUMNS)](*inputs, grad_k, grad_v, **arguments)
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _summed_in(q: Tensor) -> torch.dtype:
+    """Name the dtype of sums: float32, in which half precision is multiplied too, unless the inputs are better."""
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _grid(x: Tensor, size: int) -> tuple[int]:
+    """Count the programs: one for each tile of each head."""
+    return (x.size(0) * triton.cdiv(x.size(1), size),)
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees) -> dict[str, Any]:
+    """Name what all kernels are told beside their tensors. In capitals what they are compiled for."""
+    width, value_width = (max(LEAST_WIDTH, triton.next_power_of_2(x.size(-1))) for x in (q, v))
+    return {
+        "query_len": q.size(1),
+        "key_len": k.size(1),
+        "head_dim": q.size(-1),
+        "v_head_dim": v.size(-1),
+        "earliest": sees.earliest,
+        "latest": sees.latest,
+        "num_heads": sees.num_heads,
+        "GROUP": q.size(0) // k.size(0),
+        "SCALE": scale,
+        "BIAS": sees.score_bias,
+        "WIDTH": width,
+        "VALUE_WIDTH": value_width,
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+    }
+
+
+def _textbook_gradients(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees, grad_context: Tensor
+) -> tuple[Tensor, ...]:
+    """Give the gradients of q, k and v from operations that have gradients themselves."""
+    validation.check_differentiable_twice(sees.score_bias)
+    places = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
+    score_bias = masks.to_score_bias(places.tril(sees.latest).triu(sees.earliest), q.dtype)
+    keys, values = (x.repeat_interleave(q.size(0) // x.size(0), 0) for x in (k, v))
+    context, _ = attention(q * scale, keys, values, score_bias)
+    return torch.autograd.grad(context, (q, k, v), grad_context, create_graph=True)
+
+
+@triton.jit
+def _attend_tile(
+    q, k, v, context, log_sum_exp,
+    query_len, key_len, head_dim, v_head_dim, earliest, latest, num_heads,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Attend from one tile of queries: FlashAttention-2, algorithm 1."""
+    tiles = tl.cdiv(query_len, ROWS)
+    head, first_row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
+    rows = first_row + tl.arange(0, ROWS)
+    dims, value_dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    exact = log_sum_exp.dtype.element_ty
+    q_tile = _load(q, head, rows, query_len, dims, head_dim)  # (r, d)
+    row_max = tl.full((ROWS,), LEAST, exact)
+    row_sum = tl.zeros((ROWS,), exact)
+    gathered = tl.zeros((ROWS, VALUE_WIDTH), exact)
+    first = tl.maximum(first_row + earliest, 0) // COLUMNS * COLUMNS
+    stop = tl.minimum(tl.minimum(first_row + ROWS, query_len) + latest, key_len)
+    for start in range(first, stop, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        k_tile = _load(k, head // GROUP, columns, key_len, dims, head_dim)  # (c, d)
+        v_tile = _load(v, head // GROUP, columns, key_len, value_dims, v_head_dim)
+        scores = _scores(
+            q_tile, k_tile, rows, columns, head, query_len, key_len, earliest, latest, num_heads, SCALE, BIAS
+        )
+        raised = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp(scores - raised[:, None])  # (r, c)
+        shrink = tl.exp(row_max - raised)
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        gathered = gathered * shrink[:, None] + _product(weights.to(v_tile.dtype), v_tile)
+        row_max = raised
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row that sees no key has gathered 0
+    _store(context, gathered / row_sum[:, None], head, rows, query_len, value_dims, v_head_dim)
+    tl.store(log_sum_exp + head * query_len + rows, row_max + tl.log(row_sum), mask=rows < query_len)
+
+
+@triton.jit
+def _query_gradients(
+    q, k, v, grad_context, log_sum_exp, row_term, grad_q,
+    query_len, key_len, head_dim, v_head_dim, earliest, latest, num_heads,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Give the gradient of one tile of queries, which collects from the keys that they look at."""
+    tiles = tl.cdiv(query_len, ROWS)
+    head, first_row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
+    rows = first_row + tl.arange(0, ROWS)
+    dims, value_dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    q_tile = _load(q, head, rows, query_len, dims, head_dim)
+    grad_rows = _load(grad_context, head, rows, query_len, value_dims, v_head_dim)
+    collected = tl.zeros((ROWS, WIDTH), log_sum_exp.dtype.element_ty)
+    first = tl.maximum(first_row + earliest, 0) // COLUMNS * COLUMNS
+    stop = tl.minimum(tl.minimum(first_row + ROWS, query_len) + latest, key_len)
+    for start in range(first, stop, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        k_tile = _load(k, head // GROUP, columns, key_len, dims, head_dim)
+        v_tile = _load(v, head // GROUP, columns, key_len, value_dims, v_head_dim)
+        scores = _scores(
+            q_tile, k_tile, rows, columns, head, query_len, key_len, earliest, latest, num_heads, SCALE, BIAS
+        )
+        _, grad_scores = _grad_scores(scores, grad_rows, v_tile, log_sum_exp, row_term, head, rows, query_len)
+        collected += _product(grad_scores.to(k_tile.dtype), k_tile)
+    _store(grad_q, collected * SCALE, head, rows, query_len, dims, head_dim)
+
+
+@triton.jit
+def _key_gradients(
+    q, k, v, grad_context, log_sum_exp, row_term, grad_k, grad_v,
+    query_len, key_len, head_dim, v_head_dim, earliest, latest, num_heads,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Give the gradients of one tile of keys and values, which collect from the queries that look at them."""
+    tiles = tl.cdiv(key_len, COLUMNS)
+    key_head, first_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
+    columns = first_column + tl.arange(0, COLUMNS)
+    dims, value_dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    k_tile = _load(k, key_head, columns, key_len, dims, head_dim)
+    v_tile = _load(v, key_head, columns, key_len, value_dims, v_head_dim)
+    of_keys = tl.zeros((COLUMNS, WIDTH), log_sum_exp.dtype.element_ty)
+    of_values = tl.zeros((COLUMNS, VALUE_WIDTH), log_sum_exp.dtype.element_ty)
+    first = tl.maximum(first_column - latest, 0) // ROWS * ROWS
+    stop = tl.minimum(tl.minimum(first_column + COLUMNS, key_len) - earliest, query_len)
+    for head in range(key_head * GROUP, key_head * GROUP + GROUP):
+        for start in range(first, stop, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            q_tile = _load(q, head, rows, query_len, dims, head_dim)
+            grad_rows = _load(grad_context, head, rows, query_len, value_dims, v_head_dim)
+            scores = _scores(
+                q_tile, k_tile, rows, columns, head, query_len, key_len, earliest, latest, num_heads, SCALE, BIAS
+            )
+            weights, grad_scores = _grad_scores(scores, grad_rows, v_tile, log_sum_exp, row_term, head, rows, query_len)
+            of_values += _product(tl.trans(weights.to(grad_rows.dtype)), grad_rows)
+            of_keys += _product(tl.trans(grad_scores.to(q_tile.dtype)), q_tile)
+    _store(grad_k, of_keys * SCALE, key_head, columns, key_len, dims, head_dim)
+    _store(grad_v, of_values, key_head, columns, key_len, value_dims, v_head_dim)
+
+
+@triton.jit
+def _scores(
+    q_tile, k_tile, rows, columns, head,
+    query_len, key_len, earliest, latest, num_heads,
+    SCALE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Score a tile, (r, c): q kᵀ * scale + bias, and -inf where the query may not look or there is none."""
+    scores = _product(q_tile, tl.trans(k_tile)) * SCALE
+    queries, keys = rows[:, None], columns[None, :]
+    if BIAS is not None:
+        scores += BIAS(head // num_heads, head % num_heads, queries, keys)
+    in_reach = (keys - queries >= earliest) & (keys - queries <= latest)
+    return tl.where(in_reach & (queries < query_len) & (keys < key_len), scores, float("-inf"))
+
+
+@triton.jit
+def _grad_scores(scores, grad_rows, v_tile, log_sum_exp, row_term, head, rows, query_len):
+    """Compute the weights again, and give them and the gradient of the scores: weights * (grad_weights - row_term)."""
+    places, inside = head * query_len + rows, rows < query_len
+    weights = tl.exp(scores - tl.load(log_sum_exp + places, mask=inside, other=0.0)[:, None])
+    grad_weights = _product(grad_rows, tl.trans(v_tile))
+    return weights, weights * (grad_weights - tl.load(row_term + places, mask=inside, other=0.0)[:, None])
+
+
+@triton.jit
+def _product(left, right):
+    """Multiply without rounding the numbers to 10 bits first, as these units do with float32 unless told not to."""
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def _load(x, head, rows, length, dims, width):
+    """Load rows of one head of x (n, length, width), and 0 beyond its ends: (r, d)."""
+    places = (head * length + rows).to(tl.int64)[:, None] * width + dims[None, :]
+    return tl.load(x + places, mask=(rows < length)[:, None] & (dims < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(x, values, head, rows, length, dims, width):
+    """Store rows of one head of x (n, length, width), but for what lies beyond its ends."""
+    places = (head * length + rows).to(tl.int64)[:, None] * width + dims[None, :]
+    inside = (rows < length)[:, None] & (dims < width)[None, :]
+    tl.store(x + places, values.to(x.dtype.element_ty), mask=inside)
