@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
 from equivalence_tests.instruments.side_by_side import random_tensor
-from equivalence_tests.learn.page import building, steps, steps_section
+from equivalence_tests.learn.page import building, exercises, steps, steps_section
 from equivalence_tests.learn.page import command as page_command
 from equivalence_tests.learn.page.building import SECTIONS, build_page
 from equivalence_tests.learn.page.figures import Matrix
@@ -42,9 +42,11 @@ def test_every_link_leads_somewhere(page: PageReader) -> None:
     assert all(re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/issues/\d+", link) for link in outside)
 
 
-@pytest.mark.slow
-def test_two_builds_are_equal(html: str) -> None:
-    assert build_page() == html
+def test_two_builds_are_equal(html: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what verify says, which takes longer than all the rest."""
+    monkeypatch.setattr(exercises, "report_on", lambda _: "")
+    reports = re.compile(r'(<pre tabindex="0">).*?(?=</pre>)', re.DOTALL)
+    assert build_page() == reports.sub(r"\1", html)
 
 
 def test_the_steps_of_attention_are_what_the_formulas_give(page: PageReader) -> None:
