@@ -16,7 +16,7 @@ NOTICEABLE = 1.05  # nobody changes code for less than a twentieth
 PREFERRED = ("torch.nn", BASELINE, "scratch")
 NOT_TIMED: dict[Status, str] = {
     "unequal": "was not timed, because its numbers differ",
-    "out of memory": "ran out of memory",
+    "out of memory": "ran out of memory, or was ended by the system",
     "unavailable": "does not run here",
 }
 

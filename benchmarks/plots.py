@@ -176,9 +176,12 @@ def is_plain(case: Case) -> bool:
 
 
 def dark_rules() -> str:
-    """Give the rules of a style sheet that turn the colours of plots into those of the dark scheme."""
+    """Give the rules of a style sheet that turn the colours of plots into those of the dark scheme.
+
+    They name no ancestor: a marker is a copy that ``use`` makes, and copies have none.
+    """
     return "\n".join(
-        f'svg [style*="{kind}: {light}"] {{ {kind}: {dark} !important; }}'
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important; }}'
         for light, dark in (*COLOURS, INK, PAPER, LINES)
         for kind in ("fill", "stroke")
     )

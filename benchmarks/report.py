@@ -1,6 +1,6 @@
 """Results as one page of HTML that needs nothing else: ratio against length, what to use, and how it was measured."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jinja2
@@ -97,7 +97,7 @@ def html_page(rows: Sequence[Row]) -> str:
         parts=parts,
         no_plots=no_plots,
         advice=_advice_table(rows),
-        growths=list(_growth_lines(rows)),
+        growths=list(_growth_lines(rows, short_names(row.contender for row in rows))),
         contenders=[(name, _meaning(name)) for name in contenders_in(rows)],
     )
 
@@ -246,11 +246,11 @@ def _ratio(row: Row | None, best: Row | None) -> Entry:
     return Entry(f"{ratio:.2f}", ratio)
 
 
-def _growth_lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+def _growth_lines(rows: Sequence[Row], names: Mapping[str, str]) -> Iterator[Sequence[str]]:
     for growth in growths(rows):
         lengths = f"{growth.lengths[0]} to {growth.lengths[-1]}"
         memory = "" if growth.memory is None else f"{growth.memory:.2f}"
-        yield title_of(combination_of(growth.case)), growth.contender, lengths, f"{growth.time:.2f}", memory
+        yield title_of(combination_of(growth.case)), names[growth.contender], lengths, f"{growth.time:.2f}", memory
 
 
 def _meaning(name: str) -> str:

@@ -20,6 +20,9 @@ FAILED = 3
 INTERRUPTED = 130  # what a shell says of a command that was ended by ctrl-c
 BROKEN_PIPE = 141  # likewise of one whose reader has gone away
 
+# A file has no width, and tables with many columns are not readable at the 80 that rich supposes then.
+PIPED_WIDTH = 160
+
 
 class _Screen(Console):
     def on_broken_pipe(self) -> None:
@@ -33,7 +36,10 @@ def console(*, stderr: bool = False) -> Console:
     Args:
         stderr: Whether it prints to the standard error: progress and errors.
     """
-    return _Screen(stderr=stderr, highlight=False, emoji=False)
+    screen = _Screen(stderr=stderr, highlight=False, emoji=False)
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
+        screen.width = PIPED_WIDTH
+    return screen
 
 
 def show_error(text: str) -> None:

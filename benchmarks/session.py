@@ -169,19 +169,21 @@ def _show_own(rows: Sequence[Row], screen: Console) -> None:
 
 def _show_end(plan: Plan, run: _Run, screen: Console) -> None:
     """Say once why the run ended early, what is kept and how to get the rest."""
-    measured = f"{len(plan.cases) - len(run.left)} of {len(plan.cases)} cases are measured"
+    count = len(plan.cases) - len(run.left)
+    measured = f"{count} of {len(plan.cases)} cases are measured"
     if run.error is not None:
         show_error(f"{run.error.filename or plan.output} could not be written: {run.error.strerror or run.error}")
+        screen.print(f"{count} of {len(plan.cases)} cases are kept.")
     if run.status == INTERRUPTED:
         screen.print(f"[yellow]Interrupted:[/] {measured}.")
     elif run.left and run.error is None:
         screen.print(f"[yellow]The minute is over:[/] {measured}. --component chooses some, --standard takes its time.")
     if plan.output is None:
         screen.print("Nothing is kept; --output FOLDER keeps rows, plots and a page.")
-    elif run.left:
+    elif run.left and count:
         kept = escape(str(plan.output / RESULTS))
         screen.print(f"{kept} keeps them; the same command with --resume goes on from there.", soft_wrap=True)
-    elif run.error is not None or run.status == INTERRUPTED:
+    elif count and (run.error is not None or run.status == INTERRUPTED):
         results = escape(shlex.quote(str(plan.output / RESULTS)))
         screen.print(f"All rows are kept; sidebyside-bench report {results} writes the rest.", soft_wrap=True)
 

@@ -122,7 +122,7 @@ def _table(rows: Sequence[Row]) -> Table:
     table.add_column("")
     names = contenders_in(rows)
     for heading in short_names(names).values():
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for case in cases:
         cells = [_cell(by_cell.get((case, name))) for name in names]
         table.add_row(varying_label(case, rows), *cells, end_section=len(cases) > 1)
@@ -135,9 +135,11 @@ def varying_label(case: Case, rows: Sequence[Row]) -> str:
 
 
 def contenders_in(rows: Sequence[Row]) -> list[str]:
-    """Name the contenders of some rows, the built-in first and the user's own last."""
+    """Name the contenders of some rows: the built-in, with which all are compared, the user's own, and the others."""
     present = {row.contender for row in rows}
-    return [*(name for name in CONTENDERS if name in present), *sorted(present - set(CONTENDERS))]
+    known = [name for name in CONTENDERS if name in present]
+    first = [BASELINE] if BASELINE in present else []
+    return [*first, *sorted(present - set(CONTENDERS)), *(name for name in known if name not in first)]
 
 
 def _cell(row: Row | None) -> Text:
@@ -166,22 +168,26 @@ def _colour(row: Row) -> str:
 
 def _growth_lines(rows: Sequence[Row]) -> Iterator[Text]:
     by_settings: dict[str, list[Growth]] = {}
-    found = growths(rows)
+    found, names = growths(rows), short_names(row.contender for row in rows)
     settings = [name for name in varying_settings(row.case for row in rows) if name not in LENGTHS]
     for growth in found:
         by_settings.setdefault(label_of(growth.case, settings), []).append(growth)
     for label, group in by_settings.items():
         prefix = f"{label}: " if label else ""
-        times = ", ".join(f"{x.contender} {x.time:.2f}" for x in group)
-        memory = ", ".join(f"{x.contender} {x.memory:.2f}" for x in group if x.memory is not None)
+        times = ", ".join(f"{names[x.contender]} {x.time:.2f}" for x in group)
+        memory = ", ".join(f"{names[x.contender]} {x.memory:.2f}" for x in group if x.memory is not None)
         yield Text(f"  {prefix}time grows as length to the power of: {times}; memory: {memory}", style="cyan")
 
 
 def _problem_lines(rows: Sequence[Row]) -> Iterator[Text]:
-    problems = dict.fromkeys(f"{row.contender}, {row.status}: {row.detail}" for row in rows if row.status != "timed")
-    for problem in problems:
-        yield Text(f"  {problem}", style="red")
+    """Say what could not be timed or is unstable, why, and where, unless that is everywhere."""
+    names, cases = short_names(row.contender for row in rows), {row.case for row in rows}
+    found: dict[tuple[str, str, str], list[Case]] = {}
     for row in rows:
-        if row.unstable:
-            where = varying_label(row.case, rows)
-            yield Text(f"  {row.contender}{where and f', {where}'}, unstable: {row.unstable}", style="yellow")
+        what = (row.status, row.detail) if row.status != "timed" else ("unstable", row.unstable)
+        if row.status != "timed" or row.unstable:
+            found.setdefault((names[row.contender], *what), []).append(row.case)
+    for (name, what, why), where in sorted(found.items(), key=lambda problem: problem[0][1] == "unstable"):
+        labels = "; ".join(varying_label(case, rows) for case in where) if len(where) < len(cases) else ""
+        text = f"  {name}{labels and f', {labels}'}, {what}: {why}"
+        yield Text(text, style="yellow" if what == "unstable" else "red")

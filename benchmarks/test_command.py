@@ -13,6 +13,7 @@ from benchmarks.grids import PRESETS, Case, Grid
 from benchmarks.measuring import MachineRates
 from benchmarks.plots import is_plain
 from benchmarks.results import Row, append_rows, read_rows
+from benchmarks.screen import console
 from benchmarks.session import Plan
 
 TINY = ["--batch", "2", "--width", "32", "--heads", "2", "--layers", "1", "--threads", "1", "--length", "5"]
@@ -137,6 +138,8 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
     assert first.startswith("[1/2] attention")
     assert errors == [f"error: {tmp_path} could not be written: No space left on device"]
     assert "attention, forward" in result.stdout  # what was measured is shown at least
+    assert "0 of 2 cases are kept.\n" in result.stdout
+    assert "keeps them" not in result.stdout
 
 
 def test_a_folder_that_turns_read_only_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +153,7 @@ def test_a_folder_that_turns_read_only_keeps_what_was_measured(tmp_path: Path, m
     assert result.exit_code == 3
     assert result.stderr.count("error: ") == 1
     assert f"error: {tmp_path / 'results.jsonl'} could not be written: Permission denied" in result.stderr
+    assert "1 of 3 cases are kept.\n" in result.stdout
     assert "results.jsonl keeps them; the same command with --resume goes on" in result.stdout
     monkeypatch.undo()
     assert [row.case.query_len for row in read_rows(tmp_path / "results.jsonl")] == [3, 3]
@@ -271,3 +275,13 @@ def test_bad_arguments_get_one_line_and_status_2(arguments: str, message: str) -
     assert message in result.output
     assert result.output.startswith("error: ")
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 160), ("70", 70)])
+def test_a_pipe_is_wide_unless_somebody_says_otherwise(
+    columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert console().width == width

@@ -131,7 +131,7 @@ class TestAdvice:
     def test_what_was_not_timed_is_said(self) -> None:
         gone = row("scratch", 1.0, status="out of memory", median_us=None)
         assert advice([row("builtin", 100.0), gone]) == (
-            "Use builtin: 100 µs, 1.0 MiB. By comparison, scratch ran out of memory."
+            "Use builtin: 100 µs, 1.0 MiB. By comparison, scratch ran out of memory, or was ended by the system."
         )
         assert advice([gone]) == "Nothing could be timed."
 
@@ -164,14 +164,14 @@ class TestTables:
             "× 3.41",
             "UNEQUAL",
             "builtin 1.00, scratch 2.00",
-            "flash, unequal: output[0]",
+            "flash, length 64, unequal: output[0]",
         ):
             assert shown in text
         assert max(map(len, text.splitlines())) <= 80
 
     def test_what_differs_in_threads_alone_is_told_apart(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.shown([replace(x, case=replace(x.case, threads=n)) for n in (1, 2) for x in grown()], capsys, 150)
-        lines = [line for line in text.splitlines() if "length " in line or "to the power" in line]
+        lines = [line for line in text.splitlines() if line.startswith(" length ") or "to the power" in line]
         assert len(set(lines)) == 8
         assert [sum(word in line for line in lines) for word in ("1 thread", "2 threads")] == [4, 4]
 
@@ -199,7 +199,18 @@ class TestTables:
         assert list(short_names(names).values()) == [*names[:2], "other.py:Mine"]
         text = self.shown([*grown(), *(row(name, 5.0, case=grown()[0].case) for name in names)], capsys, 120)
         head = next(line for line in text.splitlines() if "builtin" in line)
-        assert [name for name in short_names(names).values() if name in head] == [*names[:2], "other.py:Mine"]
+        assert head.split()[:5] == ["builtin", "other.py:Mine", "new/mine.py:Mine", "old/mine.py:Mine", "scratch"]
+        narrow = self.shown([*grown(), *(row(name, 5.0, case=grown()[0].case) for name in names)], capsys, 60)
+        assert "…" not in narrow
+
+    def test_a_problem_says_where_it_is_unless_it_is_everywhere(self, capsys: pytest.CaptureFixture[str]) -> None:
+        rows = grown()
+        rows = [*rows, *(row("/a/mine.py:Mine", 5.0, case=x.case, unstable="so") for x in rows[:1])]
+        everywhere = [replace(x, contender="flex", status="unavailable", detail="no compiler") for x in rows[::2]]
+        text = self.shown([*rows, *everywhere], capsys, 120)
+        assert "  mine.py:Mine, length 64, unstable: so" in text
+        assert text.count("no compiler") == 1
+        assert "  flex, unavailable: no compiler" in text
 
 
 def texts(svg: str) -> list[str]:
