@@ -184,10 +184,10 @@ def _problem_lines(rows: Sequence[Row]) -> Iterator[Text]:
     names, cases = short_names(row.contender for row in rows), {row.case for row in rows}
     found: dict[tuple[str, str, str], list[Case]] = {}
     for row in rows:
-        what = (row.status, row.detail) if row.status != "timed" else ("unstable", row.unstable)
-        if row.status != "timed" or row.unstable:
-            found.setdefault((names[row.contender], *what), []).append(row.case)
-    for (name, what, why), where in sorted(found.items(), key=lambda problem: problem[0][1] == "unstable"):
+        kind, why = (row.status, row.detail) if row.status != "timed" else ("unstable", row.unstable)
+        if why or row.status != "timed":
+            found.setdefault((kind, names[row.contender], why), []).append(row.case)
+    for (kind, name, why), where in sorted(found.items(), key=lambda problem: problem[0][0] == "unstable"):
         labels = "; ".join(varying_label(case, rows) for case in where) if len(where) < len(cases) else ""
-        text = f"  {name}{labels and f', {labels}'}, {what}: {why}"
-        yield Text(text, style="yellow" if what == "unstable" else "red")
+        text = f"  {name}{labels and f', {labels}'}, {kind}: {why}"
+        yield Text(text, style="yellow" if kind == "unstable" else "red")
