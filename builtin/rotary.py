@@ -107,6 +107,9 @@ class RotaryEmbedding(rotary.RotaryEmbedding):
 
     In torch.nn: no class; ``torch.view_as_complex`` reads adjacent pairs as complex numbers without a copy.
 
+    Traps:
+        Weights serve with the pairing of their training alone: see trap `rotary_pairings`.
+
     Source: Su et al. 2021, section 3.2.
 
     >>> rotary = RotaryEmbedding(head_dim=6)

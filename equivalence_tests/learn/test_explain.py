@@ -26,7 +26,9 @@ from equivalence_tests.learn.explain.entry import (
     BLOCKS,
     CAUSAL_MASK,
     FLEX,
+    NOT_IN_TORCH,
     OWNERS,
+    RMS_FUNCTION,
     SDPA,
     TRANSFORMER,
     Explanation,
@@ -40,7 +42,8 @@ from equivalence_tests.learn.traps.running import Outcome, run
 # In scratch these two are kept and have no effect: its one path for every mode is what their examples set torch's
 # fast path apart from.
 WITHOUT_EFFECT_BY_HAND = {"enable_nested_tensor", "mask_check"}
-FUNCTIONS = {SDPA, CAUSAL_MASK, *BESIDE_TORCH_NN}
+FUNCTIONS = {SDPA, CAUSAL_MASK, RMS_FUNCTION, *BESIDE_TORCH_NN}
+IN_TORCH_NN = [owner for owner in OWNERS if owner not in FUNCTIONS and owner not in NOT_IN_TORCH]
 PAGE_WIDTH = 78  # of code on a terminal of 80 columns
 
 each_explanation = pytest.mark.parametrize("explanation", EXPLANATIONS, ids=lambda x: f"{x.owners[0]}.{x.argument}")
@@ -56,7 +59,7 @@ def test_every_argument_has_one_explanation_and_every_explanation_an_argument(ow
     assert sorted(explained) == sorted(taken(owner))
 
 
-@pytest.mark.parametrize("owner", [owner for owner in OWNERS if owner not in FUNCTIONS])
+@pytest.mark.parametrize("owner", IN_TORCH_NN)
 def test_arguments_of_the_installed_torch_are_explained(owner: str) -> None:
     built_in = getattr(nn, owner)
     theirs = {name for call in (built_in.__init__, built_in.forward) for name in parameters_of(call)} - {"self"}
@@ -95,9 +98,10 @@ def test_the_example_uses_the_argument_and_fits_the_page(explanation: Explanatio
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let ``nn`` and ``F`` mean the classes and the function of scratch."""
     with monkeypatch.context() as patch:
-        for owner in set(OWNERS) - FUNCTIONS:
+        for owner in IN_TORCH_NN:
             patch.setattr(nn, owner, getattr(scratch, owner))
-        patch.setattr(F, SDPA, scratch.scaled_dot_product_attention)
+        for owner in (SDPA, RMS_FUNCTION):
+            patch.setattr(F, owner, getattr(scratch, owner))
         for owner in (FLEX, BLOCKS):
             patch.setattr(flex_attention, owner, getattr(scratch, owner))
         yield

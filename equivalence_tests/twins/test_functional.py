@@ -258,13 +258,25 @@ class TestEdges:
         with sdpa_kernel(SDPBackend.MATH):
             assert_equal(found, outputs_and_gradients(F.scaled_dot_product_attention, inputs))
 
-    @pytest.mark.parametrize("query_len", [5, 7])
-    def test_causal_biases_of_torch_mean_the_masks_of_both_alignments(self, sdpa: Any, query_len: int) -> None:
-        inputs = heads(query=(2, 3, query_len, 11))
-        for bias, align in ((causal_upper_left, "upper_left"), (causal_lower_right, "lower_right")):
-            may_attend = scratch.masks.causal(query_len, 7, align=align)  # type: ignore[arg-type]
-            actual = sdpa(**inputs, attn_mask=bias(query_len, 7))
-            assert_equal({"output": actual}, {"output": sdpa(**inputs, attn_mask=may_attend)})
+    @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")  # it gives 0
+    @pytest.mark.parametrize("num_heads", [3, 6], ids=["as many key heads", "grouped"])
+    @pytest.mark.parametrize("query_len", [5, 7, 11, 1])
+    @pytest.mark.parametrize("align", ["upper_left", "lower_right"])
+    def test_causal_biases_of_torch_mean_the_masks_forwards_and_backwards(
+        self, sdpa: Any, align: Any, query_len: int, num_heads: int
+    ) -> None:
+        inputs = heads(query=(2, num_heads, query_len, 11))
+        bias = {"upper_left": causal_upper_left, "lower_right": causal_lower_right}[align](query_len, 7)
+        grouped: dict[str, Any] = {"enable_gqa": num_heads > 3}
+        found = outputs_and_gradients(sdpa, inputs, attn_mask=bias, **grouped)
+        may_attend = scratch.masks.causal(query_len, 7, align=align)
+        assert_equal(found, outputs_and_gradients(sdpa, inputs, attn_mask=may_attend, **grouped))
+        # torch's own function, with the key heads repeated and the mask written out.
+        repeated = {name: x.repeat_interleave(num_heads // x.size(1), 1) for name, x in inputs.items()}
+        expected = outputs_and_gradients(F.scaled_dot_product_attention, repeated, attn_mask=may_attend)
+        for name in ("key", "value") if grouped["enable_gqa"] else ():
+            expected[f"gradient of {name}"] = expected[f"gradient of {name}"].unflatten(1, (3, -1)).sum(2)  # type: ignore[union-attr]
+        assert_equal(found, expected)
 
     def test_groups_share_keys_and_values(self, sdpa: Any) -> None:
         inputs = heads(query=(2, 65, 5, 11), key=(2, 5, 7, 11), value=(2, 5, 7, 13))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -18,6 +18,7 @@ import builtin.parallel
 import scratch
 from equivalence_tests.instruments.side_by_side import assert_equal, outputs_and_gradients, random_tensor
 from equivalence_tests.instruments.weights import copy_weights, randomize_parameters
+from equivalence_tests.learn.traps.todays import one_process
 from scratch.parallel import tensor_parallel_plan
 
 
@@ -68,10 +69,8 @@ class TestPlan:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    store = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    distributed.destroy_process_group()
+    with one_process() as mesh:
+        yield mesh
 
 
 @pytest.mark.parametrize("package", [scratch, builtin])

@@ -207,7 +207,6 @@ SCRATCH_ONLY_FILES = {
     "rounding.py": INSIDE_KERNELS,
     "score_functions.py": "torch's flex attention takes the same functions",
     "tiling.py": INSIDE_KERNELS,
-    "parallel.py": "a plan names modules, and those have the same names in both",
     "positional.py": "torch.nn has no positional encoding: both use this one",
     "decoding.py": "torch.nn has no decoding and no cache; builtin decodes by recomputation",
 }

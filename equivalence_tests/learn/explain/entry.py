@@ -22,14 +22,22 @@ __all__ = [
     "ENCODER",
     "ENCODERS",
     "ENCODER_LAYER",
+    "Explanation",
     "FLEX",
+    "GROUPED",
+    "LANGUAGE_LAYER",
+    "LANGUAGE_MODEL",
+    "NOT_IN_TORCH",
     "OWNERS",
+    "RMS_FUNCTION",
+    "RMS_NORM",
+    "ROTARY",
     "SDPA",
     "STACKS",
+    "SWIGLU",
     "TRANSFORMER",
     "VARLEN",
     "WITH_LAYERS",
-    "Explanation",
     "calls_of",
     "drawn",
 ]
@@ -37,6 +45,9 @@ __all__ = [
 ATTENTION = "MultiheadAttention"
 SDPA = "scaled_dot_product_attention"
 FLEX, BLOCKS, VARLEN = "flex_attention", "create_block_mask", "varlen_attn"
+GROUPED, SWIGLU, ROTARY = "GroupedQueryAttention", "SwiGLU", "RotaryEmbedding"
+RMS_NORM, RMS_FUNCTION = "RMSNorm", "rms_norm"
+LANGUAGE_LAYER, LANGUAGE_MODEL = "DecoderOnlyLayer", "DecoderOnlyTransformer"
 ENCODER_LAYER, DECODER_LAYER = "TransformerEncoderLayer", "TransformerDecoderLayer"
 ENCODER, DECODER = "TransformerEncoder", "TransformerDecoder"
 TRANSFORMER = "Transformer"
@@ -45,6 +56,7 @@ CAUSAL_MASK = "generate_square_subsequent_mask"
 ENCODERS = (ENCODER_LAYER, ENCODER)
 DECODERS = (DECODER_LAYER, DECODER)
 BESIDE_TORCH_NN = (FLEX, BLOCKS, VARLEN)  # in torch.nn.attention
+NOT_IN_TORCH = (ROTARY, GROUPED, SWIGLU, LANGUAGE_LAYER, LANGUAGE_MODEL)
 STACKS = (ENCODER, DECODER)
 WITH_LAYERS = (ENCODER_LAYER, DECODER_LAYER, TRANSFORMER)  # what builds layers hands its arguments on to them
 
@@ -60,6 +72,13 @@ OWNERS: dict[str, Callable[..., Any]] = {
     BLOCKS: scratch.create_block_mask,
     VARLEN: scratch.varlen_attn,
     CAUSAL_MASK: scratch.Transformer.generate_square_subsequent_mask,
+    RMS_NORM: scratch.RMSNorm,
+    RMS_FUNCTION: scratch.rms_norm,
+    ROTARY: scratch.RotaryEmbedding,
+    GROUPED: scratch.GroupedQueryAttention,
+    SWIGLU: scratch.SwiGLU,
+    LANGUAGE_LAYER: scratch.DecoderOnlyLayer,
+    LANGUAGE_MODEL: scratch.DecoderOnlyTransformer,
 }
 
 
@@ -123,9 +142,10 @@ def calls_of(owner: str) -> Iterator[tuple[str, inspect.Signature]]:
     found = OWNERS[owner]
     yield owner, inspect.signature(found)
     if isinstance(found, type) and issubclass(found, nn.Module):
-        signature = inspect.signature(found.forward)
-        _, *parameters = signature.parameters.values()  # without self
-        yield f"{owner}.forward", signature.replace(parameters=parameters)
+        for method in (name for name in ("forward", "generate") if hasattr(found, name)):
+            signature = inspect.signature(getattr(found, method))
+            _, *parameters = signature.parameters.values()  # without self
+            yield f"{owner}.{method}", signature.replace(parameters=parameters)
 
 
 def drawn(may_attend: Any) -> str:

@@ -3,7 +3,18 @@
 import difflib
 from collections.abc import Iterable
 
-from equivalence_tests.learn.explain import attention, flex, layers, sdpa, stacks, varlen
+from equivalence_tests.learn.explain import (
+    attention,
+    decoder_only,
+    flex,
+    grouped,
+    layers,
+    norms,
+    rotary,
+    sdpa,
+    stacks,
+    varlen,
+)
 from equivalence_tests.learn.explain.entry import OWNERS, Explanation, calls_of
 
 __all__ = ["EXPLANATIONS", "arguments_of", "find_explanations"]
@@ -15,6 +26,10 @@ EXPLANATIONS: tuple[Explanation, ...] = (
     *varlen.EXPLANATIONS,
     *layers.EXPLANATIONS,
     *stacks.EXPLANATIONS,
+    *norms.EXPLANATIONS,
+    *rotary.EXPLANATIONS,
+    *grouped.EXPLANATIONS,
+    *decoder_only.EXPLANATIONS,
 )
 
 

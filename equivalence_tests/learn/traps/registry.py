@@ -11,6 +11,7 @@ from equivalence_tests.learn.traps import (
     parameters,
     sdpa,
     stacks,
+    todays,
     varlen,
 )
 from equivalence_tests.learn.traps.entry import Trap
@@ -24,7 +25,7 @@ TRAPS: tuple[Trap, ...] = tuple(
     sorted(
         (
             entry()
-            for module in (masks, causal, attention_maps, parameters, fast_path, stacks, sdpa, flex, varlen)
+            for module in (masks, causal, attention_maps, parameters, fast_path, stacks, sdpa, flex, varlen, todays)
             for entry in module.TRAPS
         ),
         key=lambda trap: trap.number,
