@@ -78,7 +78,7 @@ class Outcome:
 
     Args:
         aim: The aim.
-        ratios: One for each case that it concerns and in which both were timed, by case.
+        ratios: One for each case that it concerns and in which both were timed, by case; none if there is no such case.
     """
 
     aim: Aim
@@ -94,6 +94,11 @@ class Outcome:
         """The cases above the aim."""
         return [case for case, ratio in self.ratios.items() if ratio.value > self.aim.at_most]
 
+    @property
+    def verdict(self) -> str:
+        """Say in words whether it is met."""
+        return "not measured" if not self.ratios else "missed" if self.missed else "met"
+
 
 def outcomes(rows: Sequence[Row]) -> Iterator[Outcome]:
     """Hold results against the aims.
@@ -102,14 +107,12 @@ def outcomes(rows: Sequence[Row]) -> Iterator[Outcome]:
         rows: Results of one machine.
 
     Yields:
-        One entry for each aim of which there are results.
+        One entry for each aim.
     """
     timed = {(row.case, row.contender): row for row in rows if row.status == "timed"}
     for aim in AIMS:
         pairs = ((row, timed.get((row.case, aim.against))) for row in _of_scratch(timed.values(), aim))
-        ratios = {row.case: _ratio(aim, row, other) for row, other in pairs if other is not None}
-        if ratios:
-            yield Outcome(aim, ratios)
+        yield Outcome(aim, {row.case: _ratio(aim, row, other) for row, other in pairs if other is not None})
 
 
 def _of_scratch(rows: Iterable[Row], aim: Aim) -> Iterator[Row]:

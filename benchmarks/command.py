@@ -15,7 +15,7 @@ from benchmarks.fitting import fitted
 from benchmarks.grids import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Case, Grid, cases_of
 from benchmarks.measuring import machine_rates
 from benchmarks.own import check_own, own_takes_part
-from benchmarks.readme import renewed
+from benchmarks.readme import goals, renewed
 from benchmarks.regressions import change_table, changes_between
 from benchmarks.results import read_rows
 from benchmarks.screen import command_errors, console
@@ -26,6 +26,8 @@ __all__ = ["app"]
 
 WITH_OWN = ("attention", "self_attention", "cross_attention")
 SECONDS = {"quick": 0.4, "standard": 1.0, "full": 4.0}
+# What a preset has no time for: flex compiles for long, and math computes what "scratch textbook" does.
+TOO_SLOW = {"quick": {"flex"}, "standard": {"math"}}
 QUICK_SECONDS = 45.0  # for measuring; importing torch and writing the page take the rest of the minute
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode=None)
@@ -167,10 +169,12 @@ def report(
 
 @app.command()
 def readme() -> None:
-    """Renew the figures in README and in benchmarks/results."""
+    """Renew the figures in README and in benchmarks/results, and say which goals they meet."""
     with command_errors():
         for path, text in renewed().items():
             path.write_text(text, encoding="utf-8")
+        for line in goals():
+            console().print(escape(line), soft_wrap=True)
 
 
 def _preset(quick: bool, standard: bool, full: bool) -> str:
@@ -203,8 +207,8 @@ def _chosen_contenders(given: str | None, preset: str, devices: Sequence[str]) -
     for name in _names(given):
         validation.check_choice("contender", name, list(CONTENDERS))
     only_on_cuda = {"efficient", "cudnn"} if not any(x.startswith("cuda") for x in devices) else set()
-    slow_to_compile = {"flex"} if preset == "quick" else set()
-    return _names(given) or tuple(name for name in CONTENDERS if name not in only_on_cuda | slow_to_compile)
+    left_out = only_on_cuda | TOO_SLOW.get(preset, set())
+    return _names(given) or tuple(name for name in CONTENDERS if name not in left_out)
 
 
 def _devices(given: str) -> list[str]:

@@ -192,8 +192,8 @@ PRESETS: dict[str, tuple[Grid, ...]] = {
         Grid(("generate",), batch=(1,), length=(32,), width=(256,)),
     ),
     "standard": (
-        Grid(("attention",), batch=(1,), length=(64, 256, 1024, 2048, 4096)),
-        Grid(("attention",), batch=(1,), length=(1024, 2048, 4096), mask=("causal",)),
+        Grid(("attention",), batch=(1,), length=(64, 256, 1024, 4096)),
+        Grid(("attention",), batch=(1,), length=(256, 1024, 4096), mask=("causal",)),
         Grid(("attention",), ("backward",), batch=(1,), length=(64, 256, 1024, 4096)),
         Grid(("attention",), ("backward",), batch=(1,), length=(1024, 4096), mask=("causal",)),
         Grid(("attention",), ("forward", "backward"), batch=(1,), length=(4096,), mask=("window",)),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.advice import fastest
-from benchmarks.aims import outcomes
+from benchmarks.aims import Outcome, outcomes
 from benchmarks.contenders import BASELINE
 from benchmarks.grids import SETTINGS, Case, label_of
 from benchmarks.plots import at_a_glance, is_plain
@@ -12,7 +12,7 @@ from benchmarks.results import Row, ratio_between, read_rows
 from benchmarks.tables import bytes_in_words, cost_in_words, groups_of
 from scratch.validation import ArgumentValueError
 
-__all__ = ["README", "RESULTS", "highlights", "renewed", "tables"]
+__all__ = ["README", "RESULTS", "goals", "highlights", "renewed", "tables"]
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -149,7 +149,7 @@ def tables(rows: Sequence[Row], name: str, *, with_plot: bool) -> str:
     parts = [f"## {name}", f"{rows[0].environment}. The page, with plots: [{name}/report.html]({name}/report.html)."]
     if with_plot:
         parts.append(f"![Time of scratch over time of torch.nn, against the length]({name}/{GLANCE})")
-    parts += ["### What scratch aims for", _table(_aim_lines(rows))]
+    parts += ["### What scratch aims for", _table(_aim_lines(rows)), *_misses(rows)]
     for (component, mode), group in groups_of(rows).items():
         parts += [f"### {component}, {mode}".replace("_", " "), _table(_case_lines(group))]
     return "\n\n".join(parts)
@@ -163,18 +163,50 @@ def _table(lines: Iterator[Sequence[str]]) -> str:
 
 
 def _aim_lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
-    yield "aim", "compared with", "at most", "reached in", "greatest", "where"
+    yield "aim", "compared with", "at most", "", "reached in", "greatest", "where"
     for outcome in outcomes(rows):
-        worst, count = outcome.ratios[outcome.worst], len(outcome.ratios)
-        interval = "" if outcome.aim.of_memory else f" ({worst.low:.2f}–{worst.high:.2f})"
+        count, worst = len(outcome.ratios), outcome.worst if outcome.ratios else None
         yield (
             outcome.aim.what,
             f"`{outcome.aim.against}`",
             f"{outcome.aim.at_most:g}",
+            outcome.verdict,
             f"{count - len(outcome.missed)} of {count}",
-            f"{worst.value:.2f}{interval}",
-            str(outcome.worst),
+            "" if worst is None else _figure(outcome, worst),
+            "" if worst is None else str(worst),
         )
+
+
+def _misses(rows: Sequence[Row]) -> Iterator[str]:
+    """List every case above its aim, the farthest first."""
+    for outcome in outcomes(rows):
+        cases = sorted(outcome.missed, key=lambda case: -outcome.ratios[case].value)
+        lines = [f"- {_figure(outcome, case)}: {case}" for case in cases]
+        if lines:
+            yield f"Above {outcome.aim.at_most:g}, {outcome.aim.what}:\n\n" + "\n".join(lines)
+
+
+def _figure(outcome: Outcome, case: Case) -> str:
+    ratio = outcome.ratios[case]
+    return f"{ratio.value:.2f}" + ("" if outcome.aim.of_memory else f" ({ratio.low:.2f}–{ratio.high:.2f})")
+
+
+def goals(results: Path = RESULTS) -> Iterator[str]:
+    """Say of each aim whether the committed results meet it, machine by machine.
+
+    Args:
+        results: Holds a folder for each machine.
+
+    Yields:
+        A line for each aim, and one for each case that misses it.
+    """
+    for path in sorted(results.glob("*/results.jsonl")):
+        yield f"{path.parent.name}:"
+        for outcome in outcomes(read_rows(path)):
+            aim, count = outcome.aim, len(outcome.ratios)
+            greatest = f"; greatest of {count}: {_figure(outcome, outcome.worst)}" if count else ""
+            yield f"  {outcome.verdict}: {aim.what}, at most {aim.at_most:g} of {aim.against}{greatest}"
+            yield from (f"    {_figure(outcome, case)}: {case}" for case in outcome.missed)
 
 
 def _case_lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:

@@ -121,10 +121,29 @@ def test_the_tables_have_every_case() -> None:
     ) in lines
     assert "|  | out of memory |  |  |  |" in text
     assert (
-        "| modules in eval from length 1024 on | `torch.nn` | 1 | 1 of 2 | 1.10 (1.10–1.10) "
+        "| modules in eval from length 1024 on | `torch.nn` | 1 | missed | 1 of 2 | 1.10 (1.10–1.10) "
         "| self attention, forward, batch 1, length 1024, width 512, 8 heads, float32, 1 thread |"
     ) in lines
-    assert {line.count("|") for line in lines if line.startswith("|")} == {7}
+    assert {line.count("|") for line in lines if line.startswith("|")} == {7, 8}
+    missed = lines.index("Above 1, modules in eval from length 1024 on:")
+    assert lines[missed + 2].startswith("- 1.10 (1.10–1.10): self attention, forward, batch 1, length 1024, ")
+    assert text.count("\nAbove ") == 1
+
+
+def test_every_goal_is_said_to_be_met_missed_or_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "gpu").mkdir()
+    append_rows(tmp_path / "gpu" / "results.jsonl", [x for x in everything() if x.case.component != "generate"])
+    lines = list(readme.goals(tmp_path))
+    assert [line.split(":")[0].strip() for line in lines] == [
+        *("gpu", "missed", "1.10 (1.10–1.10)", *["met"] * 4, "not measured")
+    ]
+    assert lines[1] == (
+        "  missed: modules in eval from length 1024 on, at most 1 of torch.nn; greatest of 2: 1.10 (1.10–1.10)"
+    )
+    assert lines[6] == (
+        "  met: the function with a window of 256 at length 4096, at most 0.3 of torch.nn; greatest of 1: "
+        "0.27 (0.27–0.27)"
+    )
 
 
 @pytest.fixture
