@@ -13,6 +13,7 @@ import torch
 from benchmarks.environment import environment_of
 from benchmarks.grids import Case
 from benchmarks.results import Row, append_rows, ratio_between, read_rows, without_cut_line, write_csv
+from equivalence_tests.learn.page import speed
 
 ENVIRONMENT = environment_of(torch.device("cpu"))
 ROWS = [
@@ -121,3 +122,13 @@ def test_the_csv_has_a_column_for_each_setting_and_result(tmp_path: Path) -> Non
     assert second["status"] == "unequal"
     assert second["median_us"] == ""
     assert not {"case", "environment", "rounds_us"} & set(first)
+
+
+def test_the_page_to_learn_from_shows_every_row_that_was_timed() -> None:
+    """It reads the files itself: what it depends on must not depend on it."""
+    files = speed.RESULTS.glob("*/results.jsonl")
+    timed = [(x.contender, x.case.query_len) for file in files for x in read_rows(file) if x.status == "timed"]
+    data = speed.speed_data()
+    answers = [single.answer for single in data["singles"]]
+    answers += [answer for chart in data["charts"] for answer in chart.answers]
+    assert sorted((row.contender, answer.length) for answer in answers for row in answer.rows) == sorted(timed)

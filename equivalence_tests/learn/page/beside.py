@@ -19,6 +19,7 @@ __all__ = ["Chunk", "Half", "Twin", "Unit", "address_of", "twins"]
 
 FOLDERS = {"scratch": Path(inspect.getfile(scratch)).parent, "builtin": Path(inspect.getfile(builtin)).parent}
 NOT_SHOWN = ("__init__", "__main__")
+FIRST = ("functional", "attention", "masks", "layers", "transformer", "seq2seq")  # the way into the code
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,15 @@ def twins() -> tuple[Twin, ...]:
     """Set every file of scratch beside its twin.
 
     Returns:
-        Files with a twin first, in the order of the names.
+        Files with a twin first: those that one reads first, then by name.
     """
     files = sorted(path.stem for path in FOLDERS["scratch"].glob("*.py") if path.stem not in NOT_SHOWN)
     found = [_twin(name) for name in files]
-    return tuple(sorted(found, key=lambda twin: not twin.has_twin))
+    return tuple(sorted(found, key=_rank))
+
+
+def _rank(twin: Twin) -> tuple[bool, int]:
+    return not twin.has_twin, FIRST.index(twin.name) if twin.name in FIRST else len(FIRST)
 
 
 def _twin(name: str) -> Twin:

@@ -36,47 +36,47 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "steps",
         "Step by step",
-        "One small attention from inputs to output: what the hand-written code does at each step, what torch.nn does, "
-        "and the numbers of both.",
+        "One small attention from input to output: at each step the line of scratch, the line of torch.nn, the "
+        "operation that each runs, and the numbers of both.",
         steps_section.views,
         tape.lacks,
     ),
     Section(
         "switches",
         "Switches",
-        "Every argument of the built-in attention: turn one and see what changes, which way torch takes, and which "
-        "lines of scratch do the same.",
+        "Every argument of the built-in attention: set one, and see what changes, which path torch takes, and which "
+        "lines of scratch do it.",
         switches.switch_data,
         tape.lacks,
     ),
     Section(
         "code",
         "Code beside code",
-        "Every file of scratch beside its twin in builtin, line against line. Docstrings are folded, names are linked.",
+        "Every file of scratch beside its twin in builtin, line against line. Docstrings fold out, names are links.",
         beside.twins,
     ),
     Section(
         "masks",
         "Masks",
-        "Who may look at whom: every builder drawn, and a converter between the three conventions of torch.",
+        "Who may look at whom: every mask builder drawn, and a converter between torch's three conventions.",
         gallery.mask_data,
     ),
     Section(
         "traps",
         "Traps",
-        "What people write beside what helps. Both were run while this page was built, and this is what they printed.",
+        "What people write, beside what helps, with what each printed when it was run to build this page.",
         trap_cards.trap_data,
     ),
     Section(
         "mistakes",
         "Find the mistake",
-        "Twelve attentions, each with one mistake. Look at the numbers, guess the line, then read what verify says.",
+        "Twelve attentions, each with one mistake. Look at the numbers, guess the line, then see what verify finds.",
         exercises.exercise_data,
     ),
     Section(
         "speed",
         "How fast",
-        "At your size, what should you use? The measurements of this repository, each made in turns with the built-in.",
+        "What should you use at your size? The times of all implementations, each taken in turns with the built-in.",
         speed.speed_data,
         speed.lacks,
     ),

@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "Answer", "Chart", "Line", "lacks", "speed_data"]
+__all__ = ["RESULTS", "Answer", "Chart", "Line", "Single", "lacks", "speed_data"]
 
 # The files alone are read: benchmarks stands on this package, never the other way round.
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -18,12 +19,12 @@ FOOT = HEIGHT - BOTTOM
 LABEL_HEIGHT = 17
 AS_FAST = 1.05  # within this of the fastest, a difference is not worth a choice
 WORDS = {
-    "builtin": "builtin: torch.nn behind the checks of this project",
+    "builtin": "torch.nn behind the checks of this project",
     "scratch": "written out by hand",
     "torch.nn": "torch.nn as it comes",
-    "plain path": "torch.nn or its function, held to the plain path",
-    "math": "F.scaled_dot_product_attention held to its MATH backend",
-    "flash": "F.scaled_dot_product_attention held to its fused backend",
+    "plain path": "torch.nn, or its function, kept off its fast path",
+    "math": "F.scaled_dot_product_attention with its MATH backend",
+    "flash": "F.scaled_dot_product_attention with its fused backend",
     "flex": "torch's flex_attention, compiled",
     "scratch recomputed": "by hand, without a cache",
 }
@@ -96,6 +97,15 @@ class Chart:
     y_ticks: tuple[Tick, ...]
 
 
+@dataclass(frozen=True)
+class Single:
+    """What was measured at one length only."""
+
+    title: str
+    sizes: str
+    answer: Answer
+
+
 def lacks(results: Path = RESULTS) -> str:
     """Say why there is nothing to draw; "" if there is."""
     if any(results.glob("*/results.jsonl")):
@@ -110,37 +120,45 @@ def speed_data(results: Path = RESULTS) -> dict[str, Any]:
         results: A folder with one folder for each machine.
 
     Returns:
-        Charts of what was measured at several lengths; the words and the colours of the contenders; the frame.
+        Charts of what was measured at several lengths, and what was at one; the words and the colours of the
+        contenders; the frame.
     """
-    charts = tuple(chart for file in sorted(results.glob("*/results.jsonl")) for chart in _charts(file))
-    found = dict.fromkeys(line.contender for chart in charts for line in chart.lines)
+    groups = [group for file in sorted(results.glob("*/results.jsonl")) for group in _groups(file)]
+    named = list(zip(_titles([rows[0] for _, rows in groups]), groups, strict=True))
+    charts = tuple(_chart(title, *group) for title, group in named if len(_lengths(group[1])) > 1)
+    singles = tuple(_single(title, rows) for title, (_, rows) in named if len(_lengths(rows)) == 1)
+    found = dict.fromkeys(row["contender"] for _, rows in groups for row in rows)
     order = [*(name for name in WORDS if name in found), *(name for name in found if name not in WORDS)]
     return {
         "charts": charts,
+        "singles": singles,
         "words": {name: WORDS[name] for name in order if name in WORDS},
         "colours": {name: number for number, name in enumerate(order)},
         "frame": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "foot": FOOT},
     }
 
 
-def _charts(file: Path) -> list[Chart]:
-    lines = file.read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["status"] == "timed"]
-    rows.sort(key=lambda row: (_group(row), row["case"]["query_len"]))
-    groups = [list(group) for _, group in groupby(rows, key=_group)]
-    several = [group for group in groups if len({row["case"]["query_len"] for row in group}) > 1]
-    return [_chart(file.parent.name, group) for group in several]
+def _groups(file: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Read what was timed on a machine, in the order of the file: rows of one chart together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        if row["status"] == "timed":
+            groups.setdefault(_group(row), []).append(row)
+    yield from ((file.parent.name, rows) for rows in groups.values())
 
 
 def _group(row: dict[str, Any]) -> str:
-    """Say what was measured, whatever the length: rows of one chart have it in common."""
+    """Say what was measured, whatever the length."""
     case = {key: value for key, value in row["case"].items() if key not in ("query_len", "key_len")}
     return json.dumps(case, sort_keys=True)
 
 
-def _chart(machine: str, rows: Sequence[dict[str, Any]]) -> Chart:
-    case, environment = rows[0]["case"], rows[0]["environment"]
-    lengths = sorted({row["case"]["query_len"] for row in rows})
+def _lengths(rows: Sequence[dict[str, Any]]) -> list[int]:
+    return sorted({row["case"]["query_len"] for row in rows})
+
+
+def _chart(title: str, machine: str, rows: Sequence[dict[str, Any]]) -> Chart:
+    lengths = _lengths(rows)
     times = [row["median_us"] for row in rows]
     low, high = 10 ** math.floor(math.log10(min(times))), 10 ** math.ceil(math.log10(max(times)))
 
@@ -152,17 +170,16 @@ def _chart(machine: str, rows: Sequence[dict[str, Any]]) -> Chart:
         return TOP + math.log(high / microseconds) / math.log(high / low) * (HEIGHT - TOP - BOTTOM)
 
     points: dict[str, list[Point]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["case"]["query_len"]):
         length, time = row["case"]["query_len"], row["median_us"]
         points.setdefault(row["contender"], []).append(Point(length, time, x_of(length), y_of(time)))
     answers = [_answer(x, x_of(x), [row for row in rows if row["case"]["query_len"] == x]) for x in lengths]
     decades = [10**power for power in range(round(math.log10(low)), round(math.log10(high)) + 1)]
-    where = f"{environment['processor']}, {case['threads']} threads, torch {environment['torch'].partition('+')[0]}"
     return Chart(
-        "-".join([machine, *_title(case).replace(",", "").split()]),
-        _title(case),
-        f"batch {case['batch']}, width {case['embed_dim']}, {case['num_heads']} heads, {case['dtype']}",
-        f"{environment['accelerator'] or where}, {environment['measured_at'][:10]}",
+        "-".join([machine, *re.findall(r"\w+", title)]),
+        title,
+        _sizes(rows[0]["case"]),
+        _machine(rows[0]),
         _lines(points),
         tuple(answers),
         tuple(Tick(x_of(x), f"{x:,}") for x in lengths),
@@ -170,9 +187,38 @@ def _chart(machine: str, rows: Sequence[dict[str, Any]]) -> Chart:
     )
 
 
+def _single(title: str, rows: Sequence[dict[str, Any]]) -> Single:
+    (length,) = _lengths(rows)
+    return Single(title, f"{_sizes(rows[0]['case'])}. {_machine(rows[0])}", _answer(length, 0.0, rows))
+
+
+def _sizes(case: dict[str, Any]) -> str:
+    layers = f", {case['num_layers']} layers" if case["num_layers"] else ""
+    return f"batch {case['batch']}, width {case['embed_dim']}, {case['num_heads']} heads{layers}, {case['dtype']}"
+
+
+def _machine(row: dict[str, Any]) -> str:
+    environment = row["environment"]
+    threads = "" if environment["accelerator"] else f", {row['case']['threads']} threads"
+    where = environment["accelerator"] or environment["processor"]
+    torch_version = environment["torch"].partition("+")[0]
+    return f"{where}{threads}, torch {torch_version}, {environment['measured_at'][:10]}"
+
+
+def _titles(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Name what was measured; where two have one name, with the sizes and the device."""
+    plain = [_title(row["case"]) for row in rows]
+    count = Counter(plain)
+    return [
+        f"{title}, {_sizes(row['case'])}, {row['case']['device']}" if count[title] > 1 else title
+        for title, row in zip(plain, rows, strict=True)
+    ]
+
+
 def _title(case: dict[str, Any]) -> str:
     parts = [case["component"].replace("_", " "), case["mode"].replace("_", " ")]
-    parts += [f"{case['mask']} mask"] if case["mask"] != "none" else []
+    mask = case["mask"].replace("both", "causal and padding")
+    parts += [f"{mask} mask"] if mask != "none" else []
     parts += ["with weights"] if case["need_weights"] else []
     parts += [case["dtype"]] if case["dtype"] != "float32" else []
     parts += ["compiled"] if case["compiled"] else []
@@ -190,19 +236,27 @@ def _lines(points: dict[str, list[Point]]) -> tuple[Line, ...]:
 
 def _answer(length: int, x: float, rows: Sequence[dict[str, Any]]) -> Answer:
     ranked = sorted(rows, key=lambda row: row["median_us"])
-    best, builtin = ranked[0], next(row for row in rows if row["contender"] == "builtin")
-    time = duration(best["median_us"])
-    if builtin["median_us"] <= AS_FAST * best["median_us"]:
-        sentence = f"At {length:,}, the built-in: nothing measured is faster by more than a twentieth. It takes {time}."
-    else:
-        ratio = builtin["median_us"] / best["median_us"]
-        sentence = f"At {length:,}, {best['contender']}: {time}, and the built-in takes {ratio:.1f} times as long."
-    return Answer(length, x, sentence, tuple(_row(row, builtin["median_us"]) for row in ranked))
+    builtin = next((row["median_us"] for row in rows if row["contender"] == "builtin"), math.nan)
+    return Answer(length, x, _sentence(length, ranked[0], builtin), tuple(_row(row, builtin) for row in ranked))
+
+
+def _sentence(length: int, best: dict[str, Any], builtin: float) -> str:
+    time, ratio = best["median_us"], builtin / best["median_us"]
+    if ratio <= AS_FAST:
+        return (
+            f"At length {length:,}, the built-in: it takes {duration(builtin)}, and nothing measured is faster by "
+            "more than 5%."
+        )
+    if math.isnan(builtin):
+        return f"At length {length:,}, {best['contender']}: it takes {duration(time)}, and the built-in does not run."
+    return (
+        f"At length {length:,}, {best['contender']}: it takes {duration(time)}, the built-in {ratio:.2f} times as long."
+    )
 
 
 def _row(row: dict[str, Any], builtin: float) -> Row:
     memory = row["peak_memory_bytes"]
-    ratio = f"{row['median_us'] / builtin:.2f}"
+    ratio = "" if math.isnan(builtin) else f"{row['median_us'] / builtin:.2f}"
     return Row(
         row["contender"], duration(row["median_us"]), ratio, "" if memory is None else size(memory), row["unstable"]
     )
@@ -214,16 +268,20 @@ def duration(microseconds: float) -> str:
     >>> duration(117.7), duration(4321.0), duration(2_000_000)
     ('118 µs', '4.32 ms', '2 s')
     """
-    for unit, factor in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= factor:
-            return f"{microseconds / factor:.3g} {unit}"
-    return f"{microseconds:.3g} µs"
+    return _in_units(microseconds, (("s", 1e6), ("ms", 1e3), ("µs", 1)))
 
 
 def size(count: int) -> str:
     """Print a number of bytes with three digits.
 
-    >>> size(199680), size(8_400_000)
-    ('195 KiB', '8.01 MiB')
+    >>> size(199680), size(8_400_000), size(2**30 - 1), size(2**30)
+    ('195 KiB', '8.01 MiB', '1024 MiB', '1 GiB')
     """
-    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 2**10:.3g} KiB"
+    return _in_units(count, (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)))
+
+
+def _in_units(number: float, units: Sequence[tuple[str, float]]) -> str:
+    """Print a number in the largest unit of which it has one, or else in the smallest."""
+    unit, factor = next((x for x in units if number >= x[1]), units[-1])
+    share = number / factor
+    return f"{share:.3g} {unit}" if share < 999.5 else f"{share:.0f} {unit}"

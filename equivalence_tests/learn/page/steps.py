@@ -108,7 +108,8 @@ class Step:
 class View:
     """A way through one thing: its address, its title, a sentence and the steps.
 
-    ``call`` is the code that was run, ``notes`` are sentences with numbers that were computed.
+    ``call`` is the code that was run, ``notes`` are sentences with numbers that were computed, and ``is_code`` says
+    that the formulas of the steps are Python.
     """
 
     name: str
@@ -117,6 +118,7 @@ class View:
     call: str
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
+    is_code: bool = False
 
 
 def attention_pair(**arguments: Any) -> tuple[scratch.MultiheadAttention, nn.MultiheadAttention]:

@@ -38,12 +38,15 @@ from scratch.recording import STAGES
 __all__ = ["attention_view", "backward_view", "decoding_view"]
 
 FORMULAS = {
-    "q": ("query W_q + b_q, in heads", "Each query is projected, and the result is cut into one piece for each head."),
-    "k": ("key W_k + b_k, in heads", "Each key is projected the same way with its own matrix."),
-    "v": ("value W_v + b_v, in heads", "And so is each value: this is what the output will be made of."),
-    "scores": ("q kᵀ / √head_dim", "Every query meets every key: a dot product says how well the two match."),
+    "q": (
+        "query W_q + b_q, in heads",
+        "Each query is multiplied by a matrix, and the result is cut into one piece for each head.",
+    ),
+    "k": ("key W_k + b_k, in heads", "Each key likewise, by a matrix of its own."),
+    "v": ("value W_v + b_v, in heads", "Each value too. The output will be made of these."),
+    "scores": ("q kᵀ / √head_dim", "Every query meets every key: their dot product says how well the two match."),
     "masked_scores": ("scores + score_bias", "What a query may not look at gets −∞, everything else keeps its score."),
-    "weights": ("softmax(masked_scores)", "Each row becomes positive and sums to 1. A score of −∞ becomes 0."),
+    "weights": ("softmax(masked_scores)", "Softmax makes each row positive, with a sum of 1. A score of −∞ becomes 0."),
     "context": ("weights v", "Each query takes the mean of the values, weighted by its row."),
     "merged": ("Concat(context₁, …, context_h)", "The heads are put side by side again. No number changes."),
     "output": ("merged W_o + b_o", "One last projection mixes what the heads have found."),
@@ -69,8 +72,9 @@ def attention_view() -> View:
     cells = explain_cells(pair[0], tensors)
     steps = [_attention_step(x, tensors, bare if x == "scores" else masked, cells[x]) for x in STAGES]
     lead = (
-        "Three queries look at five keys with two heads. The queries are the last of the keys, so a causal mask hides "
-        "the later ones."
+        "Each query asks for something, each key says what its token has to offer, and each value is what the token "
+        "hands over: the better a query matches a key, the more it takes of that value. Here three queries look at "
+        "five keys, with two heads. A causal mask sets the last query beside the last key and hides what comes later."
     )
     return View("attention", "Attention", lead, shown(call_attention), tuple(steps))
 
@@ -122,14 +126,14 @@ def decoding_view() -> View:
     stages = [stage for stage in STAGES if stage != "scores"]  # the newest token may look at all: nothing is masked
     steps = tuple(_decoding_step(stage, full, ours_tape, torch_tape) for stage in stages)
     lead = (
-        "The fifth token joins four that have been seen. By hand their keys and values are remembered; torch.nn has no "
-        "cache, computes every row again, and only the last one is new."
+        "A fifth token joins four that have been seen. scratch has kept their keys and values. torch.nn has no cache: "
+        "it computes all five rows again, of which only the last is new."
     )
     cache = remembering()
     flops = [_flops(lambda: call_with_cache(ours, x, cache)), _flops(lambda: call_without_cache(theirs, x, may_attend))]
     notes = (
-        f"Operations for this one token, counted by torch: {flops[0]:,} with the cache, {flops[1]:,} without, "
-        f"{flops[1] / flops[0]:.1f} times as many.",
+        f"Floating-point operations for this one token, counted by torch: {flops[0]:,} with the cache and "
+        f"{flops[1]:,} without, which is {flops[1] / flops[0]:.1f} times as many.",
     )
     call = f"{shown(call_with_cache)}  # scratch\n{shown(call_without_cache)}  # torch.nn"
     return View("decoding", "One step of decoding", lead, call, steps, notes)
@@ -160,15 +164,18 @@ def _decoding_step(stage: str, stages: dict[str, Tensor], ours_tape: Tape, torch
 # Each gradient from those after it: run while the page is built, and compared with what autograd gives.
 CHAIN_RULE = {
     "merged": ("d_output @ W_o", "The output's gradient goes back through the last projection."),
-    "context": ("d_merged, in heads", "And is cut into heads again. No number changes."),
-    "weights": ("d_context @ v.mT", "A weight matters as much as its value points the way the context should go."),
-    "v": ("weights.mT @ d_context", "A value learns from every query, by the weight that it had there."),
+    "context": ("d_merged, in heads", "Cut into heads again. No number changes."),
+    "weights": ("d_context @ v.mT", "A weight counts as much as its value points along the gradient of the context."),
+    "v": ("weights.mT @ d_context", "A value learns from every query, by as much as the query looked at it."),
     "masked_scores": (
         "weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True))",
-        "Softmax only passes on what is above the row's mean: a row of weights sums to 1 and cannot rise as a whole.",
+        "Softmax passes on only what differs from the row's mean: weights sum to 1 and cannot rise all together.",
     ),
-    "q": ("d_masked_scores @ k / math.sqrt(head_dim)", "A query moves towards the keys that should have scored more."),
-    "k": ("d_masked_scores.mT @ q / math.sqrt(head_dim)", "And a key towards the queries that should have found it."),
+    "q": (
+        "d_masked_scores @ k / math.sqrt(head_dim)",
+        "A query moves towards the keys that should have scored higher.",
+    ),
+    "k": ("d_masked_scores.mT @ q / math.sqrt(head_dim)", "A key moves towards the queries that should have found it."),
 }
 
 
@@ -189,7 +196,7 @@ def backward_view() -> View:
         "Beside each gradient stands the line of the forward pass that it comes back through."
     )
     call = f"{shown(call_attention)}[0].backward(gradient)"
-    return View("backward", "Backward", lead, call, steps)
+    return View("backward", "Backward", lead, call, steps, is_code=True)
 
 
 def _backward_step(

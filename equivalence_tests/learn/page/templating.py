@@ -1,12 +1,13 @@
 """The templates and what they can call."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from equivalence_tests.learn.page.code import coloured
 
@@ -29,6 +30,7 @@ def environment() -> Environment:
     )
     found.filters["coloured"] = coloured
     found.filters["json"] = as_json
+    found.filters["with_indices"] = with_indices
     found.globals["file"] = text_of
     return found
 
@@ -40,6 +42,15 @@ def as_json(value: Any) -> Markup:
     Markup('["\\u003c/script>"]')
     """
     return Markup(json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def with_indices(formula: str) -> Markup:
+    """Set the indices of weights and biases below the line.
+
+    >>> with_indices("query W_q + b_q, in heads")
+    Markup('query W<sub>q</sub> + b<sub>q</sub>, in heads')
+    """
+    return Markup(re.sub(r"\b([Wb])_([qkvo])\b", r"\1<sub>\2</sub>", str(escape(formula))))
 
 
 def text_of(name: str) -> Markup:

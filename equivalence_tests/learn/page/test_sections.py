@@ -198,6 +198,15 @@ def test_every_measurement_of_a_chart_is_in_the_files(page: PageReader) -> None:
     timed = {(row["contender"], speed.duration(row["median_us"])) for row in rows if row["status"] == "timed"}
     charts = speed.speed_data()["charts"]
     assert charts
+    singles = [single.answer for single in speed.speed_data()["singles"]]
+    found = [row for table in page.numbers("speed-others") for row in table]
+    assert [row[:2] for row in found] == [[row.time, row.ratio] for answer in singles for row in answer.rows]
+    assert timed == {
+        (row.contender, row.time)
+        for answers in (singles, *(chart.answers for chart in charts))
+        for answer in answers
+        for row in answer.rows
+    }
     for chart in charts:
         assert len(chart.answers) > 1
         expected = [[row.time, row.ratio, row.memory] for answer in chart.answers for row in answer.rows]
@@ -219,7 +228,26 @@ def test_answers_name_the_fastest_or_the_built_in() -> None:
             }
             fastest = min(times, key=lambda contender: times[contender])
             as_fast = times["builtin"] <= 1.05 * times[fastest]
-            assert (", the built-in:" if as_fast else f", {fastest}: ") in answer.sentence
+            whose = "the built-in" if as_fast else fastest
+            time = speed.duration(times["builtin"] if as_fast else times[fastest])
+            assert f", {whose}: it takes {time}, " in answer.sentence
+
+
+def test_an_answer_without_the_built_in_says_so() -> None:
+    row = {"contender": "scratch", "median_us": 7.0, "peak_memory_bytes": None, "unstable": ""}
+    answer = speed._answer(64, 0.0, [row])
+    assert answer.sentence == "At length 64, scratch: it takes 7 µs, and the built-in does not run."
+    assert answer.rows[0].ratio == ""
+
+
+def test_charts_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    (file,) = speed.RESULTS.glob("cpu/results.jsonl")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    wider = [row | {"case": row["case"] | {"embed_dim": 1024}} for row in rows]
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "results.jsonl").write_text("\n".join(map(json.dumps, rows + wider)), encoding="utf-8")
+    charts = speed.speed_data(tmp_path)["charts"]
+    assert len({chart.name for chart in charts}) == len(charts) == 2 * len(speed.speed_data()["charts"])
 
 
 def test_labels_of_a_chart_do_not_cover_each_other() -> None:

@@ -114,7 +114,7 @@ def versions(trap: Trap) -> str:
     """Say what is known of the versions that have the trap."""
     known = [f"since torch {trap.since}"] if trap.since else []
     known += [f"mended in torch {trap.mended_in}"] if trap.mended_in else []
-    known.append(f"checked on {', '.join(CHECKED_ON)}")
+    known.append(f"checked on torch {', '.join(CHECKED_ON)}")
     text = "; ".join(known)
     return f"{text[0].upper()}{text[1:]}."
 

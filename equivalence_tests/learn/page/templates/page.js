@@ -189,6 +189,7 @@ all(".exercise").forEach(exercise => {
   let guesses = 0;
   all(".lines code", exercise).forEach(code => {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: code.textContent });
+    code.parentElement.style.setProperty("--deep", code.textContent.search(/\S/) + 4);  // a long line goes on further in
     code.replaceWith(button);
   });
   exercise.addEventListener("click", event => {
