@@ -26,9 +26,11 @@ from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.tracing import tensors_in
 
-__all__ = ["ACTIVATIONS", "PART_KINDS", "examine_part", "guess_kind", "kind_of_name", "there_and_back"]
+__all__ = ["ACTIVATIONS", "BY_DATA_FLOW", "PART_KINDS", "examine_part", "guess_kind", "kind_of_name", "there_and_back"]
 
 PART_KINDS = ("layer_norm", "feed_forward", "positional_encoding", "mask_builder", "layers")
+# Under this name a copy of a module keeps the kind that a run showed, where its own name says nothing.
+BY_DATA_FLOW = "_kind_by_data_flow"
 NAMES = (
     (r"attention|attn|mhs?a|multi_?head|^head$", "attention"),
     (r"feed_?forward", "feed_forward"),  # one may hold a norm, and say so in its name
@@ -51,6 +53,8 @@ def guess_kind(found: Any) -> str:
     >>> guess_kind(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))), guess_kind(nn.Linear(2, 2))
     ('feed_forward', '')
     """
+    if isinstance(found, nn.Module) and BY_DATA_FLOW in vars(found):
+        return str(vars(found)[BY_DATA_FLOW])
     if isinstance(found, nn.Sequential):
         return "feed_forward" if _is_feed_forward(found) else ""
     if builds_masks(found):

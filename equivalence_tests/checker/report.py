@@ -40,6 +40,7 @@ class Report:
         checks: The small checks.
         notes: What else the user should know.
         reason: Why it could not be checked, or what differs where no finding says so; "" otherwise.
+        place: Path of the module that runs it, where it is one of several in a call; "" otherwise.
         seconds: CPU time that it took.
     """
 
@@ -53,11 +54,17 @@ class Report:
     checks: list[CheckResult] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reason: str = ""
+    place: str = ""
     seconds: float = 0.0
 
     def __bool__(self) -> bool:
         """True if it is equal to torch, but for what is meant so at most."""
         return self.verdict == "equal"
+
+    @property
+    def title(self) -> str:
+        """What was checked, and where in it."""
+        return f"{self.target}: {self.place}" if self.place else self.target
 
     @property
     def exit_status(self) -> int:
@@ -95,7 +102,7 @@ class Report:
 
     def __rich__(self) -> Group:
         """Lay the report out for a terminal: what is wrong first, and how the code was read after it."""
-        return Group(headline(self.verdict, self.target, self.kind, self.meant), *self._parts())
+        return Group(headline(self.verdict, self.title, self.kind, self.meant), *self._parts())
 
     def _parts(self) -> Iterator[RenderableType]:
         if self.reason:

@@ -19,6 +19,7 @@ from equivalence_tests.checker.attention import independent_samples
 from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, random_inputs
 from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.describe import guilty_line
+from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.findings import CheckResult, Finding
 from equivalence_tests.checker.judging import Clock
@@ -30,7 +31,7 @@ from equivalence_tests.checker.model_calls import Attempts, ModelRun, run_model,
 from equivalence_tests.checker.model_masks import judge_model_masks
 from equivalence_tests.checker.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.part_mistakes import PART_MISTAKES, PartMistake
-from equivalence_tests.checker.parts import examine_part, guess_kind, kind_of_name
+from equivalence_tests.checker.parts import BY_DATA_FLOW, examine_part, guess_kind, kind_of_name
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Adapter, Subject, sizes_of, subjects
 from equivalence_tests.checker.tracing import modules_created, tensors_in
@@ -56,6 +57,7 @@ class Walk:
         sizes: Of the tensors.
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
         masks: For each class of layer, what its masks hide.
+        watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
     """
 
     report: Report
@@ -63,6 +65,7 @@ class Walk:
     sizes: Sizes
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
     masks: dict[type[nn.Module], list[LayerMask]] = field(default_factory=dict)
+    watched: dict[str, Report] = field(default_factory=dict)
 
     def check(self, name: str, mistakes: list[str], place: str, evidence: str, source: Source) -> None:
         """Add a row, and a finding for each mistake."""
@@ -115,17 +118,46 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     torch.set_default_dtype(torch.float64)
     prepare(module)
     walk = Walk(Report(name, "layers"), module, subject.sizes)
+    _watch(walk)
     for path, child in _examined_children(module):
         _add_child(walk, path, child)
+    _add_inline(walk)
     layers = list(_layers(module))
     for path, layer in layers:
         _add_layer(walk, path, layer)
-    if not layers and not set(atoms_of(module).values()) & {"attention", "layers"}:
+    if not layers and not walk.watched and not set(atoms_of(module).values()) & {"attention", "layers"}:
         walk.skip("wiring", "it holds no attention; if parts are handed to its constructor, pass an instance")
     _add_mask_methods(walk)
     _add_layout_clash(walk)
     _add_model(walk)
     return _concluded(walk.report, subject)
+
+
+def _watch(walk: Walk) -> None:
+    """Run the whole once, and find its attentions by their data flow, whatever their names."""
+    run, _ = _run(walk)
+    if run is None:
+        return
+    module = walk.module
+    with contextlib.suppress(Exception):  # the user's code; its parts are looked at one by one all the same
+        for report in diagnose_call(run.call, (run.source, run.target), module=module, name=walk.report.target):
+            walk.watched.setdefault(report.place, report)
+    for path in walk.watched:
+        child = module.get_submodule(path)
+        if path and not kind_of(path, child) and not any(kind_of(path, m) == "attention" for m in child.modules()):
+            vars(child)[BY_DATA_FLOW] = "attention"
+
+
+def _add_inline(walk: Walk) -> None:
+    """Tell of an attention that a layer computes in its own forward, where no module of its own holds it."""
+    attentions = [path for path, kind in atoms_of(walk.module).items() if kind in ("attention", "layers")]
+    seen: set[type[nn.Module]] = set()
+    for path, report in walk.watched.items():
+        child = walk.module.get_submodule(path)
+        held = any(path == one or path.startswith(f"{one}.") or one.startswith(f"{path}.") for one in attentions)
+        if type(child) not in seen and not (held and path) and not (attentions and not path):
+            seen.add(type(child))
+            _add_part(walk, path, report)
 
 
 def _concluded(report: Report, subject: Subject) -> Report:
@@ -233,15 +265,23 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
         )
     except CannotCheckError as error:
         part = Report(path, reason=str(error))
+    if kind == "attention" and part.verdict == "unchecked":
+        part = walk.watched.get(path, part)  # what cannot be called alone was run where it stands
+    walk.contained[_mark(child)] = _adds_residual(part)
+    _add_part(walk, path, part)
+    torch.set_default_dtype(torch.float64)
+
+
+def _add_part(walk: Walk, path: str, part: Report) -> None:
+    """Take over what was found out about a part."""
     outcome = {"equal": "passed", "partial": "passed", "deviates": "failed", "unchecked": "skipped"}[part.verdict]
     failed = [c.name for c in part.checks if c.outcome == "failed"]
     detail = "" if part.verdict == "equal" else ", ".join(part.mistakes or failed) or " ".join(part.reason.split())
-    walk.report.checks.append(CheckResult(f"{path} ({part.kind or kind})", outcome, detail))  # type: ignore[arg-type]
+    kind = part.kind or kind_of(path, walk.module.get_submodule(path))
+    walk.report.checks.append(CheckResult(f"{path or 'it'} ({kind})", outcome, detail))  # type: ignore[arg-type]
     walk.report.findings += [replace(f, where=path) for f in part.findings]
     told = [*part.conventions[:1], *(row for row in part.conventions[1:] if row[0] == "queries and keys")]
-    walk.report.conventions += [(f"{path}: {what}", here, there) for what, here, there in told]
-    walk.contained[_mark(child)] = _adds_residual(part)
-    torch.set_default_dtype(torch.float64)
+    walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in told]
 
 
 def _adds_residual(part: Report) -> bool | None:
@@ -366,6 +406,9 @@ def _wiring(walk: Walk, caller: Caller, plan: CallPlan, lengths: Sizes, layer: n
 def _add_layer_masks(
     walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, source: Source, crossed: bool
 ) -> None:
+    within = [f.stage for f in walk.report.findings if f.where.startswith(f"{path}." if path else "")]
+    if {"softmax", "mask"} & set(within):
+        return  # what the layer does with a mask cannot be told where its attention goes wrong over it
     read = list(read_layer_masks(caller, plan, lengths))
     walk.masks[type(caller.function)] = read  # type: ignore[index]  # layers are modules
     for mask in read:

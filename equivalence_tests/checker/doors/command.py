@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -136,9 +136,20 @@ def _show(reports: Sequence[Report], console: Console) -> None:
     """Print the table first where there are several, then every report that has something to say."""
     if len(reports) > 1:
         show(_table(reports), console)
+    told: dict[Any, list[Report]] = {}
     for report in reports:
         if len(reports) == 1 or report.verdict in ("deviates", "partial"):
-            show(report, console)
+            told.setdefault(_alike(report), []).append(report)
+    for first, *others in told.values():
+        show(first, console)
+        if others:
+            show(Text("  The same in " + ", ".join(report.place for report in others)), console)
+
+
+def _alike(report: Report) -> Any:
+    """What two attentions of one model share that need not be told twice."""
+    found = tuple((finding.name, finding.line) for finding in report.findings)
+    return (report.target, report.verdict, found) if report.place and found else id(report)
 
 
 def _table(reports: Sequence[Report]) -> Table:
@@ -151,7 +162,7 @@ def _table(reports: Sequence[Report]) -> Table:
             told = "not run: " + ", ".join(exercise.what for exercise in report.not_exercised)
         elif report.meant and not told:
             told = "meant so: " + ", ".join(finding.name for finding in report.meant)
-        table.add_row(Text(report.target), Text(report.verdict), Text(told))
+        table.add_row(Text(report.title), Text(report.verdict), Text(told))
     return table
 
 

@@ -44,26 +44,26 @@ def to_github(reports: Sequence[Report]) -> Iterator[str]:
             place = f"file={finding.line.path},line={finding.line.number}," if finding.line else ""
             yield f"::error {place}title={_escaped(finding.name)}::{_escaped(finding.sentence + ' ' + finding.fix)}"
         if report.verdict == "unchecked":
-            yield f"::warning title=could not be checked::{_escaped(report.target + ': ' + report.reason)}"
+            yield f"::warning title=could not be checked::{_escaped(report.title + ': ' + report.reason)}"
 
 
 def _suite(report: Report) -> ElementTree.Element:
-    suite = ElementTree.Element("testsuite", name=f"verify {report.target}")
+    suite = ElementTree.Element("testsuite", name=f"verify {report.title}")
     for finding in report.findings:
-        case = ElementTree.SubElement(suite, "testcase", classname=report.target, name=finding.name)
+        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=finding.name)
         ElementTree.SubElement(case, "failure", message=finding.sentence).text = _told(finding)
     for check in report.checks:
-        case = ElementTree.SubElement(suite, "testcase", classname=report.target, name=check.name)
+        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=check.name)
         if check.outcome == "failed":
             ElementTree.SubElement(case, "failure", message=check.detail)
         elif check.outcome != "passed":
             ElementTree.SubElement(case, "skipped", message=check.detail)
     if report.verdict in ("unchecked", "partial"):
-        case = ElementTree.SubElement(suite, "testcase", classname=report.target, name="could_be_checked")
+        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name="could_be_checked")
         missing = report.reason or "; ".join(f"{x.what}: {x.detail}" for x in report.not_exercised)
         ElementTree.SubElement(case, "error" if report.verdict == "unchecked" else "skipped", message=missing)
     if not len(suite):
-        ElementTree.SubElement(suite, "testcase", classname=report.target, name="equal")
+        ElementTree.SubElement(suite, "testcase", classname=report.title, name="equal")
     for outcome, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(outcome, str(len(suite.findall(f"testcase/{tag}"))))
     suite.set("tests", str(len(suite)))

@@ -85,6 +85,7 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     report.coverage = list(_not_told(judgement))
     report.verdict = "deviates" if wrong else "partial" if report.coverage else "equal"
     report.conventions = _conventions(judgement)
+    report.place = judgement.attention.first.place
     return report
 
 

@@ -1,7 +1,8 @@
 """Run a call once, watched: as it is, or with patches, on its own inputs or on others."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,7 @@ class Call:
         state = torch.get_rng_state()
         try:
             torch.manual_seed(5)
-            with torch.no_grad(), keeping_state(self.module), recorder:
+            with torch.no_grad(), keeping_state(self.module), _placed(self.module, recorder), recorder:
                 output = self.function(*args, **kwargs)
         finally:
             torch.set_rng_state(state)
@@ -92,6 +93,22 @@ class Call:
             return _copied(x)
 
         return tuple(fresh(x) for x in self.args), {key: fresh(x) for key, x in self.kwargs.items()}, replaced
+
+
+@contextmanager
+def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder which module is running."""
+    handles = []
+    for path, child in module.named_modules() if module is not None else ():
+        if path and not isinstance(child, torch.jit.ScriptModule):
+            enter = child.register_forward_pre_hook(lambda *_, path=path: recorder.places.append(path), prepend=True)
+            leave = child.register_forward_hook(lambda *_: recorder.places.pop() and None, always_call=True)
+            handles += [enter, leave]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _copied(x: Any) -> Any:

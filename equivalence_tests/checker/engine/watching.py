@@ -26,6 +26,7 @@ from equivalence_tests.checker.findings import CodeLine
 __all__ = ["Frames", "Operation", "Recorder", "Slot", "code_lines", "frames_of", "tensors_of"]
 
 ENGINE = str(Path(__file__).parent)
+CHECKER = str(Path(__file__).parents[1])
 TORCH = str(Path(torch.__file__).parent)
 NOT_THE_USERS = ("<frozen", "/einops/", "/jaxtyping/", "/beartype/", "/functools.py", "/contextlib.py")
 Frames = tuple[tuple[str, int, str], ...]
@@ -73,6 +74,7 @@ class Operation:
         inplace: Whether it writes into its first argument.
         origins: For each input, the named tensors that it was made from, as bits.
         patch: What gave the result in its place.
+        place: Path of the innermost module that ran it; "" for the outermost, or where there is none.
     """
 
     index: int
@@ -86,6 +88,7 @@ class Operation:
     inplace: bool = False
     origins: list[int] = field(default_factory=list)
     patch: "Patch | None" = None
+    place: str = ""
 
     def call(self, tensors: Iterable[Tensor]) -> Any:
         """Call the function with other tensors in the place of its own."""
@@ -125,6 +128,7 @@ class Recorder(TorchFunctionMode):
         self.patches = patches or {}
         self.names: list[str] = []
         self.room, self.overflowed = most, False
+        self.places: list[str] = []  # the paths of the modules that are running, the innermost last
         self._origins: dict[int, int] = {}
         self._live: dict[int, list[Slot]] = {}
         self.kept: list[Tensor] = []
@@ -182,6 +186,7 @@ class Recorder(TorchFunctionMode):
         skeleton = [HOLE if isinstance(item, Tensor) else item for item in flat]
         operation = Operation(len(self.operations), name, func, skeleton, spec, inputs, [], _frames(), inplace)
         operation.origins = [self.origins_of(tensor) for tensor in tensors]
+        operation.place = self.places[-1] if self.places else ""
         self.operations.append(operation)
         if inplace and tensors:
             inputs[0].value = inputs[0].value.clone()
@@ -336,14 +341,18 @@ def frames_of(error: BaseException) -> Frames:
     found = []
     for frame, number in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
-        if _is_users(path) and "/checker/" not in path.partition("/zoo/")[0].rpartition("/test_")[0]:
+        if _is_users(path):
             found.append((path, number, frame.f_code.co_name))
     return tuple(reversed(found))
 
 
 def _is_users(path: str) -> bool:
-    ours = path.startswith(ENGINE) and "/test_" not in path
-    return not ours and not path.startswith(TORCH) and not any(part in path for part in NOT_THE_USERS)
+    return not (_is_ours(path) or path.startswith(TORCH) or any(part in path for part in NOT_THE_USERS))
+
+
+def _is_ours(path: str) -> bool:
+    """Whether it is code of the checker; the classes that its tests check are as good as a user's."""
+    return path.startswith(CHECKER) and "/test_" not in path and "/zoo/" not in path
 
 
 def _frames() -> Frames:
@@ -355,7 +364,7 @@ def _frames() -> Frames:
         if path.startswith(ENGINE) and "/test_" not in path:
             if found:
                 break
-        elif not path.startswith(TORCH) and not any(part in path for part in NOT_THE_USERS):
+        elif _is_users(path):
             found.append((path, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)

@@ -1,0 +1,126 @@
+"""An attention is found by its data flow, whatever it is called and wherever it is computed."""
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.doors.command import _show
+from equivalence_tests.checker.verify import verify
+
+
+class Mixes(nn.Module):
+    """Attention under a name that says nothing."""
+
+    def __init__(self, width: int = 24, heads: int = 3, axis: int = -1) -> None:
+        super().__init__()
+        self.packed, self.back = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.axis = heads, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        weights = scores.softmax(self.axis)
+        return self.back((weights @ v).transpose(1, 2).flatten(2))
+
+
+class OverQueries(Mixes):
+    """The softmax runs over the queries."""
+
+    def __init__(self, width: int = 24, heads: int = 3) -> None:
+        super().__init__(width, heads, axis=-2)
+
+
+class Step(nn.Module):
+    """A layer whose parts are called nothing in particular."""
+
+    mixes: type[Mixes] = Mixes
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.first = self.mixes(width)
+        self.second = nn.Sequential(nn.Linear(width, 40), nn.ReLU(), nn.Linear(40, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(self.one(x))
+        return x + self.second(self.two(x))
+
+
+class WrongStep(Step):
+    """A layer with a wrong attention in it."""
+
+    mixes = OverQueries
+
+
+class Encoder(nn.Module):
+    """Two such layers."""
+
+    def __init__(self, width: int = 24, layer: type[Step] = Step) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList([layer(width), layer(width)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+class WrongEncoder(Encoder):
+    """Two layers with a wrong attention."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__(width, WrongStep)
+
+
+class InlineLayer(nn.Module):
+    """Attention in the layer's own forward, with the scale forgotten."""
+
+    def __init__(self, width: int = 24, heads: int = 3) -> None:
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.packed, self.back = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 40), nn.Linear(40, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.packed(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in packed)
+        weights = (q @ k.mT).softmax(-1)
+        x = x + self.back((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.other(x))))
+
+
+def test_a_model_of_unhelpful_names_is_read() -> None:
+    report = verify(Encoder)
+    assert report.verdict == "equal", str(report)
+    assert any("steps.0.first" in check.name for check in report.checks)
+
+
+def test_its_mistake_is_named_where_it_stands() -> None:
+    report = verify(WrongEncoder)
+    assert report.mistakes == ("softmax_over_queries",), str(report)
+    assert report.findings[0].where == "steps.0.first"
+    assert report.findings[0].line is not None
+    assert "softmax" in report.findings[0].line.text
+
+
+def test_attention_in_the_forward_of_a_layer_is_found_and_only_the_users_lines_are_shown() -> None:
+    report = verify(InlineLayer)
+    assert report.mistakes == ("scale_missing",), str(report)
+    assert {line.path.rpartition("/")[2] for line in report.findings[0].stack} == {"test_data_flow.py"}
+    proof = report.findings[0].proof
+    assert proof is not None
+    assert proof.holds
+
+
+def test_each_attention_of_a_call_is_named_by_its_module_and_alike_ones_are_shown_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reports = verify(WrongEncoder(), torch.randn(2, 5, 24))
+    assert [report.place for report in reports] == ["steps.0.first", "steps.1.first"]
+    _show(reports, Console(width=100, color_system=None))
+    shown = capsys.readouterr().out
+    assert shown.count("The softmax runs over the queries") == 1
+    assert "The same in steps.1.first" in shown
