@@ -59,7 +59,7 @@ class TwoStreams(Base):
         super().__init__()
         self.text_q, self.text_k, self.text_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
-    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:  # type: ignore[override]
         own = self.operands(x)
         texts = (self.split(project(text)) for project in (self.text_q, self.text_k, self.text_v))
         q, k, v = (torch.cat(pair, 2) for pair in zip(texts, own, strict=True))

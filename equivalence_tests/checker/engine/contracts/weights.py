@@ -254,7 +254,7 @@ class _Reader:
             ),
         }
         for axis, grouped in groupings.items():
-            _, place = grouped().unique(return_inverse=True)
+            _, place = torch.unique(grouped(), return_inverse=True)  # type: ignore[no-untyped-call]
             sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, some.nan_to_num(0.0))
             if bool(((sums[place] - 1)[live].abs() <= tolerance).all()) and int(place.max()) + 1 < len(place):
                 return axis, place
