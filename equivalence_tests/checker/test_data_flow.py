@@ -124,3 +124,19 @@ def test_each_attention_of_a_call_is_named_by_its_module_and_alike_ones_are_show
     shown = capsys.readouterr().out
     assert shown.count("The softmax runs over the queries") == 1
     assert "The same in steps.1.first" in shown
+
+
+class RightInlineLayer(InlineLayer):
+    """The same with the scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.packed(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in packed)
+        x = x + self.back(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.other(x))))
+
+
+def test_what_stands_around_such_an_attention_is_not_called_equal() -> None:
+    report = verify(RightInlineLayer)
+    assert report.verdict == "partial", str(report)
+    assert [exercise.what for exercise in report.not_exercised] == ["residuals and norms around the attention"]

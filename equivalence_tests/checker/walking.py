@@ -21,7 +21,7 @@ from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.findings import CheckResult, Finding
+from equivalence_tests.checker.findings import CheckResult, Exercise, Finding, Verdict
 from equivalence_tests.checker.judging import Clock
 from equivalence_tests.checker.layer_masks import LayerMask, read_layer_masks
 from equivalence_tests.checker.loading import Source, source_of
@@ -158,6 +158,10 @@ def _add_inline(walk: Walk) -> None:
         if type(child) not in seen and not (held and path) and not (attentions and not path):
             seen.add(type(child))
             _add_part(walk, path, report)
+            around = f"residuals and norms around the attention{f' of {path}' if path else ''}"
+            walk.report.coverage.append(
+                Exercise(around, False, "it has no module of its own, so they were not followed")
+            )
 
 
 def _concluded(report: Report, subject: Subject) -> Report:
@@ -170,7 +174,8 @@ def _concluded(report: Report, subject: Subject) -> Report:
     unchecked = [c for c in report.checks if c.outcome == "skipped"]
     blamed = [f for f in report.findings if not _expressible(f.name)]
     failed = [c for c in report.checks if c.outcome == "failed"]
-    report.verdict = "deviates" if failed or blamed else "unchecked" if unchecked else "equal"
+    least: Verdict = "partial" if report.coverage else "equal"
+    report.verdict = "deviates" if failed or blamed else "unchecked" if unchecked else least
     if report.verdict == "unchecked":
         report.reason = "; ".join(f"{c.name}: {c.detail}" for c in unchecked)
     return report
