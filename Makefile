@@ -22,7 +22,7 @@ start_afresh := $(if $(installed),--clear)
 endif
 
 help:
-	@echo "Two Transformers with one API, and the command that proves them equal."
+	@echo "Two Transformers with one API, by hand and on torch.nn, and a checker for attention of your own."
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 	@echo
@@ -30,42 +30,42 @@ help:
 	@echo "Another Python (3.11 or newer):  make setup PYTHON=python3.12"
 	@echo "Another torch, or any versions:  make setup TORCH=2.11.0, or make setup CONSTRAINTS="
 
-setup: $(STAMP) ## Build .venv with the tested versions; reused while nothing changed
+setup: $(STAMP) ## Build .venv with the tested versions, unless it is up to date
 	@$(BIN)/python -c 'import sys, importlib.metadata as m; \
 	  print(".venv is ready: Python", sys.version.split()[0] + ", torch", m.version("torch"))'
 
-compare: $(STAMP) ## Show, on this machine, that scratch and builtin give the same numbers, and time them
+compare: $(STAMP) ## Show on this machine that scratch and builtin give the same numbers, and time them
 	$(BIN)/sidebyside compare $(ARGS)
 	$(BIN)/sidebyside-bench --quick
 
-page: $(STAMP) ## Write attention.html, the page to learn from: hand-written beside built-in, with live numbers
+page: $(STAMP) ## Write attention.html, a page to learn from: by hand and built in, side by side, with live numbers
 	$(BIN)/sidebyside page attention.html $(ARGS)
 
-benchmark: $(STAMP) ## Measure this machine, and renew benchmarks/results and README's figures
+benchmark: $(STAMP) ## Measure this machine, and update benchmarks/results and README's figures
 	$(BIN)/sidebyside-bench --standard --resume --output build/benchmark-$(RESULTS) $(ARGS)
 	rm -rf benchmarks/results/$(RESULTS)
 	mv build/benchmark-$(RESULTS) benchmarks/results/$(RESULTS)
 	$(BIN)/sidebyside-bench readme
 
 # One thread a worker: the tests are many and small.
-test: $(STAMP) ## Run every test and every example in the docstrings
+test: $(STAMP) ## Run all tests and the examples in the docstrings
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n auto --maxprocesses 8 $(ARGS)
 
-triton: $(STAMP) ## Run the tests of the kernel for CUDA, by Triton's interpreter on the CPU
+triton: $(STAMP) ## Run the tests of the CUDA kernel in Triton's interpreter, on the CPU
 	@$(BIN)/python -c 'import triton' 2> /dev/null || $(BIN)/python -m pip install -e '.[triton]'
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 scratch/triton_attention.py equivalence_tests/twins/test_triton_attention.py $(ARGS)
 
-diagnose-report: $(STAMP) ## Verify every broken and right class of the zoo, and print what was found and named
+diagnose-report: $(STAMP) ## Verify every class of the zoo, right or broken, and print what was found and named
 	$(BIN)/python -m equivalence_tests.checker.confusion
 
-mutants: $(STAMP) ## Break scratch in every small way and see that a test fails; takes long
+mutants: $(STAMP) ## Break scratch in every small way and see that a test fails; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.mutation $(ARGS)
 
-wild: $(STAMP) ## Check every attention of transformers, timm and diffusers, and renew the result; takes long
+wild: $(STAMP) ## Check every attention of transformers, timm and diffusers, and update the results; takes hours
 	@$(BIN)/python -c 'import diffusers, timm, transformers' 2> /dev/null || $(BIN)/python -m pip install -e '.[wild]'
 	$(BIN)/python -m equivalence_tests.wild check --part all --output equivalence_tests/wild/results/checked.json $(ARGS)
 
-wild-mutants: $(STAMP) ## Break those attentions, one change at a time, and count what is found and named; takes long
+wild-mutants: $(STAMP) ## Break those attentions, one change at a time, and count what is found and named; takes hours
 	@$(BIN)/python -c 'import diffusers, timm, transformers' 2> /dev/null || $(BIN)/python -m pip install -e '.[wild]'
 	$(BIN)/python -m equivalence_tests.wild mutants --part all --output equivalence_tests/wild/results/mutants.json $(ARGS)
 
@@ -74,7 +74,7 @@ lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP) ## Mend what ruff can mend
+format: $(STAMP) ## Fix what ruff can fix
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 

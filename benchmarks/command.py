@@ -42,11 +42,14 @@ def _listed(help_text: str, names: Sequence[str] = ()) -> Any:
 def run(
     context: typer.Context,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Sizes fitted to the machine, within a minute. The default.")
+        bool, typer.Option("--quick", help="Sizes fitted to this machine; done in a minute. The default.")
     ] = False,
     standard: Annotated[bool, typer.Option("--standard", help="Lengths up to 4096; about ten minutes.")] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Lengths up to 16384, more modes, masks and dtypes, compiled; many hours.")
+        bool,
+        typer.Option(
+            "--full", help="Lengths up to 16384, more modes, masks and dtypes, and torch.compile; many hours."
+        ),
     ] = False,
     component: Annotated[str | None, _listed("What to time", COMPONENTS)] = None,
     mode: Annotated[str | None, _listed("How to run it", MODES)] = None,
@@ -72,15 +75,17 @@ def run(
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option(metavar="GIB", help="Memory that a large case may use on the CPU; by default all that is free."),
+        typer.Option(metavar="GIB", help="Memory that a large case may use on the CPU; by default all free memory."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where to keep rows, plots and a page.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run that is kept in --output.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for results, plots and an HTML page.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
 ) -> None:
-    """Time scratch, torch.nn and your own attention side by side, after comparing their numbers.
+    """Time scratch, torch.nn and your own attention side by side, once their results have been compared.
 
-    Each option replaces the values of the preset. Separate several values by commas: --length 512,2048. The exit status
-    is 0 if all contenders are equal, 1 if one is not, 2 for bad arguments, 3 if results could not be written, and 130
+    Options override the preset. Separate several values by commas: --length 512,2048. The exit status is 0 if all
+    contenders give equal results, 1 if one does not, 2 for bad arguments, 3 if results could not be written, and 130
     after Ctrl-C.
     """
     if context.invoked_subcommand is not None:
@@ -122,7 +127,9 @@ def run(
 def compare(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="Results of the earlier run.")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Results of the later run.")],
-    threshold: Annotated[float, typer.Option(help="The relative change that counts if it is beyond the noise.")] = 0.05,
+    threshold: Annotated[
+        float, typer.Option(help="Smallest relative change to report, if it stands out from the noise.")
+    ] = 0.05,
 ) -> None:
     """Say what became faster or slower between two files of results.
 
@@ -150,12 +157,14 @@ def compare(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A file of results, results.jsonl.")],
-    output: Annotated[Path | None, typer.Option(help="Folder to write to; by default that of the results.")] = None,
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="Results of a run: results.jsonl.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write to; by default the folder of the results.")
+    ] = None,
 ) -> None:
-    """Say what to use in each case, and write the table, plots and page.
+    """Recommend what to use in each case; write a table, plots and an HTML page.
 
-    The page is a single file of HTML.
+    The page is a single file.
     """
     with command_errors():
         rows = read_rows(results)
@@ -169,7 +178,7 @@ def report(
 
 @app.command()
 def readme() -> None:
-    """Renew the figures in README and in benchmarks/results, and say which goals they meet."""
+    """Update the figures in README and in benchmarks/results, and say which goals they meet."""
     with command_errors():
         for path, text in renewed().items():
             path.write_text(text, encoding="utf-8")

@@ -57,7 +57,7 @@ class Environment:
 
 
 def environment_of(device: torch.device) -> Environment:
-    """Ask for versions, machine and device.
+    """Collect versions, machine and device.
 
     Args:
         device: Where is measured.

@@ -38,7 +38,7 @@ def is_own(name: str) -> bool:
 
 
 def check_own(name: str) -> None:
-    """Ask for code that can be imported.
+    """Require code that can be imported.
 
     Args:
         name: "my.py:MyAttention" or "package.module:MyAttention".

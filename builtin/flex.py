@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from scratch import flex as scratch_flex
 from scratch import validation
-from scratch.flex import BLOCK_LENGTH, Device, MaskMod, ScoreMod
+from scratch.flex import BLOCK_LENGTH, Device, MaskMod, ScoreMod, device_or_accelerator
 
 __all__ = [
     "AuxOutput",
@@ -183,7 +183,7 @@ def create_mask(
               [1, 1, 0]]]], dtype=torch.int32)
     """
     validation.check_create_mask(mod_fn, B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
-    may_attend = torch_flex.create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device)
+    may_attend = torch_flex.create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device_or_accelerator(device))
     validation.check_mask_mod_result(may_attend)
     return may_attend
 
@@ -240,10 +240,11 @@ def create_block_mask(
     (tensor([[[1, 1, 1]]], dtype=torch.int32), tensor([[[0, 1, 2]]], dtype=torch.int32))
     """
     validation.check_create_block_mask(mask_mod, BLOCK_SIZE, B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
-    validation.check_mask_mod_result(torch_flex.create_mask(mask_mod, 1, 1, 1, 1, device))
+    place = device_or_accelerator(device)
+    validation.check_mask_mod_result(torch_flex.create_mask(mask_mod, 1, 1, 1, 1, place))
     given = {"separate_full_blocks": separate_full_blocks, "compute_dq_write_order": compute_dq_write_order}
     given |= {"dq_kv_order": dq_kv_order}
     usual = {"separate_full_blocks": True, "compute_dq_write_order": False, "dq_kv_order": True}
     # torch 2.11 does not have these three.
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not usual[name]}
-    return torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, **options)
+    return torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, _compile, **options)

@@ -47,7 +47,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
-        The attention's weights are not to be had: see trap `no_maps_from_layers`.
+        It gives no attention weights: see trap `no_maps_from_layers`.
         It drops from the start, until ``eval()``: see trap `dropout_by_default`.
         Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.
         The fast path treats padding in its own way: see trap `fast_path_padding`.
@@ -170,7 +170,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
-        The attentions' weights are not to be had: see trap `no_maps_from_layers`.
+        It gives no attention weights: see trap `no_maps_from_layers`.
         It drops from the start, until ``eval()``: see trap `dropout_by_default`.
         Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.
         Step-by-step decoding computes everything anew: see trap `no_cache`.

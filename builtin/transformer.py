@@ -40,7 +40,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         Padded places of the output are 0 or not, by the path taken: see trap `fast_path_padding`.
         With mask_check=False padding in front costs the last tokens: see trap `mask_check_off`.
         torch.nn itself refuses 0 layers at the first call only: see trap `no_layers`.
-        The layers' attention weights are not to be had: see trap `no_maps_from_layers`.
+        It gives no attention weights of its layers: see trap `no_maps_from_layers`.
 
     Source: Vaswani et al. 2017, section 3.1;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoder.html
@@ -117,7 +117,7 @@ class TransformerDecoder(nn.TransformerDecoder):
     Traps:
         All layers start with the same parameters: see trap `clones_start_identical`.
         The layer passed in is copied and not used: see trap `layer_kept_beside_stack`.
-        The layers' attention weights are not to be had: see trap `no_maps_from_layers`.
+        It gives no attention weights of its layers: see trap `no_maps_from_layers`.
         Step-by-step decoding computes everything anew: see trap `no_cache`.
 
     Source: Vaswani et al. 2017, section 3.1;

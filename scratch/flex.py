@@ -718,5 +718,5 @@ def transposed(num_blocks: Tensor | None, indices: Tensor | None) -> tuple[Tenso
 
 
 def device_or_accelerator(device: Device) -> torch.device:
-    """Give the device that torch takes where none is named."""
-    return torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    """Give the device that torch takes where none is named; a CUDA build without a GPU has the CPU."""
+    return torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")

@@ -52,7 +52,7 @@ BUILDER_MISTAKES = {
             "The padding is shown and the words are hidden, while the causal part means the opposite.",
             "may look = (key is padding) and (j <= i)",
             BOTH,
-            "Bring both masks to one meaning of True before joining them.",
+            "Let True mean the same in both masks before joining them.",
             PADDING_LINES,
         ),
         PartMistake(
@@ -65,7 +65,7 @@ BUILDER_MISTAKES = {
         ),
         PartMistake(
             "length_one_too_long",
-            "One token behind the end of each sequence may still be looked at.",
+            "One token past the end of each sequence may still be looked at.",
             "may look = j <= length",
             "may look = j < length",
             "Positions start at 0: compare with <.",
@@ -81,7 +81,7 @@ BUILDER_MISTAKES = {
         ),
         PartMistake(
             "pad_id_not_used",
-            "Another token id is hidden than the pad id that is given.",
+            "The token id that is hidden is not the pad id that was passed.",
             "may look = (id != a fixed number)",
             "may look = (id != pad_id)",
             "Compare with the argument.",

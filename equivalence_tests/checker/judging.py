@@ -115,8 +115,7 @@ def judge(
             return _matched(report, tried, matching, subject, where)
     ended = ", and the time ran out" if clock.over else ""
     report.reason = (
-        f"Nothing that is known reproduces its output; {len(first)} readings were tried{ended}. "
-        "No verdict follows from that."
+        f"No known form reproduces its output; {len(first)} readings were tried{ended}. This is not a verdict."
     )
     return report
 

@@ -88,14 +88,14 @@ SCALE_MISTAKES = (
     _scale(
         "sqrt_model",
         "scale_sqrt_d_model",
-        "The scores are divided by the root of the whole width, not of one head.",
+        "The scores are divided by the square root of the full width, not of one head's width.",
         "q kᵀ / sqrt(embed_dim)",
         "Divide by sqrt(head_dim) = sqrt(embed_dim / num_heads).",
     ),
     _scale(
         "sqrt_input",
         "scale_sqrt_d_model",
-        "The scores are divided by the root of the width of the input, not of one head.",
+        "The scores are divided by the square root of the input's width, not of one head's width.",
         "q kᵀ / sqrt(embed_dim)",
         "Divide by sqrt(head_dim): take the size of the last axis of the keys.",
     ),
@@ -110,7 +110,7 @@ SCALE_MISTAKES = (
     _scale(
         "twice",
         "scale_twice",
-        "The scores are divided by head_dim: the scale is applied twice, or its root forgotten.",
+        "The scores are divided by head_dim: the scale is applied twice, or the square root is missing.",
         "q kᵀ / head_dim",
         "Scale once, by 1 / sqrt(head_dim).",
     ),
@@ -124,7 +124,7 @@ SCALE_MISTAKES = (
     _scale(
         "by_model",
         "scale_by_d_model",
-        "The scores are divided by the whole width, without a root.",
+        "The scores are divided by the full width, without a square root.",
         "q kᵀ / embed_dim",
         "Divide by sqrt(head_dim).",
     ),
@@ -138,28 +138,28 @@ SCALE_MISTAKES = (
     _scale(
         "sqrt_heads",
         "scale_sqrt_heads",
-        "The scores are divided by the root of the number of heads.",
+        "The scores are divided by the square root of the number of heads.",
         "q kᵀ / sqrt(num_heads)",
         "Divide by sqrt(head_dim); look at which axis the size is taken from.",
     ),
     _scale(
         "sqrt_key_len",
         "scale_sqrt_key_len",
-        "The scores are divided by the root of the number of keys.",
+        "The scores are divided by the square root of the number of keys.",
         "q kᵀ / sqrt(key_len)",
         "Divide by sqrt(head_dim): take the size of the last axis of the keys.",
     ),
     _scale(
         "sqrt_query_len",
         "scale_sqrt_query_len",
-        "The scores are divided by the root of the number of queries.",
+        "The scores are divided by the square root of the number of queries.",
         "q kᵀ / sqrt(query_len)",
         "Divide by sqrt(head_dim): take the size of the last axis of the queries.",
     ),
     _scale(
         "sqrt_batch",
         "scale_sqrt_batch",
-        "The scores are divided by the root of the batch size.",
+        "The scores are divided by the square root of the batch size.",
         "q kᵀ / sqrt(batch)",
         "Divide by sqrt(head_dim): take the size of the last axis.",
     ),
@@ -173,21 +173,21 @@ SCALE_MISTAKES = (
     _scale(
         "halved",
         "scale_halved",
-        "The scores are divided by twice the root of head_dim.",
+        "The scores are divided by twice the square root of head_dim.",
         "q kᵀ / (2 sqrt(head_dim))",
         "Divide by sqrt(head_dim) alone.",
     ),
     _scale(
         "root_of_half",
         "scale_root_of_half",
-        "The scores are divided by the root of half of head_dim.",
+        "The scores are divided by the square root of half of head_dim.",
         "q kᵀ / sqrt(head_dim / 2)",
         "Divide by sqrt(head_dim).",
     ),
     _scale(
         "sqrt_model_multiplied",
         "scale_multiplied_d_model",
-        "The scores are multiplied by the root of the whole width.",
+        "The scores are multiplied by the square root of the full width.",
         "q kᵀ * sqrt(embed_dim)",
         "Divide by sqrt(head_dim).",
     ),
@@ -217,7 +217,7 @@ SPLIT_MISTAKES = (
         "heads_never_split",
         "split",
         "whole",
-        "The heads are never split: there is one head of the whole width, scaled as one of several.",
+        "The heads are never split: there is one head of the full width, scaled as if it were one of several.",
         "scores = q kᵀ / sqrt(embed_dim / num_heads), with q of (b, l, embed_dim)",
         SPLIT_WANTED,
         "Use view(batch, length, num_heads, head_dim).transpose(1, 2) after the projections.",
@@ -243,7 +243,7 @@ PACKED_MISTAKES = tuple(
         "packed_parts_mixed",
         "split",
         order,
-        "What the packed projection gives is cut by reshaping without a transpose: queries, keys and values mix.",
+        "The packed projection is split by reshaping without a transpose, so that queries, keys and values mix.",
         f"qkv.reshape({', '.join(order)})",
         "(b, l, 3 * h * d) -> reshape (b, l, 3, h, d) -> permute (3, b, h, l, d)",
         "Use qkv.reshape(batch, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4).",
@@ -256,7 +256,7 @@ MERGE_MISTAKES = tuple(
         "heads_merged_without_transpose",
         "merge",
         order,
-        "The heads are put together by reshaping without transposing back, so that tokens and heads mix.",
+        "The heads are merged by reshaping without transposing back, so that tokens and heads mix.",
         f"context laid out ({', '.join(order)}), reshaped to (b, l, h * d)",
         MERGE_WANTED,
         "Use context.transpose(1, 2).reshape(batch, length, num_heads * head_dim).",
@@ -265,7 +265,7 @@ MERGE_MISTAKES = tuple(
     for order in _orders()
 )
 
-TURNS_BACK = "nanochat turns this way; a model trained so is as good, but weights of other code do not fit."
+TURNS_BACK = "nanochat rotates this way; a model trained that way is as good, but weights from other code do not fit."
 # (name, sentence, have, want, fix) for either way to pair the elements of a head.
 ROTARY_MISTAKES = (
     (
@@ -370,7 +370,7 @@ AXIS_MISTAKES = (
         "sigmoid_for_softmax",
         "softmax",
         "sigmoid",
-        "A sigmoid stands in the place of the softmax.",
+        "A sigmoid is used instead of the softmax.",
         "weights = sigmoid(scores)",
         "weights = softmax(scores)",
         "Use softmax over the keys.",
@@ -450,7 +450,7 @@ def _swapped(order: str, name: str, sentence: str) -> Mistake:
         sentence,
         f"Attention({have})",
         "Attention(query, key, value)",
-        "Put query, key and value where their names say.",
+        "Use query, key and value as their names say.",
         tuple(patterns),
     )
 
@@ -461,8 +461,8 @@ ROLE_MISTAKES = (
     ),
     _swapped("kqv", "query_key_swapped", "Query and key are swapped."),
     _swapped("vkq", "query_value_swapped", "Query and value are swapped."),
-    _swapped("kvq", "arguments_rotated", "Query, key and value are used in another order."),
-    _swapped("vqk", "arguments_rotated", "Query, key and value are used in another order."),
+    _swapped("kvq", "arguments_rotated", "Query, key and value are used in the wrong order."),
+    _swapped("vqk", "arguments_rotated", "Query, key and value are used in the wrong order."),
     _swapped("qkq", "values_from_query", "The values are made from the queries' tensor."),
     _swapped("qqv", "keys_from_query", "The keys are made from the queries' tensor."),
     _swapped("qqq", "memory_unused", "Keys and values are made from the queries' tensor: it is self-attention."),
@@ -542,7 +542,7 @@ BIAS_MISTAKES = tuple(
         f"{role}_bias_dropped",
         f"{role}_bias",
         "dropped",
-        f"The bias of the {role} projection exists and is not used.",
+        f"The bias of the {role} projection exists but is not used.",
         f"{role} = x Wᵀ",
         f"{role} = x Wᵀ + b",
         "Call the layer, or pass its bias to F.linear.",
@@ -555,7 +555,7 @@ OUTPUT_MISTAKES = (
         "output_projection_skipped",
         "output",
         "skipped",
-        "The output projection exists and is not applied.",
+        "The output projection exists but is not applied.",
         "output = merged",
         "output = merged Wo + bo",
         "Apply the output projection to the merged heads.",
@@ -616,7 +616,7 @@ WRAP_MISTAKES = (
     _wrap(
         "fresh_norm",
         "norm_fresh_in_forward",
-        "The LayerNorm is made anew in every forward: its gain and bias are never trained.",
+        "The LayerNorm is created anew in every forward: its gain and bias are never trained.",
         "LayerNorm_with_gain_1_and_bias_0(x + Attention(x))",
         "Make the LayerNorm in __init__ and call it here.",
     ),
@@ -685,14 +685,14 @@ CAUSAL_USE_MISTAKES = (
     _causal_use(
         "added_visible",
         "causal_mask_added_as_01",
-        "The causal mask of zeros and ones is added to the scores, so that the future leaks softly.",
+        "The causal mask of zeros and ones is added to the scores, so that the future leaks.",
         "scores + tril",
         "Fill the scores with -inf where the mask is 0.",
     ),
     _causal_use(
         "added_blocked",
         "causal_mask_added_as_01",
-        "The causal mask of zeros and ones is added to the scores, so that the future leaks softly.",
+        "The causal mask of zeros and ones is added to the scores, so that the future leaks.",
         "scores + triu",
         "Fill the scores with -inf where the mask is 1.",
     ),
@@ -706,7 +706,7 @@ CAUSAL_USE_MISTAKES = (
     _causal_use(
         "fill_-10",
         "causal_fill_too_small",
-        "The causal mask fills with -10, which hides the future only nearly.",
+        "The causal mask fills with -10, which does not quite hide the future.",
         "scores.masked_fill(future, -10)",
         "Fill with -inf.",
     ),
@@ -767,7 +767,7 @@ MASK_MISTAKES = (
     _mask(
         "ignored",
         "mask_never_used",
-        "The mask is accepted and never used.",
+        "The mask is accepted but never used.",
         "softmax(scores)",
         "Fill the scores with -inf where the mask hides a key.",
     ),
@@ -788,14 +788,14 @@ MASK_MISTAKES = (
     _mask(
         "subtracted_blocked",
         "mask_added_as_01",
-        "The mask is turned into zeros and ones and taken from the scores, so that hidden keys leak.",
+        "The mask is turned into zeros and ones and subtracted from the scores, so that hidden keys leak.",
         "softmax(scores - mask)",
         "Fill with -inf where the mask hides a key.",
     ),
     _mask(
         "subtracted_10",
         "mask_fill_too_small",
-        "Only 10 is taken from the scores of hidden keys, which hides them only nearly.",
+        "Only 10 is subtracted from the scores of hidden keys, which does not quite hide them.",
         "softmax(scores - 10 * hidden)",
         "Fill with -inf where the mask hides a key.",
     ),
@@ -879,14 +879,14 @@ MASK_MISTAKES = (
     _mask(
         "fill_-10",
         "mask_fill_too_small",
-        "The mask fills with -10, which hides keys only nearly.",
+        "The mask fills with -10, which does not quite hide keys.",
         "masked_fill(hidden, -10)",
         "Fill with -inf.",
     ),
     _mask(
         "fill_-20",
         "mask_fill_too_small",
-        "The mask fills with -20, which hides keys only nearly.",
+        "The mask fills with -20, which does not quite hide keys.",
         "masked_fill(hidden, -20)",
         "Fill with -inf.",
     ),
@@ -1006,7 +1006,7 @@ STRUCTURE = {
         ),
         _structure(
             "norm_never_used",
-            "A LayerNorm exists and is never called.",
+            "A LayerNorm exists but is never called.",
             "output = x + Attention(x), or less",
             WRAP_WANTED,
             "Call the LayerNorm, or remove it.",
@@ -1014,14 +1014,14 @@ STRUCTURE = {
         ),
         _structure(
             "causal_mask_never_used",
-            "A causal mask is meant, and none is applied: every token sees the future.",
+            "A causal mask is intended but not applied: every token sees the future.",
             "query i looks at all keys",
             CAUSAL_WANTED,
             "Assign what masked_fill returns (scores = scores.masked_fill(...)), or pass is_causal=True.",
             DROPPED_FILL,
             r"is_causal\s*=\s*False",
             r"tril|triu",
-            choice="Where every token may see all (BERT, ViT) that is right, and the unused mask or the name misleads.",
+            choice="Right where every token may see all (BERT, ViT); the unused mask, or the name, then misleads.",
         ),
         _structure(
             "dropout_in_eval",
@@ -1044,7 +1044,7 @@ STRUCTURE = {
         ),
         _structure(
             "dropout_not_rescaled",
-            "What dropout leaves is not scaled up by 1 / (1 - p), so that training and eval have different means.",
+            "What survives dropout is not scaled up by 1 / (1 - p), so that training and eval have different means.",
             "weights * keep",
             "weights * keep / (1 - p)",
             "Use nn.Dropout, or divide by 1 - p.",
@@ -1052,7 +1052,7 @@ STRUCTURE = {
         ),
         _structure(
             "layer_made_in_forward",
-            "A layer with weights is made anew in every forward, where it can never be trained.",
+            "A layer with weights is created anew in every forward, so that it is never trained.",
             "forward: nn.Linear(...)(x)",
             "__init__: self.linear = nn.Linear(...); forward: self.linear(x)",
             "Make the layer in __init__.",
@@ -1061,7 +1061,7 @@ STRUCTURE = {
         ),
         _structure(
             "weights_not_those_used",
-            "The attention maps that come back are not the weights that were used.",
+            "The attention maps that are returned are not the weights that were used.",
             "returns other maps",
             "returns softmax(scores), (batch, heads, query, key)",
             "Return the weights of this attention, after the softmax and before dropout.",

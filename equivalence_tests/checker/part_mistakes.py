@@ -50,7 +50,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_eps_outside",
-            "The LayerNorm adds eps to the standard deviation, outside the root.",
+            "The LayerNorm adds eps to the standard deviation, outside the square root.",
             "(x - mean) / (std + eps)",
             NORM,
             "Divide by sqrt(var + eps).",
@@ -58,7 +58,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_eps_other",
-            "The LayerNorm has another eps than 1e-5, written into the code.",
+            "The eps of the LayerNorm is written into the code and is not 1e-5.",
             "another eps",
             NORM,
             "Use 1e-5, or make eps an argument.",
@@ -84,7 +84,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_without_root",
-            "The LayerNorm divides by the variance, without its root.",
+            "The LayerNorm divides by the variance, without a square root.",
             "(x - mean) / (var + eps)",
             NORM,
             "Divide by sqrt(var + eps).",
@@ -100,7 +100,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_sum_for_mean",
-            "The squares are summed up and not averaged: what comes out is smaller by the root of the width.",
+            "The squares are summed, not averaged: the output is too small by the square root of the width.",
             "gain * (x - mean) / sqrt(sum((x - mean)²) + eps)",
             NORM,
             "Take the mean of the squares.",
@@ -109,7 +109,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_gain_and_bias_exchanged",
-            "Gain and bias of the LayerNorm are exchanged.",
+            "Gain and bias of the LayerNorm are swapped.",
             "bias * (x - mean) / sqrt(var + eps) + gain",
             NORM,
             "Multiply by the gain, which starts at 1, and add the bias, which starts at 0.",
@@ -125,7 +125,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_gain_unused",
-            "The gain and bias of the LayerNorm exist and are not used.",
+            "The gain and bias of the LayerNorm exist but are not used.",
             "(x - mean) / sqrt(var + eps)",
             NORM,
             "Multiply by the gain and add the bias.",
@@ -133,7 +133,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_bias_unused",
-            "The bias of the LayerNorm exists and is not used.",
+            "The bias of the LayerNorm exists but is not used.",
             "gain * (x - mean) / sqrt(var + eps)",
             NORM,
             "Add the bias.",
@@ -153,7 +153,7 @@ PART_MISTAKES = {
             "down(activation(gate(x)) * up(x))",
             "Apply SiLU, GELU, ReLU or sigmoid to the gate.",
             (r"\*",),
-            "The bilinear one of the paper on gated feed-forwards does so on purpose.",
+            "The bilinear variant in the paper on gated feed-forwards does this on purpose.",
         ),
         PartMistake(
             "activation_exchanged",
@@ -167,7 +167,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "activation_before_first_linear",
-            "The activation stands before the first linear layer.",
+            "The activation comes before the first linear layer.",
             "linear2(linear1(activation(x)))",
             FF,
             "Apply it between the two.",
@@ -175,7 +175,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "activation_after_second_linear",
-            "The activation stands after the second linear layer.",
+            "The activation comes after the second linear layer.",
             "activation(linear2(linear1(x)))",
             FF,
             "Apply it between the two.",
@@ -191,7 +191,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "ff_first_bias_unused",
-            "The bias of the first linear layer exists and is not used.",
+            "The bias of the first linear layer exists but is not used.",
             "linear2(activation(x W1ᵀ))",
             FF,
             "Call the layer, or pass its bias to F.linear.",
@@ -199,7 +199,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "ff_second_bias_unused",
-            "The bias of the second linear layer exists and is not used.",
+            "The bias of the second linear layer exists but is not used.",
             "activation(linear1(x)) W2ᵀ",
             FF,
             "Call the layer, or pass its bias to F.linear.",
@@ -248,7 +248,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_fresh_in_forward",
-            "The LayerNorm is made anew in every forward: its gain and bias are never trained.",
+            "The LayerNorm is created anew in every forward: its gain and bias are never trained.",
             "LayerNorm_with_gain_1_and_bias_0(x + f(x))",
             POST_OR_PRE,
             "Make the LayerNorm in __init__ and call it here.",
@@ -256,7 +256,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "norm_missing",
-            "A LayerNorm exists and is not applied, or nothing reads what it gives.",
+            "A LayerNorm exists but is not applied, or its result is not used.",
             "x + f(x)",
             POST_OR_PRE,
             "Call the LayerNorm.",
@@ -288,7 +288,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "cross_attention_left_out",
-            "The cross-attention exists and is never called.",
+            "The cross-attention exists but is never called.",
             "self-attention, feed-forward",
             "self-attention, cross-attention, feed-forward",
             "Call it between the two.",
@@ -296,7 +296,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "cross_maps_are_self_maps",
-            "The self-attention maps come back in the place of the cross-attention maps.",
+            "The self-attention maps are returned in place of the cross-attention maps.",
             "returns the self-attention maps twice",
             "returns self-attention maps and cross-attention maps",
             "Keep the maps of the second attention and return those.",
@@ -304,7 +304,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "sublayers_in_another_order",
-            "The sub-layers run in another order.",
+            "The sub-layers run in the wrong order.",
             "another order",
             "self-attention, cross-attention, feed-forward",
             "Put them in the order of the paper.",
@@ -331,7 +331,7 @@ PART_MISTAKES = {
             "The cosines use the exponent of their own odd index.",
             "cos(pos / 10000^((2i + 1) / d))",
             PE,
-            "Use one exponent, 2i / d, for both of a pair.",
+            "Use one exponent, 2i / d, for both members of a pair.",
             POSITION_LINES,
         ),
         PartMistake(
@@ -339,7 +339,7 @@ PART_MISTAKES = {
             "The exponents are doubled, and shifted for the cosines.",
             "sin(pos / 10000^(4i / d)), cos(pos / 10000^(2(2i + 1) / d))",
             PE,
-            "Use one exponent, 2i / d, for both of a pair; 2i is already the even index.",
+            "Use one exponent, 2i / d, for both members of a pair; 2i is already the even index.",
             POSITION_LINES,
         ),
         PartMistake(
@@ -358,7 +358,7 @@ PART_MISTAKES = {
             PE,
             "Put the sine on even features.",
             (r"sin\(|cos\(",),
-            "The encodings of time in diffusion models put the cosines first.",
+            "Time encodings in diffusion models put the cosines first.",
         ),
         PartMistake(
             "position_starts_at_one",
@@ -387,7 +387,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "position_normalised",
-            "The positions are divided by the length: the same token is encoded otherwise in a longer sequence.",
+            "The positions are divided by the length: the same token gets another encoding in a longer sequence.",
             "pos = 2π (pos + 1) / len",
             "pos = 0, 1, ...",
             "Use the positions themselves.",
@@ -396,7 +396,7 @@ PART_MISTAKES = {
         ),
         PartMistake(
             "position_not_added",
-            "The input comes back as it is: no positions are added.",
+            "The input comes back unchanged: no positions are added.",
             "x",
             "x + pe[:, :len]",
             "Add the table.",

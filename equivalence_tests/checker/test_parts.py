@@ -383,7 +383,7 @@ def test_a_feed_forward_may_speak_of_its_norm() -> None:
 
 def test_a_feed_forward_taken_for_a_norm_breaks_nothing() -> None:
     report = verify(FeedForwardAfterNorm, kind="layer_norm")
-    assert (report.verdict, report.reason[:7]) == ("unchecked", "Nothing")
+    assert (report.verdict, report.reason[:7]) == ("unchecked", "No know")
 
 
 def test_letters_of_a_name_that_meet_by_chance_make_no_rms_norm() -> None:

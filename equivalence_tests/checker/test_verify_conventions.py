@@ -26,7 +26,7 @@ def test_a_mask_may_be_held_by_an_object_and_take_the_place_of_the_causal_mask()
     report = verify(CausalUnlessToldOtherwise)
     assert report.verdict == "equal", str(report)
     assert "held by an object" in str(report.conventions)
-    assert "takes the place of the causal mask" in str(report.notes)
+    assert "replaces the built-in causal mask" in str(report.notes)
 
 
 class TrainsInSilence(Plain):

@@ -469,16 +469,16 @@ def _reading_notes(examination: AttentionExamination, match: Match) -> Iterator[
 def _mask_notes(examination: AttentionExamination) -> Iterator[str]:
     for masks in (examination.masks, *examination.other_masks):
         if masks.form is not None and masks.form.encoding == "additive" and not masks.mistakes:
-            yield f"{masks.parameter or 'the mask'} is added to the scores: a bool or 0/1 mask would leak softly"
+            yield f"{masks.parameter or 'the mask'} is added to the scores: a bool or 0/1 mask would hide nothing"
     if examination.cross is not None and examination.cross.match is None:
         names = ", ".join(name for name, role in examination.cross.plans[0].roles if role != "query")
-        yield f"with {names} given, nothing that is known reproduces the output: the verdict is about calls without"
+        yield f"with {names} given, no known form reproduces the output: the verdict covers only calls without"
     if examination.masks.replaces_causal:
-        yield "a mask that is given takes the place of the causal mask that is built in"
+        yield "a mask that you pass replaces the built-in causal mask"
     if examination.masks.square:
         yield "the mask was read with as many queries as keys; with other lengths the call raises"
     if examination.masks.form is not None and len(examination.masks.understood) > 1:
-        yield f"{len(examination.masks.understood)} forms of mask are understood; the one above is one of them"
+        yield f"{len(examination.masks.understood)} forms of mask work here; the one above is an example"
 
 
 def _other_mask_notes(examination: AttentionExamination) -> list[str]:
@@ -505,11 +505,10 @@ def _unexplained(report: Report, examination: AttentionExamination) -> Report:
     module = examination.subject.module
     names = [] if module is None else [name for name, _ in module.named_parameters()]
     report.reason = (
-        f"Nothing that is known reproduces its output. Tried: {examination.tried}. "
+        f"No known form of attention reproduces its output. Tried: {examination.tried}. "
         + (f"Seen inside: {'; '.join(examination.seen)}. " if examination.seen else "")
-        + "No verdict follows from that: it may "
-        "be right in a way that was not read. Adapter(weights={...}) names the projections"
-        + (f" among {', '.join(names[:8])}." if names else ".")
+        + "This is not a verdict: the code may be right in a way that the checker does not know. It helps to name the "
+        "projections with Adapter(weights={...})" + (f"; the parameters are {', '.join(names[:8])}." if names else ".")
     )
     return report
 

@@ -17,7 +17,7 @@ WIRING_MISTAKES = {
     for mistake in (
         PartMistake(
             "sublayer_reads_another_tensor",
-            "A sub-layer reads another tensor than the residual stream, or its LayerNorm.",
+            "A sub-layer reads something other than the residual stream or its LayerNorm.",
             "f(something earlier)",
             SUBLAYER,
             "Feed each sub-layer what came out of the one before, with its residual.",
@@ -33,7 +33,7 @@ WIRING_MISTAKES = {
         ),
         PartMistake(
             "cross_values_from_decoder",
-            "Of keys and values of the cross-attention only one comes from the encoder.",
+            "Only one of the cross-attention's keys and values comes from the encoder.",
             "Attention(query=x, key=memory, value=x)",
             "Attention(query=x, key=memory, value=memory)",
             "Pass the encoder's output as key and as value.",
@@ -44,13 +44,13 @@ WIRING_MISTAKES = {
             "Attention and feed-forward read the same tensor and are added together.",
             "x + Attention(LayerNorm(x)) + FF(LayerNorm(x))",
             "h = x + Attention(LayerNorm(x)); h + FF(LayerNorm(h))",
-            "Feed the feed-forward what the attention gave; torch.nn has no layer that runs them side by side.",
+            "Feed the attention's output to the feed-forward; torch.nn has no layer that runs them side by side.",
             (r"\+.*\+", r"def forward"),
             "GPT-J, GPT-NeoX and PaLM do so.",
         ),
         PartMistake(
             "norm_on_the_branch",
-            "A LayerNorm stands on the branch, before the residual is added.",
+            "A LayerNorm sits on the branch, before the residual is added.",
             "x + LayerNorm(f(x))",
             SUBLAYER,
             "Normalise the sum, or the input of the sub-layer; torch.nn has no layer with a norm there.",
@@ -59,7 +59,7 @@ WIRING_MISTAKES = {
         ),
         PartMistake(
             "layer_mask_never_used",
-            "The layer takes a mask and does not pass it on.",
+            "The layer takes a mask but does not pass it on.",
             "self_attn(x, x, x)",
             "self_attn(x, x, x, attn_mask=mask)",
             "Pass the mask to the attention it is meant for.",
@@ -75,7 +75,7 @@ WIRING_MISTAKES = {
         ),
         PartMistake(
             "model_mask_never_used",
-            "The model takes a mask and hands it to none of its layers.",
+            "The model takes a mask but passes it to none of its layers.",
             "decoder(tgt, memory)",
             "decoder(tgt, memory, tgt_mask, src_mask)",
             "Pass the mask on.",
@@ -83,7 +83,7 @@ WIRING_MISTAKES = {
         ),
         PartMistake(
             "model_mask_dropped",
-            "There is a mask for this sequence, and these layers are not handed it.",
+            "There is a mask for this sequence, but these layers do not get it.",
             "decoder(tgt, memory, tgt_mask)",
             "decoder(tgt, memory, tgt_mask, src_mask)",
             "Pass the mask of the source to the encoder and to the cross-attention, that of the target to the decoder.",
@@ -91,10 +91,10 @@ WIRING_MISTAKES = {
         ),
         PartMistake(
             "model_padding_inverted",
-            "The padding is shown to these layers and the words are hidden: they read the mask the other way round.",
+            "The padding is shown to these layers and the words are hidden: they read the mask the wrong way round.",
             "mask = ids == pad, where True means may look",
             "mask = ids != pad, where True means may look",
-            "Bring what builds the mask and what reads it to one meaning of True.",
+            "Let True mean the same where the mask is built and where it is read.",
             (r"(==|!=|\.eq\(|\.ne\().*pad|pad.*(==|!=)", r"mask\s*="),
         ),
         PartMistake(
@@ -107,7 +107,7 @@ WIRING_MISTAKES = {
         ),
         PartMistake(
             "memory_is_not_encoder_output",
-            "The decoder reads something else than what the encoder gave.",
+            "The decoder reads something other than the encoder's output.",
             "decoder(tgt, src)",
             "decoder(tgt, encoder(src))",
             "Pass the encoder's output as memory.",
@@ -119,12 +119,12 @@ WIRING_MISTAKES = {
             "token of the source.",
             "decoder(encoder(src), tgt)",
             "decoder(tgt, encoder(src))",
-            "Exchange the two arguments.",
+            "Swap the two arguments.",
             (r"decoder\(|decode\(|\bdec\(", r"def forward"),
         ),
         PartMistake(
             "samples_mixed",
-            "What comes out for one sample depends on the others of the batch: batch and length are mixed up.",
+            "The output for one sample depends on the other samples: batch and length are mixed up.",
             "attention along axis 0, the samples, of (batch, len, features)",
             "attention along the length",
             "Build torch's layers with batch_first=True, or transpose before and after them.",
@@ -132,7 +132,7 @@ WIRING_MISTAKES = {
         ),
         PartMistake(
             "input_never_read",
-            "What comes out is the same for every input: batch and length may be mixed up.",
+            "The output is the same for every input: batch and length may be mixed up.",
             "the row that is read out sees no other, as where attention runs along the samples",
             "the row that is read out sees its sequence",
             "Build torch's layers with batch_first=True, or transpose before and after them.",
@@ -166,10 +166,10 @@ WIRING_MISTAKES = {
         ),
         PartMistake(
             "part_never_used",
-            "A part exists and takes no part in the forward pass.",
+            "A module exists but takes no part in the forward pass.",
             "the part is constructed and not called",
             "the part is called, or not there",
-            "Call it, or take it out.",
+            "Call it, or remove it.",
             FORWARD,
         ),
     )

@@ -43,17 +43,21 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 def compare(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, one training run, shorter timings.")] = False,
-    dtype: Annotated[DtypeName, typer.Option(help="Precision of the components; float64 decides.")] = "float64",
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, ...")] = "cpu",
-    pairs: Annotated[Path | None, typer.Option(help="File of sentence pairs to train on, separated by a tab.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights, inputs and training.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Compare this many processes with one, and nothing else.")] = None,
+    dtype: Annotated[DtypeName, typer.Option(help="Precision in which components are compared.")] = "float64",
+    device: Annotated[str, typer.Option(help="Device to run on: cpu, cuda, ...")] = "cpu",
+    pairs: Annotated[Path | None, typer.Option(help="File of tab-separated sentence pairs to train on.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed for weights, inputs and training.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write all results to this file, as JSON.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Compare work split over 2 or 4 processes with one process, and nothing else.")
+    ] = None,
 ) -> None:
     """Show that scratch and builtin compute the same numbers.
 
-    They are compared, trained and timed side by side. The exit status is 0 if they agree, 1 if anything differs more
-    than allowed, 2 for bad arguments.
+    Every component is compared, then both models are trained and timed. Exit status: 0 if they agree, 1 if anything
+    differs by more than is allowed, 2 for bad arguments.
     """
     with one_line_errors():
         if ranks is not None:
@@ -141,9 +145,10 @@ def ranks_table(rows: Sequence[RankRow]) -> Table:
 
 def about_this_machine(device: torch.device) -> str:
     """Name versions, device and threads, so that results can be placed."""
+    threads = torch.get_num_threads()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return (
-        f"{device} ({name}), {torch.get_num_threads()} threads, "
+        f"{device} ({name}), {threads} {'thread' if threads == 1 else 'threads'}, "
         f"torch {torch.__version__}, Python {platform.python_version()}"
     )
 
@@ -191,8 +196,8 @@ def compare_all_components(dtype: torch.dtype, device: torch.device, seed: int) 
 
 def component_table(rows: Sequence[Row]) -> Table:
     """Show a line for each component, and in each cell "identical", or the greatest difference and its size."""
-    below = "errors of scratch : builtin" if any(row.error_ratio for row in rows) else "in units in the last place"
-    table = new_table(f"The same weights in both: greatest difference, and below it {below}")
+    below = "the errors of scratch : builtin" if any(row.error_ratio for row in rows) else "units in the last place"
+    table = new_table(f"Same weights in both packages: greatest difference, with {below} below it")
     table.add_column("", overflow="fold")
     for heading in QUANTITIES.values():
         table.add_column(heading, no_wrap=True)
@@ -267,7 +272,7 @@ def time_all(sizes: TimingSizes, device: torch.device) -> list[Timing]:
 
 def timing_table(timings: Sequence[Timing]) -> Table:
     """Show medians with their spread, and the ratio of each thing that was timed."""
-    table = new_table("Timed in turns, float32: medians (least–greatest) of the rounds")
+    table = new_table("Timed in turns, float32: median over the rounds, with the range")
     table.add_column("")
     for name in ("scratch ms", "builtin ms", "scratch / builtin"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -281,7 +286,7 @@ def show_decoding(console: Console, decoding: Timing) -> None:
     """Say what the cache of scratch gains over recomputing all tokens at each step."""
     speed = decoding.tokens / statistics.median(decoding.scratch_ms) * 1e3
     gain = 1 / decoding.ratio
-    console.print(f"With its cache scratch decodes {speed:,.0f} tokens/s, {gain:.1f} times what recomputation does.\n")
+    console.print(f"With its cache, scratch decodes {speed:,.0f} tokens/s, {gain:.1f} times as many as without.\n")
 
 
 def in_words(times: Sequence[float]) -> str:

@@ -107,7 +107,7 @@ def outputs_and_gradients(
 
 
 def assert_close(actual: Tensor | None, expected: Tensor | None, name: str = "result", **bounds: Any) -> None:
-    """Ask that two tensors agree, as ``compare_tensors`` judges it."""
+    """Require that two tensors agree, as ``compare_tensors`` judges it."""
     comparison = compare_tensors(actual, expected, name=name, **bounds)
     assert comparison.passed, str(comparison)
 
@@ -115,7 +115,7 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, name: str = "re
 def assert_equal(
     actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], relative_bound: float = FLOAT64_BOUND
 ) -> None:
-    """Ask that two results of ``outputs_and_gradients`` agree; a bound of 0 asks for every bit, NaN included."""
+    """Require that two results of ``outputs_and_gradients`` agree; a bound of 0 asks for every bit, NaN included."""
     for kind in ("output", "gradient"):
         groups = [{name: x for name, x in side.items() if name.startswith(kind)} for side in (actual, expected)]
         differences = [str(x) for x in compare_group(*groups, relative_bound=relative_bound) if not x.passed]

@@ -135,7 +135,7 @@ class Ledger:
 
 
 def assert_same(case: Case, actual: Everything, expected: Everything, relative_bound: float = FLOAT64_BOUND) -> Tally:
-    """Ask that outputs, and gradients, agree relative to the largest of their group; a bound of 0 asks for every bit.
+    """Require that outputs and gradients agree relative to the largest of their group; a bound of 0 means every bit.
 
     Returns:
         The tally of the example.
@@ -151,7 +151,7 @@ def assert_same(case: Case, actual: Everything, expected: Everything, relative_b
 
 
 def assert_ratios(case: Case, module: nn.Module, theirs: nn.Module, autocast: torch.dtype | None = None) -> Tally:
-    """Ask that no error is more than twice the built-in's plus a few units in the last place of the largest value.
+    """Require that no error is more than twice the built-in's plus a few units in the last place of the largest value.
 
     Few numbers may come out well by chance, and the next layer may make much of what is left: a LayerNorm of three
     equal numbers divides by next to nothing. What fails is judged again by the median of either's errors on parameters

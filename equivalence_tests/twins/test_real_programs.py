@@ -72,14 +72,14 @@ def in_each(program: Callable[[Any], Any], packages: dict[str, Any] = ALL) -> di
 
 
 def assert_same(program: Callable[[Any], Tensor]) -> None:
-    """Ask that a program gives the tensor that it gives with torch.nn's classes."""
+    """Require that a program gives the tensor that it gives with torch.nn's classes."""
     results = in_each(program)
     for name in PACKAGES:
         assert_equal({"output": results[name]}, {"output": results["torch.nn"]})
 
 
 def assert_alike(program: Callable[[Any], object]) -> None:
-    """Ask that a program notes the same with the classes of each package."""
+    """Require that a program notes the same with the classes of each package."""
     results = in_each(program)
     for name in PACKAGES:
         assert results[name] == results["torch.nn"], name

@@ -29,8 +29,8 @@ __all__ = ["command_line"]
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
-CheckpointOption = Annotated[Path, typer.Option("--checkpoint", "-c", help="Where the trained model is kept.")]
-DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")]
+CheckpointOption = Annotated[Path, typer.Option("--checkpoint", "-c", help="Checkpoint file of the model.")]
+DeviceOption = Annotated[str, typer.Option(help="Device to run on: cpu, cuda, cuda:1, ...")]
 CHECKPOINT = Path("translation.pt")
 
 
@@ -59,9 +59,9 @@ def command_line(package: str, model_class: type[nn.Module]) -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
         context_settings={"obj": model_class},
-        help=f"Train the Transformer of the package {package} on sentence pairs, translate with it and look inside.",
+        help=f"Train the Transformer of {package} on sentence pairs, translate with it and look inside.",
     )
-    plots = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Draw pictures, as PNG or SVG.")
+    plots = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Draw pictures as PNG or SVG.")
     for command in (train, translate, summary):
         app.command()(command)
     plots.command("positional")(plot_positional)
@@ -79,26 +79,33 @@ def check_alone(context: typer.Context, option: str, *beside: str) -> None:
 
 def train(
     context: typer.Context,
-    pairs: Annotated[Path | None, typer.Option(help="Sentence pairs, a tab between; else the embedded ones.")] = None,
+    pairs: Annotated[
+        Path | None, typer.Option(help="Tab-separated sentence pairs; by default three German-English ones.")
+    ] = None,
     checkpoint: CheckpointOption = CHECKPOINT,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
-    epochs: Annotated[int, typer.Option(help="Number of epochs in all.")] = 30,
-    small: Annotated[bool, typer.Option("--small", help="Width 64 and two layers, in place of the paper's.")] = False,
-    optimizer: Annotated[Literal["sgd", "adam"], typer.Option(help="How steps are taken.")] = "sgd",
-    learning_rate: Annotated[float | None, typer.Option(help="1e-3 if not given; 1e-4 for adam at full size.")] = None,
-    momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.99,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
+    epochs: Annotated[int, typer.Option(help="Total number of epochs.")] = 30,
+    small: Annotated[
+        bool, typer.Option("--small", help="Width 64 and two layers instead of the paper's sizes.")
+    ] = False,
+    optimizer: Annotated[Literal["sgd", "adam"], typer.Option(help="Optimizer.")] = "sgd",
+    learning_rate: Annotated[float | None, typer.Option(help="By default 1e-3, or 1e-4 for adam at full size.")] = None,
+    momentum: Annotated[float, typer.Option(help="Momentum for sgd.")] = 0.99,
     loss: Annotated[
-        Literal["cross_entropy", "kl"], typer.Option(help="kl: divergence from smoothed targets.")
+        Literal["cross_entropy", "kl"],
+        typer.Option(help="kl is the Kullback-Leibler divergence from smoothed targets."),
     ] = "cross_entropy",
-    label_smoothing: Annotated[float, typer.Option(help="Share that kl spreads over all tokens.")] = 0.0,
-    batch_size: Annotated[int, typer.Option(help="Pairs in a step.")] = 2,
-    dropout: Annotated[float, typer.Option(help="Probability of dropping.")] = 0.0,
-    norm_first: Annotated[bool, typer.Option("--norm-first", help="LayerNorm before each sub-layer.")] = False,
-    seed: Annotated[int, typer.Option(help="Of parameters, order and dropout.")] = 0,
+    label_smoothing: Annotated[float, typer.Option(help="Share of each target that kl spreads over all tokens.")] = 0.0,
+    batch_size: Annotated[int, typer.Option(help="Sentence pairs per step.")] = 2,
+    dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
+    norm_first: Annotated[
+        bool, typer.Option("--norm-first", help="LayerNorm before each sub-layer, not after it.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Random seed for parameters, order and dropout.")] = 0,
     device: DeviceOption = "cpu",
-    dtype: Annotated[Literal["float32", "float64"], typer.Option(help="Of the parameters.")] = "float32",
+    dtype: Annotated[Literal["float32", "float64"], typer.Option(help="Dtype of the parameters.")] = "float32",
 ) -> None:
-    """Train a model on sentence pairs and keep it in a checkpoint."""
+    """Train a model on sentence pairs and save a checkpoint."""
     with one_line_errors():
         validation.check_writable(checkpoint)
         place = validation.check_device(device)
@@ -137,26 +144,26 @@ def run_with_progress(training: Training, save: Callable[[], None]) -> None:
 def show_result(training: Training, checkpoint: Path) -> None:
     """Print what the model makes of the first pairs it was trained on."""
     pairs = training.task.pairs[:10]
-    table = Table("source", "translation", "wanted", "")
+    table = Table("source", "translation", "expected", "")
     outputs = translation.translate(training.model, training.task, [source for source, _ in pairs])
-    for (source, wanted), output in zip(pairs, outputs, strict=True):
-        table.add_row(source, output, wanted, "right" if output == wanted else "wrong")
+    for (source, expected), output in zip(pairs, outputs, strict=True):
+        table.add_row(source, output, expected, "right" if output == expected else "wrong")
     console = Screen()
     console.print(table)
     console.print(
-        f"epoch {len(training.losses)}, loss {training.losses[-1]:.4f}, kept in {checkpoint}", highlight=False
+        f"epoch {len(training.losses)}, loss {training.losses[-1]:.4f}, saved to {checkpoint}", highlight=False
     )
 
 
 def translate(
     context: typer.Context,
     sentence: Annotated[
-        str, typer.Argument(metavar="SENTENCE", help="What to translate; - reads lines from the standard input.")
+        str, typer.Argument(metavar="SENTENCE", help="Sentence to translate; - reads lines from standard input.")
     ],
     checkpoint: CheckpointOption = CHECKPOINT,
-    beam_size: Annotated[int, typer.Option(help="Hypotheses that beam search keeps; 1 is greedy.")] = 1,
-    length_penalty: Annotated[float, typer.Option(help="How much beam search favours long ones.")] = 0.6,
-    as_json: Annotated[bool, typer.Option("--json", help="Print source and translation as JSON.")] = False,
+    beam_size: Annotated[int, typer.Option(help="Number of hypotheses in beam search; 1 is greedy decoding.")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="How strongly beam search favours long sentences.")] = 0.6,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the sentence and its translation as JSON.")] = False,
     device: DeviceOption = "cpu",
 ) -> None:
     """Translate a sentence with a trained model."""
@@ -171,15 +178,18 @@ def translate(
 def summary(
     context: typer.Context,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", "-c", help=f"Of a trained model; {CHECKPOINT} if there is one.")
+        Path | None, typer.Option("--checkpoint", "-c", help=f"Checkpoint file; by default {CHECKPOINT}, if it exists.")
     ] = None,
     small: Annotated[
-        bool | None, typer.Option("--small/--paper", help="An untrained model: small, or of the paper's size.")
+        bool | None, typer.Option("--small/--paper", help="An untrained model instead, small or of the paper's size.")
     ] = None,
-    bias: Annotated[bool, typer.Option(help="Whether an untrained one has biases.")] = True,
+    bias: Annotated[bool, typer.Option(help="Whether an untrained model has biases.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """List the layers with the number of their parameters: of the model just trained, if there is one."""
+    """Count the parameters of each layer.
+
+    Without options, the model is the one just trained, or an untrained one if there is none.
+    """
     untrained = small is not None or not bias
     with one_line_errors():
         if checkpoint is not None:
@@ -211,15 +221,17 @@ def show_summary(rows: list[ParameterRow], as_json: bool, title: str) -> None:
     Screen().print(table)
 
 
-OutputOption = Annotated[Path, typer.Option("--output", "-o", help="A name that ends in .png or .svg.")]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", help="File to write, .png or .svg.")]
 
 
 def plot_positional(
     output: OutputOption = Path("positional.png"),
     positions: Annotated[int, typer.Option(help="Number of positions.")] = 64,
     d_model: Annotated[int, typer.Option(help="Number of dimensions.")] = 8,
-    curves: Annotated[int, typer.Option(help="Number of dimensions drawn as curves.")] = 5,
-    layout: Annotated[Layout, typer.Option(help="The paper's or tensor2tensor's.")] = "interleaved",
+    curves: Annotated[int, typer.Option(help="Number of dimensions to draw as curves.")] = 5,
+    layout: Annotated[
+        Layout, typer.Option(help="interleaved as in the paper, or concatenated as in tensor2tensor.")
+    ] = "interleaved",
 ) -> None:
     """Draw sinusoidal positional encodings: a heat map and curves."""
     with one_line_errors():
@@ -231,14 +243,14 @@ def plot_positional(
 
 def plot_attention(
     context: typer.Context,
-    sentence: Annotated[str, typer.Argument(metavar="SENTENCE", help="What is translated meanwhile.")],
+    sentence: Annotated[str, typer.Argument(metavar="SENTENCE", help="Sentence to translate.")],
     checkpoint: CheckpointOption = CHECKPOINT,
     output: OutputOption = Path("attention.png"),
-    only: Annotated[str, typer.Option(help="Draw attentions whose path holds this, e.g. multihead_attn.")] = "",
+    only: Annotated[str, typer.Option(help="Draw only attentions whose path contains this, e.g. multihead_attn.")] = "",
 ) -> None:
-    """Draw the attention maps of a trained model for one sentence.
+    """Draw the attention maps of a trained model as it translates a sentence.
 
-    There is a row for each layer and a column for each head.
+    Each row is a layer, each column a head.
     """
     with one_line_errors():
         validation.check_picture_path(output)

@@ -252,7 +252,7 @@ def _check_mask_precision(
 
 
 def check_projection_dtypes(attention: Any, query: Tensor, key: Tensor, value: Tensor, names: Names) -> None:
-    """Ask that the inputs have the dtype of the weights they are multiplied with."""
+    """Require that the inputs have the dtype of the weights they are multiplied with."""
     if autocast_is_on(query.device):
         return
     weight = attention.q_proj_weight if attention.in_proj_weight is None else attention.in_proj_weight
@@ -265,6 +265,6 @@ def check_projection_dtypes(attention: Any, query: Tensor, key: Tensor, value: T
 
 
 def check_attention(name: str, x: object, kinds: tuple[type, ...]) -> None:
-    """Ask for a multi-head attention, of one of the classes that we can read."""
+    """Require a multi-head attention, of one of the classes that we can read."""
     if not isinstance(x, kinds):
         raise ArgumentTypeError(f"{name} must be {AN_ATTENTION}, got {type(x).__name__}")

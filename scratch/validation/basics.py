@@ -70,39 +70,39 @@ def shape(x: Tensor | Sequence[int]) -> str:
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Ask that a value is one of a few."""
+    """Require that a value is one of a few."""
     if value not in choices:
         raise ArgumentValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_bool(name: str, x: Tensor) -> None:
-    """Ask for a bool tensor."""
+    """Require a bool tensor."""
     check_tensor(name, x)
     if x.dtype != torch.bool:
         raise ArgumentTypeError(f"{name} must be a bool tensor (True = may look), got {x.dtype}")
 
 
 def check_integer(name: str, x: Tensor) -> None:
-    """Ask for a tensor of integers."""
+    """Require a tensor of integers."""
     check_tensor(name, x)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise ArgumentTypeError(f"{name} must hold integers, got {x.dtype}")
 
 
 def check_dim(name: str, x: Tensor, dim: int) -> None:
-    """Ask for a number of dimensions."""
+    """Require a number of dimensions."""
     if x.dim() != dim:
         raise ArgumentValueError(f"{name} must be {dim}-D, got {x.dim()}-D of shape {shape(x)}")
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Ask for a tensor."""
+    """Require a tensor."""
     if not isinstance(x, Tensor):
         raise ArgumentTypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def check_mask_dtype(name: str, mask: Tensor) -> None:
-    """Ask for a bool or floating mask."""
+    """Require a bool or floating mask."""
     check_tensor(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ArgumentTypeError(
@@ -112,13 +112,13 @@ def check_mask_dtype(name: str, mask: Tensor) -> None:
 
 
 def check_dropout(name: str, probability: float) -> None:
-    """Ask for a probability."""
+    """Require a probability."""
     if not 0.0 <= probability <= 1.0:
         raise ArgumentValueError(f"dropout probability has to be between 0 and 1, but got {name}={probability}")
 
 
 def check_whole(**sizes: object) -> None:
-    """Ask for whole numbers."""
+    """Require whole numbers."""
     for name, size in sizes.items():
         if not isinstance(size, int | np.integer | torch.SymInt) and not _is_whole_tensor(size):
             raise ArgumentTypeError(f"{name} must be a whole number, got {size!r}")
@@ -131,7 +131,7 @@ def _is_whole_tensor(size: object) -> bool:
 
 @quiet_while_tracing
 def check_not_negative(**sizes: int | None) -> None:
-    """Ask that sizes which are given are whole numbers and not negative."""
+    """Require that sizes which are given are whole numbers and not negative."""
     check_whole(**{name: size for name, size in sizes.items() if size is not None})
     for name, size in sizes.items():
         if size is not None and size < 0:
@@ -139,14 +139,14 @@ def check_not_negative(**sizes: int | None) -> None:
 
 
 def check_floating(name: str, dtype: torch.dtype) -> None:
-    """Ask for a floating dtype, which has -inf."""
+    """Require a floating dtype, which has -inf."""
     if not dtype.is_floating_point:
         raise ArgumentTypeError(f"{name} must be a floating dtype, got {dtype}")
 
 
 @quiet_while_tracing
 def check_positive(**sizes: int) -> None:
-    """Ask for whole numbers of at least 1."""
+    """Require whole numbers of at least 1."""
     check_whole(**sizes)
     for name, size in sizes.items():
         if size < 1:
@@ -154,20 +154,20 @@ def check_positive(**sizes: int) -> None:
 
 
 def check_function(name: str, x: object) -> None:
-    """Ask for a function."""
+    """Require a function."""
     if not callable(x):
         raise ArgumentTypeError(f"{name} must be a function, got {type(x).__name__}")
 
 
 def check_width(name: str, x: Tensor, size_name: str, size: int) -> None:
-    """Ask for a number of features."""
+    """Require a number of features."""
     check_tensor(name, x)
     if x.dim() == 0 or x.size(-1) != size:
         raise ArgumentValueError(f"{name} must have shape (..., {size_name}) with {size_name} = {size}, got {shape(x)}")
 
 
 def check_module(name: str, x: object) -> None:
-    """Ask for a module."""
+    """Require a module."""
     if not isinstance(x, nn.Module):
         raise ArgumentTypeError(f"{name} must be a torch.nn.Module, got {type(x).__name__}")
 

@@ -92,7 +92,7 @@ def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_grouped_heads(query: Tensor, key: Tensor, heads_dim: int, enable_gqa: bool) -> None:
-    """Ask for as many heads of keys as of queries, or a number that divides it where heads are grouped."""
+    """Require as many heads of keys as of queries, or a number that divides it where heads are grouped."""
     heads, key_heads = query.size(heads_dim), key.size(heads_dim)
     if not enable_gqa and heads != key_heads:
         raise ArgumentValueError(
@@ -166,14 +166,14 @@ def check_flex_on_device(query: Tensor, key: Tensor, value: Tensor, return_aux: 
 
 
 def check_functions(name: str, functions: Sequence[Any]) -> None:
-    """Ask for functions."""
+    """Require functions."""
     for function in functions:
         if not callable(function):
             raise ArgumentTypeError(f"{name} must be functions of {MASK_MOD}, got {function!r}")
 
 
 def _check_number_of_arguments(name: str, function: Callable[..., Tensor], counts: Sequence[int]) -> int:
-    """Ask for a function that takes the indices, with or without a score; give how many arguments it takes."""
+    """Require a function that takes the indices, with or without a score; give how many arguments it takes."""
     expected = " or ".join({4: MASK_MOD, 5: SCORE_MOD}[count] for count in counts)
     if not callable(function):
         raise ArgumentTypeError(f"{name} must be a function of {expected}, got {type(function).__name__}")
@@ -205,13 +205,13 @@ def check_create_block_mask(mask_mod: Callable[..., Tensor], block_size: object,
 
 
 def check_mask_mod_result(may_attend: Tensor) -> None:
-    """Ask that a mask function has given bools."""
+    """Require that a mask function has given bools."""
     if may_attend.dtype != torch.bool:
         raise ArgumentTypeError(f"mask_mod must give bool (True = may look), got {may_attend.dtype}")
 
 
 def check_defaults(**given: tuple[object, object]) -> None:
-    """Ask that arguments which are there for torch's kernels stand at their defaults: each comes with its default."""
+    """Require that arguments for torch's kernels are left at their defaults: each comes with its default."""
     for name, (value, default) in given.items():
         if value is not default:
             raise ArgumentValueError(
@@ -223,7 +223,7 @@ def check_defaults(**given: tuple[object, object]) -> None:
 def check_block_lists(
     num_blocks: Tensor, indices: Tensor, full_num_blocks: Tensor | None, full_indices: Tensor | None
 ) -> None:
-    """Ask for lists of blocks that fit together."""
+    """Require lists of blocks that fit together."""
     check_tensor("kv_num_blocks", num_blocks)
     check_tensor("kv_indices", indices)
     if indices.dim() != 4 or num_blocks.shape != indices.shape[:-1]:

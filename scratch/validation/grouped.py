@@ -89,7 +89,7 @@ def check_flex_has_gradient(attention: Any, x: Tensor) -> None:
 
 
 def check_ranks_divide(path: str, units: int, num_ranks: int) -> None:
-    """Ask that each process gets as many whole heads or hidden units as every other."""
+    """Require that each process gets as many whole heads or hidden units as every other."""
     if units % num_ranks:
         raise ArgumentValueError(
             f"num_ranks must divide the heads or hidden units that are cut, got num_ranks={num_ranks} for the {units} "

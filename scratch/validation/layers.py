@@ -43,7 +43,7 @@ TORCHS_FORWARD = ("scratch.attention", "builtin.attention", nn.MultiheadAttentio
 
 
 def check_activation(activation: str | Callable[[Tensor], Tensor]) -> None:
-    """Ask for "relu", "gelu" or a function."""
+    """Require "relu", "gelu" or a function."""
     if isinstance(activation, str) and activation not in ("relu", "gelu"):
         raise ArgumentValueError(f'activation should be relu/gelu, as "relu", "gelu" or a function, not {activation!r}')
     if not callable(activation) and not isinstance(activation, str):
@@ -96,7 +96,7 @@ def check_stack_input(
 
 
 def check_takes_bias(name: str, x: Tensor, *masks: Tensor | None) -> None:
-    """Ask for floating tokens beside bool masks, which become biases of their dtype."""
+    """Require floating tokens beside bool masks, which become biases of their dtype."""
     if not x.is_floating_point() and any(mask is not None and mask.dtype == torch.bool for mask in masks):
         raise ArgumentTypeError(f"{name} must be floating beside a bool mask, which becomes a bias, got {x.dtype}")
 
@@ -135,12 +135,12 @@ class EmptyStackError(ArgumentValueError, IndexError):
 
 
 def check_num_layers(num_layers: int) -> None:
-    """Ask for a number of layers; as in torch.nn, a stack without any can be built, beside one that is used."""
+    """Require a number of layers; as in torch.nn, a stack without any can be built, beside one that is used."""
     check_not_negative(num_layers=num_layers)
 
 
 def check_has_layers(layers: Sized) -> None:
-    """Ask that a stack which is called has a layer: the first one says which axis is the batch."""
+    """Require that a stack which is called has a layer: the first one says which axis is the batch."""
     if len(layers) == 0:
         raise EmptyStackError(
             "num_layers must be greater than 0 in a stack that is called, got num_layers=0 (index 0 is out of range)"
@@ -148,12 +148,12 @@ def check_has_layers(layers: Sized) -> None:
 
 
 def check_cache_batch(expected: int, batch: int) -> None:
-    """Ask that a cache is extended by the batch it was begun with."""
+    """Require that a cache is extended by the batch it was begun with."""
     if batch != expected:
         raise ArgumentValueError(f"cache holds a batch of {expected}, got a batch of {batch}: begin a new cache for it")
 
 
 def check_cache_layers(cache: Sequence[Any], num_layers: int) -> None:
-    """Ask for one cache for each decoder layer."""
+    """Require one cache for each decoder layer."""
     if len(cache) != num_layers:
         raise ArgumentValueError(f"cache must have one entry for each of {num_layers} layers, got {len(cache)}")

@@ -22,21 +22,21 @@ __all__ = [
 
 
 def check_window(window: int) -> None:
-    """Ask for a window that holds at least the query's own place."""
+    """Require a window that holds at least the query's own place."""
     check_whole(window=window)
     if window < 1:
         raise ArgumentValueError(f"window must be at least 1 (the query's own place), got {window}")
 
 
 def check_lengths(lengths: Tensor, max_len: int | None) -> None:
-    """Ask for one length for each sample."""
+    """Require one length for each sample."""
     check_integer("lengths", lengths)
     check_dim("lengths", lengths, 1)
     check_not_negative(max_len=max_len)
 
 
 def check_score_bias(score_bias: Tensor) -> None:
-    """Ask for a float mask that holds only 0 and -inf."""
+    """Require a float mask that holds only 0 and -inf."""
     check_tensor("score_bias", score_bias)
     if not score_bias.is_floating_point():
         raise ArgumentTypeError(f"score_bias must be floating, got {score_bias.dtype}")

@@ -29,7 +29,7 @@ def check_positional_encoding(max_len: int, d_model: int, layout: str, base: flo
 
 @quiet_while_tracing
 def check_positions(x: Tensor, offset: int, d_model: int, max_len: int) -> None:
-    """Ask that tokens have the width and lie within the positions of the table."""
+    """Require that tokens have the width and lie within the positions of the table."""
     check_tensor("x", x)
     if x.dim() not in (2, 3) or x.size(-1) != d_model:
         raise ArgumentValueError(

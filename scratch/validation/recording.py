@@ -21,7 +21,7 @@ RECORDED_ARGUMENTS = (*ATTENTION, "need_weights")
 
 
 def check_recordable(model: nn.Module, attentions: Mapping[str, nn.Module]) -> None:
-    """Ask for a model with attention modules whose calls can be seen and read; they come by their paths."""
+    """Require a model with attention modules whose calls can be seen and read; they come by their paths."""
     for path, module in model.named_modules():
         compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         if compiled and not set(attentions.values()).isdisjoint(module.modules()):
@@ -43,7 +43,7 @@ def check_recordable(model: nn.Module, attentions: Mapping[str, nn.Module]) -> N
 
 
 def check_map_recorded(path: str, calls: Mapping[str, Sequence[Tensor]]) -> None:
-    """Ask for the path of an attention module that was called; a KeyError, as of every mapping."""
+    """Require the path of an attention module that was called; a KeyError, as of every mapping."""
     if path not in calls:
         raise KeyError(f"path must be that of an attention module, one of {', '.join(map(repr, calls))}; got {path!r}")
     if not calls[path]:
@@ -51,12 +51,12 @@ def check_map_recorded(path: str, calls: Mapping[str, Sequence[Tensor]]) -> None
 
 
 def check_path_part(part: str, paths: Sequence[str]) -> None:
-    """Ask for a part of the path of at least one attention."""
+    """Require a part of the path of at least one attention."""
     if not any(part in path for path in paths):
         raise ArgumentValueError(f"--only must be in the path of an attention, one of {', '.join(paths)}; got {part!r}")
 
 
 def check_maps_to_draw(maps: Mapping[str, Tensor]) -> None:
-    """Ask for at least one attention map."""
+    """Require at least one attention map."""
     if not maps:
         raise ArgumentValueError("maps must hold at least one attention map, got none")

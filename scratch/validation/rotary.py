@@ -25,14 +25,14 @@ __all__ = [
 
 
 def check_rotary_sizes(head_dim: int, base: float) -> None:
-    """Ask for pairs of features, and a base that makes the later ones slower."""
+    """Require pairs of features, and a base that makes the later ones slower."""
     _check_pairs(head_dim)
     if not 1 < base < math.inf:
         raise ArgumentValueError(f"base must be greater than 1 and finite, got {base}")
 
 
 def check_rotary_factor(factor: float) -> None:
-    """Ask for a factor that makes texts longer."""
+    """Require a factor that makes texts longer."""
     if not 1 <= factor < math.inf:
         raise ArgumentValueError(f"factor must be at least 1 and finite, got {factor}")
 
@@ -55,7 +55,7 @@ def check_llama3(scaling: Any) -> None:
 
 
 def check_pairing_conversion(weight: Tensor, head_dim: int) -> None:
-    """Ask for the rows of whole heads."""
+    """Require the rows of whole heads."""
     check_tensor("weight", weight)
     _check_pairs(head_dim)
     if weight.dim() == 0 or weight.size(0) % head_dim:
@@ -65,7 +65,7 @@ def check_pairing_conversion(weight: Tensor, head_dim: int) -> None:
 
 
 def check_rotary_inputs(x: Tensor, positions: Tensor | None, head_dim: int) -> None:
-    """Ask that queries or keys have pairs of features, and positions that fit their tokens."""
+    """Require that queries or keys have pairs of features, and positions that fit their tokens."""
     check_tensor("x", x)
     if not x.is_floating_point():
         raise ArgumentTypeError(f"x must be floating, got {x.dtype}")

@@ -23,7 +23,7 @@ __all__ = [
 
 
 def check_document_ids(document_ids: Tensor) -> None:
-    """Ask for a whole number for each token."""
+    """Require a whole number for each token."""
     check_integer("document_ids", document_ids)
     if document_ids.dim() not in (1, 2):
         raise ArgumentValueError(
@@ -33,7 +33,7 @@ def check_document_ids(document_ids: Tensor) -> None:
 
 
 def check_prefix_len(prefix_len: int | Tensor) -> None:
-    """Ask for one length, or one for each sample."""
+    """Require one length, or one for each sample."""
     if isinstance(prefix_len, Tensor):
         check_integer("prefix_len", prefix_len)
         check_dim("prefix_len", prefix_len, 1)
@@ -42,19 +42,19 @@ def check_prefix_len(prefix_len: int | Tensor) -> None:
 
 
 def check_slopes(slopes: Tensor) -> None:
-    """Ask for a floating number for each head."""
+    """Require a floating number for each head."""
     _check_floating_tensor("slopes", slopes)
     check_dim("slopes", slopes, 1)
 
 
 def check_cap(cap: float) -> None:
-    """Ask for a bound above 0."""
+    """Require a bound above 0."""
     if not cap > 0:
         raise ArgumentValueError(f"cap must be greater than 0, got {cap}")
 
 
 def check_relative_bias(table: Tensor) -> None:
-    """Ask for a floating number for each head and each distance, on both sides of 0."""
+    """Require a floating number for each head and each distance, on both sides of 0."""
     _check_floating_tensor("table", table)
     check_dim("table", table, 2)
     if table.size(-1) % 2 == 0:
@@ -64,7 +64,7 @@ def check_relative_bias(table: Tensor) -> None:
 
 
 def check_sinks(context: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Ask that each query of each head has its sum of scores, and each head its sink."""
+    """Require that each query of each head has its sum of scores, and each head its sink."""
     for name, x in (("context", context), ("lse", lse), ("sinks", sinks)):
         _check_floating_tensor(name, x)
     if lse.shape != context.shape[:-1]:

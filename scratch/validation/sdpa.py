@@ -69,7 +69,7 @@ def _check_sdpa_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_head_dim_and_key_len(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Ask that queries can be compared with keys, and that each key has its value."""
+    """Require that queries can be compared with keys, and that each key has its value."""
     if key.size(-1) != query.size(-1):
         raise ArgumentValueError(
             f"key must have the head_dim of query, {query.size(-1)}, got {key.size(-1)} from shape {shape(key)}"
@@ -92,7 +92,7 @@ def _check_sdpa_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
 
 
 def _check_groups(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Ask that the heads of key and value divide those of query; torch divides by them even where they are none."""
+    """Require that the heads of key and value divide those of query; torch divides by them even where they are none."""
     if min(query.dim(), key.dim(), value.dim()) > 2 and query.size(-3) == key.size(-3) == value.size(-3):
         return
     for name, x in (("key", key), ("value", value)):

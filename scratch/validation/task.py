@@ -39,7 +39,7 @@ def read_text(path: Path) -> str:
 
 
 def check_pair(path: Path, number: int, line: str) -> tuple[str, str]:
-    """Ask for a source and a target sentence with one tab between."""
+    """Require a source and a target sentence with one tab between."""
     columns = [column.strip() for column in line.split("\t")]
     if len(columns) != 2:
         raise ArgumentValueError(
@@ -53,13 +53,13 @@ def check_pair(path: Path, number: int, line: str) -> tuple[str, str]:
 
 
 def check_pairs(pairs: Sequence[tuple[str, str]], name: str) -> None:
-    """Ask for at least one pair of sentences."""
+    """Require at least one pair of sentences."""
     if not pairs:
         raise ArgumentValueError(f"{name} must hold at least one pair of sentences, got none")
 
 
 def check_words(words: Sequence[str], known: Sequence[str], near: Callable[[str], list[str]]) -> None:
-    """Ask for a sentence of known words."""
+    """Require a sentence of known words."""
     if not words:
         raise ArgumentValueError("sentence must hold at least one word, got an empty one")
     for word in words:
@@ -91,7 +91,7 @@ def check_training_settings(settings: Any) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Ask for a file name in a folder that exists and can be written to."""
+    """Require a file name in a folder that exists and can be written to."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ArgumentValueError(f"{path} must be in a folder that exists, got no folder {folder}")
@@ -126,7 +126,7 @@ def read_checkpoint(path: Path, expected_format: str, device: torch.device | str
 
 
 def check_alone(option: str, others: Sequence[str]) -> None:
-    """Ask that an option which reads everything from a checkpoint comes without options that say otherwise."""
+    """Require that an option which reads everything from a checkpoint comes without options that say otherwise."""
     if others:
         raise ArgumentValueError(
             f"--{option} takes from the checkpoint what {', '.join(f'--{x}' for x in others)} would say: leave one of "
@@ -135,7 +135,7 @@ def check_alone(option: str, others: Sequence[str]) -> None:
 
 
 def check_picture_path(path: Path) -> None:
-    """Ask for a PNG or SVG file that can be written."""
+    """Require a PNG or SVG file that can be written."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ArgumentValueError(f"{path} must end in .png or .svg, got {path.suffix or 'no suffix'!r}")
     check_writable(path)
@@ -152,7 +152,7 @@ def import_matplotlib_figure() -> Any:
 
 
 def check_device(name: str) -> torch.device:
-    """Ask for a device that this machine has."""
+    """Require a device that this machine has."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -42,7 +42,7 @@ def check_decoding(end_id: int | None, pad_id: int | None, max_len: int) -> None
 
 
 def check_end_and_padding(end_id: int | None, pad_id: int | None) -> None:
-    """Ask that a row which ends can be filled up, with another token than the one that ends it."""
+    """Require that a row which ends can be filled up, with another token than the one that ends it."""
     if end_id is None:
         return
     if pad_id is None:
@@ -62,7 +62,7 @@ def check_beams(beam_size: int, length_penalty: float) -> None:
 
 
 def check_vocabularies(src_vocab_size: int, tgt_vocab_size: int, pad_id: int, start_id: int, end_id: int) -> None:
-    """Ask that the special tokens are in the vocabularies, and that padding is no other token."""
+    """Require that the special tokens are in the vocabularies, and that padding is no other token."""
     check_whole(pad_id=pad_id, start_id=start_id, end_id=end_id)
     check_positive(src_vocab_size=src_vocab_size, tgt_vocab_size=tgt_vocab_size)
     sizes = {"src_vocab_size": src_vocab_size, "tgt_vocab_size": tgt_vocab_size}
@@ -103,7 +103,7 @@ def check_token_ids(name: str, token_ids: Tensor, embedding: Any, max_len: int |
 
 
 def check_ids_in_vocabulary(name: str, token_ids: Tensor, size_name: str, vocab_size: int) -> None:
-    """Ask that every token id is in the vocabulary. This reads them, and so waits for the device."""
+    """Require that every token id is in the vocabulary. This reads them, and so waits for the device."""
     outside = ((token_ids < 0) | (token_ids >= vocab_size)).nonzero()
     if len(outside):
         row, column = outside[0].tolist()

@@ -34,39 +34,37 @@ def verify_command(
         ),
     ],
     inputs: Annotated[
-        str, typer.Option(help="file.py:name of the batch that TARGET, a model of yours, is called with.")
+        str, typer.Option(help="For a model of your own: file.py:name of the batch to call it with.")
     ] = "",
     kind: Annotated[
-        str | None, typer.Option(help=f"What it is, if the name does not tell: {', '.join(KINDS)}.")
+        str | None, typer.Option(help=f"What TARGET is, if its name does not say: {', '.join(KINDS)}.")
     ] = None,
-    adapter: Annotated[str, typer.Option(help="file.py:NAME of an Adapter that says what cannot be found out.")] = "",
+    adapter: Annotated[
+        str, typer.Option(help="file.py:NAME of an Adapter, for what cannot be found out automatically.")
+    ] = "",
     meant: Annotated[
         list[str] | None,
-        typer.Option(
-            help="NAME=REASON: this deviation is on purpose. May be given several times.", metavar="NAME=REASON"
-        ),
+        typer.Option(help="Accept the deviation NAME as intended, for this REASON. Repeatable.", metavar="NAME=REASON"),
     ] = None,
     meant_file: Annotated[
         Path | None, typer.Option(help="TOML file of such names and reasons.", exists=True, dir_okay=False)
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report as JSON; - for the terminal.")
-    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON; - prints it.")] = None,
     junit_file: Annotated[Path | None, typer.Option("--junit", help="Write the checks as JUnit XML.")] = None,
     sarif_file: Annotated[Path | None, typer.Option("--sarif", help="Write the findings as SARIF 2.1.0.")] = None,
-    github: Annotated[bool, typer.Option("--github", help="Print the findings as annotations for GitHub.")] = False,
+    github: Annotated[bool, typer.Option("--github", help="Print the findings as GitHub annotations.")] = False,
     allow_partial: Annotated[
-        bool, typer.Option("--allow-partial", help="Exit with 0 where something was equal as far as it was run.")
+        bool, typer.Option("--allow-partial", help="Exit with 0, not 3, if the code is equal as far as it was run.")
     ] = False,
     run_all: Annotated[
         bool, typer.Option("--run-all", help="Run every cell of a notebook, not only imports and definitions.")
     ] = False,
-    timeout: Annotated[float, typer.Option(help="CPU seconds for one target, against code that hangs.", min=1)] = 120.0,
-    memory_mib: Annotated[int, typer.Option("--memory", help="MiB of memory for one target.", min=256)] = 4096,
+    timeout: Annotated[float, typer.Option(help="CPU seconds allowed for each target.", min=1)] = 120.0,
+    memory_mib: Annotated[int, typer.Option("--memory", help="MiB of memory allowed for each target.", min=256)] = 4096,
 ) -> None:
     """Check attention code against torch.nn: what is wrong, on which line, and how to fix it.
 
-    The code is run and every operation of it is watched. Exit status: 0 equal, 1 deviates, 2 could not be checked,
+    Your code is run, and every operation in it is watched. Exit status: 0 equal, 1 deviates, 2 could not be checked,
     3 equal as far as it was run.
     """
     if kind is not None and kind not in KINDS:

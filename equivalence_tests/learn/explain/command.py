@@ -17,14 +17,14 @@ def explain(
         str | None,
         typer.Argument(
             metavar="ARGUMENT",
-            help="An argument, such as is_causal, key_padding_mask or norm_first.",
+            help="The argument to explain, such as is_causal, key_padding_mask or norm_first.",
             show_default=False,
         ),
     ] = None,
     owner: Annotated[
         str | None,
         typer.Option(
-            "--of", "--owner", metavar="CLASS", help="Only as this class or function takes it.", show_default=False
+            "--of", "--owner", metavar="CLASS", help="Explain it only for this class or function.", show_default=False
         ),
     ] = None,
     as_json: Annotated[
@@ -33,8 +33,9 @@ def explain(
 ) -> None:
     """Explain an argument of torch.nn's attention, with live code.
 
-    In words, with a drawing where one helps, with the lines of scratch that do it, and with an example on torch.nn
-    that is run now. Where classes treat it differently, each way is shown. Without an ARGUMENT, all of them are listed.
+    You get a description, a drawing where one helps, the lines of scratch that implement it, and an example on
+    torch.nn that is run on the spot. Where classes treat the argument differently, each way is shown. Without ARGUMENT,
+    all arguments are listed.
     """
     try:
         found = find_explanations(argument, owner)

@@ -84,6 +84,7 @@ def apart() -> None:
             H=1,
             Q_LEN=6,
             KV_LEN=6,
+            device="cpu",
             BLOCK_SIZE=2,
             separate_full_blocks=apart,
         )
@@ -97,6 +98,7 @@ def for_kernels() -> None:
         H=1,
         Q_LEN=6,
         KV_LEN=6,
+        device="cpu",
         _compile=False,
         compute_dq_write_order=False,
         dq_kv_order=True,

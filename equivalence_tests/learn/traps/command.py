@@ -20,10 +20,10 @@ __all__ = ["traps"]
 
 def traps(
     name_or_number: Annotated[
-        str | None, typer.Argument(metavar="NAME|NUMBER", help="One trap, shown in full.", show_default=False)
+        str | None, typer.Argument(metavar="NAME|NUMBER", help="The trap to show in full.", show_default=False)
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every trap in full.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known of them as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the traps as JSON, in full.")] = False,
 ) -> None:
     """List the traps of torch.nn's attention, or show one in full, run on the installed torch."""
     if name_or_number is not None and everything:
