@@ -86,7 +86,7 @@ def _mutant_told(attention: Attention, mutant: Mutant, whole: Report, report: Re
 
 
 # Changes of what is handed to a function of the user's: the lines in it do the rest.
-HANDED_OVER = ("change scale", "swap roles", "drop mask", "wrong mask")
+HANDED_OVER = ("change scale", "change scale in the constructor", "swap roles", "drop mask", "wrong mask")
 
 
 def _is_there(finding: Finding, mutant: Mutant) -> bool:

@@ -151,4 +151,5 @@ def told(finding: Finding) -> str:
     line = finding.line
     place = f" at {line.path.rpartition('site-packages/')[2]}:{line.number} `{line.text}`" if line else ""
     meant = f" (meant so: {finding.meant})" if finding.meant else ""
-    return f"{finding.name}{place}: {finding.sentence}{meant}"
+    known = f" (on purpose in: {finding.on_purpose_in})" if finding.on_purpose_in and not meant else ""
+    return f"{finding.name}{place}: {finding.sentence}{meant}{known}"

@@ -225,16 +225,22 @@ def _of_attributes(attention: Attention, ran: dict[CodeType, set[int]]) -> Itera
     for name, value in vars(attention.module).items():
         if not (isinstance(value, float) and "scal" in name and value not in (0.0, 1.0)):
             continue
+        uses = re.compile(rf"\.{name}\b|[*/] *(self\.)?{name}\b|scale={name}\b")
         users = frozenset(
-            (code.co_filename, number)
-            for code, lines in ran.items()
-            for number in lines
-            if re.search(
-                rf"\.{name}\b|[*/] *(self\.)?{name}\b|scale={name}\b", linecache.getline(code.co_filename, number)
-            )
+            (code.co_filename, n) for code, lines in ran.items() for n in _of_statements(code, lines, uses)
         )
         for other in (value * value, 1.0) if users else ():
             yield Mutant(_SCALE, users, f"self.{name} = {value}", f"{other}", attribute=(name, other))
+
+
+def _of_statements(code: CodeType, lines: set[int], uses: re.Pattern[str]) -> Iterator[int]:
+    """All lines of the statements that ran and have such a line."""
+    tree = _tree_of(code)
+    for statement in ast.walk(tree) if tree is not None else ():
+        if isinstance(statement, (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, ast.AnnAssign)):
+            whole = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+            if lines.intersection(whole) and any(uses.search(linecache.getline(code.co_filename, n)) for n in whole):
+                yield from whole
 
 
 def _output(attention: Attention) -> list[Tensor]:

@@ -104,7 +104,7 @@ def attentions_of(run: Run) -> list[Attention]:
         Products of activations that nothing weighs, or that are never multiplied with values, are left out.
     """
     parts = [part for part in (_part(run, product) for product in run.names.products) if part.contexts]
-    parts = [part for part in parts if _is_weighed(run, part) or part.product.trouble or part.contexts[0].trouble]
+    parts = [part for part in parts if _is_weighed(run, part)]
     ends = {id(part): _end_of(run, part) for part in parts}
     found: dict[int, Attention] = {}
     for part in parts:

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.engine.codes import coded
-from equivalence_tests.checker.engine.contracts.projecting import unused_departures
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.ending import output_departures
+from equivalence_tests.checker.engine.contracts.layout import are_followed
+from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
+from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.intervening import Examination, examine, prove
 from equivalence_tests.checker.engine.judging import Judgement
 from equivalence_tests.checker.engine.meaning import with_evidence
@@ -50,7 +54,7 @@ def diagnose_call(
     call = Call(function, tuple(args), dict(kwargs or {}), module)
     if call.module is None or next(call.module.parameters(), None) is None:
         call.seeds = _names_of_inputs(call)
-    found = examine(call)
+    found = examine(call, GivenMasks(call))
     diagnoses = [_diagnosis(found, place, name, proofs, dict(meant or {})) for place in range(len(found.judgements))]
     for diagnosis in diagnoses:
         diagnosis.seconds = (time.process_time() - started) / len(diagnoses)
@@ -72,7 +76,7 @@ def _names_of_inputs(call: Call) -> dict[int, Tensor]:
 def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: dict[str, str]) -> Report:
     judgement = found.judgements[place]
     if len(found.judgements) == 1:  # of several, none says which weights are its own
-        found.departures[place] += unused_departures(judgement.attention, found.call.module, found.departures[place])
+        found.departures[place] += _of_weights(judgement, found.call.module, found.departures[place])
     departures = with_evidence(judgement, found.departures[place], found.call.module)
     for departure in departures:
         departure.evidence = departure.evidence or meant.get(departure.name, "")
@@ -89,10 +93,20 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     return report
 
 
+def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Departure]) -> list[Departure]:
+    """Weights that stand for another role than their names say or take no part, and what follows the last of them."""
+    attention, operands = judgement.attention, (judgement.operands or [[]])[0]
+    found = list(projection_departures(attention, operands, {}, module)) if len(operands) == 3 else []
+    found += unused_departures(attention, module, [*known, *found])
+    return [*found, *output_departures(attention)] if not judgement.blocked() else found
+
+
 def _not_told(judgement: Judgement) -> Iterator[Exercise]:
     """What this call says nothing about."""
     if any(not model.tells for model in judgement.models):
-        yield Exercise("scale, mask and softmax", False, "no query had more than one key to choose from")
+        yield Exercise("scale, mask and softmax", False, "no query had more than one key to choose from in this call")
+    if not are_followed(judgement.attention):
+        yield Exercise("heads put together", False, "queries or keys come from where tokens are not followed")
 
 
 def _conventions(judgement: Judgement) -> list[tuple[str, str, str]]:

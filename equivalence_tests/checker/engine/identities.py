@@ -35,6 +35,7 @@ from equivalence_tests.checker.engine.vocabulary import (
     NORMS,
     REDUCES,
     REORDERS,
+    SOFTMAXES,
     words,
 )
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
@@ -45,6 +46,7 @@ MULTIPLIES = words("mul __mul__ __rmul__ multiply mul_ __imul__")
 ADDS = words("add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_ __rsub__ lerp addcmul")
 JOINS = words("cat concat concatenate stack hstack vstack column_stack")
 POOLS = words("max amax mean min amin")
+PRODUCTS = words("matmul __matmul__ __rmatmul__ bmm einsum")
 INDEXED = words("embedding embedding_bag one_hot")
 
 
@@ -176,11 +178,28 @@ def identify(
         data: Tensors that hold the data of the call, in contrast to weights, masks and positions.
         patched: The names of what patched operations give, by index.
     """
-    follower = _Follower(recorder, dict(seeds or {}), data)
-    follower.patched = dict(patched or {})
-    for operation in recorder.operations:
-        follower.follow(operation)
+    data, learnt = list(data), frozenset[int]()
+    for _ in range(2):
+        follower = _Follower(recorder, dict(seeds or {}), data)
+        follower.patched, follower.learnt = dict(patched or {}), learnt
+        for operation in recorder.operations:
+            follower.follow(operation)
+        learnt = _with_learnt_queries(follower.found)
+        if not learnt:
+            break
     return follower.found
+
+
+def _with_learnt_queries(found: "Identities") -> frozenset[int]:
+    """Products with a parameter whose result is weighed by a softmax, where no other product is: queries are learnt."""
+    if found.contexts:
+        return frozenset()
+    made = set()
+    for operation, before in zip(found.operations, found.before, strict=True):
+        for codes in before[:1] if operation.name in SOFTMAXES else ():
+            sources = [] if codes is None or codes.is_complex() else [found.sources[n] for n in sources_in(codes)]
+            made |= {s.operation.index for s in sources if s.operation is not None and s.operation.name in PRODUCTS}
+    return frozenset(made)
 
 
 class _Follower:
@@ -197,6 +216,7 @@ class _Follower:
             if name.startswith(("param:", "buffer:"))
         }
         self.patched: dict[int, Tensor] = {}
+        self.learnt: frozenset[int] = frozenset()  # products of keys with queries that are parameters
         self.parameters = sum(1 << i for i, name in enumerate(recorder.names) if name.startswith("param:"))
         self.makers: dict[int, Operation] = {}
         self.siblings: dict[int, dict[int, Tensor]] = {}
@@ -446,6 +466,8 @@ class _Follower:
         if contraction is None:
             return self._convolved(operation, before) if operation.name.startswith("conv") else None
         slots = [operation.inputs[side] for side in contraction.sides]
+        if operation.index in self.learnt:
+            return self._multiplied(operation, contraction, None)
         heavy = [self._isweight(slot) for slot in slots]
         if heavy[0] and not heavy[1]:
             contraction, slots, heavy = contraction.swapped(), slots[::-1], heavy[::-1]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.anchors import Part
-from equivalence_tests.checker.engine.codes import source_of
+from equivalence_tests.checker.engine.codes import source_of, sources_in
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, constant_ratio
-from equivalence_tests.checker.engine.contracts.operands import Operand
+from equivalence_tests.checker.engine.contracts.operands import Operand, is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import ranks_of
 from equivalence_tests.checker.engine.contracts.weights import WeightsModel
 from equivalence_tests.checker.engine.identities import Source
@@ -51,12 +51,78 @@ class _Evidence:
         """Say why a departure is meant so; "" if nothing says that."""
         if departure.stage == "scale":
             return self._of_scale(departure)
+        if departure.stage in ("context", "output", "operand") and departure.operation is not None:
+            return self._of_part(departure, departure.operation)
         if departure.operation is not None and departure.name in SINKS:
             names = self._parameters_between(JOINS)
             if names:
                 departure.name = "attention_sink"
                 return f"the parameter {names[0]} takes a share of every row"
         return ""
+
+    def _of_part(self, departure: Departure, operation: Operation) -> str:
+        """What a parameter or a part of the module's own does to values or to what is averaged."""
+        if departure.name.startswith("value_") and self._values_are_normed():
+            departure.name = "values_normalised"
+            return "a part of its own normalises each value"
+        if departure.stage == "operand" and self._scaled_by_a_part(departure):
+            return "a part of its own scales it by what it holds"
+        kinds = [name for name in ("add", "mul") if name in operation.name]
+        if not kinds or departure.stage == "operand":
+            return self._activation(operation)
+        before = self.judgement.attention.run.names.before[operation.index]
+        numbers = set(self.judgement.attention.context_sources)
+        for place, (bits, codes) in enumerate(zip(operation.origins, before, strict=True)):
+            own = place == 0 if departure.stage == "output" else _is_of(codes, numbers)
+            names = [] if own else [n.partition(":")[2] for n in self.recorder.named(bits) if n.startswith("param:")]
+            if names:
+                return (
+                    f"the parameter {names[-1]} takes part in what is {'added' if kinds == ['add'] else 'multiplied'}"
+                )
+        return ""
+
+    def _activation(self, operation: Operation) -> str:
+        """A function that stands in the module as a part."""
+        wanted = operation.name.strip("_").replace("_", "")
+        for name, child in self.module.named_modules() if self.module is not None else ():
+            if type(child).__name__.lower() == wanted:
+                return f"the module holds it as its part {name}"
+        return ""
+
+    def _values_are_normed(self) -> bool:
+        """Whether each value is normalised by itself, in a module inside."""
+        for operands in self.judgement.operands[:1]:
+            for operand in operands[2:]:
+                steps = self._steps(operand)
+                nested = any(self._in_a_part(operation) for operation in steps)
+                return nested and is_normed(self.judgement.attention.run, operand)
+        return False
+
+    def _in_a_part(self, operation: Operation) -> bool:
+        """Whether a line that led there stands in the forward of a module inside."""
+        own = type(self.module).__mro__
+        parts = {type(x) for x in (self.module.modules() if self.module is not None else ())}.difference(own)
+        codes = [part.forward.__code__ for part in parts if hasattr(part.forward, "__code__")]
+        lines = {(code.co_filename, number) for code in codes for _, _, number in code.co_lines()}
+        return any((path, number) in lines for path, number, _ in operation.frames)
+
+    def _scaled_by_a_part(self, departure: Departure) -> bool:
+        """Whether a module inside multiplies queries or keys by a parameter or a buffer of its own."""
+        role = departure.facts.get("role")
+        for operand in [x for operands in self.judgement.operands[:1] for x in operands[:2] if x.role == role]:
+            for operation in self._steps(operand):
+                own = [name for bits in operation.origins for name in self.recorder.named(bits)]
+                held = any(name.startswith("buffer:") for name in own)
+                if held and operation.name in MULTIPLIES and self._in_a_part(operation):
+                    return True
+        return False
+
+    def _steps(self, operand: Operand) -> list[Operation]:
+        names = self.judgement.attention.run.names
+        carried = (
+            op for source in operand.sources for op, _, _ in names.carrying(source.number, operand.until.index - 1)
+        )
+        return [operation for operation in carried if operation.index > operand.start]
 
     def _of_scale(self, departure: Departure) -> str:
         learnt = departure.name in ("scale_other", "scale_differs_by_head")
@@ -65,7 +131,7 @@ class _Evidence:
             return f"the parameter {names[0]} scales the scores"
         for operands in self.judgement.operands:
             sides = [self._is_normed(operand) for operand in operands[:2]]
-            if all(sides):
+            if all(sides) and departure.name in ("scale_missing", "scale_other"):
                 return "queries and keys are normalised"
             turns = [self._own_scale(operand) for operand in operands[:2] if operand.change == "rotated"]
             if len(turns) == 2 and abs(turns[0] - turns[1]) < 1e-3 and abs(turns[0] - 1) > 1e-3:
@@ -86,22 +152,40 @@ class _Evidence:
     def _configured(self, value: float) -> str:
         """A value of a configuration that is the scale, its root, or one over either."""
         for name, number in self.settings():
-            if number in (0, 1, True, False) or SIZES.search(name):
+            if number == 0 or ((SIZES.search(name) or number == 1) and not SCALES.fullmatch(name)):
                 continue
             for word, made in (("", number), ("1 / ", 1 / number), ("1 / sqrt of ", abs(number) ** -0.5)):
                 if abs(made / value - 1) < 1e-4:
                     return f"the scale is {word}{name} of the configuration ({number:g})"
+        return self._stretched(value)
+
+    def _stretched(self, value: float) -> str:
+        """A scale that grows with the stretch of the positions: YaRN's (0.1 m ln s + 1)**2 / sqrt(width)."""
+        total = value * math.sqrt(self.judgement.attention.parts[0].product.left.size(-1))
+        for holder in self._holders():
+            for name, table in vars(holder).items():
+                if isinstance(table, dict) and isinstance(table.get("factor"), int | float) and table["factor"] > 1:
+                    for m in (1.0, *(table.get(key) for key in ("mscale", "mscale_all_dim"))):
+                        grown = 1 + 0.1 * (m or 0.0) * math.log(table["factor"])
+                        if abs(grown**2 / total - 1) < 1e-4:
+                            return (
+                                f"the scale grows with the factor in {name} of the configuration ({table['factor']:g})"
+                            )
         return ""
 
     def settings(self) -> Iterator[tuple[str, float]]:
         """Numbers of the configurations that the module holds."""
-        seen: set[int] = set()
+        for holder in self._holders():
+            yield from _numbers(holder)
+
+    def _holders(self) -> list[Any]:
+        found: dict[int, Any] = {}
         for child in self.module.modules() if self.module is not None else ():
             for value in vars(child).values():
                 holder = not isinstance(value, nn.Module | Tensor | str | int | float | dict | list | tuple | set)
-                if holder and hasattr(value, "__dict__") and id(value) not in seen and not callable(value):
-                    seen.add(id(value))
-                    yield from _numbers(value)
+                if holder and hasattr(value, "__dict__") and not callable(value):
+                    found[id(value)] = value
+        return list(found.values())
 
     def _is_normed(self, operand: Operand) -> bool:
         return operand.change == "normed" or any(self._made_by_norm(source) for source in operand.sources)
@@ -189,9 +273,15 @@ class _Evidence:
             yield Departure("bias_added", "bias", adding)
 
 
+# Values of a configuration that are the scale of the scores, whatever the value.
+SCALES = re.compile(r"(attention|attn|query|qk|score|softmax)\w*(multiplier|scal\w*)|scal(e|ing)")
 JOINS = words("cat concat concatenate hstack")
 MULTIPLIES = words("mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ divide true_divide")
 SINKS = ("mask_after_softmax", "causal_mask_after_softmax", "weights_scaled", "changed_by_getitem", "changed_by_narrow")
+
+
+def _is_of(codes: Tensor | None, numbers: set[int]) -> bool:
+    return codes is not None and bool(set(sources_in(codes)) & numbers)
 
 
 def _numbers(holder: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -1,5 +1,6 @@
 """What libraries do that torch's attention does not, each style in a small class of our own, judged by one call."""
 
+import math
 from typing import Any
 
 import pytest
@@ -204,3 +205,350 @@ def test_tokens_may_be_pooled(target: type[nn.Module]) -> None:
 
 def test_pooled_tokens_are_followed_to_the_end() -> None:
     assert judged(MergesPooledWithoutTranspose, length=6).mistakes == ("heads_merged_without_transpose",)
+
+
+class Masked(Base):
+    """Adds the mask that it is given to the scores."""
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+    def masked(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        return scores + attention_mask
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        scores = self.masked(q @ k.mT * self.scale, attention_mask)
+        return self.o_proj((self.weigh(scores) @ v).transpose(1, 2).flatten(2))
+
+
+class CausalAndMasked(Masked):
+    def masked(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return super().masked(scores, attention_mask).masked_fill(future, -torch.inf)
+
+
+class SaysItIsNotCausal(CausalAndMasked):
+    is_causal = False
+
+
+class ForgetsTheMask(Masked):
+    def masked(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        return scores
+
+
+class ShiftsTheMask(Masked):
+    def masked(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        return scores + attention_mask.roll(1, -1)
+
+
+class TakesTheMaskAway(Masked):
+    def masked(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        return scores - attention_mask
+
+
+def padding() -> Tensor:
+    mask = torch.zeros(2, 1, 1, 5).double()
+    mask[1, :, :, -2:] = torch.finfo(torch.float64).min
+    return mask
+
+
+@pytest.mark.parametrize("target", [Masked, CausalAndMasked])
+def test_a_mask_that_is_given_hides_what_it_says(target: type[nn.Module]) -> None:
+    assert judged(target, padding()).verdict == "equal"
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (ForgetsTheMask, "mask_never_used"),
+        (ShiftsTheMask, "mask_hides_other_entries"),
+        (TakesTheMaskAway, "mask_inverted"),
+        (SaysItIsNotCausal, "mask_hides_other_entries"),
+    ],
+)
+def test_a_mask_that_hides_something_else_is_found(target: type[nn.Module], name: str) -> None:
+    assert judged(target, padding()).mistakes == (name,)
+
+
+class SaysItIsCausal(Base):
+    is_causal = True
+
+
+def test_a_module_that_says_it_is_causal_hides_the_future() -> None:
+    assert judged(SaysItIsCausal).mistakes == ("mask_never_used",)
+
+
+class Swapped(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query = self.split(self.q_proj(x))
+        key = self.split(self.k_proj(x))
+        return key, query, self.split(self.v_proj(x))
+
+
+class SwappedWeights(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query = self.split(self.k_proj(x))
+        key = self.split(self.q_proj(x))
+        return query, key, self.split(self.v_proj(x))
+
+
+class ShufflesHeads(Base):
+    def weigh(self, scores: Tensor) -> Tensor:
+        return super().weigh(scores).roll(1, 1)
+
+
+class ShufflesTokens(Base):
+    def attend(self, x: Tensor) -> Tensor:
+        return super().attend(x).roll(1, 1)
+
+
+class BendsTheEnd(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).abs()
+
+
+class BendsRotatedKeys(TurnedByMatrices):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k.clamp(-0.2, 0.2), v
+
+
+class ScalesKeys(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k * 1.3, v
+
+
+class Unmerged(Base):
+    """Has no output projection, and forgets the transpose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        context = F.scaled_dot_product_attention(q, k, v)
+        return context.reshape(x.shape)
+
+
+class ViewsValues(Base):
+    """As many tokens as heads: sizes do not tell the axes apart."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        v = self.v_proj(x.flatten(0, 1)).view(x.size(0), x.size(1), HEADS, -1)
+        return q, k, v.reshape(x.size(0), HEADS, x.size(1), -1)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "line"),
+    [
+        (Swapped, "query_key_swapped", "q @ k.mT"),
+        (SwappedWeights, "query_key_swapped", "query = self.split(self.k_proj(x))"),
+        (ShufflesHeads, "changed_by_roll", "roll(1, 1)"),
+        (ShufflesTokens, "changed_by_roll", "roll(1, 1)"),
+        (BendsTheEnd, "changed_by_abs", "abs()"),
+        (BendsRotatedKeys, "key_changed_by_clamp", "k.clamp(-0.2, 0.2)"),
+        (ScalesKeys, "scale_other", "k * 1.3"),
+        (Unmerged, "heads_merged_without_transpose", "context.reshape(x.shape)"),
+        (ViewsValues, "heads_split_without_transpose", "v.reshape(x.size(0), HEADS"),
+    ],
+)
+def test_the_line_that_does_it_is_blamed(target: type[nn.Module], name: str, line: str) -> None:
+    report = judged(target)
+    assert report.mistakes[0] == name
+    assert report.findings[0].line is not None
+    assert line in report.findings[0].line.text
+
+
+class Configuration:
+    """Small, as a library would hold it."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+class ScaledByConfiguration(Base):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Configuration(attention_multiplier=1.0, hidden_size=WIDTH)
+
+
+class Unscaled(Base):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Configuration(residual_multiplier=1.0, hidden_size=WIDTH)
+
+
+class ScaledForLongerContexts(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Configuration(rope_scaling={"factor": 8.0, "mscale_all_dim": 0.7})
+        self.scale = 4**-0.5 * (1 + 0.07 * math.log(8.0)) ** 2
+
+
+class OwnNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class NormedValues(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v_norm = OwnNorm()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k, self.v_norm(v)
+
+
+class Gated(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return super().attend(x) * self.gate(x).sigmoid()
+
+
+class ScalesByPosition(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("growth", torch.tensor(0.3).double())
+
+    def forward(self, q: Tensor) -> Tensor:
+        return q * (1 + self.growth * torch.arange(q.size(2)).log1p())[:, None]
+
+
+class ScaledByPosition(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = ScalesByPosition()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return self.scaling(q), k, v
+
+
+class BentOnPurpose(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Hardswish()
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.act(super().attend(x))
+
+
+class LearntQuery(Base):
+    """One query that is a parameter, as where images are pooled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.q_proj
+        self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.split(self.token.expand(x.size(0), -1, -1)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+
+
+class SquaredLearntQuery(LearntQuery):
+    scale = (WIDTH // HEADS) ** -1.0
+
+
+class Indexed(Base):
+    """Chooses keys by sums of scores that no softmax weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index_q, self.index_k, self.index_weights = (nn.Linear(WIDTH, n) for n in (WIDTH, WIDTH, HEADS))
+
+    def attend(self, x: Tensor) -> Tensor:
+        scores = (self.split(self.index_q(x)) @ self.split(self.index_k(x)).mT).relu()
+        chosen = torch.einsum("bhqk,bqh->bqk", scores, self.index_weights(x)).topk(5, -1).indices
+        hidden = torch.ones(x.size(0), x.size(1), x.size(1), dtype=torch.bool).scatter(-1, chosen, False)
+        q, k, v = self.operands(x)
+        scores = (q @ k.mT * self.scale).masked_fill(hidden[:, None], -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [
+        (ScaledByConfiguration, ["scale_missing"]),
+        (ScaledForLongerContexts, ["scale_other"]),
+        (NormedValues, ["values_normalised"]),
+        (Gated, []),
+        (ScaledByPosition, ["query_changed_by_mul"]),
+        (BentOnPurpose, ["changed_by_hardswish"]),
+        (Indexed, []),
+    ],
+)
+def test_what_a_configuration_or_a_part_says_is_meant_so(target: type[nn.Module], meant: list[str]) -> None:
+    report = judged(target)
+    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", meant)
+
+
+@pytest.mark.parametrize(("target", "name"), [(Unscaled, "scale_missing"), (SquaredLearntQuery, "scale_twice")])
+def test_what_nothing_says_deviates(target: type[nn.Module], name: str) -> None:
+    assert judged(target).mistakes[:1] == (name,)
+
+
+def test_of_learnt_queries_the_merge_is_left_open() -> None:
+    report = judged(LearntQuery)
+    assert (report.verdict, report.mistakes) == ("partial", ())
+
+
+def test_a_mask_that_hides_everything_leaves_nothing_to_tell() -> None:
+    report = judged(Masked, torch.full((2, 1, 1, 5), torch.finfo(torch.float64).min, dtype=torch.float64))
+    assert (report.verdict, report.mistakes) == ("partial", ())
+
+
+class TurnsOneTheOtherWay(TurnedByMatrices):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Base.operands(self, x)
+        angle = torch.arange(x.size(1), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=x.dtype)
+        even, odd = k[..., 0::2], k[..., 1::2]
+        pairs = even * angle.cos() + odd * angle.sin(), odd * angle.cos() - even * angle.sin()
+        return self.turned(q), torch.stack(pairs, -1).flatten(3), v
+
+
+class RollsQueries(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q.roll(1, 2), k, v
+
+
+class FlipsTheEnd(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flip(-1)
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (TurnsOneTheOtherWay, "rotations_differ"),
+        (RollsQueries, "query_changed_by_roll"),
+        (FlipsTheEnd, "changed_by_flip"),
+    ],
+)
+def test_what_is_done_to_one_side_alone_is_found(target: type[nn.Module], name: str) -> None:
+    assert judged(target).mistakes[:1] == (name,)
+
+
+class Packed(TurnedByMatrices):
+    """One projection for all three, whose parts must be kept apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        del self.q_proj, self.k_proj, self.v_proj
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self.split(one) for one in self.qkv(x).chunk(3, -1))
+        return self.turned(q), self.turned(k), v.clamp(-0.2, 0.2)
+
+
+def test_of_a_packed_projection_only_the_part_that_is_changed_is_blamed() -> None:
+    assert judged(Packed).mistakes == ("value_changed_by_clamp",)

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, values_at
-from equivalence_tests.checker.engine.codes import known, source_of, token_of
+from equivalence_tests.checker.engine.codes import known, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
+from equivalence_tests.checker.engine.contracts.permuting import shuffling
 from equivalence_tests.checker.engine.identities import Source
-from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.engine.watching import Operation, tensors_of
 
-__all__ = ["ending_departures"]
+__all__ = ["ending_departures", "output_departures"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,34 @@ def ending_departures(
     name = _mistake(expression)
     if name:
         yield Departure(name, "wrap", expression.operation, {"have": str(expression)})
+
+
+def output_departures(attention: Attention) -> Iterator[Departure]:
+    """Hold what a call returns first against what the last weight or product gave.
+
+    Args:
+        attention: The only one of the call.
+    """
+    output = next(tensors_of(attention.run.output), None)
+    for operation, after in zip(reversed(attention.run.operations), reversed(attention.run.names.after), strict=True):
+        for slot, codes in zip(operation.outputs, after, strict=False):
+            if slot.tensor is output and codes is not None and not codes.is_complex():
+                yield from _unchanged(attention, slot.value.double(), codes)
+                return
+
+
+def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[Departure]:
+    numbers = sources_in(codes)
+    if len(numbers) == 1 and bool(known(codes).all()):
+        source = attention.run.names.sources[numbers[0]]
+        late = source.operation is not None and source.operation.index > attention.end.index
+        if late and codes.shape == source.codes.shape and not torch.equal(codes, source.codes):
+            moved = shuffling(attention.run, numbers, attention.end.index, len(attention.run.operations))
+            name = f"changed_by_{moved.name.strip('_')}" if moved is not None else "output_tokens_moved"
+            yield Departure(name, "output", moved or _last_move(attention))
+            return
+        if late and not near(output, values_at(source, codes), 1e-4):
+            yield _changed(attention, source)
 
 
 def _changed(attention: Attention, source: Source) -> Departure:

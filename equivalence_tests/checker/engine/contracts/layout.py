@@ -20,11 +20,12 @@ from equivalence_tests.checker.engine.codes import (
 )
 from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.permuting import reshaped_for_transposed, shuffling
 from equivalence_tests.checker.engine.identities import Context, Source
 from equivalence_tests.checker.engine.vocabulary import MOVES
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
-__all__ = ["layout_departures", "merge_departures"]
+__all__ = ["are_followed", "layout_departures", "merge_departures"]
 
 
 def layout_departures(attention: Attention) -> Iterator[Departure]:
@@ -39,6 +40,11 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
     for part in attention.parts:
         if part.product.trouble:
             yield from _misplaced_operand(attention, part)
+            return
+    for part in attention.parts:
+        exchanged = _exchanged_alone(attention, part)
+        if exchanged is not None:
+            yield exchanged
             return
     for part in attention.parts:
         among = list(_among_heads(attention, part))
@@ -60,16 +66,37 @@ def _misplaced_operand(attention: Attention, part: Part) -> Iterator[Departure]:
     found = list(_misplaced_operands(attention, part))
     yield from found
     if not found:
-        yield Departure("product_pairs_wrong_axes", "product", part.product.operation, blocks=True)
+        yield _turned_wrongly(attention, part) or Departure(
+            "product_pairs_wrong_axes", "product", part.product.operation, blocks=True
+        )
+
+
+def _sides(part: Part) -> list[tuple[str, Tensor, Operation]]:
+    """Queries, keys and values: their names, and the products that take them."""
+    product = part.product
+    operands = [("query", product.left, product.operation), ("key", product.right, product.operation)]
+    return operands + [("value", context.values, context.operation) for context in part.contexts[:1]]
+
+
+def _turned_wrongly(attention: Attention, part: Part) -> Departure | None:
+    """A view that exchanges axes, where sizes do not tell which."""
+    operands = [
+        ("query", part.product.left, part.product.operation),
+        ("key", part.product.right, part.product.operation),
+    ]
+    operands += [("value", context.values, context.operation) for context in part.contexts[:1]]
+    for role, codes, until in operands:
+        operation = _reshaped(attention, codes, until)
+        if operation is not None:
+            facts = {"role": role, "shape": tuple(operation.outputs[0].value.shape), "function": operation.name}
+            return Departure("heads_split_without_transpose", "split", operation, facts, blocks=True)
+    return None
 
 
 def _misplaced_operands(attention: Attention, part: Part) -> Iterator[Departure]:
     """For queries, keys and values: the first operation after which elements are elsewhere than their axes say."""
-    product = part.product
-    operands = [("query", product.left, product.operation), ("key", product.right, product.operation)]
-    operands += [("value", context.values, context.operation) for context in part.contexts[:1]]
     seen: set[int] = set()
-    for role, codes, until in operands:
+    for role, codes, until in _sides(part):
         numbers = sources_in(codes)
         departure = _first_misplaced(attention, numbers, codes, until, role)
         if departure is None or departure.operation is None or departure.operation.index in seen:
@@ -152,6 +179,25 @@ def _gathering(before: Tensor, wanted: Tensor) -> Patch:
     return patch
 
 
+def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
+    """One of queries, keys and values whose elements are rolled or flipped where those of the others are not."""
+    found = {}
+    for role, codes, until in _sides(part):
+        numbers = sources_in(codes)
+        if any(attention.run.names.sources[number].kind == "given" for number in numbers):
+            return None
+        moved = shuffling(attention.run, numbers, -1, until.index, codes)
+        found[role] = moved if moved is not None and moved.name in ("roll", "flip") else None
+    alone = [role for role, moved in found.items() if moved is not None]
+    if len(alone) != 1:
+        return None
+    moved = found[alone[0]]
+    function = moved.name if moved is not None else ""
+    return Departure(
+        f"{alone[0]}_changed_by_{function}", "split", moved, {"role": alone[0], "function": function}, blocks=True
+    )
+
+
 # ---------------------------------------------------------------------------------------------- heads
 def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     table = part.table
@@ -160,8 +206,15 @@ def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     same = bool((table.query == table.key).all()) and len(table.query.unique()) > 1
     meets = numbered_pairs(table.head, table.key_head)
     if same and len(meets) > max(len(table.heads), len(table.key_heads)):
-        guilty = _last_move(attention, part.product.left, part.product.operation) or part.product.operation
+        until = part.product.operation
+        sides = (part.product.left, part.product.right)
+        turned = (_reshaped(attention, codes, until) for codes in sides)
+        guilty = next(filter(None, turned), None) or _last_move(attention, part.product.left, until) or until
         yield Departure("attention_among_heads", "product", guilty, blocks=True)
+
+
+def _reshaped(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
+    return reshaped_for_transposed(attention.run, sources_in(codes), -1, until.index)
 
 
 def _last_move(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
@@ -254,7 +307,9 @@ def _unread_context(attention: Attention, part: Part, context: Context) -> Itera
     across = not bool((query == query.amax(-1, keepdim=True)).all())
     same_key = bool(((key == key.amax(-1, keepdim=True)) | ~has).all())
     name = "context_sums_over_queries" if across and same_key else "context_mixes_tokens"
-    yield Departure(name, "context", context.operation, {"why": context.trouble}, blocks=True)
+    yield _turned_wrongly(attention, part) or Departure(
+        name, "context", context.operation, {"why": context.trouble}, blocks=True
+    )
 
 
 def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
@@ -267,7 +322,8 @@ def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterat
     value = token_of(context.values)
     met = has[:, :, None, :] & (key[:, :, None, :] != value[:, None, :, :])
     if bool(met.any()) and bool(torch.isin(value, key).any()):
-        yield Departure("values_meet_other_keys", "context", context.operation, blocks=True)
+        moved = _shuffled(attention, part, context)
+        yield _exchange("values_meet_other_keys", "context", moved, context.operation, blocks=True)
 
 
 def _paired_values(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
@@ -294,7 +350,25 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
     if not bool(blocks.all()) and not bool(strided.all()):
         tiled = shares > 1 and bool((pairs[:, 1] // width == pairs[:, 0] % groups).all())
         name = "grouped_heads_tiled" if tiled else "heads_of_values_paired_wrongly"
-        yield Departure(name, "context", _value_mover(attention, context), {}, blocks=False)
+        moved = None if tiled else _shuffled(attention, part, context)
+        yield _exchange(name, "context", moved, _value_mover(attention, context), blocks=False)
+
+
+def _exchange(name: str, stage: str, moved: Operation | None, otherwise: Operation, blocks: bool) -> Departure:
+    """Elements that are exchanged: named by the function that does it, where one is found."""
+    if moved is None:
+        return Departure(name, stage, otherwise, blocks=blocks)
+    function = moved.name.strip("_")
+    return Departure(f"changed_by_{function}", stage, moved, {"function": function, "what": "order"}, blocks=blocks)
+
+
+def _shuffled(attention: Attention, part: Part, context: Context) -> Operation | None:
+    """What exchanges weights, or else values, before they meet."""
+    until, weights = context.operation.index, [part.number]
+    values = sources_in(context.values)
+    return shuffling(attention.run, weights, part.product.operation.index, until) or shuffling(
+        attention.run, values, -1, until
+    )
 
 
 def _value_mover(attention: Attention, context: Context) -> Operation:
@@ -302,6 +376,14 @@ def _value_mover(attention: Attention, context: Context) -> Operation:
 
 
 # ---------------------------------------------------------------------------------------------- merge
+def are_followed(attention: Attention) -> bool:
+    """Whether the tokens of queries and keys are known from where they were one beside the other, before the heads."""
+    names = attention.run.names
+    sides = (codes for part in attention.parts for codes in (part.product.left, part.product.right))
+    sources = [names.sources[number] for codes in sides for number in sources_in(codes)]
+    return not any(source.kind == "given" and source.slot.value.dim() > 3 for source in sources)
+
+
 def merge_departures(attention: Attention) -> Iterator[Departure]:
     """Hold the order in which the heads are put together against the order of their features.
 
@@ -309,27 +391,63 @@ def merge_departures(attention: Attention) -> Iterator[Departure]:
         attention: All products of which have been read.
     """
     numbers = attention.context_sources
-    consumer = _consumer(attention)
-    if consumer is None:
+    consumer = _consumer(attention) or _returned(attention)
+    if consumer is None or not are_followed(attention):
         return
-    operation, codes = consumer
+    operation, codes, lead = consumer
     token = token_of(codes)
     if not bool((token == token[..., :1]).all()):
         yield _unmerged(attention, numbers, operation)
         return
+    moved = shuffling(attention.run, numbers, attention.parts[0].contexts[0].operation.index, operation.index + 1)
+    if _tokens_elsewhere(attention, token[..., 0], lead):
+        yield _exchange("output_tokens_moved", "merge", moved, attention.end, blocks=True)
+        return
     if len(numbers) > 1 or codes.size(-1) < 2:
         return
     feature = feature_of(codes)
-    lead = feature[:1, :1]
-    if not bool((feature == lead).all()):
-        yield Departure("heads_merged_in_another_order", "merge", operation, blocks=True)
+    own = feature[:1, :1]
+    if not bool((feature == own).all()):
+        yield Departure("heads_merged_in_another_order", "merge", moved or operation, blocks=True)
         return
-    order = lead.reshape(-1)
+    order = own.reshape(-1)
     total = len(torch.cat([feature_of(c.codes).unique() for p in attention.parts for c in p.contexts]).unique())
     if len(order.unique()) < len(order) or len(order) < total:
         yield Departure("heads_missing_or_repeated", "merge", attention.end, {"kept": len(order.unique())}, blocks=True)
     elif not bool((order.diff() > 0).all()) and not _by_features(attention, order):
-        yield Departure("heads_merged_in_another_order", "merge", attention.end, blocks=True)
+        yield Departure("heads_merged_in_another_order", "merge", moved or attention.end, blocks=True)
+
+
+def _returned(attention: Attention) -> tuple[Operation, Tensor, torch.Size] | None:
+    """What is merged, where no weight takes it: laid out as the queries were projected."""
+    codes, projected = attention.names, _projection(attention)
+    if codes is None or projected is None or codes.shape[:-1] != projected.slot.value.shape[:-1]:
+        return None
+    return attention.end, codes.reshape(1, -1, codes.size(-1)), codes.shape[:-1]
+
+
+def _projection(attention: Attention) -> Source | None:
+    """What the queries were before they were normed, rotated or split; None if that is not one tensor."""
+    names = attention.run.names
+    numbers = sources_in(attention.parts[0].product.left)
+    for _ in range(len(names.sources)):
+        if len(numbers) != 1:
+            return None
+        source = names.sources[numbers[0]]
+        if source.kind not in ("normed", "gain", "added", "gated"):
+            return source if source.kind == "projection" else None
+        numbers = list(source.parents)
+    return None
+
+
+def _tokens_elsewhere(attention: Attention, tokens: Tensor, lead: torch.Size) -> bool:
+    """Whether the same tokens as at the projection of the queries lie in axes of the same sizes in another order."""
+    source = _projection(attention)
+    if source is None or source.slot.value.shape[:-1] != lead or len(attention.parts) > 1:
+        return False
+    before = token_of(source.codes)[..., 0].reshape(-1)
+    after = tokens.reshape(-1)
+    return not torch.equal(before, after) and torch.equal(before.sort().values, after.sort().values)
 
 
 def _by_features(attention: Attention, order: Tensor) -> bool:
@@ -342,8 +460,8 @@ def _by_features(attention: Attention, order: Tensor) -> bool:
     return bool((table[order].diff() > 0).all())
 
 
-def _consumer(attention: Attention) -> tuple[Operation, Tensor] | None:
-    """The weight that takes what is merged, with the names of its rows."""
+def _consumer(attention: Attention) -> tuple[Operation, Tensor, torch.Size] | None:
+    """The weight that takes what is merged, with the names of its rows, and the sizes of the axes that they lie in."""
     run, numbers = attention.run, set(attention.context_sources)
     for operation in run.operations[attention.end.index + 1 :]:
         for side, codes in enumerate(run.names.before[operation.index]):
@@ -355,7 +473,7 @@ def _consumer(attention: Attention) -> tuple[Operation, Tensor] | None:
                     continue
                 if contraction.sides[0] != side:
                     contraction = contraction.swapped()
-                return operation, contraction.rows(codes)
+                return operation, contraction.rows(codes), codes.shape[:-1]
     return None
 
 

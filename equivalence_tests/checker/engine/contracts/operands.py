@@ -17,7 +17,7 @@ from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 
-__all__ = ["Operand", "operand_departures", "read_operands"]
+__all__ = ["Operand", "is_normed", "operand_departures", "read_operands"]
 
 
 @dataclass(eq=False)
@@ -158,6 +158,22 @@ def _experiment(run: Run, operand: Operand) -> None:
         operand.change = "normed"
 
 
+def is_normed(run: Run, operand: Operand) -> bool:
+    """Whether rows ten times as large give the same, each by itself.
+
+    Args:
+        run: The recorded run.
+        operand: Queries, keys or values.
+    """
+    one = _drawn(operand, 1, 3.0)
+    try:
+        have, _ = _rows(run, operand, one)
+        tenfold, _ = _rows(run, operand, {key: 10 * value for key, value in one.items()})
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return near(tenfold, have, 2e-2) and _tokens_apart(run, operand, one)
+
+
 def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor]) -> bool:
     """Whether a token of the operand depends on that token alone."""
     before, _ = _rows(run, operand, given)
@@ -187,10 +203,31 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
     if value is not None and not value.change and abs(value.factor - 1) > 1e-6:
         yield _located(attention, value)
     query, key = operands[0], operands[1]
+    if query.change == key.change == "rotated" and not _turn_alike(attention.run, query, key):
+        yield Departure("rotations_differ", "rotary", _last_sum(attention.run, query))
     if {query.change, key.change} == {"rotated", ""}:
         name = "rotary_queries" if query.change else "rotary_keys"
         turned = query if query.change else key
         yield Departure(name, "rotary", _first_change(attention.run, turned))
+
+
+def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
+    """Whether a query and a key at one position keep their product when both are turned."""
+    if query.codes.shape != key.codes.shape or not torch.equal(token_of(query.codes), token_of(key.codes)):
+        return True
+    both = {**_drawn(key, 2, 3.0), **_drawn(query, 1, 3.0)}
+    (q, plain_q), (k, plain_k) = _rows(run, query, both), _rows(run, key, both)
+    factor = query.factor * key.factor
+    return near((q * k).sum(-1), factor * (plain_q * plain_k).sum(-1), max(query.tolerance, 1e-6))
+
+
+def _last_sum(run: Run, operand: Operand) -> Operation | None:
+    """The last operation that adds up what was turned."""
+    steps = [
+        op for source in operand.sources for op, _, _ in run.names.carrying(source.number, operand.until.index - 1)
+    ]
+    sums = [op for op in steps if op.index > operand.start and op.name.strip("_") in ("add", "sub", "iadd", "isub")]
+    return max(sums, key=lambda operation: operation.index, default=_first_change(run, operand))
 
 
 def _first_change(run: Run, operand: Operand) -> Operation | None:
@@ -214,13 +251,17 @@ def _located(attention: Attention, operand: Operand) -> Departure:
             if operation.index <= operand.start or value.is_complex():
                 continue
             want = values_at(source, codes)
-            mine = ~want.isnan()
+            mine = ~want.isnan() & torch.isin(codes, operand.codes)
+            if not bool(mine.any()):
+                continue
             ratio = constant_ratio(value.double()[mine], want[mine], operand.tolerance)
             good = ratio is not None and (operand.role != "value" or abs(ratio - 1) <= 1e-6)
             steps.append((operation, codes, want, good))
     steps.sort(key=lambda step: step[0].index)
     last = max((i for i, step in enumerate(steps) if step[3]), default=-1)
     guilty = steps[min(last + 1, len(steps) - 1)] if steps else None
+    bent = next((step for step in steps[last + 1 :] if not _is_linear(run, operand, step[0])), None)
+    guilty = bent or guilty
     if guilty is None:
         return Departure(f"{operand.role}_changed", "project", operand.until, {"role": operand.role})
     operation, codes, want, _ = guilty
@@ -237,6 +278,18 @@ def _located(attention: Attention, operand: Operand) -> Departure:
         departure.patches[end.index] = _from_source(run, end_codes)
         departure.names[end.index] = end_codes
     return departure
+
+
+def _is_linear(run: Run, operand: Operand, operation: Operation) -> bool:
+    """Whether what an operation gives is linear in what was projected: factors, rotations, sums."""
+    one, two = _drawn(operand, 1, 3.0), _drawn(operand, 2, 3.0)
+    both, neither = {key: one[key] + two[key] for key in one}, {key: 0 * one[key] for key in one}
+    slot, until = operation.outputs[0], operation.index
+    given = [_rerun(run, operand, drawn, slot, until) for drawn in (one, two, both, neither)]
+    if any(value is None for value in given):
+        return True
+    first, second, together, nothing = (value.double() for value in given if value is not None)
+    return near(together, first + second - nothing, max(operand.tolerance, 1e-9))
 
 
 def _from_source(run: Run, codes: Tensor) -> Patch:

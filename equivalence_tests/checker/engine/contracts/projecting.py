@@ -1,5 +1,6 @@
 """Which input and which weight queries, keys and values are made of, and which weights are never used."""
 
+import linecache
 import re
 from collections.abc import Iterator, Mapping
 
@@ -37,6 +38,14 @@ OWN = {
         r"(^|[._])(w?_?v(alue|alues)?|v_?proj|wv|to_v|v_?lin\w*|linear_?v\w*|in_proj_v|v_w)([._]|$)", re.I
     ),
 }
+
+SAID = {
+    role: re.compile(rf"^(\w+_)?({role[0]}|{stem})(_\w+)?$")
+    for role, stem in (("query", "query|queries"), ("key", "keys?"), ("value", "values?"))
+}
+
+
+SAID_NORM = {role: re.compile(rf"(^|[._])({role}|{role[0]})_?(layer)?_?norm|norm_({role}|{role[0]})$") for role in OWN}
 
 
 def projection_departures(
@@ -184,9 +193,19 @@ def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[st
     if letters != "qkv" and len(set(letters)) == 3:
         first = next(operand for operand, own, has in zip(operands, "qkv", letters, strict=True) if own != has)
         name = {"kqv": "query_key_swapped", "qvk": "key_value_swapped", "vkq": "query_value_swapped"}
-        yield Departure(
-            name.get(letters, "arguments_rotated"), "project", _made_by(attention, first), {"order": letters}
-        )
+        line = _made_by(attention, first)
+        if line is not None and _says_its_weight(line, weights[first.role]):
+            line = attention.parts[0].product.operation
+        yield Departure(name.get(letters, "arguments_rotated"), "project", line, {"order": letters})
+
+
+def _says_its_weight(operation: Operation, weight: str) -> bool:
+    """Whether the user's line assigns what a weight makes to a name of the same role: the exchange comes later."""
+    for frame in operation.frames:
+        target, equals, _ = linecache.getline(frame[0], frame[1]).partition(" = ")
+        if equals:
+            return any(pattern.search(weight) and SAID[role].search(target.strip()) for role, pattern in OWN.items())
+    return False
 
 
 def _unprojected(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
@@ -251,12 +270,22 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
                 continue
         if "norm" in name.lower() or (stem and isinstance(_owner(module, stem), nn.LayerNorm | nn.RMSNorm)):
             if last == "weight":
-                yield Departure("norm_never_used", "wrap", None, {"unused": [name]})
+                yield Departure("norm_never_used", "wrap", _left_plain(attention, stem), {"unused": [name]})
         elif last == "weight" or not stem:
             parameter = dict(module.named_parameters())[name] if module is not None else None
             after = _no_output_projection(attention)
             if parameter is not None and parameter.dim() >= 2 and after:
                 yield Departure("output_projection_skipped", "output", attention.end, {"unused": [name]})
+
+
+def _left_plain(attention: Attention, norm: str) -> Operation | None:
+    """The projection that a norm should follow, told by its name."""
+    part = attention.parts[0]
+    for role, codes in (("query", part.product.left), ("key", part.product.right)):
+        if SAID_NORM[role].search(norm):
+            made = (attention.run.names.sources[number].operation for number in sources_in(codes))
+            return next(filter(None, made), None)
+    return None
 
 
 def _owner(module: nn.Module | None, stem: str) -> nn.Module | None:

@@ -13,7 +13,7 @@ from equivalence_tests.checker.engine.codes import known, place_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
 from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula, weights_by_formula
 from equivalence_tests.checker.engine.contracts.operands import Operand
-from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of, with_some
 from equivalence_tests.checker.engine.contracts.weights import WeightsModel
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
@@ -141,7 +141,7 @@ class _Scores:
         """Dropout that drops, though the call is one of evaluation."""
         for step in self.steps:
             fixed = step.operation.patch is not None
-            if "dropout" in step.operation.name and step.ratio != 1.0 and not fixed:
+            if "dropout" in step.operation.name and step.ratio != 1.0 and not fixed and not _same(step.operation):
                 patches: dict[int, Patch] = {step.operation.index: _unchanged}
                 names = self.attention.run.names.after[step.operation.index][0]
                 kept = {} if names is None else {step.operation.index: names}
@@ -192,7 +192,9 @@ class _Scores:
         sigmoid = next((s.operation for s in self.steps if "sigmoid" in s.operation.name), None)
         if sigmoid is not None:
             return Departure("sigmoid_for_softmax", "softmax", sigmoid, patches=self._softmaxed())
-        odd = next((s for s in self.steps if self._is_odd(s)), None)
+        strange = [step for step in self.steps if self._is_odd(step)]
+        strange.sort(key=lambda step: step.operation.name.strip("_") in FACTORS)  # those may be learnt
+        odd = next(iter(strange), None)
         operation = odd.operation if odd is not None else self.part.contexts[0].operation
         function = operation.name.strip("_")
         departure = Departure(f"changed_by_{function}", "scores", operation, {"function": function, "what": "scores"})
@@ -286,29 +288,26 @@ class _Scores:
         return {"d": self.width, "h": self.heads, "q": queries, "k": keys, "b": samples}
 
     def _scaling(self) -> Operation | None:
-        """The last operation that multiplies all scores, or all of an operand, by one number."""
-        found = [s.operation for s in self.steps if s.ratio is not None and abs(s.ratio - 1) > 1e-9]
-        before = [s for s in found if s.index < self._softmax_step().index]
-        if before:
-            return before[-1]
-        for operand in self.operands[:2]:
-            scaled = self._scaled_operand(operand)
-            if scaled is not None:
-                return scaled
-        return None
+        """What multiplies all scores, or all of an operand, by one number: the one too many, or else the last."""
+        found = [(s.operation, s.ratio) for s in self.steps if s.ratio is not None and abs(s.ratio - 1) > 1e-9]
+        before = [pair for pair in found if pair[0].index < self._softmax_step().index]
+        operands = [pair for operand in self.operands[:2] for pair in self._scaled_operand(operand)]
+        too_many = [operation for operation, ratio in (*before, *operands) if abs(self.total / ratio - 1) < LOOSE]
+        if too_many and len(before) + len(operands) > 1:
+            return too_many[0]
+        return (before[-1:] or operands[:1] or [(None, 1.0)])[0][0]
 
-    def _scaled_operand(self, operand: Operand) -> Operation | None:
+    def _scaled_operand(self, operand: Operand) -> Iterator[tuple[Operation, float]]:
         run = self.attention.run
         for source in operand.sources:
             for operation, _, value in run.names.carrying(source.number, operand.until.index - 1):
                 if operation.index <= operand.start or not operation.inputs:
                     continue
-                taken = operation.inputs[0].value
-                if taken.shape == value.shape and taken.is_floating_point():
+                taken, factor = operation.inputs[0].value, operation.name.strip("_") in FACTORS
+                if factor and taken.shape == value.shape and taken.is_floating_point():
                     ratio = constant_ratio(value, taken)
                     if ratio is not None and abs(ratio - 1) > 1e-9:
-                        return operation
-        return None
+                        yield operation, ratio
 
     # ------------------------------------------------------------------------------------------ mask
     def _mask(self) -> Iterator[Departure]:
@@ -318,7 +317,7 @@ class _Scores:
         if may is None:
             yield from self._own_mask(live, soft)
             return
-        wanted = ~may
+        wanted, live = ~may, ~model.weights.isnan() & with_some(may, model.rows)
         if bool((model.hidden | soft)[live].any()) or bool(wanted[live].any()):
             yield from self._given_mask(live, soft, wanted)
 
@@ -429,7 +428,9 @@ class _Scores:
             yield Departure(name, "mask", operation, {"fill": levels}, patches=self._softmaxed("given"))
             return
         name = _mask_name(self.part, hidden | soft, wanted, live)
-        operation = self._masking(hidden) if bool(hidden[live].any()) else self.part.product.operation
+        operation = self._masking(hidden) if bool(hidden[live].any()) else self._softmax_step()
+        if name == "mask_inverted" and operation is self._softmax_step():
+            operation = self._adding() or operation
         yield Departure(name, "mask", operation, patches=self._softmaxed("given"))
 
     # ------------------------------------------------------------------------------------------ putting right
@@ -471,6 +472,12 @@ def _right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> 
         return weights[place_of(names).clamp_min(0)].masked_fill(~known(names), 0.0)
 
     return patch
+
+
+def _same(operation: Operation) -> bool:
+    """Whether an operation gives what it took, rows without a number included."""
+    taken, given = operation.inputs[0].value, operation.outputs[0].value
+    return taken.shape == given.shape and torch.equal(taken.nan_to_num(), given.nan_to_num())
 
 
 def _unchanged(recorder: Recorder, operation: Operation) -> Tensor:
@@ -550,7 +557,8 @@ def _two_levels(model: WeightsModel, where: Tensor) -> float | None:
 def _mask_name(part: Part, hidden: Tensor, wanted: Tensor, live: Tensor) -> str:
     if not bool(hidden[live].any()):
         return "mask_never_used"
-    if torch.equal(hidden[live], ~wanted[live]):
+    ruled = live & with_some(wanted, part.table.row)
+    if torch.equal(hidden[ruled], ~wanted[ruled]):
         return "mask_inverted"
     query, key, queries, keys = ranks_of(part)
     tokens = part.table.query // max(queries, 1)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Part
 
-__all__ = ["causal_pattern", "future_of", "ranks_of"]
+__all__ = ["causal_pattern", "future_of", "ranks_of", "with_some"]
 
 
 def ranks_of(part: Part) -> tuple[Tensor, Tensor, int, int]:
@@ -36,3 +36,13 @@ def causal_pattern(part: Part, hidden: Tensor, live: Tensor) -> str:
         if any(torch.equal(pattern[live], hidden[live]) and bool(pattern.any()) for pattern in known):
             return name
     return ""
+
+
+def with_some(may: Tensor, rows: Tensor) -> Tensor:
+    """Which scores stand in a row with some key that may be seen.
+
+    >>> with_some(torch.tensor([True, False, False]), torch.tensor([0, 0, 1])).tolist()
+    [True, True, False]
+    """
+    counts = torch.zeros(int(rows.max()) + 1, dtype=torch.long).index_add_(0, rows, may.long())
+    return counts[rows] > 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Part, Run
-from equivalence_tests.checker.engine.codes import known, place_of
+from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, TOLERANCE, constant_ratio
 from equivalence_tests.checker.engine.identities import Context
 from equivalence_tests.checker.engine.replaying import replayed
@@ -22,6 +22,7 @@ SMALLEST = 1e-30
 VISIBLE = 1e-25
 STEP = 4.0
 GENTLE = 1e-2
+HELD_DOWN = -1e3
 
 
 @dataclass(eq=False)
@@ -278,8 +279,17 @@ class _Reader:
             if bool(((rise - factor * spread[live]).abs() <= 1e-6 * (1 + rise.abs().max())).all()):
                 model.kind, model.factor = "linear", factor
                 return model
-        model.kind = "other"
+        model.kind = "softmax" if bool(model.dead.all() | none.isnan().all()) and self._all_held_down() else "other"
+        model.axis = "keys" if model.kind == "softmax" else model.axis
         return model
+
+    def _all_held_down(self) -> bool:
+        """Whether a mask hides every key from every query, which leaves nothing to choose."""
+        for _, codes, value in self.run.names.carrying(self.part.number, self.context.operation.index):
+            mine = known(codes) & (source_of(codes) == self.part.number)
+            if value.is_floating_point() and bool(mine.any()) and bool((value[mine] < HELD_DOWN).all()):
+                return True
+        return False
 
 
 def _ranks(tokens: Tensor) -> Tensor:
