@@ -61,6 +61,10 @@ class RMSNorm(nn.RMSNorm):
         device: Where they live.
         dtype: Their dtype.
 
+    Raises:
+        ValueError: For a negative size.
+        TypeError: For a size that is not a whole number.
+
     In torch.nn: ``nn.RMSNorm``, of which this is a subclass.
 
     Source: Zhang and Sennrich 2019; https://docs.pytorch.org/docs/stable/generated/torch.nn.RMSNorm.html
@@ -79,6 +83,7 @@ class RMSNorm(nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        validation.check_normalized_shape(normalized_shape)
         shape = normalized_shape if isinstance(normalized_shape, int) else list(normalized_shape)
         super().__init__(shape, eps, elementwise_affine, device, dtype)
 

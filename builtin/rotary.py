@@ -104,6 +104,7 @@ class RotaryEmbedding(rotary.RotaryEmbedding):
 
     Raises:
         ValueError: For a head_dim that is odd or below 2, a base that is not greater than 1, or an unknown pairing.
+        TypeError: For a scaling that is not a function.
 
     In torch.nn: no class; ``torch.view_as_complex`` reads adjacent pairs as complex numbers without a copy.
 

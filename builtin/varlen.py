@@ -71,7 +71,8 @@ def varlen_attn(
     Source: Dao et al. 2022, section 3, for the kernel behind it;
     https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
     """
-    validation.check_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, enable_gqa)
+    lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
+    validation.check_varlen_attn(query, key, value, *lengths, window_size, enable_gqa, return_aux)
     validation.check_varlen_on_device(query)
     given = {"enable_gqa": enable_gqa, "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}
     # torch 2.11 does not have these four.

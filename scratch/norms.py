@@ -66,6 +66,10 @@ class RMSNorm(nn.Module):
         device: Where they live.
         dtype: Their dtype.
 
+    Raises:
+        ValueError: For a negative size.
+        TypeError: For a size that is not a whole number.
+
     In torch.nn: ``nn.RMSNorm``.
 
     Source: Zhang and Sennrich 2019; https://docs.pytorch.org/docs/stable/generated/torch.nn.RMSNorm.html
@@ -86,6 +90,7 @@ class RMSNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        validation.check_normalized_shape(normalized_shape)
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.eps = eps

@@ -357,6 +357,7 @@ class RotaryEmbedding(nn.Module):
 
     Raises:
         ValueError: For a head_dim that is odd or below 2, a base that is not greater than 1, or an unknown pairing.
+        TypeError: For a scaling that is not a function.
 
     Source: Su et al. 2021, section 3.2.
 
@@ -382,6 +383,8 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         validation.check_rotary_sizes(head_dim, base)
         validation.check_choice("pairing", pairing, ("adjacent", "halves"))
+        if scaling is not None:
+            validation.check_function("scaling", scaling)
         super().__init__()
         self.head_dim, self.base, self.pairing, self.scaling = head_dim, base, pairing, scaling
         frequencies, self.attention_factor = self._frequencies()

@@ -93,7 +93,8 @@ def varlen_attn(
             [0.0000, 0.0000, 0.5000, 0.5000, 0.0000],
             [0.0000, 0.0000, 0.3333, 0.3333, 0.3333]])
     """
-    validation.check_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, enable_gqa)
+    lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
+    validation.check_varlen_attn(query, key, value, *lengths, window_size, enable_gqa, return_aux)
     validation.check_defaults(
         seqused_k=(seqused_k, None), block_table=(block_table, None), num_splits=(num_splits, None)
     )

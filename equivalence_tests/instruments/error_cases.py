@@ -1155,6 +1155,14 @@ FLEX_CASES = [
     bad_call(
         FLEX, "query 3-D", {"query": floats(3, 5, 11)}, "query must be 4-D (batch, num_heads", "got shape (3, 5, 11)"
     ),
+    bad_call(
+        FLEX,
+        "return_aux True",
+        {"return_aux": True},
+        "return_aux must be an AuxRequest, got bool",
+        error=TypeError,
+        torch_type=NO_SUCH_CHECK + "an AttributeError",
+    ),
     bad_call(FLEX, "key 5-D", {"key": floats(1, 2, 3, 7, 11)}, "key must be 4-D", "got shape (1, 2, 3, 7, 11)"),
     bad_call(FLEX, "value nested", {"value": NESTED}, "value must be 4-D", "got a nested tensor"),
     bad_call(
@@ -1400,6 +1408,10 @@ VARLEN_CASES = [
         "heads that do not divide",
         {"key": floats(7, 2, 11), "value": floats(7, 2, 11), "enable_gqa": True},
         "the heads of key must divide the heads of query, got 2 and 3",
+    ),
+    bad_call(VARLEN, "max_q None", {"max_q": None}, "max_q must be a whole number, got None", error=TypeError),
+    bad_call(
+        VARLEN, "return_aux True", {"return_aux": True}, "return_aux must be an AuxRequest, got bool", error=TypeError
     ),
     bad_call(VARLEN, "cu_seq_k None", {"cu_seq_k": None}, "cu_seq_k must be a tensor, got NoneType", error=TypeError),
     bad_call(

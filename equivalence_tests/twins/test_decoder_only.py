@@ -350,6 +350,7 @@ class TestErrors:
             ({"token_ids": IDS[0]}, ValueError, "token_ids must have shape (batch, len), got 1-D of shape (7,)"),
             ({"token_ids": IDS[:, :0]}, ValueError, "token_ids must hold at least one row and one token in each"),
             ({"cache": []}, ValueError, "cache must have one entry for each of 1 layers, got 0"),
+            ({"cache": True}, TypeError, "cache must be a list with one entry for each layer, got bool"),
         ],
     )
     def test_of_calling(self, package: str, call: Any, error: type[Exception], text: str) -> None:
@@ -375,13 +376,15 @@ class TestErrors:
             ({"temperature": 1.0, "top_p": 0.0}, "top_p must be greater than 0 and at most 1, got 0.0"),
             ({"temperature": 1.0, "top_p": 1.5}, "top_p must be greater than 0 and at most 1, got 1.5"),
             ({"top_k": 3}, "top_k and top_p need a temperature greater than 0"),
+            ({"temperature": None}, "temperature must be a number, got None"),
+            ({"temperature": 1.0, "top_p": "0.9"}, "top_p must be a number, got '0.9'"),
             ({"prompt_ids": IDS + 1}, "prompt_ids must hold ids in 0 ... vocab_size - 1 = 16, got 17 at [0, 6]"),
             ({"prompt_ids": IDS.flip(1)}, "prompt_ids must be padded on the left"),
         ],
     )
     def test_of_generating(self, package: str, call: Any, text: str) -> None:
         model = PACKAGES[package].DecoderOnlyTransformer(17, 12, 3, 1, 16, pad_id=PAD, end_id=END)
-        with pytest.raises(ValueError) as caught:  # noqa: PT011  the text is looked at below
+        with pytest.raises((ValueError, TypeError)) as caught:
             model.generate(**{"prompt_ids": IDS, **call})
         assert text in str(caught.value)
 

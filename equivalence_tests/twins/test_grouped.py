@@ -24,7 +24,7 @@ from equivalence_tests.instruments.side_by_side import (
 )
 from equivalence_tests.instruments.weights import randomize_parameters
 from scratch.decoding import KeyValueCache
-from scratch.grouped import grouped_attention
+from scratch.grouped import grouped_attention, who_may_attend
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
@@ -296,6 +296,23 @@ class TestRollingCache:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_everything_is_made_where_the_inputs_are(package: str) -> None:
+    parts: Any = PACKAGES[package]
+    rotary = parts.RotaryEmbedding(4, device="meta")
+    options: dict[str, Any] = {"rotary": rotary, "window": 2, "qk_norm": True, "sinks": True, "device": "meta"}
+    assert parts.GroupedQueryAttention(12, 3, **options)(torch.empty(2, 5, 12, device="meta")).is_meta
+    assert who_may_attend(2, 4, is_causal=True, window=None, device="meta").is_meta  # type: ignore[union-attr]
+    assert who_may_attend(2, 4, is_causal=False, window=2, device="meta").is_meta  # type: ignore[union-attr]
+
+
+def test_half_precision_is_computed_in_float32_and_rounded_once() -> None:
+    attention = scratch.GroupedQueryAttention(12, 6, 2, sinks=True)
+    q, k, v = (random_tensor(2, heads, 5, 2, seed=heads, dtype=torch.bfloat16) for heads in (6, 2, 2))
+    wide = attention.attend(q.float(), k.float(), v.float(), None, True)
+    assert torch.equal(attention.attend(q, k, v, None, True), wide.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "error", "text"),
@@ -308,6 +325,8 @@ class TestErrors:
             ({"window": 0}, ValueError, "window must be at least 1 (the query's own place), got 0"),
             ({"soft_cap": 0.0}, ValueError, "soft_cap must be greater than 0 and finite, got 0.0"),
             ({"scale": math.nan}, ValueError, "scale must be greater than 0 and finite, got nan"),
+            ({"soft_cap": "50"}, TypeError, "soft_cap must be a number, got '50'"),
+            ({"rotary": True}, TypeError, "rotary must be a RotaryEmbedding, got bool"),
             (
                 {"rotary": scratch.RotaryEmbedding(4)},
                 ValueError,
@@ -334,6 +353,7 @@ class TestErrors:
                 "(batch, num_heads, len, key_len) = (2, 6, 5, 5), got (5, 4)",
             ),
             ({"may_attend": torch.ones(1, 2, 6, 5, 5) > 0}, ValueError, "got (1, 2, 6, 5, 5)"),
+            ({"cache": [KeyValueCache()]}, TypeError, "cache must be a KeyValueCache, got list"),
         ],
     )
     def test_of_calling(self, package: str, call: Any, error: type[Exception], text: str) -> None:

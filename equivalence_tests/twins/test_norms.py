@@ -65,6 +65,8 @@ class TestFunction:
                 "input must have shape (..., *normalized_shape) = (..., 5), got (2, 3)",
             ),
             ({"normalized_shape": []}, ValueError, "normalized_shape must hold at least one size, got ()"),
+            ({"normalized_shape": 3}, TypeError, "normalized_shape must be a list or tuple of sizes, got 3"),
+            ({"weight": [1.0] * 3}, TypeError, "weight must be a tensor, got list"),
             ({"normalized_shape": [2.5]}, TypeError, "normalized_shape[0] must be a whole number, got 2.5"),
             ({"weight": torch.ones(2)}, ValueError, "weight must have shape normalized_shape = (3,), got (2,)"),
             ({"input": torch.ones(2, 3).int()}, TypeError, "input must be floating, got torch.int32"),
@@ -117,6 +119,20 @@ class TestModule:
         norm.reset_parameters()
         assert norm.weight.tolist() == [1.0] * 5
         PACKAGES[package].RMSNorm(5, elementwise_affine=False).reset_parameters()
+
+    def test_gains_are_created_where_they_are_wanted(self, package: str) -> None:
+        assert PACKAGES[package].RMSNorm((3, 5), device="meta").weight.is_meta
+
+    @pytest.mark.parametrize(
+        ("size", "error", "text"),
+        [
+            (2.5, TypeError, "normalized_shape must be a whole number, got 2.5"),
+            ([3, -1], ValueError, "normalized_shape must not be negative, got -1"),
+        ],
+    )
+    def test_sizes_that_are_none_are_named(self, package: str, size: Any, error: type[Exception], text: str) -> None:
+        with pytest.raises(error, match=text):
+            PACKAGES[package].RMSNorm(size)
 
     def test_another_width_is_named(self, package: str) -> None:
         with pytest.raises(ValueError, match=r"input must have shape .* = \(\.\.\., 5\), got \(2, 3\)"):

@@ -248,10 +248,12 @@ class TestScaling:
             ),
             (lambda: Llama3Scaling(2.0, -1), "original_max_len must be greater than 0"),
             (lambda: Llama3Scaling(0.0, 64), "factor must be at least 1"),
+            (lambda: LinearScaling("8"), "factor must be a number, got '8'"),  # type: ignore[arg-type]
+            (lambda: YaRNScaling(2.0, 64, beta_slow=None), "beta_slow must be a number, got None"),  # type: ignore[arg-type]
         ],
     )
     def test_bad_settings_are_named(self, build: Any, text: str) -> None:
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((ValueError, TypeError), match=text):
             build()
 
 
@@ -265,6 +267,8 @@ class TestErrors:
             ({"head_dim": 4.0}, TypeError, "head_dim must be a whole number, got 4.0"),
             ({"base": 1.0}, ValueError, "base must be greater than 1 and finite, got 1.0"),
             ({"pairing": "both"}, ValueError, "pairing must be one of 'adjacent', 'halves', got 'both'"),
+            ({"base": None}, TypeError, "base must be a number, got None"),
+            ({"scaling": {"rope_type": "linear"}}, TypeError, "scaling must be a function, got dict"),
         ],
     )
     def test_of_building(self, package: str, arguments: Any, error: type[Exception], text: str) -> None:

@@ -1,8 +1,10 @@
 """The error types and the plain checks: kinds, dtypes, ranges."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -26,7 +28,9 @@ __all__ = [
     "check_function",
     "check_module",
     "check_not_negative",
+    "check_number",
     "check_positive",
+    "check_positive_number",
     "check_tensor",
     "check_whole",
     "check_width",
@@ -136,6 +140,21 @@ def check_not_negative(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and size < 0:
             raise ArgumentValueError(f"{name} must not be negative, got {size}")
+
+
+def check_number(**numbers: object) -> None:
+    """Require real numbers."""
+    for name, number in numbers.items():
+        is_scalar = isinstance(number, Tensor) and number.dim() == 0
+        if not is_scalar and not isinstance(number, Real | torch.SymFloat | torch.SymInt):
+            raise ArgumentTypeError(f"{name} must be a number, got {number!r}")
+
+
+def check_positive_number(name: str, number: float) -> None:
+    """Require a number that a score can be multiplied with, or divided by."""
+    check_number(**{name: number})
+    if not 0 < number < math.inf:
+        raise ArgumentValueError(f"{name} must be greater than 0 and finite, got {number}")
 
 
 def check_floating(name: str, dtype: torch.dtype) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "check_grouped_heads",
     "check_mask_mod_result",
     "check_no_kernel_options",
+    "check_request",
     "sliced_mask_mod",
 ]
 
@@ -69,8 +70,15 @@ def check_flex_attention(
             f"key must have the batch of query, {query.size(0)}, or 1 beside a block_mask for each sample, "
             f"got shape {shape(key)}"
         )
+    check_request(return_aux)
     if return_lse and return_aux is not None:
         raise ArgumentValueError("return_lse and return_aux exclude each other: ask by return_aux alone, got both")
+
+
+def check_request(return_aux: Any) -> None:
+    """Require an ``AuxRequest``, of either package or of torch."""
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise ArgumentTypeError(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
 
 
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,6 +1,5 @@
 """What grouped-query attention is built with and called with."""
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from scratch.validation.basics import (
     autocast_is_on,
     check_bool,
     check_positive,
+    check_positive_number,
     check_tensor,
     shape,
 )
@@ -50,8 +50,10 @@ def check_grouped_options(
     if window is not None:
         check_window(window)
     for name, value in (("soft_cap", soft_cap), ("scale", scale)):
-        if value is not None and not 0 < value < math.inf:
-            raise ArgumentValueError(f"{name} must be greater than 0 and finite, got {value}")
+        if value is not None:
+            check_positive_number(name, value)
+    if rotary is not None and not hasattr(rotary, "head_dim"):
+        raise ArgumentTypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
     if rotary is not None and rotary.head_dim != head_dim:
         raise ArgumentValueError(f"rotary must have the head_dim of the attention, {head_dim}, got {rotary.head_dim}")
 
@@ -65,6 +67,8 @@ def check_grouped_inputs(attention: Any, x: Tensor, may_attend: Tensor | None, c
         )
     if x.dtype != attention.q_proj.weight.dtype and not autocast_is_on(x.device):
         raise ArgumentTypeError(f"x must have the dtype of the weights, {attention.q_proj.weight.dtype}, got {x.dtype}")
+    if cache is not None and not hasattr(cache, "length"):
+        raise ArgumentTypeError(f"cache must be a KeyValueCache, got {type(cache).__name__}")
     if may_attend is None:
         return
     check_bool("may_attend", may_attend)

@@ -155,5 +155,7 @@ def check_cache_batch(expected: int, batch: int) -> None:
 
 def check_cache_layers(cache: Sequence[Any], num_layers: int) -> None:
     """Require one cache for each decoder layer."""
+    if not isinstance(cache, Sequence):
+        raise ArgumentTypeError(f"cache must be a list with one entry for each layer, got {type(cache).__name__}")
     if len(cache) != num_layers:
         raise ArgumentValueError(f"cache must have one entry for each of {num_layers} layers, got {len(cache)}")

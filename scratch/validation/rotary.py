@@ -8,7 +8,9 @@ from torch import Tensor
 from scratch.validation.basics import (
     ArgumentTypeError,
     ArgumentValueError,
+    check_number,
     check_positive,
+    check_positive_number,
     check_tensor,
     check_whole,
     shape,
@@ -27,12 +29,14 @@ __all__ = [
 def check_rotary_sizes(head_dim: int, base: float) -> None:
     """Require pairs of features, and a base that makes the later ones slower."""
     _check_pairs(head_dim)
+    check_number(base=base)
     if not 1 < base < math.inf:
         raise ArgumentValueError(f"base must be greater than 1 and finite, got {base}")
 
 
 def check_rotary_factor(factor: float) -> None:
     """Require a factor that makes texts longer."""
+    check_number(factor=factor)
     if not 1 <= factor < math.inf:
         raise ArgumentValueError(f"factor must be at least 1 and finite, got {factor}")
 
@@ -42,8 +46,8 @@ def check_yarn(scaling: Any) -> None:
     check_rotary_factor(scaling.factor)
     check_positive(original_max_len=scaling.original_max_len)
     _check_between_zero_and("beta_slow", scaling.beta_slow, "beta_fast", scaling.beta_fast)
-    if scaling.attention_factor is not None and not 0 < scaling.attention_factor < math.inf:
-        raise ArgumentValueError(f"attention_factor must be greater than 0 and finite, got {scaling.attention_factor}")
+    if scaling.attention_factor is not None:
+        check_positive_number("attention_factor", scaling.attention_factor)
 
 
 def check_llama3(scaling: Any) -> None:
@@ -89,6 +93,7 @@ def _check_pairs(head_dim: int) -> None:
 
 
 def _check_between_zero_and(name: str, value: float, bound_name: str, bound: float) -> None:
+    check_number(**{name: value, bound_name: bound})
     if not 0 < value < bound < math.inf:
         raise ArgumentValueError(
             f"{name} must be greater than 0 and less than {bound_name}, got {name}={value} and {bound_name}={bound}"

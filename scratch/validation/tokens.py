@@ -9,7 +9,9 @@ from torch import Tensor
 from scratch.validation.basics import (
     ArgumentTypeError,
     ArgumentValueError,
+    check_number,
     check_positive,
+    check_positive_number,
     check_tensor,
     check_whole,
     quiet_while_tracing,
@@ -175,8 +177,8 @@ def check_language_model(
     check_end_and_padding(end_id, pad_id)
     if isinstance(window, Sequence) and len(window) != num_layers:
         raise ArgumentValueError(f"window must be one for all or one for each of {num_layers} layers, got {window}")
-    if logit_soft_cap is not None and not 0 < logit_soft_cap < float("inf"):
-        raise ArgumentValueError(f"logit_soft_cap must be greater than 0 and finite, got {logit_soft_cap}")
+    if logit_soft_cap is not None:
+        check_positive_number("logit_soft_cap", logit_soft_cap)
 
 
 def check_language_model_inputs(model: Any, token_ids: Tensor, cache: Any) -> None:
@@ -206,11 +208,14 @@ def check_prompt(model: Any, prompt_ids: Tensor) -> None:
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, *, drawn: bool = False) -> None:
     """Check how tokens are drawn; unless they are ``drawn`` in any case a temperature of 0 takes the likeliest."""
+    check_number(temperature=temperature)
     if not 0 <= temperature < float("inf") or (drawn and temperature == 0):
         least = "greater than 0" if drawn else "at least 0 (the likeliest token)"
         raise ArgumentValueError(f"temperature must be {least} and finite, got {temperature}")
     if top_k is not None:
         check_positive(top_k=top_k)
+    if top_p is not None:
+        check_number(top_p=top_p)
     if top_p is not None and not 0 < top_p <= 1:
         raise ArgumentValueError(f"top_p must be greater than 0 and at most 1, got {top_p}")
     if temperature == 0 and (top_k is not None or top_p is not None):

@@ -16,7 +16,7 @@ from scratch.validation.basics import (
     check_whole,
     shape,
 )
-from scratch.validation.flex import check_grouped_heads
+from scratch.validation.flex import check_grouped_heads, check_request
 
 __all__ = ["check_varlen_attn", "check_varlen_on_device"]
 
@@ -31,11 +31,14 @@ def check_varlen_attn(
     max_k: int,
     window_size: object,
     enable_gqa: bool,
+    return_aux: object,
 ) -> None:
     """Check the call of ``varlen_attn``. This reads the lengths, and so waits for the device."""
     _check_packed(query, key, value)
     check_grouped_heads(query, key, 1, enable_gqa)
+    check_whole(max_q=max_q, max_k=max_k)
     check_not_negative(max_q=max_q, max_k=max_k)
+    check_request(return_aux)
     _check_window_size(window_size)
     for name, cu_seq in (("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):
         _check_cu_seq_kind(name, cu_seq, query)
