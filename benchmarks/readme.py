@@ -1,9 +1,12 @@
 """The figures in README and the tables in benchmarks/results, from the results that are committed."""
 
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.advice import fastest
+from rich.console import Console
+
+from benchmarks.advice import advice_by_case, fastest
 from benchmarks.aims import Outcome, outcomes
 from benchmarks.contenders import BASELINE
 from benchmarks.grids import SETTINGS, Case, label_of
@@ -12,12 +15,13 @@ from benchmarks.results import Row, ratio_between, read_rows
 from benchmarks.tables import bytes_in_words, cost_in_words, groups_of
 from scratch.validation import ArgumentValueError
 
-__all__ = ["README", "RESULTS", "goals", "highlights", "renewed", "tables"]
+__all__ = ["README", "RESULTS", "advice_in_words", "goals", "highlights", "renewed", "tables"]
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 RESULTS = HERE / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+ADVICE_BEGIN = "<!-- advice: begin -->"
 SHOWN = "cpu"  # the machine whose figures stand in README
 GLANCE = "at-a-glance.svg"
 
@@ -42,23 +46,47 @@ def renewed(results: Path = RESULTS, readme: Path = README) -> dict[Path, str]:
     where = results.relative_to(readme.parent)
     shown = [(folder, rows) for folder, rows in machines.items() if folder.name == SHOWN]
     front = [highlights(rows, where / folder.name, with_plot=folder / GLANCE in plots) for folder, rows in shown]
+    advice = [advice_in_words(rows, where / folder.name / "results.jsonl") for folder, rows in shown]
     full = [tables(rows, folder.name, with_plot=folder / GLANCE in plots) for folder, rows in machines.items()]
     nothing = ["Nothing has been measured yet; `make benchmark` does it."]
     inner = results / "README.md"
     return {
-        readme: _between_comments(readme, "\n\n".join(front or nothing)),
-        inner: _between_comments(inner, "\n\n".join(full or nothing)),
+        readme: _between_comments(readme, {ADVICE_BEGIN: "".join(advice or nothing), BEGIN: "".join(front or nothing)}),
+        inner: _between_comments(inner, {BEGIN: "\n\n".join(full or nothing)}),
         **plots,
     }
 
 
-def _between_comments(path: Path, text: str) -> str:
+def _between_comments(path: Path, texts: Mapping[str, str]) -> str:
     found = path.read_text(encoding="utf-8") if path.exists() else ""
-    before, begin, rest = found.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ArgumentValueError(f"{path} must have the comments {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+    for begin, text in texts.items():
+        end = begin.replace("begin", "end")
+        before, has_begin, rest = found.partition(begin)
+        _, has_end, after = rest.partition(end)
+        if not has_begin or not has_end:
+            raise ArgumentValueError(f"{path} must have the comments {begin} and {end}")
+        found = f"{before}{begin}\n{text}\n{end}{after}"
+    return found
+
+
+def advice_in_words(rows: Sequence[Row], path: Path) -> str:
+    """Write what ``sidebyside-bench report`` says of the two longest plain cases of self-attention.
+
+    Args:
+        rows: Results of one machine.
+        path: Where they are, as README names it.
+
+    Returns:
+        A block of Markdown, as a terminal of 100 columns shows it.
+    """
+    plain = [x for x in advice_by_case(rows) if x.case.component == "self_attention" and is_plain(x.case)]
+    forward = [x for x in plain if x.case.mode == "forward"]
+    page = io.StringIO()
+    screen = Console(file=page, width=100, highlight=False)
+    for advice in sorted(forward, key=lambda x: x.case.query_len)[-2:]:
+        screen.print(f"{advice.case}\n  {advice}", markup=False)
+    lines = "\n".join(line.rstrip() for line in page.getvalue().splitlines())
+    return f"```text\n$ sidebyside-bench report {path}\n...\n{lines}\n...\n```"
 
 
 def highlights(rows: Sequence[Row], folder: Path, *, with_plot: bool) -> str:

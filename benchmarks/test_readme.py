@@ -12,7 +12,7 @@ from benchmarks import command, readme
 from benchmarks.aims import AIMS, outcomes
 from benchmarks.command import app
 from benchmarks.grids import Case
-from benchmarks.readme import BEGIN, END, README, RESULTS, highlights, renewed
+from benchmarks.readme import ADVICE_BEGIN, BEGIN, END, README, RESULTS, highlights, renewed
 from benchmarks.results import Row, append_rows, read_rows
 from benchmarks.test_reporting import ENVIRONMENT, grown, row
 
@@ -51,6 +51,16 @@ def test_they_are_current() -> None:
 def test_the_committed_results_can_be_read() -> None:
     for path in sorted(RESULTS.glob("*/results.jsonl")):
         assert {row.status for row in read_rows(path)} <= {"timed", "out of memory", "unavailable"}
+
+
+def test_the_report_says_what_readme_shows(tmp_path: Path) -> None:
+    (machine,) = RESULTS.glob("cpu/results.jsonl")
+    command_line = ["report", str(machine), "--output", str(tmp_path)]
+    printed = CliRunner().invoke(app, command_line, env={"COLUMNS": "100"}).stdout
+    prompt, *shown = readme.advice_in_words(read_rows(machine), machine.relative_to(README.parent)).splitlines()[1:-1]
+    assert prompt == "$ sidebyside-bench report benchmarks/results/cpu/results.jsonl"
+    assert "\n".join(shown[1:-1]) in "\n".join(line.rstrip() for line in printed.splitlines())
+    assert len(shown) > 5
 
 
 def test_three_lines_say_how_fast_scratch_is() -> None:
@@ -149,8 +159,9 @@ def test_every_goal_is_said_to_be_met_missed_or_not_measured(tmp_path: Path) -> 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     (tmp_path / "results").mkdir()
-    for path in (tmp_path / "README.md", tmp_path / "results" / "README.md"):
-        path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    figures = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    (tmp_path / "README.md").write_text(f"{ADVICE_BEGIN}\nold\n<!-- advice: end -->\n{figures}")
+    (tmp_path / "results" / "README.md").write_text(figures)
     return tmp_path
 
 
@@ -165,7 +176,7 @@ def test_both_files_are_renewed_between_their_comments(project: Path) -> None:
     files = renewed(project / "results", front)
     assert list(files) == [front, inner]  # two lengths are no line to plot
     for text in files.values():
-        assert text.startswith(f"before\n{BEGIN}\n")
+        assert f"before\n{BEGIN}\n" in text
         assert text.endswith(f"\n{END}\nafter\n")
         assert "old" not in text
     assert files[front].count("\n- ") == 3
