@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 import builtin
 import scratch
-from equivalence_tests.learn.page.code import coloured_lines
+from equivalence_tests.learn.page.code import Link, coloured_lines
 
 __all__ = ["Chunk", "Half", "Twin", "Unit", "address_of", "twins"]
 
@@ -107,9 +107,9 @@ def _twin(name: str) -> Twin:
 def _unit(file: str, name: str, ours: Part | None, theirs: Part | None) -> Unit:
     halves = (_half(ours, ""), _half(theirs, ours.docstring if ours else ""))
     lines = [() if part is None else tuple(part.code.splitlines()) for part in (ours, theirs)]
-    linked = [coloured_lines("\n".join(code), lambda text: _link(file, text)) for code in lines]
-    chunks = tuple(_chunks(lines, linked))
-    return Unit(name, address_of(file, name), *halves, chunks)
+    address = address_of(file, name)
+    linked = [coloured_lines("\n".join(code), _links_of(file, address)) for code in lines]
+    return Unit(name, address, *halves, tuple(_chunks(lines, linked)))
 
 
 def _half(part: Part | None, told: str) -> Half | None:
@@ -144,6 +144,19 @@ def defined() -> dict[str, str]:
                 if part.name and "." not in part.name:
                     found.setdefault(part.name, address_of(path.stem, part.name))
     return found
+
+
+def _links_of(file: str, here: str) -> Link:
+    """Link each name where it stands first, and none to where it stands."""
+    done = {here}
+
+    def link(text: str) -> str:
+        address = _link(file, text)
+        new = address not in done
+        done.add(address)
+        return address if new else ""
+
+    return link
 
 
 def _link(file: str, text: str) -> str:

@@ -76,7 +76,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "speed",
         "How fast",
-        "What should you use at your size? The times of all implementations, each taken in turns with the built-in.",
+        "What should you use at your size? Every implementation, timed side by side on the machine that is named.",
         speed.speed_data,
         speed.lacks,
     ),

@@ -8,7 +8,7 @@ from markupsafe import Markup, escape
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Operator, String, _TokenType
 
-__all__ = ["coloured", "coloured_lines"]
+__all__ = ["Link", "coloured", "coloured_lines"]
 
 # Elements without a meaning of their own, styled by the page: pygments' own formatter writes three times as much.
 ELEMENTS = ((Keyword, "b"), (Operator.Word, "b"), (Comment, "i"), (String, "u"))

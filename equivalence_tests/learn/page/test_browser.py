@@ -26,6 +26,7 @@ pytestmark = [
 ]
 WIDTHS = (390, 1280, 2560)
 SCHEMES = ("light", "dark")
+PAPER = "rgb(241, 239, 233)"  # under code, in the light scheme
 
 
 class Browser:
@@ -433,8 +434,11 @@ def test_it_prints(browser: Browser) -> None:
     assert browser.run("return [...document.querySelectorAll('.trap')].every(x => x.open)")
     paper = browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
     assert base64.b64decode(paper["data"]).startswith(b"%PDF")
-    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": dark})
+    assert browser.run("return getComputedStyle(document.querySelector('.trap pre')).backgroundColor") == PAPER
     assert browser.run("return getComputedStyle(document.querySelector('.bar')).display") == "none"
+    assert browser.run(f"{IN_SIGHT} return [...document.querySelectorAll('input, button')].filter(seen).length") == 0
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
