@@ -112,7 +112,7 @@ class _Evidence:
         for operand in [x for operands in self.judgement.operands[:1] for x in operands[:2] if x.role == role]:
             for operation in self._steps(operand):
                 own = [name for bits in operation.origins for name in self.recorder.named(bits)]
-                held = any(name.startswith("buffer:") for name in own)
+                held = any(name.startswith(("buffer:", "param:")) for name in own)
                 if held and operation.name in MULTIPLIES and self._in_a_part(operation):
                     return True
         return False
