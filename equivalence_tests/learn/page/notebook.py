@@ -16,6 +16,8 @@ from scratch import masks
 
 __all__ = ["Shown", "show"]
 
+MOST_NUMBERS = 20_000  # of one tensor: more than anybody reads, and as much as a notebook draws at once
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -52,6 +54,7 @@ def show(what: Any) -> Shown:
 
     Raises:
         TypeError: For anything else.
+        ValueError: For tensors that cannot be drawn, or are too large to look at.
 
     >>> print(show(masks.causal(3)))
     1 0 0
@@ -79,7 +82,16 @@ def _shown(kind: str, text: str, **data: Any) -> Shown:
     return Shown(page.render(kind=kind, **data), text)
 
 
+def _check_drawable(name: str, x: Tensor) -> None:
+    if x.is_complex() or x.is_meta or not 1 <= x.dim() <= 4 or not 1 <= x.numel() <= MOST_NUMBERS:
+        raise ValueError(
+            f"show draws tensors of 1 to 4 dimensions with 1 to {MOST_NUMBERS:,} real numbers, got {name} of shape "
+            f"{tuple(x.shape)} and dtype {x.dtype} on {x.device}: cut out what you want to see"
+        )
+
+
 def _stage(name: str, x: Tensor) -> Stage:
+    _check_drawable(name, x)
     words = WORDS.get(name, ("batch", "num_heads", "query_len", "key_len"))[-x.dim() :]
     shape = tuple(zip(words, x.shape, strict=True))
     return Stage(name, shape, matrices(x, words, 1.0 if name == "weights" else None))
@@ -88,8 +100,7 @@ def _stage(name: str, x: Tensor) -> Stage:
 def _show_mask(mask: Tensor) -> Shown:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"a mask must be bool (True = may look) or floating (added to the scores), got {mask.dtype}")
-    if not 1 <= mask.dim() <= 4:
-        raise ValueError(f"a mask must have 1 to 4 dimensions, got shape {tuple(mask.shape)}")
+    _check_drawable("a mask", mask)
     mask = mask.detach().cpu()
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == -torch.inf)).all():
         return _shown("trace", str(mask), stages=(_stage("score_bias", mask),))

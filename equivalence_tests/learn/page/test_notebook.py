@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -54,5 +56,21 @@ def test_anything_else_is_refused() -> None:
         show(5)
     with pytest.raises(TypeError, match=r"a mask must be bool .* or floating .*, got torch.int64"):
         show(torch.ones(2, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"a mask must have 1 to 4 dimensions, got shape \(\)"):
-        show(torch.tensor(True))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.tensor(True),
+        torch.ones(1, 500, 500, dtype=torch.bool),
+        torch.ones(2, 1, 1, 1, 1, dtype=torch.bool),
+        torch.ones(0, 3, dtype=torch.bool),
+        torch.ones(3, device="meta"),
+    ],
+    ids=lambda x: f"{tuple(x.shape)} on {x.device}",
+)
+def test_what_cannot_be_drawn_is_refused(x: torch.Tensor) -> None:
+    message = "show draws tensors of 1 to 4 dimensions with 1 to 20,000 real numbers, got {} of shape {}"
+    for what, name in ((x, "a mask"), ({"q": x}, "q")):
+        with pytest.raises(ValueError, match=re.escape(message.format(name, tuple(x.shape)))):
+            show(what)
