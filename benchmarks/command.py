@@ -67,6 +67,7 @@ def run(
     need_weights: Annotated[str | None, _listed("Whether attention returns its weights (no, yes)")] = None,
     compiled: Annotated[str | None, _listed("Whether to use torch.compile (no, yes)")] = None,
     bias: Annotated[str | None, _listed("Whether projections have biases (no, yes)")] = None,
+    key_heads: Annotated[str | None, _listed("Numbers of heads of keys that the function's heads share")] = None,
     threads: Annotated[str | None, _listed("Numbers of threads on the CPU; by default as many as torch uses")] = None,
     device: Annotated[str, _listed("Where to run", ["cpu", "cuda", "cuda:1"])] = "cpu",
     contender: Annotated[str | None, _listed("What to compare with builtin", list(CONTENDERS))] = None,
@@ -105,6 +106,7 @@ def run(
             "need_weights": _switches("need-weights", need_weights),
             "compiled": _switches("compiled", compiled),
             "bias": _switches("bias", bias),
+            "key_heads": _numbers("key-heads", key_heads),
         }
         preset, own = _preset(quick, standard, full), _own(implementation)
         components = _names(component) or (WITH_OWN if own else ())

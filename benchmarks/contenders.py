@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -68,9 +69,25 @@ def _flex(case: Case) -> Workload:
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        return compiled(query, key, value, block_mask=block_mask)
+        return compiled(query, key, value, block_mask=block_mask, enable_gqa=bool(case.key_heads))
 
     return workload(case, builtin, attend=attend)
+
+
+def _packed(case: Case) -> Workload:
+    """Leave the padding out of the keys."""
+    lengths = seen_lengths(case).to(case.device)
+    seen = torch.arange(case.key_len, device=case.device) < lengths[:, None]  # (b, k)
+    begins = torch.arange(case.batch + 1, device=case.device) * case.query_len, F.pad(lengths.cumsum(0), (1, 0))
+    cu_seq_q, cu_seq_k = (x.int() for x in begins)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        q, k, v = query.transpose(1, 2).flatten(0, 1), key.transpose(1, 2)[seen], value.transpose(1, 2)[seen]
+        sizes = (cu_seq_q, cu_seq_k, case.query_len, case.key_len)
+        context = scratch.varlen_attn(q, k, v, *sizes, enable_gqa=bool(case.key_heads))
+        return context.unflatten(0, (case.batch, -1)).transpose(1, 2)
+
+    return workload(case, scratch, attend=attend)
 
 
 def _mask_function(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -118,6 +135,12 @@ CONTENDERS = {
             lambda case: workload(case, scratch),
             takes_part=_in_tiles,
             backend=SDPBackend.MATH,
+        ),
+        Contender(
+            "scratch packed",
+            "by hand, with the padding left out",
+            _packed,
+            takes_part=lambda case: case.component == "attention" and case.mask == "padding" and not case.compiled,
         ),
         Contender(
             "scratch recomputed",

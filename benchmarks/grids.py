@@ -60,6 +60,7 @@ class Case:
         need_weights: Whether ``MultiheadAttention`` returns its weights.
         compiled: Whether ``torch.compile`` is used.
         bias: Whether projections have biases.
+        key_heads: How many heads of keys the function's heads of queries share; 0 if each has its own.
         threads: Number of threads on the CPU.
         device: Where.
     """
@@ -78,6 +79,7 @@ class Case:
     need_weights: bool = False
     compiled: bool = False
     bias: bool = True
+    key_heads: int = 0
     threads: int = 1
     device: str = "cpu"
 
@@ -138,6 +140,7 @@ def label_of(case: Case, settings: Sequence[str], usual: bool = True) -> str:
         "need_weights": "with weights" if case.need_weights else "without weights" if usual else "",
         "compiled": "compiled" if case.compiled else "eager" if usual else "",
         "bias": "without biases" if not case.bias else "with biases" if usual else "",
+        "key_heads": "" if not case.key_heads else f"key heads: {case.key_heads}",
         "threads": "1 thread" if case.threads == 1 else f"{case.threads} threads",
         "device": case.device if usual or case.device != "cpu" else "",
     }
@@ -163,6 +166,7 @@ class Grid:
         need_weights: With or without weights, for the components that return them.
         compiled: With or without ``torch.compile``.
         bias: With or without biases.
+        key_heads: Numbers of heads of keys, for the function; 0 gives each head of queries its own.
     """
 
     component: tuple[str, ...]
@@ -179,6 +183,7 @@ class Grid:
     need_weights: tuple[bool, ...] = (False,)
     compiled: tuple[bool, ...] = (False,)
     bias: tuple[bool, ...] = (True,)
+    key_heads: tuple[int, ...] = (0,)
 
 
 PRESETS: dict[str, tuple[Grid, ...]] = {
@@ -202,6 +207,8 @@ PRESETS: dict[str, tuple[Grid, ...]] = {
         Grid(("self_attention",), ("backward",), batch=(1,), length=(64, 256, 1024, 2048, 4096)),
         Grid(("encoder_layer",), ("forward", "backward"), batch=(1,), length=(256, 1024, 2048, 4096)),
         Grid(("generate",), batch=(1,), length=(16, 64, 256)),
+        Grid(("attention",), batch=(1,), length=(1024,), key_heads=(2,)),
+        Grid(("attention",), batch=(4,), length=(1024,), mask=("padding",)),
         Grid(("attention",), batch=(1,), length=(1024,), mask=("both",)),
         Grid(("self_attention",), batch=(1,), length=(64, 256, 1024), need_weights=(True,)),
         Grid(("self_attention",), ("backward",), batch=(4,), length=(256,), need_weights=(False, True)),
@@ -289,6 +296,7 @@ def _meaningful(case: Case) -> Case:
         window=case.window if mask == "window" else 0,
         num_layers=case.num_layers if case.component in STACKS else 0,
         bias=case.bias or case.component == "attention",
+        key_heads=case.key_heads if case.component == "attention" and case.key_heads != case.num_heads else 0,
         need_weights=case.need_weights and case.component in WITH_WEIGHTS,
         compiled=case.compiled and case.component != "generate",  # each step has another length
         key_len=case.query_len if case.component in ("self_attention", "encoder_layer") else case.key_len,
@@ -315,4 +323,6 @@ def _checked(case: Case) -> Case:
         threads=case.threads,
     )
     validation.check_attention_sizes(case.embed_dim, case.num_heads, None, None, None, None)
+    if case.key_heads:
+        validation.check_grouped_sizes(case.embed_dim, case.num_heads, case.key_heads, case.head_dim)
     return case

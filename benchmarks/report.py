@@ -30,6 +30,7 @@ TITLES = {
     "num_heads": "heads",
     "num_layers": "layers",
     "need_weights": "weights",
+    "key_heads": "key heads",
     "bias": "biases",
 }
 

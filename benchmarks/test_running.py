@@ -225,6 +225,7 @@ class TestContenders:
 
         everybody = ["builtin", "torch.nn", "scratch"]
         assert names("attention") == [*everybody, "math", "flash"]
+        assert names("attention", mask="padding") == [*everybody, "scratch packed", "math", "flash"]
         assert names("self_attention") == [*everybody, "plain path", "math", "flash"]
         assert names("self_attention", need_weights=True) == [*everybody, "plain path"]
         assert names("self_attention", mode="backward") == everybody
@@ -323,6 +324,15 @@ class TestGate:
         gate = Gate(case)
         assert {x.name: gate.objection(x) for x in contenders_of(case, ON_CPU)} == dict.fromkeys(
             (x.name for x in contenders_of(case, ON_CPU)), ""
+        )
+
+    @pytest.mark.parametrize("mode", ["forward", "backward"])
+    @pytest.mark.parametrize("mask", ["none", "padding", "window"])
+    def test_with_shared_heads_of_keys_and_packed_all_are_equal(self, mask: str, mode: str) -> None:
+        case = case_of("attention", mode=mode, mask=mask, window=2, width=36, heads=6, key_heads=2)
+        gate, chosen = Gate(case), contenders_of(case, ON_CPU)
+        assert [gate.objection(x) for x in chosen if x.name not in ("math", "flash")] == [""] * 3 + [""] * (
+            mask == "padding"
         )
 
     @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])

@@ -78,3 +78,11 @@ def test_the_roofline_is_the_slower_of_arithmetic_and_memory() -> None:
 def test_all_sizes_differ() -> None:
     assert len(set(SIZES.values())) == len(SIZES)
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_shared_heads_of_keys_are_read_once() -> None:
+    grouped = Case("attention", batch=2, query_len=5, key_len=7, embed_dim=36, num_heads=6, key_heads=2)
+    assert bytes_moved(grouped) == 4 * (2 * 2 * 5 * 36 + 2 * 2 * 7 * 12)
+    assert (
+        flops(grouped) == flops(replace(grouped, key_heads=0)) == counted(runnable(grouped, workload(grouped, scratch)))
+    )

@@ -93,11 +93,12 @@ def bytes_moved(case: Case) -> int | None:
     if case.mode != "forward" or case.component not in ("attention", "self_attention", "cross_attention"):
         return None
     b, q, k, e = case.batch, case.query_len, case.key_len, case.embed_dim
-    keys_read = {"attention": 2 * k, "self_attention": 0, "cross_attention": k}[case.component]
+    key_width = case.head_dim * (case.key_heads or case.num_heads)
+    keys_read = {"attention": 2 * k * key_width, "self_attention": 0, "cross_attention": k * e}[case.component]
     parameters = 0 if case.component == "attention" else 4 * e**2 + 4 * e * case.bias
     weights = b * q * k if case.need_weights else 0
     itemsize: int = getattr(torch, case.dtype).itemsize
-    return (b * e * (2 * q + keys_read) + parameters + weights) * itemsize
+    return (b * (2 * q * e + keys_read) + parameters + weights) * itemsize
 
 
 def roofline_seconds(case: Case, flops_per_s: float, bytes_per_s: float) -> float | None:

@@ -81,7 +81,7 @@ def workload(
     inputs = {name: _to_device(x, case, upcast) for name, x in _inputs(case).items()}
     if case.component == "attention":
         attend = compiled(attend or package.scaled_dot_product_attention, case)
-        options = _function_masks(case)
+        options = _function_masks(case) | {"enable_gqa": bool(case.key_heads)}
         return Workload(lambda: (attend(*inputs.values(), **options),), None, inputs)
     module = _module(case, package).train(case.mode != "forward")
     module = module.double() if upcast else module
@@ -153,8 +153,9 @@ def _inputs(case: Case) -> dict[str, Tensor]:
     if case.component in ("seq2seq", "generate"):
         src_ids, tgt_ids = (torch.randint(FIRST_WORD, VOCABULARY, x, generator=generator) for x in (key, query))
         return {"src_ids": src_ids.masked_fill(~_seen_keys(case).cpu(), PAD_ID), "tgt_ids": tgt_ids}
-    split, width = (case.batch, case.num_heads), case.embed_dim
-    split_query, split_key = (*split, case.query_len, case.head_dim), (*split, case.key_len, case.head_dim)
+    width, key_heads = case.embed_dim, case.key_heads or case.num_heads
+    split_query = (case.batch, case.num_heads, case.query_len, case.head_dim)
+    split_key = (case.batch, key_heads, case.key_len, case.head_dim)
     by_component: dict[str, dict[str, tuple[int, ...]]] = {
         "attention": {"query": split_query, "key": split_key, "value": split_key},
         "self_attention": {"query": (*query, width)},
