@@ -257,7 +257,7 @@ def test_what_is_measured_is_frozen_when_others_join_later(tmp_path: Path) -> No
         ("--length many", "length must be whole numbers with commas between, got 'many'"),
         ("--need-weights perhaps", "need-weights must be one of 'no', 'yes', got 'perhaps'"),
         ("--heads 7", "embed_dim must be divisible by num_heads, got embed_dim=32 and num_heads=7"),
-        ("--device nowhere", "device must be one that torch can use here"),
+        ("--device nowhere", "device must be one that this machine has"),
         ("--device meta", "device must be one of 'cpu', 'cuda', got 'meta'"),
         ("--contender nobody", "contender must be one of"),
         ("--memory 0", "memory must be greater than 0, got memory=0.0"),

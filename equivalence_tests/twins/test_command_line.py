@@ -134,11 +134,11 @@ def test_plots_are_written(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["translate", "x", "-c", "none.pt"], "none.pt must be a checkpoint, got no such file"),
+        (["translate", "x", "-c", "none.pt"], "none.pt must be a checkpoint, and there is no such file"),
         (["train", "-c", "none/c.pt"], "in a folder that exists"),
         (["train", "--pairs", "none.tsv"], "none.tsv must be a file that can be read"),
-        (["train", "--device", "abacus"], "device must be one that torch can use here"),
-        (["train", "--device", "cuda:99"], "device must be one that torch can use here"),
+        (["train", "--device", "abacus"], "device must be one that this machine has"),
+        (["train", "--device", "cuda:99"], "device must be one that this machine has"),
         (["train", "--epochs", "0"], "num_epochs must be greater than 0, got num_epochs=0"),
         (["train", "--dropout", "2"], "dropout probability has to be between 0 and 1, but got dropout=2.0"),
         (["train", "--seed", f"{2**70}"], "seed must be in 0 ... 2**32 - 1"),
@@ -159,8 +159,8 @@ def test_errors_are_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--resume", "--optimizer", "adam", "--batch-size", 3], "what --optimizer, --batch-size would say"),
-        (["summary", "--no-bias"], "--checkpoint takes from the checkpoint what --bias would say"),
+        (["train", "--resume", "--optimizer", "adam", "--batch-size", 3], "leave out --optimizer, --batch-size"),
+        (["summary", "--no-bias"], "--checkpoint takes everything else from the checkpoint: leave out --bias"),
         (["plot", "attention", "ich", "--only", "norm"], "--only must be in the path of an attention, one of encoder."),
     ],
 )

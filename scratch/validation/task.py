@@ -94,9 +94,9 @@ def check_writable(path: Path) -> None:
     """Require a file name in a folder that exists and can be written to."""
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise ArgumentValueError(f"{path} must be in a folder that exists, got no folder {folder}")
+        raise ArgumentValueError(f"{path} must be in a folder that exists, and {folder} does not")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ArgumentValueError(f"{path} must be a file that can be written, got a folder or no permission")
+        raise ArgumentValueError(f"{path} must be a file that you may write, got a folder or no permission")
 
 
 @contextmanager
@@ -114,11 +114,11 @@ def writing(path: Path) -> Iterator[None]:
 def read_checkpoint(path: Path, expected_format: str, device: torch.device | str | None) -> dict[str, Any]:
     """Load a checkpoint, or say why it is none."""
     if not path.is_file():
-        raise ArgumentValueError(f"{path} must be a checkpoint, got no such file; write one with the command train")
+        raise ArgumentValueError(f"{path} must be a checkpoint, and there is no such file; the command train makes one")
     try:
         saved = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch raises what its reader, zipfile or pickle come upon
-        raise ArgumentValueError(f"{path} must be a whole checkpoint, got a file that torch.load refuses") from error
+        raise ArgumentValueError(f"{path} must be a complete checkpoint, and torch.load cannot read it") from error
     found = saved.get("format") if isinstance(saved, dict) else None
     if found != expected_format:
         raise ArgumentValueError(f"{path} must be a checkpoint of format {expected_format!r}, got {found!r}")
@@ -129,8 +129,7 @@ def check_alone(option: str, others: Sequence[str]) -> None:
     """Require that an option which reads everything from a checkpoint comes without options that say otherwise."""
     if others:
         raise ArgumentValueError(
-            f"--{option} takes from the checkpoint what {', '.join(f'--{x}' for x in others)} would say: leave one of "
-            f"the two out, got both"
+            f"--{option} takes everything else from the checkpoint: leave out {', '.join(f'--{x}' for x in others)}"
         )
 
 
@@ -157,5 +156,5 @@ def check_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ArgumentValueError(f"device must be one that torch can use here, such as cpu, got {name!r}") from error
+        raise ArgumentValueError(f"device must be one that this machine has, such as cpu, got {name!r}") from error
     return device
