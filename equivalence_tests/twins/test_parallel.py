@@ -4,6 +4,7 @@ That several give the numbers of one is tested in ``equivalence_tests/compare/te
 """
 
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -56,6 +57,10 @@ class TestPlan:
             tensor_parallel_plan(attention, 2)
         with pytest.raises(ValueError, match="num_ranks must be greater than 0"):
             tensor_parallel_plan(attention, 0)
+
+    def test_a_plan_is_no_other_later(self) -> None:
+        with pytest.raises(FrozenInstanceError):
+            tensor_parallel_plan(scratch.SwiGLU(12, 8), 2).styles = {}  # type: ignore[misc]
 
     def test_both_packages_give_one_and_the_same(self) -> None:
         assert builtin.parallel.tensor_parallel_plan is tensor_parallel_plan

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -208,6 +209,32 @@ class TestScaling:
         expected = [f * (1 - s) + f / 4 * s for f, s in zip(plain.tolist(), share, strict=True)]
         assert scaled.tolist() == pytest.approx(expected, rel=1e-9)
         assert factor == pytest.approx(1 + math.log(4) / 10)
+
+    def test_yarn_steps_from_fast_to_slow_pairs_where_nothing_lies_between(self) -> None:
+        scaled, _ = YaRNScaling(4.0, 4096, beta_fast=1.001, beta_slow=1.0, truncate=False)(64, 10000.0)
+        ratios = (rotary_frequencies(64) / scaled).tolist()
+        assert {round(x, 9) for x in ratios} == {1.0, 4.0}
+
+    def test_what_is_not_given_is_as_in_the_papers(self) -> None:
+        assert YaRNScaling(2.0, 64) == YaRNScaling(2.0, 64, 32.0, 1.0, True, None)
+        assert Llama3Scaling(2.0, 64) == Llama3Scaling(2.0, 64, 1.0, 4.0)
+
+    @pytest.mark.parametrize("scaling", [None, LinearScaling(2.0), YaRNScaling(2.0, 64), Llama3Scaling(2.0, 64)])
+    def test_frequencies_are_computed_on_the_cpu_whatever_the_usual_device_is(self, scaling: Any) -> None:
+        with torch.device("meta"):
+            frequencies = rotary_frequencies(6) if scaling is None else scaling(6, 10000.0)[0]
+        assert frequencies.device.type == "cpu"
+
+    @pytest.mark.parametrize(
+        "scaling", [LinearScaling(2.0), NTKScaling(2.0), YaRNScaling(2.0, 64), Llama3Scaling(2.0, 64)]
+    )
+    def test_a_checked_factor_cannot_be_changed(self, scaling: Any) -> None:
+        with pytest.raises(FrozenInstanceError):
+            scaling.factor = 0.5
+
+    def test_sizes_are_checked_whatever_the_scaling_does(self) -> None:
+        with pytest.raises(ValueError, match="head_dim must be even"):
+            RotaryEmbedding(5, scaling=lambda *_: (torch.ones(2), 1.0))
 
     def test_the_attention_factor_of_yarn_scales_scores_by_its_square(self) -> None:
         x = random_tensor(LENGTH, HEAD_DIM)

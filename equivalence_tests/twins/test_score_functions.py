@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -119,6 +120,13 @@ def test_a_table_of_distances_gets_the_gradient_of_the_dense_bias() -> None:
             output = F.scaled_dot_product_attention(**inputs(), attn_mask=table[:, distances].expand(SIZES))
         gradients.append(torch.autograd.grad(output, table, random_tensor(*output.shape, seed=3))[0])
     assert_equal({"gradient": gradients[0]}, {"gradient": gradients[1]})
+
+
+def test_a_mask_function_is_no_other_later_and_shows_no_function_of_its_own() -> None:
+    mask = sf.causal()
+    with pytest.raises(FrozenInstanceError):
+        mask.may_attend = sf.prefix(2)  # type: ignore[misc]
+    assert "lambda" not in repr(mask)
 
 
 def test_soft_caps_bend_the_scores() -> None:
