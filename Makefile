@@ -15,6 +15,13 @@ BIN := .venv/bin
 STAMP := .venv/up-to-date
 choices := $(PYTHON), constraints "$(CONSTRAINTS)", torch "$(TORCH)", in $(CURDIR)
 
+# torch stays as it is: timm wants torchvision, which left alone brings the newest torch with it.
+define wild_libraries
+$(BIN)/python -c 'import diffusers, timm, transformers' 2> /dev/null || \
+  $(BIN)/python -m pip install --disable-pip-version-check -c .venv/constraints.txt \
+  "$$($(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))')" -e '.[wild]'
+endef
+
 # Another choice than last time, or a folder that moved: the environment is built anew.
 ifneq ($(choices),$(installed))
 .PHONY: $(STAMP)
@@ -62,11 +69,11 @@ mutants: $(STAMP) ## Break scratch in every small way and see that a test fails;
 	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.mutation $(ARGS)
 
 wild: $(STAMP) ## Check every attention of transformers, timm and diffusers, and update the results; takes hours
-	@$(BIN)/python -c 'import diffusers, timm, transformers' 2> /dev/null || $(BIN)/python -m pip install -e '.[wild]'
+	@$(wild_libraries)
 	$(BIN)/python -m equivalence_tests.wild check --part all --output equivalence_tests/wild/results/checked.json $(ARGS)
 
 wild-mutants: $(STAMP) ## Break those attentions, one change at a time, and count what is found and named; takes hours
-	@$(BIN)/python -c 'import diffusers, timm, transformers' 2> /dev/null || $(BIN)/python -m pip install -e '.[wild]'
+	@$(wild_libraries)
 	$(BIN)/python -m equivalence_tests.wild mutants --part all --output equivalence_tests/wild/results/mutants.json $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types

@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.codes import coded
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.ending import output_departures
 from equivalence_tests.checker.engine.contracts.layout import are_followed
+from equivalence_tests.checker.engine.contracts.norming import norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
 from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.intervening import Examination, examine, prove
@@ -97,6 +98,7 @@ def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Depa
     """Weights that stand for another role than their names say or take no part, and what follows the last of them."""
     attention, operands = judgement.attention, (judgement.operands or [[]])[0]
     found = list(projection_departures(attention, operands, {}, module)) if len(operands) == 3 else []
+    found += norm_departures(attention, module)
     found += unused_departures(attention, module, [*known, *found])
     return [*found, *output_departures(attention)] if not judgement.blocked() else found
 

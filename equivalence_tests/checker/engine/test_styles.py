@@ -216,7 +216,7 @@ class Masked(Base):
     def masked(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
         return scores + attention_mask
 
-    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
         q, k, v = self.operands(x)
         scores = self.masked(q @ k.mT * self.scale, attention_mask)
         return self.o_proj((self.weigh(scores) @ v).transpose(1, 2).flatten(2))
@@ -414,6 +414,8 @@ class Gated(Base):
 
 
 class ScalesByPosition(nn.Module):
+    growth: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("growth", torch.tensor(0.3).double())
@@ -552,3 +554,44 @@ class Packed(TurnedByMatrices):
 
 def test_of_a_packed_projection_only_the_part_that_is_changed_is_blamed() -> None:
     assert judged(Packed).mistakes == ("value_changed_by_clamp",)
+
+
+class RootNorm(nn.Module):
+    axis = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH // HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.pow(2).mean(self.axis, keepdim=True)
+        x = x * (size + 1e-6).rsqrt()
+        return self.weight * x
+
+
+class RootNormOfTokens(RootNorm):
+    axis = -2
+
+
+class NormedBoth(Base):
+    norm: type[nn.Module] = RootNorm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = self.norm(), self.norm()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class NormedOverTokens(NormedBoth):
+    norm = RootNormOfTokens
+
+
+def test_a_norm_of_ones_own_makes_tokens_of_one_size() -> None:
+    assert judged(NormedBoth).verdict == "equal"
+    report = judged(NormedOverTokens)
+    assert report.mistakes[:1] == ("norm_leaves_different_sizes",)
+    assert report.findings[0].line is not None
+    assert "mean(self.axis" in report.findings[0].line.text

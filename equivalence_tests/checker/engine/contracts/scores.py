@@ -295,7 +295,7 @@ class _Scores:
         too_many = [operation for operation, ratio in (*before, *operands) if abs(self.total / ratio - 1) < LOOSE]
         if too_many and len(before) + len(operands) > 1:
             return too_many[0]
-        return (before[-1:] or operands[:1] or [(None, 1.0)])[0][0]
+        return next((operation for operation, _ in (*before[-1:], *operands[:1])), None)
 
     def _scaled_operand(self, operand: Operand) -> Iterator[tuple[Operation, float]]:
         run = self.attention.run

@@ -1,0 +1,69 @@
+"""Norms that are written out: whatever their gain, each token comes out as large as the others."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.anchors import Attention
+from equivalence_tests.checker.engine.codes import token_of
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.vocabulary import words
+from equivalence_tests.checker.engine.watching import Operation
+
+__all__ = ["norm_departures"]
+
+FOLDS = words("mean var var_mean norm sum vector_norm")
+SLACK = 0.05  # what an epsilon below the root may do
+
+
+def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[Departure]:
+    """Name each norm of the user's own that leaves tokens of different sizes.
+
+    Args:
+        attention: Of the call.
+        module: Holds the norms.
+    """
+    lines = _lines_of_norms(module)
+    for source in attention.run.names.sources.values():
+        operation = source.operation
+        if source.kind != "gain" or operation is None or not operation.frames or operation.frames[0][:2] not in lines:
+            continue
+        taken = _normalised(attention, operation, source)
+        if taken is not None and _sizes_differ(taken, source.codes):
+            yield Departure("norm_leaves_different_sizes", "norm", _guilty(attention, operation, taken))
+
+
+def _lines_of_norms(module: nn.Module | None) -> set[tuple[str, int]]:
+    kinds = {type(part) for part in (module.modules() if module is not None else ()) if part is not module}
+    named = [kind for kind in kinds if "norm" in kind.__name__.lower() and hasattr(kind.forward, "__code__")]
+    codes = [kind.forward.__code__ for kind in named]
+    return {(code.co_filename, number) for code in codes for _, _, number in code.co_lines() if number}
+
+
+def _normalised(attention: Attention, operation: Operation, source: Source) -> Tensor | None:
+    """What the gain multiplies."""
+    for slot, codes in zip(operation.inputs, attention.run.names.before[operation.index], strict=True):
+        if codes is not None and slot.value.shape == source.codes.shape and not slot.value.is_complex():
+            return slot.value
+    return None
+
+
+def _sizes_differ(value: Tensor, codes: Tensor) -> bool:
+    _, token = token_of(codes).reshape(-1).unique(return_inverse=True)
+    sizes = torch.zeros(int(token.max()) + 1, dtype=torch.float64)
+    sizes = sizes.index_add_(0, token, value.double().reshape(-1) ** 2)
+    return float(sizes.max() - sizes.min()) > SLACK * float(sizes.max())
+
+
+def _guilty(attention: Attention, gain: Operation, taken: Tensor) -> Operation:
+    """The fold over another axis than the last; else what made the tensor that the gain multiplies; else the gain."""
+    mine = [op for op in attention.run.operations[: gain.index] if op.frames and op.frames[0][2] == gain.frames[0][2]]
+    near_by = [op for op in mine[-12:] if op.frames[0][0] == gain.frames[0][0]]
+    for operation in near_by:
+        axis = operation.argument(1, "dim", -1)
+        if operation.name in FOLDS and axis not in (-1, (-1,), [-1], operation.inputs[0].value.dim() - 1):
+            return operation
+    made = [op for op in near_by if op.name.strip("_") in ("mul", "div", "truediv") and op.outputs[0].value is taken]
+    return made[-1] if made else gain
