@@ -115,7 +115,7 @@ def _begin(
             init_method=rendezvous,
             rank=rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=2 * patience),  # the silence is noticed before
+            timeout=timedelta(seconds=patience + PATIENCE),  # the silence is noticed before
         )
         told.put(("began", rank, None))
         work(rank, num_ranks, lambda what: told.put(("told", rank, what)), argument)
