@@ -125,7 +125,7 @@ def _half(part: Part | None, told: str) -> Half | None:
 def _chunks(lines: Sequence[Sequence[str]], shown: Sequence[Sequence[Markup]]) -> Iterator[Chunk]:
     ours, theirs = ([line.strip() for line in side] for side in lines)
     for kind, a, b, c, d in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
-        left, right = (Markup("\n").join(side) for side in (shown[0][a:b], shown[1][c:d]))
+        left, right = (Markup("").join(line + "\n" for line in side) for side in (shown[0][a:b], shown[1][c:d]))
         yield Chunk(left, right, kind == "equal")
 
 

@@ -94,4 +94,15 @@ def build_page() -> str:
     found = [(section, None if lacks[section.name] else section.data()) for section in SECTIONS]
     version = str(torch.__version__).partition("+")[0]
     html = page.render(sections=found, lacks=lacks, cells_of=steps_section.cells_data, torch_version=version)
-    return re.sub(r"\n\s*\n+", "\n", html)
+    return without_empty_lines(html)
+
+
+def without_empty_lines(html: str) -> str:
+    r"""Take out the lines that templates leave empty: those of code and of what was printed stay.
+
+    >>> without_empty_lines("<p>\n\n  <pre>a\n\nb</pre>")
+    '<p>\n<pre>a\n\nb</pre>'
+    """
+    parts = re.split(r"(<pre\b.*?</pre>)", html, flags=re.DOTALL)
+    parts[::2] = [re.sub(r"\n\s*\n\s*", "\n", part) for part in parts[::2]]
+    return "".join(parts)

@@ -1,6 +1,7 @@
 """The page in Chromium: every link, every control, both schemes, three widths, without a script and on paper."""
 
 import base64
+import inspect
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from equivalence_tests.learn.page.gallery import conversions
-from scratch import masks
+from scratch import functional, masks
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[browser]'")
 CHROMIUM = next(
@@ -405,6 +406,15 @@ def pixel(browser: Browser, x: float, y: float) -> tuple[int, int, int]:
     pixels = image.imread(io.BytesIO(base64.b64decode(shot["data"])))
     red, green, blue = (round(float(c) * 255) for c in pixels[0, 0, :3])
     return red, green, blue
+
+
+def test_code_keeps_its_empty_lines(browser: Browser) -> None:
+    browser.open("code-functional")
+    first = browser.run("""return [...document.querySelectorAll('#code-functional-begin .halves > :first-child')]
+        .filter(x => x.tagName === 'PRE').map(x => x.innerText).join('');""")
+    source = Path(inspect.getfile(functional)).read_text(encoding="utf-8")
+    wanted = source.partition('"""\n\nimport')[2].partition("\n\n\ndef ")[0]
+    assert first.partition("import")[2].rstrip() == wanted
 
 
 def test_nothing_moves_for_those_who_ask_for_that(browser: Browser) -> None:
