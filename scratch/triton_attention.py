@@ -153,7 +153,7 @@ class _TritonAttention(torch.autograd.Function):
             return *_textbook_gradients(q, k, v, ctx.scale, ctx.sees, grad_context), None, None
         grad_context = grad_context.contiguous()
         # The sum of weights * grad_weights over a row, which no tile has: tiling.py, idea 2.
-        row_term = (grad_context * context).sum(dim=-1, dtype=log_sum_exp.dtype)
+        row_term = (grad_context * context.to(log_sum_exp.dtype)).sum(dim=-1)
         inputs = q, k, v, grad_context, log_sum_exp, row_term
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
         arguments = _arguments(q, k, v, ctx.scale, ctx.sees)
@@ -196,14 +196,16 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees) -> di
 
 def _textbook_gradients(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees, grad_context: Tensor
-) -> tuple[Tensor, ...]:
-    """Give the gradients of q, k and v from operations that have gradients themselves."""
+) -> tuple[Tensor | None, ...]:
+    """Give the gradients of q, k and v, as far as they want one, from operations that have gradients themselves."""
     validation.check_differentiable_twice(sees.score_bias)
     places = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
     score_bias = masks.to_score_bias(places.tril(sees.latest).triu(sees.earliest), q.dtype)
     keys, values = (x.repeat_interleave(q.size(0) // x.size(0), 0) for x in (k, v))
     context, _ = attention(q * scale, keys, values, score_bias)
-    return torch.autograd.grad(context, (q, k, v), grad_context, create_graph=True)
+    wanted = [x for x in (q, k, v) if x.requires_grad]
+    found = iter(torch.autograd.grad(context, wanted, grad_context, create_graph=True))
+    return tuple(next(found) if x.requires_grad else None for x in (q, k, v))
 
 
 @triton.jit

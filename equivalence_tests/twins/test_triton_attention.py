@@ -6,6 +6,8 @@ Run on a CUDA device, or by Triton's interpreter on the CPU in a process of its 
 import importlib.util
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -177,23 +179,48 @@ class TestShapes:
         assert_as_the_textbook(inputs)
 
 
-def second_derivatives(function: Callable[..., Tensor]) -> dict[str, Tensor | None]:
-    inputs = {name: x.requires_grad_() for name, x in heads().items()}
-    output = function(**inputs, window=9)
-    first = torch.autograd.grad(output.square().sum(), list(inputs.values()), create_graph=True)
-    again = torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), list(inputs.values()))
-    return dict(zip((f"gradient of {name}" for name in inputs), again, strict=True))
+def second_derivatives(function: Callable[..., Tensor], names: str) -> dict[str, Tensor | None]:
+    inputs = {name: x.requires_grad_(name in names) for name, x in heads().items()}
+    wanted = [inputs[name] for name in names]
+    first = torch.autograd.grad(function(**inputs, window=9).square().sum(), wanted, create_graph=True)
+    again = torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), wanted)
+    return {f"gradient of {name}": x for name, x in zip(names, again, strict=True)}
 
 
 class TestDerivatives:
-    def test_second_derivatives_are_the_textbooks(self) -> None:
-        assert_equal(second_derivatives(kernel), second_derivatives(textbook))
+    @pytest.mark.parametrize("names", ["qkv", "k"])
+    def test_second_derivatives_are_the_textbooks(self, names: str) -> None:
+        assert_equal(second_derivatives(kernel, names), second_derivatives(textbook, names))
 
     def test_second_derivatives_beside_a_function_of_triton_are_refused(self) -> None:
         inputs = {name: x.requires_grad_() for name, x in heads().items()}
         output = kernel(**inputs, score_bias="by distance")
         with pytest.raises(ArgumentUnsupportedError, match="score_bias must be None where gradients are different"):
             torch.autograd.grad(output.sum(), list(inputs.values()), create_graph=True)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from scratch import triton_attention as kernels
+
+chosen = {"GROUP": 2, "SCALE": 0.125, "BIAS": None, "WIDTH": 64, "VALUE_WIDTH": 64, "ROWS": 64, "COLUMNS": 64}
+numbers = {"query_len", "key_len", "head_dim", "v_head_dim", "earliest", "latest", "num_heads"}
+types = dict.fromkeys(numbers, "i32") | dict.fromkeys(chosen, "constexpr")
+types |= {"log_sum_exp": "*fp32", "row_term": "*fp32"}
+for kernel in (kernels._attend_tile, kernels._query_gradients, kernels._key_gradients):
+    signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
+    constants = {(place,): chosen[name] for place, name in enumerate(kernel.arg_names) if name in chosen}
+    triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+"""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the other tests compile it already")
+def test_the_kernels_compile_for_a_gpu_that_is_not_there() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 class TestSwitch:
