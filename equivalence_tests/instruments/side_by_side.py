@@ -101,7 +101,7 @@ def outputs_and_gradients(
     results = call(**{name: leaves[id(x)] for name, x in inputs.items()}, **arguments)
     outputs = {f"output {i}": x for i, x in enumerate(results if isinstance(results, tuple) else (results,))}
     given = [x for x in outputs.values() if x is not None]
-    torch.autograd.backward(given, [random_tensor(*x.shape, seed=2, dtype=x.dtype) for x in given])
+    torch.autograd.backward(given, [random_tensor(*x.shape, seed=2, dtype=x.dtype).to(x.device) for x in given])
     gradients = {f"gradient of {name}": leaves[id(x)].grad for name, x in inputs.items()}
     return outputs | gradients | {f"gradient of {name}": x.grad for name, x in parameters.items()}
 
