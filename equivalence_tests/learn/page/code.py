@@ -1,5 +1,6 @@
 """Python in colours, in few characters: keywords, comments and strings stand out, the rest is plain."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import groupby
@@ -12,6 +13,9 @@ __all__ = ["Link", "coloured", "coloured_lines"]
 
 # Elements without a meaning of their own, styled by the page: pygments' own formatter writes three times as much.
 ELEMENTS = ((Keyword, "b"), (Operator.Word, "b"), (Comment, "i"), (String, "u"))
+
+# What stands before a name that belongs to somebody else, whatever it is called.
+OTHERS = re.compile(r"(?:^from torch\b.*|\b(?:torch|nn|F|self)\.(?:\w+\.)*)$")
 
 Link = Callable[[str], str]
 
@@ -44,12 +48,14 @@ def coloured_lines(code: str, link: Link | None = None) -> list[Markup]:
     >>> coloured_lines("x = 1\ndel x")
     [Markup('x = 1'), Markup('<b>del</b> x')]
     """
-    lines = [Markup("")]
+    lines, before = [Markup("")], ""
     for element, text in _pieces(code, link is not None):
         for number, piece in enumerate(text.split("\n")):
             if number:
                 lines.append(Markup(""))
-            lines[-1] += _wrapped(element, piece, link)
+                before = ""
+            lines[-1] += _wrapped(element, piece, None if OTHERS.search(before) else link)
+            before += piece
     return lines
 
 

@@ -14,6 +14,7 @@ import scratch
 from equivalence_tests import randomize_parameters
 from equivalence_tests.learn.explain.entry import ATTENTION, SDPA, calls_of
 from equivalence_tests.learn.page import beside, exercises, gallery, speed, switches
+from equivalence_tests.learn.page.code import coloured_lines
 from equivalence_tests.learn.page.reading import PageReader, printed_plainly
 from equivalence_tests.learn.page.switch_table import ATTENTION_SWITCHES, SDPA_SWITCHES, Switch
 from equivalence_tests.learn.traps import TRAPS, examine
@@ -130,6 +131,13 @@ def test_lines_that_are_called_the_same_are_the_same() -> None:
                 same = [line.strip() for line in chunk.scratch.striptags().split("\n")]
                 if chunk.same:
                     assert same == [line.strip() for line in chunk.builtin.striptags().split("\n")]
+
+
+def test_names_of_torch_lead_to_nothing_of_ours() -> None:
+    code = "from torch.nn import functional as F\nF.scale(self.scale, torch.nn.scale, masks.scale)"
+    ours = {"functional", "masks", "scale"}
+    linked = "".join(coloured_lines(code, lambda name: name if name in ours else ""))
+    assert re.findall(r'href="#(\w+)"', linked) == ["masks", "scale"]
 
 
 def test_names_lead_to_their_definitions(page: PageReader) -> None:
