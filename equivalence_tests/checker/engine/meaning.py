@@ -51,7 +51,7 @@ class _Evidence:
         """Say why a departure is meant so; "" if nothing says that."""
         if departure.stage == "scale":
             return self._of_scale(departure)
-        if departure.stage in ("context", "output", "operand") and departure.operation is not None:
+        if "changed_by" in departure.name and departure.stage in CHANGED and departure.operation is not None:
             return self._of_part(departure, departure.operation)
         if departure.operation is not None and departure.name in SINKS:
             names = self._parameters_between(JOINS)
@@ -275,6 +275,7 @@ class _Evidence:
 
 # Values of a configuration that are the scale of the scores, whatever the value.
 SCALES = re.compile(r"(attention|attn|query|qk|score|softmax)\w*(multiplier|scal\w*)|scal(e|ing)")
+CHANGED = ("context", "output", "operand")
 JOINS = words("cat concat concatenate hstack")
 MULTIPLIES = words("mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ divide true_divide")
 SINKS = ("mask_after_softmax", "causal_mask_after_softmax", "weights_scaled", "changed_by_getitem", "changed_by_narrow")

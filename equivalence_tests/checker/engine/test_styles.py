@@ -595,3 +595,28 @@ def test_a_norm_of_ones_own_makes_tokens_of_one_size() -> None:
     assert report.mistakes[:1] == ("norm_leaves_different_sizes",)
     assert report.findings[0].line is not None
     assert "mean(self.axis" in report.findings[0].line.text
+
+
+class WithAPartNotReached(Base):
+    """Holds a part that only longer sequences need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compressor = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+
+
+def test_a_part_that_the_call_does_not_reach_is_no_mistake() -> None:
+    assert judged(WithAPartNotReached).mistakes == ()
+
+
+class MixesTokensWithALearntWeight(Base):
+    """Sums over the queries."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        return (self.weigh(q @ k.mT * self.scale).mT @ v).transpose(1, 2).flatten(2)
+
+
+def test_tokens_that_are_mixed_are_never_meant_so() -> None:
+    report = judged(MixesTokensWithALearntWeight)
+    assert (report.mistakes, report.meant) == (("context_sums_over_queries",), [])

@@ -258,9 +258,10 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
     """
     explained = {name for departure in found for name in departure.facts.get("unused", ())}
     stems = {name.rpartition(".")[0] for name in explained}
-    for name in _unused(attention, module):
+    idle = _unused(attention, module)
+    for name in idle:
         stem, _, last = name.rpartition(".")
-        if name in explained or (stem and stem in stems):
+        if name in explained or (stem and stem in stems) or _of_idle_part(stem, idle, module):
             continue
         if last.endswith("bias"):
             user = _user_of(attention, f"{stem}.{last.removesuffix('bias')}weight" if stem else "weight")
@@ -276,6 +277,13 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
             after = _no_output_projection(attention)
             if parameter is not None and parameter.dim() >= 2 and after:
                 yield Departure("output_projection_skipped", "output", attention.end, {"unused": [name]})
+
+
+def _of_idle_part(stem: str, idle: list[str], module: nn.Module | None) -> bool:
+    """Whether a weight belongs to a part with others, none of which the call reached."""
+    part = stem.rpartition(".")[0]
+    own = [name for name, _ in module.named_parameters() if name.startswith(f"{part}.")] if module and part else []
+    return bool(own) and set(own) <= set(idle)
 
 
 def _left_plain(attention: Attention, norm: str) -> Operation | None:
