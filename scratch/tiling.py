@@ -157,9 +157,9 @@ def aligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Give all three four dimensions and the same batch, and keys and values the same heads.
 
     Args:
-        q: As ``tiled_attention`` takes it.
-        k: Likewise.
-        v: Likewise.
+        q: (..., query_len, head_dim), as ``tiled_attention`` takes it.
+        k: (..., key_len, head_dim).
+        v: (..., key_len, v_head_dim).
 
     Returns:
         (batch, heads, query_len, head_dim), (batch, key_heads, key_len, head_dim) and (batch, key_heads, key_len,

@@ -112,8 +112,8 @@ class _Sees:
     """Who may look at whom: query i at keys i + earliest ... i + latest, with a bias on their scores.
 
     Args:
-        earliest: May be negative.
-        latest: Likewise.
+        earliest: The first key, counted from the query's own place; may be negative.
+        latest: The last key, counted likewise.
         num_heads: Of queries, so that the bias can tell samples from heads.
         score_bias: As ``triton_attention`` takes it.
     """

@@ -82,7 +82,8 @@ def test_the_example_runs_and_says_nothing_false(
 ) -> None:
     outcome = outcomes[explanation.example]
     assert outcome.error == ""
-    assert outcome.warnings == ()
+    # On that one release of Python, torch's compiler warns of itself.
+    assert [x for x in outcome.warnings if "Python 3.13.0" not in x] == []
     assert outcome.printed
     assert not [line for line in outcome.printed if line.endswith(": False")]
 
