@@ -2,8 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,15 +13,16 @@ from torch import Tensor, nn
 import builtin
 from benchmarks.grids import Case
 from benchmarks.workloads import Results, Workload, compiled, may_attend_of, workload
-from equivalence_tests.checker.attention import AttentionExamination, examine
 from equivalence_tests.checker.calling import Caller, from_layout
 from equivalence_tests.checker.construction import Sizes, argument_lists, prepare
-from equivalence_tests.checker.diagnosis import Effort, Match
+from equivalence_tests.checker.engine.mask_trials import mask_form_of
+from equivalence_tests.checker.engine.parameters import places_of
+from equivalence_tests.checker.engine.reading import is_causal
+from equivalence_tests.checker.engine.situations import Situation, likeliest, plans_of
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.loading import load, source_of
 from equivalence_tests.checker.masking import MaskForm
-from equivalence_tests.checker.projections import ProjectionReading
-from equivalence_tests.checker.reference import Inputs
 from equivalence_tests.checker.state import preserved_global_state
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.tracing import tensors_in
@@ -29,7 +30,23 @@ from scratch.validation import ArgumentValueError
 
 __all__ = ["check_own", "is_own", "own_takes_part", "own_workload"]
 
-SEARCH_SECONDS = 20.0
+
+@dataclass(frozen=True)
+class _Own:
+    """How the checker reads the user's code.
+
+    Args:
+        situation: One way to call it, and what was seen in it.
+        form: The form of its mask; None if it has none that is understood.
+    """
+
+    situation: Situation
+    form: MaskForm | None
+
+    @property
+    def subject(self) -> Subject:
+        """What is called."""
+        return self.situation.subject
 
 
 def is_own(name: str) -> bool:
@@ -90,11 +107,8 @@ def own_workload(name: str, case: Case) -> Workload:
     if own.subject.module is None:
         return _bound(own, case, own.subject.function, theirs)
     module = prepare(copy.deepcopy(own.subject.module), getattr(torch, case.dtype)).to(case.device)
-    reading = _match(own).reading.projections
     assert theirs.module is not None  # only the function has none
-    if reading is None:
-        raise NotImplementedError("the checker could not find its projections")
-    places = _Places(module, reading, case.num_heads, theirs.module)
+    places = _Places(module, own.situation, theirs.module)
     places.fill(module, theirs.module)
     return replace(_bound(own, case, module, theirs), module=module, translated=places.translated)
 
@@ -111,7 +125,7 @@ def _is_function(found: Any) -> bool:
 
 
 @cache
-def _examined(name: str, num_heads: int, head_dim: int) -> AttentionExamination | None:
+def _examined(name: str, num_heads: int, head_dim: int) -> _Own | None:
     """Let the checker read the code, at the width of the case and at short lengths."""
     with preserved_global_state():
         torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
@@ -119,9 +133,11 @@ def _examined(name: str, num_heads: int, head_dim: int) -> AttentionExamination 
         for subject in _subjects(name, Sizes(num_heads=num_heads, head_dim=head_dim)):
             if subject.module is not None:
                 prepare(subject.module)
-            found = examine(subject, Effort(SEARCH_SECONDS), errors=[])
-            if found is not None and found.match is not None:
-                return found
+            subject.dtype, caller = torch.float64, subject.caller()
+            plans = plans_of(subject, caller, [])
+            situation = likeliest(subject, caller, plans) if plans else None
+            if situation is not None and not situation.blocked:
+                return _Own(situation, mask_form_of(situation, caller))
     return None
 
 
@@ -139,9 +155,9 @@ def _subjects(name: str, sizes: Sizes) -> list[Subject]:
     return []
 
 
-def _bound(own: AttentionExamination, case: Case, function: Callable[..., Any], theirs: Workload) -> Workload:
+def _bound(own: _Own, case: Case, function: Callable[..., Any], theirs: Workload) -> Workload:
     """Lay inputs and mask out as the code wants them, once: only its own work is timed."""
-    plan = _match(own).reading.plan
+    plan = own.situation.plan
     if case.component == "cross_attention" and plan.self_attention:
         raise NotImplementedError("it takes a single tensor for query, key and value")
     form = _mask_form(own, case)
@@ -161,11 +177,6 @@ def _bound(own: AttentionExamination, case: Case, function: Callable[..., Any], 
     return Workload(call, None, inputs)
 
 
-def _match(own: AttentionExamination) -> Match:
-    assert own.match is not None  # else it was not read
-    return own.match
-
-
 def _query_key_value(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     query, *others = inputs.values()
     key = others[0] if others else query
@@ -179,14 +190,15 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
     return x.flatten(0, 1) if x.dim() == 4 and layout == "b l e" else x
 
 
-def _mask_form(own: AttentionExamination, case: Case) -> MaskForm | None:
-    causal_by_itself = _match(own).choices.get("causal") == "yes"
+def _mask_form(own: _Own, case: Case) -> MaskForm | None:
+    judgement = own.situation.judgement
+    causal_by_itself = judgement is not None and is_causal(judgement)
     if causal_by_itself and not case.is_causal and not case.window:
         raise NotImplementedError("it is always causal; --mask causal times it")
     needs_queries = bool(case.window) or (case.is_causal and not causal_by_itself)
     if not needs_queries and not case.is_padded:
         return None
-    form = own.masks.form
+    form = own.form
     if form is None:
         raise NotImplementedError("it has no mask argument that the checker understands")
     if (needs_queries and form.pattern not in ("full", "shared")) or (case.is_padded and form.pattern == "shared"):
@@ -199,28 +211,15 @@ class _Places:
 
     Args:
         module: The user's.
-        reading: How the checker reads its projections.
-        num_heads: Number of heads.
+        situation: One way to call it, and what the checker saw in it.
         theirs: The built-in.
     """
 
-    def __init__(self, module: nn.Module, reading: ProjectionReading, num_heads: int, theirs: nn.Module) -> None:
-        numbered = copy.deepcopy(module).double()
+    def __init__(self, module: nn.Module, situation: Situation, theirs: nn.Module) -> None:
         self.parameters = [name for name, _ in module.named_parameters()]
-        self.sizes = [x.numel() for x in numbered.parameters()]
-        numbers = torch.arange(1, 1 + sum(self.sizes), dtype=torch.float64)  # 0 is where there is nothing
-        with torch.no_grad():
-            for x, values in zip(numbered.parameters(), numbers.split(self.sizes), strict=True):
-                x.copy_(values.view_as(x))
-        read = reading.read(numbered, num_heads)
-        packed = [read.query, read.key, read.value]
-        found = {
-            "in_proj_weight": _together([x.weight for x in packed]),
-            "in_proj_bias": _together([x.bias for x in packed]),
-            "out_proj.weight": _together([read.output.weight if read.output else None]),
-            "out_proj.bias": _together([read.output.bias if read.output else None]),
-        }
-        self.of = {name: _fitting(name, found[name], x) for name, x in theirs.named_parameters()}
+        self.sizes = [x.numel() for x in module.parameters()]
+        found = places_of(situation)
+        self.of = {name: _fitting(name, found.get(name), x) for name, x in theirs.named_parameters()}
 
     def fill(self, module: nn.Module, theirs: nn.Module) -> None:
         """Put the built-in's values into the user's parameters, and 0 where it has none."""
@@ -247,7 +246,3 @@ def _fitting(name: str, places: Tensor | None, wanted: Tensor) -> Tensor:
     if places is None or places.shape != wanted.shape:
         raise NotImplementedError(f"the checker could not find its counterpart of {name}")
     return places
-
-
-def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
-    return None if any(x is None for x in parts) else torch.cat([x for x in parts if x is not None]).long()

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from equivalence_tests.checker.inner import angles_of, in_places
-
-__all__ = ["AngleForm", "takes_angles"]
+__all__ = ["AngleForm", "base_of", "takes_angles"]
 
 NAMES = re.compile(
     r"^(freqs?|angles?|rope|rotary|cos|sin|pos(ition)?_?emb(edding)?s?)($|_)|freqs_c|(^|_)(cos|sin|rope)$"
 )
 
+BASE = 10000.0
+ANGLES = re.compile(r"freq|theta", re.IGNORECASE)
 AXES = ("l c", "1 l c", "1 1 l c", "1 l 1 c", "l 1 c")
 
 
@@ -63,3 +63,36 @@ class AngleForm:
             given = [laid_out.cos()] * ("cos" in asked) + [laid_out.sin()] * ("sin" in asked)
             return tuple(given) if len(given) == 2 else given[0]
         return (laid_out.cos(), laid_out.sin()) if self.kind == "both" else laid_out
+
+
+def base_of(module: Any) -> float:
+    """Find the base of the angles: an attribute, or what kept frequencies tell; 10000 where nothing does.
+
+    >>> module = nn.Module()
+    >>> module.register_buffer("inv_freq", 500.0 ** -torch.arange(0, 1, 0.25, dtype=torch.float64))
+    >>> round(base_of(module))
+    500
+    """
+    for child in module.modules() if isinstance(module, nn.Module) else ():
+        kept = {**vars(child), **dict(child.named_buffers(recurse=False))}
+        for name, value in kept.items():
+            if isinstance(value, int | float) and re.search(r"theta|base", name.lower()) and value > 1:
+                return float(value)
+            if isinstance(value, Tensor) and ANGLES.search(name) and _falls_from_one(value):
+                return float(value[1].double() ** -len(value))  # base ** (-2 i / head_dim) at i = 1
+    return BASE
+
+
+def _falls_from_one(x: Tensor) -> bool:
+    return x.dim() == 1 and len(x) > 1 and x.is_floating_point() and bool(x[0] == 1) and bool((x.diff() < 0).all())
+
+
+def angles_of(x: Tensor, base: float) -> Tensor:
+    """Give the angle of each position and pair of elements, (l, d / 2), for (..., l, d)."""
+    steps = base ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
+    return torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)
+
+
+def in_places(angles: Tensor, layout: str) -> Tensor:
+    """Give both elements of a pair its angle, (l, d)."""
+    return torch.cat((angles, angles), -1) if layout == "halves" else angles.repeat_interleave(2, -1)

@@ -15,15 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.angles import AngleForm, takes_angles
+from equivalence_tests.checker.angles import AngleForm, base_of, takes_angles
 from equivalence_tests.checker.construction import MAX_LEN, Sizes, value_for
-from equivalence_tests.checker.inner import base_of
+from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.masking import HeldMask, MaskForm
-from equivalence_tests.checker.reference import Inputs
 from equivalence_tests.checker.tracing import tensors_in, without_dropout
 
-__all__ = ["CallPlan", "Caller", "call_plans", "cross_plans", "other_mask_plans", "random_inputs"]
+__all__ = [
+    "CallPlan",
+    "Caller",
+    "call_plans",
+    "cross_plans",
+    "independent_samples",
+    "other_mask_plans",
+    "random_inputs",
+]
 
 # "b l e": batch first; "l b e": sequence first; with heads given: "b h l d", "b l h d"; "l e": no batch.
 # "b e l", "b e l 1": sounds and images, features first. Each group is tried where the ones before it cannot be called.
@@ -292,6 +299,19 @@ def cross_plans(caller: Caller, sizes: Sizes) -> Iterator[tuple[CallPlan, Sizes]
     for lengths, layout in itertools.product(lengths_tried, itertools.chain(*LAYOUTS)):
         plan = CallPlan(kept, layout, positional_only(parameters, kept))
         yield from ((working, lengths) for working in _working(caller, plan, lengths, []))
+
+
+def independent_samples(caller: Caller, plan: CallPlan, lengths: Sizes) -> bool:
+    """Whether changing sample 0 leaves the other samples alone, and changing token 0 does not."""
+    inputs = random_inputs(lengths, plan, 1, caller.dtype)
+    if len(inputs.query) == 1:
+        return True
+    try:
+        with torch.no_grad():
+            before, after = caller.output(plan, inputs), caller.output(plan, inputs.changed(sample=0))
+    except Exception:
+        return False
+    return bool(torch.allclose(before[1:], after[1:], rtol=1e-9, atol=1e-12))
 
 
 def other_mask_plans(caller: Caller, plan: CallPlan) -> Iterator[CallPlan]:

@@ -261,12 +261,16 @@ def materialise(module: nn.Module, sizes: Sizes) -> None:
 
 
 def retype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Turn all real numbers of a module to this precision, those of plain attributes too; leave complex ones."""
-    module._apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    """Turn all numbers of a module to this precision, complex ones and those of plain attributes too."""
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype.to_complex() if x.is_complex() else dtype) if x.is_floating_point() or x.is_complex() else x
+
+    module._apply(turned)
     for child in module.modules():
         for name, value in vars(child).items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, nn.Parameter):
-                setattr(child, name, value.to(dtype))
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                setattr(child, name, turned(value))
 
 
 def prepare(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:

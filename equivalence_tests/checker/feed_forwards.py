@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.judging import PartReading
-from equivalence_tests.checker.projections import Leaf, leaves_of
-from equivalence_tests.checker.reference import Projection
+from equivalence_tests.checker.matrices import Leaf, Projection, leaves_of
 
 __all__ = ["feed_forward_readings"]
 
@@ -83,7 +82,7 @@ def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading
     Yields:
         Two linears with anything between, and gated ones, alone or with residual and LayerNorm.
     """
-    leaves = [either for leaf in leaves_of(module, 1, width) for either in _both_ways(leaf)]
+    leaves = [either for leaf in leaves_of(module) for either in _both_ways(leaf)]
     norm = next((m for m in module.modules() if m is not module and _is_norm(m)), None)
     wraps = [(words, wrap, ()) for words, wrap in WRAPS.items() if norm is not None or "Norm" not in words]
     wrong = [
@@ -91,7 +90,7 @@ def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading
         for name, (words, wrap) in WRONG_WRAPS.items()
         if norm is not None or name == "norm_fresh_in_forward"
     ]
-    two_of_them = [pair for pair in itertools.permutations(leaves, 2) if pair[0].weights != pair[1].weights]
+    two_of_them = [pair for pair in itertools.permutations(leaves, 2) if pair[0].weight != pair[1].weight]
     pairs = [body for one, two in two_of_them for body in _bodies(module, one, two, width)]
     gated = list(_gated_bodies(module, leaves, width))
     for body, (words, wrap, mistakes) in [
@@ -111,7 +110,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _both_ways(leaf: Leaf) -> list[Leaf]:
     """A matrix that is no layer's may be stored (in, out) or (out, in): both are tried."""
-    return [leaf, replace(leaf, transposed=not leaf.transposed)] if leaf.name == leaf.weights[0] else [leaf]
+    return [leaf, replace(leaf, transposed=not leaf.transposed)] if leaf.name == leaf.weight else [leaf]
 
 
 def _bind(wrap: Wrap, body: Map, norm: Map) -> Map:

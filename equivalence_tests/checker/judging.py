@@ -1,20 +1,18 @@
 """Judge a part of a Transformer: find the reading with the fewest mistakes that gives its output, and say so."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from equivalence_tests.checker.describe import guilty_line
-from equivalence_tests.checker.diagnosis import FLOAT32_INSIDE, distance
+from equivalence_tests.checker.comparing import FLOAT32_INSIDE, distance
 from equivalence_tests.checker.findings import CheckResult, Finding
-from equivalence_tests.checker.loading import Source
+from equivalence_tests.checker.loading import Source, guilty_line
 from equivalence_tests.checker.part_mistakes import PART_MISTAKES
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Subject
 
-__all__ = ["Clock", "Observation", "PartReading", "judge"]
+__all__ = ["Observation", "PartReading", "judge"]
 
 EXACT = 1e-10
 # How many readings are measured on every observation where the least difference is asked for.
@@ -40,18 +38,6 @@ class PartReading:
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     clues: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-class Clock:
-    """A limit of time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + seconds
-
-    @property
-    def over(self) -> bool:
-        """Whether the time has run out."""
-        return time.monotonic() > self.end
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,6 @@ def judge(
     where: str,
     readings: Iterable[PartReading],
     observations: Sequence[Observation],
-    clock: Clock,
 ) -> Report:
     """Take the reading with the fewest mistakes that gives the output, to rounding or to float32.
 
@@ -96,7 +81,6 @@ def judge(
         where: Path inside a model; "" for the object itself.
         readings: All that are known.
         observations: What was fed to it, or what the formulas want to know of that, and what came back.
-        clock: When to stop.
 
     Returns:
         The report.
@@ -105,18 +89,13 @@ def judge(
     ranked = sorted(readings, key=lambda reading: len(reading.mistakes))
     first: list[float] = []
     for reading in ranked:
-        if clock.over:
-            break
         first.append(_error(reading, *observations[0]))
     tried = _Tried(ranked, first, observations)
     for bound in (EXACT, FLOAT32_INSIDE):
         matching = tried.matching(bound)
         if matching:
             return _matched(report, tried, matching, subject, where)
-    ended = ", and the time ran out" if clock.over else ""
-    report.reason = (
-        f"No known form reproduces its output; {len(first)} readings were tried{ended}. This is not a verdict."
-    )
+    report.reason = f"No known form reproduces its output; {len(first)} readings were tried. This is not a verdict."
     return report
 
 
@@ -143,7 +122,7 @@ def _finding(name: str, tried: _Tried, matching: list[int], subject: Subject, wh
         mistake.have,
         mistake.want,
         mistake.fix,
-        guilty_line(reading.clues.get(name, mistake.patterns), source, source),
+        guilty_line(reading.clues.get(name, mistake.patterns), source),
         on_purpose_in=mistake.choice,
         evidence=_evidence(name, tried, matching[0]),
         alternatives=_alternatives(tried, matching),

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from equivalence_tests.checker.calling import Caller, CallPlan, forward_parameters, random_inputs, role_of_parameter
 from equivalence_tests.checker.construction import Sizes
+from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.masking import MaskForm, mask_forms
-from equivalence_tests.checker.reference import Inputs
 
 __all__ = ["LayerMask", "read_layer_masks"]
 

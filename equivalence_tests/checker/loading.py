@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import nn
 
 from equivalence_tests.checker.doors.importing import import_place, users_modules_first
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.findings import CodeLine
 
-__all__ = ["Source", "load", "source_of", "with_signature"]
+__all__ = ["Source", "guilty_line", "load", "source_of", "with_signature"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,17 @@ class Source:
             (node.name, [(n, line) for n, line in lines if node.lineno <= n - offset <= (node.end_lineno or 0)])
             for node in found
         ]
+
+
+def guilty_line(patterns: tuple[str, ...], source: Source) -> tuple[CodeLine, ...]:
+    """Give the line that is probably to blame; nothing if none is found.
+
+    Args:
+        patterns: What it looks like, the most telling first.
+        source: Where to look.
+    """
+    found = source.line_matching(*patterns)
+    return () if found is None else (CodeLine(Path(source.path).name, *found),)
 
 
 def load(target: Any, run_all: bool = False) -> Any:

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.builder_mistakes import BUILDER_MISTAKES
 from equivalence_tests.checker.construction import build
-from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.findings import CheckResult, Finding
-from equivalence_tests.checker.loading import Source, source_of
+from equivalence_tests.checker.loading import Source, guilty_line, source_of
 from equivalence_tests.checker.mask_meanings import OF_BOOLS, BuilderPlan, Drawn, Meaning, draws_of, meanings
 from equivalence_tests.checker.masking import ENCODINGS, KEY_SHAPES, SHAPES, SHARED_SHAPES
 from equivalence_tests.checker.report import Report
@@ -319,7 +318,7 @@ def _report_one(report: Report, label: str, mask: ReadMask, output: Tensor, sour
                 mistake.have,
                 mistake.want,
                 mistake.fix,
-                guilty_line(mistake.patterns, source, source),
+                guilty_line(mistake.patterns, source),
                 evidence="gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake "
                 "does",
                 alternatives=alternatives,

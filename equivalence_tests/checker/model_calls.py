@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import Caller, call_plans, forward_parameters, role_of_parameter
 from equivalence_tests.checker.construction import Sizes
+from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.masking import MaskForm
-from equivalence_tests.checker.reference import Inputs
 from equivalence_tests.checker.tracing import tensors_in
 
 __all__ = ["TARGET", "ModelRun", "mixed_samples", "run_model", "run_stack"]

@@ -17,7 +17,7 @@ from equivalence_tests.checker.construction import SIZES, prepare
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.feed_forwards import ACTIVATIONS, feed_forward_readings
 from equivalence_tests.checker.functions import function_modules
-from equivalence_tests.checker.judging import Clock, Observation, judge
+from equivalence_tests.checker.judging import Observation, judge
 from equivalence_tests.checker.mask_builders import builds_masks, examine_mask_builder
 from equivalence_tests.checker.norms import is_rms_norm, norm_readings
 from equivalence_tests.checker.position_calls import holds_sinusoids, placements
@@ -40,7 +40,6 @@ NAMES = (
     (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
 )
 SHAPES = ((2, 5), (4, 6), (1, 8))
-SECONDS = 4.0
 MOST_OBSERVED = 3
 LARGE = 64
 
@@ -97,7 +96,7 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
     Args:
         found: Class, instance or factory.
         name: What to call it.
-        kind: One of ``PART_KINDS``.
+        kind: One of ``PART_KINDS``, but for "layers".
         adapter: How to build it, if that cannot be found out.
         where: Path inside a model; "" for the object itself.
 
@@ -107,18 +106,14 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
     Raises:
         CannotCheckError: If it cannot be built or called.
     """
-    if kind == "layers":
-        from equivalence_tests.checker.walking import examine_layers
-
-        return examine_layers(found, name, adapter)
     if kind == "mask_builder":
         return examine_mask_builder(found, name)
-    clock, observed = Clock(SECONDS), list[Report]()
+    observed = list[Report]()
     for subject in subjects(found, name, adapter):
         # What fits nothing at two small widths fits nothing at a large one.
-        if observed and (clock.over or len(observed) == MOST_OBSERVED or subject.sizes.embed_dim >= LARGE):
+        if observed and (len(observed) == MOST_OBSERVED or subject.sizes.embed_dim >= LARGE):
             break
-        report = _examine_instance(subject, kind, where, clock)
+        report = _examine_instance(subject, kind, where)
         if report is not None and report.verdict != "unchecked":
             return report
         observed += [report] if report is not None else []
@@ -129,21 +124,19 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
     return observed[0]
 
 
-def _examine_instance(subject: Subject, kind: str, where: str, clock: Clock) -> Report | None:
+def _examine_instance(subject: Subject, kind: str, where: str) -> Report | None:
     torch.set_default_dtype(torch.float64)
     if kind == "positional_encoding":
-        return _examine_positions(subject, where, clock)
+        return _examine_positions(subject, where)
     width = subject.sizes.embed_dim
     if subject.module is not None:
-        return _examine_module(_own_copy(subject.module, subject.trained), width, subject, kind, where, clock)
+        return _examine_module(_own_copy(subject.module, subject.trained), width, subject, kind, where)
     made = function_modules(subject.function, kind, width, subject.sizes.ff_dim)
-    reports = [r for one in made if (r := _examine_module(one, width, subject, kind, where, clock)) is not None]
+    reports = [r for one in made if (r := _examine_module(one, width, subject, kind, where)) is not None]
     return next((report for report in reports if report.verdict != "unchecked"), (*reports, None)[0])
 
 
-def _examine_module(
-    module: nn.Module, width: int, subject: Subject, kind: str, where: str, clock: Clock
-) -> Report | None:
+def _examine_module(module: nn.Module, width: int, subject: Subject, kind: str, where: str) -> Report | None:
     prepare(module)
     if kind == "layer_norm" and all(p.numel() == 1 for p in module.parameters()):
         width = SIZES[0].embed_dim  # one gain for all features says nothing about their number
@@ -155,15 +148,15 @@ def _examine_module(
     readings = (replace(r, words=(*r.words, *rows)) for r in readings)
     if kind == "layer_norm":
         words = "RMSNorm" if is_rms_norm(module) else "layer norm"
-        return judge(subject, words, where, readings, observations, clock)
-    report = judge(subject, "feed forward", where, readings, observations, clock)
+        return judge(subject, words, where, readings, observations)
+    report = judge(subject, "feed forward", where, readings, observations)
     seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
     if report.verdict == "unchecked" and seen > 1:
         report.reason = f"A convolution in it looks at {seen} tokens at once: it is no position-wise feed-forward."
     return report
 
 
-def _examine_positions(subject: Subject, where: str, clock: Clock) -> Report | None:
+def _examine_positions(subject: Subject, where: str) -> Report | None:
     """Try every place where its table can be found."""
     module = None if subject.module is None else prepare(_own_copy(subject.module, subject.trained))
     unmatched = None
@@ -178,7 +171,7 @@ def _examine_positions(subject: Subject, where: str, clock: Clock) -> Report | N
             )
             for reading in position_readings(module, width)
         )
-        report = judge(subject, "positional encoding", where, readings, placement.observations, clock)
+        report = judge(subject, "positional encoding", where, readings, placement.observations)
         if report.verdict != "unchecked":
             return report
         unmatched = unmatched or report

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from equivalence_tests.checker.checks import attention_checks
+from equivalence_tests.checker.engine.checks import attention_checks
 from equivalence_tests.checker.findings import CheckResult
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Adapter

@@ -3,8 +3,8 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from equivalence_tests.checker.calling import Caller, CallPlan
 from equivalence_tests.checker.construction import SIZES, Sizes, build
 from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.loading import Source, source_of
 from equivalence_tests.checker.masking import MaskForm
-from equivalence_tests.checker.reference import Inputs
 from equivalence_tests.checker.tracing import tensors_in, without_dropout
 
 __all__ = ["Adapter", "Subject", "subjects"]
@@ -30,8 +30,6 @@ class Adapter:
         build: Makes the module.
         call: ``call(module, query, key, value, may_attend)`` gives the output. All tensors are batch first,
             (batch, len, embed_dim); may_attend is (batch, query_len, key_len) bool, True = may look, or None.
-        weights: Paths of the parameters: "query", "key", "value", "output" -> "path.to.weight", or "qkv" for a packed
-            matrix of [q; k; v]. A bias beside it is found by its name.
         num_heads: Number of heads.
         embed_dim: Width of the tokens.
 
@@ -40,7 +38,6 @@ class Adapter:
 
     build: Callable[[], Any] | None = None
     call: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Any] | None = None
-    weights: Mapping[str, str] = field(default_factory=dict)
     num_heads: int | None = None
     embed_dim: int | None = None
 

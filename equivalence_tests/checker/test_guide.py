@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
-from equivalence_tests.checker import checks
+from equivalence_tests.checker import report
+from equivalence_tests.checker.engine.checks import attention_checks
 from equivalence_tests.checker.helpers_for_tests import blocks, without_rounding
 
-GUIDE = Path(checks.__file__).with_name("GUIDE.md")
+GUIDE = Path(report.__file__).with_name("GUIDE.md")
 WIDTH = 100
 
 
@@ -54,4 +55,4 @@ def test_links_of_the_guide_lead_somewhere() -> None:
 
 def test_every_check_is_described() -> None:
     rows = dict(re.findall(r"^\| `(check_\w+)` \| (.+) \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert rows == {check.__name__: str(check.__doc__).rstrip(".") for check in checks.attention_checks()}
+    assert rows == {check.__name__: str(check.__doc__).rstrip(".") for check in attention_checks()}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
-from equivalence_tests.checker.inner import base_of, norms_of_queries_and_keys, rotate
+from equivalence_tests.checker.angles import base_of
 
 
 class Rotating(nn.Module):
@@ -252,16 +252,6 @@ def test_mistakes_beside_a_rotation_are_named(broken: Callable[..., Any], name: 
     assert [finding.name for finding in report.findings] == [name], str(report)
 
 
-@pytest.mark.parametrize("how", ["halves", "pairs"])
-def test_a_rotation_depends_on_the_distance_only(how: str) -> None:
-    q, k = torch.randn(2, 1, 1, 1, 6, dtype=torch.float64).unbind(0)
-    turned_q, turned_k = (rotate(x.expand(1, 1, 5, 6), role, how, 10.0) for x, role in ((q, "q"), (k, "k")))
-    scores = (turned_q @ turned_k.mT)[0, 0]
-    for offset in range(5):
-        torch.testing.assert_close(scores.diagonal(offset), scores[0, offset].expand(5 - offset))
-    assert (scores[0].diff().abs() > 1e-3).all()
-
-
 @pytest.mark.parametrize("right", [Block, BlockThatTakesAngles])
 def test_a_layer_around_such_attention_is_followed(right: Callable[..., Any]) -> None:
     report = verify(right)
@@ -275,7 +265,5 @@ def test_a_mistake_of_such_a_layer_is_named() -> None:
     assert [finding.name for finding in verify(BlockWithoutAResidual).findings] == ["residual_missing"]
 
 
-def test_what_is_no_norm_of_queries_or_keys() -> None:
-    module = nn.ModuleDict({"q_norm": nn.Identity(), "k_norm": nn.Identity(), "norm1": nn.LayerNorm(3)})
-    assert norms_of_queries_and_keys(module) is None
-    assert base_of(module) == 10000.0
+def test_what_names_no_base_has_the_usual_one() -> None:
+    assert base_of(nn.LayerNorm(3)) == 10000.0

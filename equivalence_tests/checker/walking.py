@@ -15,18 +15,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.attention import independent_samples
-from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, random_inputs
+from equivalence_tests.checker.attention import examine_attention
+from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, independent_samples, random_inputs
 from equivalence_tests.checker.construction import Sizes, prepare
-from equivalence_tests.checker.describe import guilty_line
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.findings import CheckResult, Exercise, Finding, Verdict
-from equivalence_tests.checker.judging import Clock
 from equivalence_tests.checker.layer_masks import LayerMask, read_layer_masks
-from equivalence_tests.checker.loading import Source, source_of
+from equivalence_tests.checker.loading import Source, guilty_line, source_of
 from equivalence_tests.checker.mask_builders import examine_mask_builder, mask_methods
-from equivalence_tests.checker.mistakes import STRUCTURE
+from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.model_calls import Attempts, ModelRun, run_model, run_stack
 from equivalence_tests.checker.model_masks import judge_model_masks
 from equivalence_tests.checker.models import judge_model, reads_later_tokens
@@ -42,7 +40,6 @@ __all__ = ["examine_layers", "kind_of"]
 
 EXAMINED = ("attention", "layer_norm", "feed_forward", "positional_encoding")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-SECONDS = 15.0  # after which no other sizes are tried
 MOST_SIZES = 2
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
@@ -94,11 +91,11 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
     Raises:
         CannotCheckError: If it cannot be built, or holds nothing that is known.
     """
-    clock, reports, tried = Clock(SECONDS), list[Report](), set[Sizes]()
+    reports, tried = list[Report](), set[Sizes]()
     for subject in subjects(found, name, adapter):
         if subject.sizes in tried:
             continue
-        if reports and (clock.over or len(reports) == MOST_SIZES):
+        if len(reports) == MOST_SIZES:
             break
         tried.add(subject.sizes)
         reports.append(_examine_subject(subject, name))
@@ -257,14 +254,12 @@ def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
-    from equivalence_tests.checker.verify import verify_found
-
     kind = kind_of(path, child)
     width = walk.sizes.embed_dim  # that of a model may be that of its input only
     adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None)
     try:
         part = (
-            verify_found(child, path, adapter)
+            examine_attention(child, path, adapter)
             if kind == "attention"
             else examine_part(child, path, kind, adapter, path)
         )
@@ -379,8 +374,8 @@ def _add_fresh_parts(walk: Walk, path: str, caller: Caller, plan: CallPlan, leng
         caller.returned(plan, random_inputs(lengths, plan, 9, caller.dtype))
     trained = sorted(set(created) & {"Linear", "LayerNorm", "Embedding", "Conv1d"})
     if trained and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
-        mistake = STRUCTURE["layer_made_in_forward"]
-        line = guilty_line(mistake.patterns, source, source)
+        mistake = named_mistake("layer_made_in_forward")
+        line = guilty_line((r"nn\.(Linear|LayerNorm|Embedding)\([^)]*\)(\.to\([^)]*\))?\(",), source)
         evidence = f"each call constructs {', '.join(trained)}"
         walk.report.findings.append(
             Finding(
@@ -547,7 +542,7 @@ def _position_axes(module: nn.Module) -> list[str]:
 
 def _finding(name: str, where: str, evidence: str, source: Source) -> Finding:
     mistake: PartMistake = PART_MISTAKES.get(name) or WIRING_MISTAKES[name]
-    line = guilty_line(mistake.patterns, source, source)
+    line = guilty_line(mistake.patterns, source)
     return Finding(
         name,
         "wiring",

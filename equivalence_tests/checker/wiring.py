@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import Caller, CallPlan, random_inputs
+from equivalence_tests.checker.comparing import distance
 from equivalence_tests.checker.construction import Sizes
-from equivalence_tests.checker.diagnosis import distance
 from equivalence_tests.checker.parts import ACTIVATIONS
 from equivalence_tests.checker.tracing import ModuleCall, tensors_in, trace
 

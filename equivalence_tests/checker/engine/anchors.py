@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.engine.codes import known, place_of, source_of, sources_in
 from equivalence_tests.checker.engine.identities import Context, Identities, Product, ScoreTable, Source
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
 
-__all__ = ["Attention", "Part", "Run", "attentions_of", "values_at"]
+__all__ = ["Attention", "Part", "Run", "attentions_of", "live_operations", "values_at"]
 
 
 @dataclass(eq=False)
@@ -92,6 +93,23 @@ class Attention:
         """List the operations between the two products of a part: names and numbers of what they give."""
         last = max((c.operation.index for c in part.contexts), default=len(self.run.operations))
         return list(self.run.names.carrying(part.number, last))
+
+
+def live_operations(run: Run) -> set[int]:
+    """Give the indices of the operations on which what comes back depends.
+
+    Args:
+        run: A recorded run.
+    """
+    needed = {_storage(x) for x in tree_leaves(run.output) if isinstance(x, Tensor)}
+    live: set[int] = set()
+    if not needed:
+        return {operation.index for operation in run.operations}
+    for operation in reversed(run.operations):
+        if any(_storage(slot.tensor) in needed for slot in operation.outputs):
+            live.add(operation.index)
+            needed |= {_storage(slot.tensor) for slot in operation.inputs}
+    return live
 
 
 def attentions_of(run: Run) -> list[Attention]:

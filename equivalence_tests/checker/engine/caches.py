@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from equivalence_tests.checker.calling import forward_parameters
 from equivalence_tests.checker.engine.trying import Trial, lines_of, said
 from equivalence_tests.checker.findings import Exercise, Finding
+from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.kept_state import CACHE
 from equivalence_tests.checker.masking import MaskForm, mask_forms
-from equivalence_tests.checker.reference import Inputs
 
 __all__ = ["POSITION", "cache_arguments", "exercised_cache"]
 
 TOKENS = 6
+NO_CACHE = re.compile(r"mask|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
 POSITION = re.compile(
     r"^(start_?(pos|idx)|past_len\w*|offset|(input_|cache_)?pos(ition)?|cache_position|seqlen_offset|step)$"
@@ -64,7 +65,7 @@ def cache_arguments(function: Callable[..., Any]) -> list[str]:
     return [
         name
         for name in names
-        if (CACHE.search(name) and "mask" not in name) or POSITION.search(name) or SWITCHES.search(name)
+        if (CACHE.search(name) and not NO_CACHE.search(name)) or POSITION.search(name) or SWITCHES.search(name)
     ]
 
 
@@ -77,7 +78,8 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     Returns:
         What was exercised, and what differs from one pass over all tokens.
     """
-    names = cache_arguments(trial.caller.function)
+    given = {name for name, role in trial.plan.roles if not role.startswith("=")}
+    names = [name for name in cache_arguments(trial.caller.function) if name not in given]
     if not names:
         return [], []
     if not trial.plan.self_attention or trial.plan.positional or trial.plan.takes_angles:

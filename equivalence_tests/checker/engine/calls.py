@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,16 +12,14 @@ from torch.utils._pytree import tree_leaves
 from equivalence_tests.checker.engine.codes import coded
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.ending import output_departures
-from equivalence_tests.checker.engine.contracts.layout import are_followed
 from equivalence_tests.checker.engine.contracts.norming import norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
 from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.intervening import Examination, examine, prove
 from equivalence_tests.checker.engine.judging import Judgement
-from equivalence_tests.checker.engine.meaning import with_evidence
+from equivalence_tests.checker.engine.meaning import untold, with_evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.findings import Exercise
 from equivalence_tests.checker.report import Report
 
 __all__ = ["diagnose_call"]
@@ -36,6 +34,7 @@ def diagnose_call(
     name: str = "",
     meant: Mapping[str, str] | None = None,
     proofs: bool = True,
+    features_last: bool = False,
 ) -> list[Report]:
     """Run a call once, watched, and judge every attention in it against torch's formula.
 
@@ -47,13 +46,14 @@ def diagnose_call(
         name: What to call it.
         meant: Findings that are meant so, by name, each with the user's word for it.
         proofs: Whether to show by further runs that what was found is all, and needed.
+        features_last: Whether the last axis of the arguments is known to hold the features of tokens.
 
     Returns:
         One diagnosis for each attention, in the order in which they run; none where none is found.
     """
     started = time.process_time()
     call = Call(function, tuple(args), dict(kwargs or {}), module)
-    if call.module is None or next(call.module.parameters(), None) is None:
+    if features_last or call.module is None or next(call.module.parameters(), None) is None:
         call.seeds = _names_of_inputs(call)
     found = examine(call, GivenMasks(call))
     diagnoses = [_diagnosis(found, place, name, proofs, dict(meant or {})) for place in range(len(found.judgements))]
@@ -87,7 +87,7 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     report = Report(name or f"attention {place + 1}", "multi-head attention")
     report.findings = [finding_of(departure, proof) for departure, proof in zip(wrong, proven, strict=True)]
     report.meant = [finding_of(departure) for departure in departures if departure.evidence]
-    report.coverage = list(_not_told(judgement))
+    report.coverage = list(untold(judgement, found.call.module))
     report.verdict = "deviates" if wrong else "partial" if report.coverage else "equal"
     report.conventions = _conventions(judgement)
     report.place = judgement.attention.first.place
@@ -101,14 +101,6 @@ def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Depa
     found += norm_departures(attention, module)
     found += unused_departures(attention, module, [*known, *found])
     return [*found, *output_departures(attention)] if not judgement.blocked() else found
-
-
-def _not_told(judgement: Judgement) -> Iterator[Exercise]:
-    """What this call says nothing about."""
-    if any(not model.tells for model in judgement.models):
-        yield Exercise("scale, mask and softmax", False, "no query had more than one key to choose from in this call")
-    if not are_followed(judgement.attention):
-        yield Exercise("heads put together", False, "queries or keys come from where tokens are not followed")
 
 
 def _conventions(judgement: Judgement) -> list[tuple[str, str, str]]:

@@ -72,6 +72,8 @@ def contraction_of(operation: Operation) -> Contraction | None:
         return found and Contraction(found.left, found.right, found.out, (1, 0), found.shape)
     if name == "linear":
         return _matmul(first, second, turned=True) if second.dim() == 2 else None
+    if name in ("conv1d", "conv2d", "conv3d"):
+        return _pointwise(operation, first, second)
     if name == "einsum":
         return _einsum(operation)
     return None
@@ -92,6 +94,16 @@ def _matmul(first: Tensor, second: Tensor, turned: bool = False) -> Contraction 
     out = torch.arange(left.size(0) * left.size(1) * right.size(1)).view(left.size(0), left.size(1), right.size(1))
     shape = (*lead, left.size(1), right.size(1)) if first.dim() > 1 else (*lead, right.size(1))
     return Contraction(left, right, out, (0, 1), shape)
+
+
+def _pointwise(operation: Operation, first: Tensor, second: Tensor) -> Contraction | None:
+    """A convolution that looks at one place at a time is a matrix for each of them."""
+    out = operation.outputs[0].value
+    unread = first.dim() != second.dim() or any(size != 1 for size in second.shape[2:])
+    if unread or first.size(1) != second.size(1) or out.shape[2:] != first.shape[2:]:
+        return None
+    left, result = (_places(x).flatten(2).mT.reshape(1, -1, x.size(1)) for x in (first, out))
+    return Contraction(left, _places(second).view(1, *second.shape[:2]), result, (0, 1), tuple(out.shape))
 
 
 def _einsum(operation: Operation) -> Contraction | None:

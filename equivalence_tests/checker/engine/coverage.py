@@ -78,7 +78,7 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
 
 def _optional(trial: Trial, exercised: Collection[str]) -> Iterator[inspect.Parameter]:
     """The arguments that the judged call left out, or filled with a constant."""
-    given = {name for name, role in trial.plan.roles if not role.startswith("=")}
+    given = {name for name, role in trial.plan.roles if role not in ("=None", "=False", "=True")}
     for parameter in forward_parameters(trial.caller.function):
         if parameter.name not in given and parameter.name not in exercised:
             yield parameter
@@ -92,7 +92,7 @@ def _argument(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered:
         _causal_switch(trial, parameter, covered)
     elif _is_bool(parameter):
         _switch(trial, judge, parameter, covered)
-    elif role_of_parameter(name) == "memory" and trial.plan.self_attention:
+    elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(trial, judge, name, covered)
     elif DROPS.search(name) and parameter.default in (0, 0.0, None):
         covered.add(name, (), "left at its default, which drops nothing")

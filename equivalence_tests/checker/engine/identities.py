@@ -262,6 +262,8 @@ class _Follower:
             return [product]
         if name == "sum" and (turned := self._turned(operation, before)) is not None:
             return [turned]
+        if name == "sum" and (joined := self._heads_joined(operation, before)) is not None:
+            return [joined]
         if name in POOLS or "pool" in name:
             return [self._pooled(operation, before), *nothing[1:]]
         if name in REDUCES or not any(codes is not None for codes in before):
@@ -537,7 +539,8 @@ class _Follower:
             token = torch.arange(count).view(lead) + self._base(slot.tensor, count)
         feature = torch.arange(out.size(axis)).view([-1 if i == axis else 1 for i in range(out.dim())])
         names = coded(1, token.unsqueeze(axis).expand(out.shape), feature.expand(out.shape))
-        return self._new("projection", operation, operation.outputs[0], names).codes
+        parents = () if codes is None or codes.is_complex() else tuple(sources_in(codes))
+        return self._new("projection", operation, operation.outputs[0], names, parents).codes
 
     def _summed(self, operation: Operation) -> Tensor | None:
         """A multiplication that is summed at once is a product."""
@@ -550,6 +553,20 @@ class _Follower:
             return None
         contraction = multiplied_and_summed(maker, operation)
         return None if contraction is None else self._multiplied(operation, contraction, maker)
+
+    def _heads_joined(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        """Names of sums over heads, each of which a matrix of its own has projected."""
+        codes, axis = before[0] if before else None, operation.argument(1, "dim", operation.argument(1, "axis"))
+        if codes is None or codes.is_complex() or not isinstance(axis, int) or not bool(known(codes).all()):
+            return None
+        sources = [self.found.sources[number] for number in sources_in(codes)]
+        first = codes.select(axis, 0)
+        same_token = bool((token_of(codes) == token_of(first).unsqueeze(axis)).all())
+        apart = feature_of(codes) - feature_of(first).unsqueeze(axis)
+        whole = all(len(apart.select(axis, i).unique()) == 1 for i in range(codes.size(axis)))
+        if [source.kind for source in sources] != ["projection"] or not same_token or not whole:
+            return None
+        return self._retag("projection", operation, operation.outputs[0], first, [])
 
     def _pooled(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """Names of what stands for several tokens: the token of the first of them, or new ones for each place."""
@@ -662,7 +679,7 @@ class _Follower:
         factors: Operation | None,
     ) -> Tensor | None:
         assert sides[0] is not None  # it comes from scores
-        values = self._completed(slots[1], sides[1], contraction.right)
+        values = self._completed(slots[1], sides[1], contraction.right.mT)
         context = Context(
             operation, contraction, contraction.rows(sides[0]), contraction.columns(values), factors=factors
         )

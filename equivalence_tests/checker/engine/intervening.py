@@ -16,7 +16,7 @@ from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.findings import Proof
 from equivalence_tests.checker.tracing import tensors_in
 
-__all__ = ["Examination", "ExpectedFor", "examine", "prove"]
+__all__ = ["Examination", "ExpectedFor", "examine", "prove", "reference"]
 
 ROUNDS = 8
 INPUTS = 20
@@ -103,10 +103,10 @@ def prove(found: Examination, place: int, inputs: int = INPUTS) -> list[Proof | 
     if len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or not departures:
         return [None] * len(departures)
     count = inputs if len(found.run.operations) < MANY else 2
-    reference = {**_all(departures), **_reference(judgement)}
+    right = {**_all(departures), **reference(judgement)}
     errors, without = 0.0, [0.0] * len(departures)
     for seed in range(1, count + 1):
-        want = _outputs(found.call, reference, seed)
+        want = _outputs(found.call, right, seed)
         errors = max(errors, _distance(_outputs(found.call, _all(departures), seed), want))
         for i in range(len(departures)):
             left = _all(departures[:i] + departures[i + 1 :])
@@ -131,8 +131,13 @@ def _distance(have: list[Tensor], want: list[Tensor]) -> float:
     return float((x - y).abs().max() / y.abs().max().clamp_min(1e-30))
 
 
-def _reference(judgement: Judgement) -> dict[int, Patch]:
-    """Torch's own formula in the place of what reaches the end of an attention."""
+def reference(judgement: Judgement, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
+    """Torch's own formula in the place of what reaches the end of an attention.
+
+    Args:
+        judgement: Of that attention.
+        dtype: In which the formula is computed.
+    """
     attention = judgement.attention
     names = attention.names
     if names is None or len(attention.context_sources) == 0:
@@ -142,11 +147,11 @@ def _reference(judgement: Judgement) -> dict[int, Patch]:
         flat = torch.full((names.numel(),), torch.nan, dtype=torch.float64)
         asked = place_of(names).reshape(-1)
         for part, operands, hidden in zip(attention.parts, judgement.operands, judgement.hidden, strict=True):
-            tokens, values = context_by_formula(recorder, part, operands, hidden)
+            tokens, values = context_by_formula(recorder, part, operands, hidden, dtype=dtype)
             order = tokens.argsort()
             at = torch.searchsorted(tokens[order], asked).clamp_max(len(tokens) - 1)
             hit = tokens[order][at] == asked
-            flat = torch.where(hit, values[order][at], flat)
+            flat = torch.where(hit, values[order][at].double(), flat)
         own = operation.outputs[0].value.double().reshape(-1)
         return torch.where(flat.isnan(), own, flat).view(names.shape)
 

@@ -11,16 +11,19 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.anchors import Part
 from equivalence_tests.checker.engine.codes import source_of, sources_in
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, constant_ratio
+from equivalence_tests.checker.engine.contracts.layout import are_followed
 from equivalence_tests.checker.engine.contracts.operands import Operand, is_normed
-from equivalence_tests.checker.engine.contracts.scores_table import ranks_of
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.contracts.weights import WeightsModel
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.judging import Judgement
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.findings import Exercise
 
-__all__ = ["with_evidence"]
+__all__ = ["untold", "with_evidence"]
 
+WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 SIZES = re.compile(
     r"size|dim|width|num|heads|layers|eps|drop|vocab|len|range|_ids?$|channels|rank|hidden|depth|ratio|position|patch"
     r"|(^|_)[nd]_|token"
@@ -39,6 +42,23 @@ def with_evidence(judgement: Judgement, departures: list[Departure], module: nn.
     for departure in departures:
         departure.evidence = departure.evidence or reader.of(departure)
     return [*departures, *reader.conventions(departures)]
+
+
+def untold(judgement: Judgement, module: nn.Module | None) -> Iterator[Exercise]:
+    """List what one call says nothing about.
+
+    Args:
+        judgement: Of one attention.
+        module: Holds the parameters and configurations.
+    """
+    if any(not model.tells for model in judgement.models):
+        yield Exercise("scale, mask and softmax", False, "no query had more than one key to choose from in this call")
+    if not are_followed(judgement.attention):
+        yield Exercise("heads put together", False, "queries or keys come from where tokens are not followed")
+    own = _Evidence(judgement, module).own_mask()
+    if own is not None and not own.evidence:
+        why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
+        yield Exercise("the keys that it hides by itself", False, why)
 
 
 class _Evidence:
@@ -221,6 +241,9 @@ class _Evidence:
         wrong = {departure.stage for departure in departures if not departure.evidence}
         yield from self._rotations(departures)
         yield from self._norms(departures)
+        own = self.own_mask()
+        if own is not None and own.evidence and "mask" not in wrong:
+            yield own
         for part, model in zip(self.judgement.attention.parts, self.judgement.models, strict=False):
             if model.cap:
                 yield self._capped(part, model)
@@ -241,6 +264,44 @@ class _Evidence:
             if len(normed) == 2:
                 made = next((s.operation for s in normed[0].sources if s.operation is not None), None)
                 yield Departure("queries_and_keys_normalised", "norm", made, evidence="both are, each by its own norm")
+
+    def own_mask(self) -> Departure | None:
+        """A pattern that the code hides by itself and that is not causal; with evidence or without."""
+        judgement = self.judgement
+        for part, model, hidden in zip(judgement.attention.parts, judgement.models, judgement.hidden, strict=False):
+            live = ~model.weights.isnan() & ~model.dead[model.rows]
+            if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
+                operation, names = self._hiding()
+                evidence = (
+                    f"it is made from {names[0].replace(':', ' ')}" if names else self._window(part, hidden & live)
+                )
+                return Departure("own_mask", "mask", operation, evidence=evidence)
+        return None
+
+    def _hiding(self) -> tuple[Operation | None, list[str]]:
+        """The first operation that scores meet something else in, and what that is made from."""
+        first: Operation | None = None
+        for operation, _ in self._between():
+            codes = self.judgement.attention.run.names.before[operation.index]
+            others = [bits for bits, names in zip(operation.origins, codes, strict=True) if names is None]
+            first = first or (operation if others else None)
+            if any(others):
+                return operation, [name for bits in others for name in self.recorder.named(bits)]
+        return first, []
+
+    def _window(self, part: Part, hidden: Tensor) -> str:
+        """A setting that is the width of the band that is left."""
+        query, key, _, _ = ranks_of(part)
+        apart = (key - query)[~hidden]
+        low, high = int(apart.min()), int(apart.max())
+        if not torch.equal(hidden, (key - query < low) | (key - query > high)):
+            return ""
+        widths = {-low, 1 - low, high, high + 1, high - low, high - low + 1}
+        kept = ((n, x) for m in self.module.modules() for n, x in vars(m).items()) if self.module is not None else ()
+        for name, number in (*kept, *self.settings()):
+            if WINDOW.search(name) and isinstance(number, int | float) and number in widths:
+                return f"it is as wide as {name} says ({number:g})"
+        return ""
 
     def _capped(self, part: Part, model: WeightsModel) -> Departure:
         operation = next((op for op, _ in self._between() if op.name.startswith("tanh")), None)

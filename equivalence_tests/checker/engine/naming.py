@@ -3,7 +3,7 @@
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.watching import code_lines
 from equivalence_tests.checker.findings import Example, Finding, Proof
-from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.mistakes import Mistake, named_mistake
 
 __all__ = ["finding_of"]
 
@@ -16,42 +16,34 @@ def finding_of(departure: Departure, proof: Proof | None = None, where: str = ""
         proof: What putting it right does.
         where: Path of the sub-module.
     """
-    name = departure.name
-    stack = code_lines(departure.lines)
-    example = Example(departure.quantity, departure.have, departure.want) if departure.have else None
-    try:
-        known = named_mistake(name)
-    except StopIteration:
-        sentence = _sentence(departure)
-        return Finding(
-            name,
-            departure.stage,
-            sentence,
-            stack=stack,
-            example=example,
-            proof=proof,
-            meant=departure.evidence,
-            where=where,
-        )
+    told = _changed(departure) if "changed_by_" in departure.name else named_mistake(departure.name)
+    facts = {"factor": float("nan"), "fill": float("nan"), "cap": float("nan"), **departure.facts}
     return Finding(
-        name,
+        told.name,
         departure.stage,
-        known.sentence,
-        known.have,
-        known.want,
-        known.fix,
-        stack,
-        example=example,
+        told.sentence.format(**facts),
+        told.have.format(**facts),
+        told.want,
+        told.fix,
+        code_lines(departure.lines),
+        example=Example(departure.quantity, departure.have, departure.want) if departure.have else None,
         proof=proof,
-        on_purpose_in=known.choice,
+        evidence=departure.facts.get("claim", ""),
+        on_purpose_in=told.on_purpose_in,
         meant=departure.evidence,
         where=where,
     )
 
 
-def _sentence(departure: Departure) -> str:
-    function = departure.facts.get("function", "")
-    role = departure.facts.get("role", departure.facts.get("what", departure.stage))
-    if function:
-        return f"The {role} is changed by {function}, which torch's formula does not have."
-    return f"The {departure.stage} is not torch's: {departure.name.replace('_', ' ')}."
+def _changed(departure: Departure) -> Mistake:
+    """What no catalogue knows: a stage is changed by a function that torch's formula does not have."""
+    function = departure.name.partition("changed_by_")[2]
+    what = departure.facts.get("role", departure.facts.get("what", departure.stage))
+    return Mistake(
+        departure.name,
+        departure.stage,
+        f"The {what} is changed by {function}, which torch's formula does not have.",
+        f"{what} = {function}({what})",
+        f"the {what} as it was before",
+        f"Leave {function} out, or say with --meant {departure.name}=REASON that it is meant so.",
+    )

@@ -13,7 +13,7 @@ from equivalence_tests.checker.engine.contracts.permuting import shuffling
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.watching import Operation, tensors_of
 
-__all__ = ["ending_departures", "output_departures"]
+__all__ = ["ending_departures", "output_departures", "wrap_of"]
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,10 @@ def ending_departures(
     if not torch.equal(token_of(codes), wanted):
         yield Departure("output_tokens_moved", "output", _last_move(attention))
         return
-    numbers = source_of(codes).unique()
-    if len(numbers) != 1:
+    source = _source_of_all(attention, codes)
+    if source is None:
         return
-    source = attention.run.names.sources[int(numbers[0])]
-    value = values_at(source, codes)
-    if not near(output, value, 1e-6):
+    if not near(output, values_at(source, codes), 1e-6):
         yield _changed(attention, source)
         return
     expression = _read(attention, source, 0)
@@ -94,6 +92,26 @@ def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[
             return
         if late and not near(output, values_at(source, codes), 1e-4):
             yield _changed(attention, source)
+
+
+def wrap_of(attention: Attention, codes: Tensor) -> str:
+    """Say what stands around the attention: "none", "residual" or "post_norm"; "" for anything else.
+
+    Args:
+        attention: The last one of the call.
+        codes: The names of what the call gave back.
+    """
+    source = _source_of_all(attention, codes)
+    expression = _read(attention, source, 0) if source is not None else _Expression("other")
+    inside = expression.inner[0] if expression.kind == "norm" else expression
+    if inside.kind == "sum" and {part.kind for part in inside.inner} == {"out", "input"}:
+        return "post_norm" if expression.kind == "norm" else "residual"
+    return "none" if expression.kind == "out" else ""
+
+
+def _source_of_all(attention: Attention, codes: Tensor) -> Source | None:
+    numbers = source_of(codes).unique()
+    return attention.run.names.sources[int(numbers[0])] if len(numbers) == 1 else None
 
 
 def _changed(attention: Attention, source: Source) -> Departure:

@@ -28,16 +28,21 @@ def weights_by_formula(scores: Tensor, table: ScoreTable, hidden: Tensor) -> Ten
     row = table.row[order]
     start = torch.searchsorted(row, row)
     column = torch.arange(len(row)) - start
-    dense = torch.full((int(row.max()) + 1, int(column.max()) + 1), -torch.inf, dtype=torch.float64)
-    dense[row, column] = scores.double().masked_fill(hidden, -torch.inf)[order]
+    dense = torch.full((int(row.max()) + 1, int(column.max()) + 1), -torch.inf, dtype=scores.dtype)
+    dense[row, column] = scores.masked_fill(hidden, -torch.inf)[order]
     weights = torch.softmax(dense, -1).nan_to_num(0.0)
-    flat = torch.empty_like(scores, dtype=torch.float64)
+    flat = torch.empty_like(scores)
     flat[order] = weights[row, column]
     return flat
 
 
 def context_by_formula(
-    recorder: Recorder, part: Part, operands: list[Operand], hidden: Tensor, bias: Tensor | None = None
+    recorder: Recorder,
+    part: Part,
+    operands: list[Operand],
+    hidden: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """What the values are averaged to, with the places of the names of the results.
 
@@ -47,9 +52,10 @@ def context_by_formula(
         operands: What the queries and keys of that part carry as a factor.
         hidden: Which keys are hidden.
         bias: What is meant to be added to the scores.
+        dtype: In which it is computed.
     """
     product = part.product
-    query, key = (_operand(recorder, product, side) for side in (0, 1))
+    query, key = (_operand(recorder, product, side).to(dtype) for side in (0, 1))
     scores = torch.einsum("nid,njd->nij", product.contraction.rows(query), product.contraction.columns(key))
     factor = operands[0].factor * operands[1].factor * math.sqrt(product.left.size(-1))
     flat = product.contraction.scattered(scores / factor).reshape(-1)
@@ -61,7 +67,7 @@ def context_by_formula(
         if context.source is None:
             continue
         used = weights[place_of(context.weights).clamp_min(0)].masked_fill(~known(context.weights), 0.0)
-        value = context.contraction.columns(_operand(recorder, context, 1)).double() / operands[2].factor
+        value = context.contraction.columns(_operand(recorder, context, 1).to(dtype)) / operands[2].factor
         result = torch.einsum("nik,nfk->nif", used, value)
         places.append(context.contraction.result(place_of(context.codes)).reshape(-1))
         values.append(result.reshape(-1))
@@ -70,7 +76,7 @@ def context_by_formula(
 
 def _operand(recorder: Recorder, product: Product | Context, side: int) -> Tensor:
     index = (product.factors or product.operation).index
-    return recorder.operations[index].inputs[product.contraction.sides[side]].value.double()
+    return recorder.operations[index].inputs[product.contraction.sides[side]].value
 
 
 def hidden_by_formula(part: Part, model: WeightsModel, may: Tensor | None, pattern: str) -> Tensor:

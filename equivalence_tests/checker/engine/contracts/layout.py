@@ -251,7 +251,13 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     if wrong and len(pairs) == heads:
         tiled = all(int(h) % key_heads == int(k) for h, k in pairs)
         name = "grouped_heads_tiled" if times > 1 and tiled else "heads_paired_wrongly"
-        yield Departure(name, "split", _repeater(attention, part, times), {"pairs": wrong}, blocks=False)
+        yield Departure(
+            name,
+            "split",
+            _repeater(attention, part.product.right, part.product.operation),
+            {"pairs": wrong},
+            blocks=False,
+        )
     elif wrong or len(pairs) > heads:
         misplaced = list(_misplaced_operands(attention, part))
         yield from misplaced
@@ -259,12 +265,11 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
             yield Departure("heads_paired_wrongly", "product", part.product.operation, {"pairs": wrong}, blocks=True)
 
 
-def _repeater(attention: Attention, part: Part, times: int) -> Operation:
-    numbers = set(sources_in(part.product.right))
-    until = part.product.operation
+def _repeater(attention: Attention, codes: Tensor, until: Operation) -> Operation:
+    """The last operation that repeated an operand, or laid it out."""
     found = None
-    for number in numbers:
-        for operation, codes, _ in attention.run.names.carrying(number, until.index - 1):
+    for number in sources_in(codes):
+        for operation, given, _ in attention.run.names.carrying(number, until.index - 1):
             repeats = operation.name in (
                 "repeat",
                 "expand",
@@ -274,9 +279,9 @@ def _repeater(attention: Attention, part: Part, times: int) -> Operation:
                 "__getitem__",
                 "expand_as",
             )
-            if repeats and codes.numel() > operation.inputs[0].value.numel():
+            if repeats and given.numel() > operation.inputs[0].value.numel():
                 found = operation
-    return found or _last_move(attention, part.product.right, until) or until
+    return found or _last_move(attention, codes, until) or until
 
 
 def _sets(within: Tensor) -> list[Tensor] | None:
@@ -351,7 +356,7 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
         tiled = shares > 1 and bool((pairs[:, 1] // width == pairs[:, 0] % groups).all())
         name = "grouped_heads_tiled" if tiled else "heads_of_values_paired_wrongly"
         moved = None if tiled else _shuffled(attention, part, context)
-        yield _exchange(name, "context", moved, _value_mover(attention, context), blocks=False)
+        yield _exchange(name, "context", moved, _repeater(attention, context.values, context.operation), blocks=False)
 
 
 def _exchange(name: str, stage: str, moved: Operation | None, otherwise: Operation, blocks: bool) -> Departure:
@@ -369,10 +374,6 @@ def _shuffled(attention: Attention, part: Part, context: Context) -> Operation |
     return shuffling(attention.run, weights, part.product.operation.index, until) or shuffling(
         attention.run, values, -1, until
     )
-
-
-def _value_mover(attention: Attention, context: Context) -> Operation:
-    return _last_move(attention, context.values, context.operation) or context.operation
 
 
 # ---------------------------------------------------------------------------------------------- merge
@@ -407,11 +408,13 @@ def merge_departures(attention: Attention) -> Iterator[Departure]:
         return
     feature = feature_of(codes)
     own = feature[:1, :1]
+    total = len(torch.cat([feature_of(c.codes).unique() for p in attention.parts for c in p.contexts]).unique())
     if not bool((feature == own).all()):
-        yield Departure("heads_merged_in_another_order", "merge", moved or operation, blocks=True)
+        matrix_each = bool((feature == feature[:, :1]).all()) and len(feature[:, 0].unique()) == total
+        if not matrix_each:
+            yield Departure("heads_merged_in_another_order", "merge", moved or operation, blocks=True)
         return
     order = own.reshape(-1)
-    total = len(torch.cat([feature_of(c.codes).unique() for p in attention.parts for c in p.contexts]).unique())
     if len(order.unique()) < len(order) or len(order) < total:
         yield Departure("heads_missing_or_repeated", "merge", attention.end, {"kept": len(order.unique())}, blocks=True)
     elif not bool((order.diff() > 0).all()) and not _by_features(attention, order):

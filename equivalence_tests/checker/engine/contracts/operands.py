@@ -11,13 +11,31 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, Part, Run, values_at
-from equivalence_tests.checker.engine.codes import sources_in, token_of
+from equivalence_tests.checker.engine.codes import source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio, near
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 
-__all__ = ["Operand", "is_normed", "operand_departures", "read_operands"]
+__all__ = ["Operand", "Turn", "earlier", "is_normed", "operand_departures", "read_operands"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How elements of a token are turned into one another.
+
+    Args:
+        apart: How far the two elements of a pair are from one another.
+        width: Of the head.
+        forward: Whether the second element grows by the first, as the angle grows.
+    """
+
+    apart: int
+    width: int
+    forward: bool
+
+    def __str__(self) -> str:
+        return "pairs of neighbours" if self.apart == 1 else "halves of a head"
 
 
 @dataclass(eq=False)
@@ -34,6 +52,8 @@ class Operand:
         factor: What it is multiplied by on the way.
         change: "" (a factor), "rotated", "normed" or "other".
         single: Whether a part is computed in float32.
+        tolerance: What differs by less is rounding.
+        turn: How the elements are paired where a token is turned.
     """
 
     role: str
@@ -46,6 +66,7 @@ class Operand:
     change: str = ""
     single: bool = False
     tolerance: float = 1e-7
+    turn: "Turn | None" = None
 
     @property
     def start(self) -> int:
@@ -67,7 +88,9 @@ def read_operands(attention: Attention, part: Part) -> list[Operand]:
     ]
     for context in part.contexts[:1]:
         found.append(
-            _operand(run, "value", context.operands[1], context.values, context.contraction.right, context.operation)
+            _operand(
+                run, "value", context.operands[1], context.values.mT, context.contraction.right.mT, context.operation
+            )
         )
     return found
 
@@ -136,7 +159,7 @@ def _rows(run: Run, operand: Operand, given: dict[int, Tensor]) -> tuple[Tensor,
 
 def _experiment(run: Run, operand: Operand) -> None:
     """Tell rotations and norms from anything else."""
-    if operand.role == "value" or len(operand.sources) > 2:
+    if len(operand.sources) > 2:
         return
     one, two = _drawn(operand, 1, 3.0), _drawn(operand, 2, 3.0)
     try:
@@ -151,10 +174,11 @@ def _experiment(run: Run, operand: Operand) -> None:
     if linear:
         ratio = constant_ratio(have1.norm(dim=-1), want1.norm(dim=-1), tolerance)
         again = constant_ratio(have2.norm(dim=-1), want2.norm(dim=-1), tolerance)
+        operand.turn = _turn(run, operand)
         if ratio is not None and again is not None and abs(ratio - again) <= tolerance * abs(ratio):
             operand.change, operand.factor = "rotated", ratio
         return
-    if near(tenfold, have1, 2e-2) and _tokens_apart(run, operand, one):
+    if operand.role != "value" and near(tenfold, have1, 2e-2) and _tokens_apart(run, operand, one):
         operand.change = "normed"
 
 
@@ -172,6 +196,24 @@ def is_normed(run: Run, operand: Operand) -> bool:
     except (RuntimeError, TypeError, ValueError):
         return False
     return near(tenfold, have, 2e-2) and _tokens_apart(run, operand, one)
+
+
+def _turn(run: Run, operand: Operand) -> Turn | None:
+    """Follow one element of a token at a time: where it is turned, a single other one gets a share of it."""
+    width = operand.codes.size(-1)
+    tokens = token_of(operand.codes)[..., 0]
+    second = tokens == tokens.unique()[1] if len(tokens.unique()) > 1 else torch.zeros_like(tokens, dtype=torch.bool)
+    for place in range(width):
+        own = operand.codes[..., place].contiguous()
+        given = {s.slot.key: torch.isin(s.codes.contiguous(), own).to(s.slot.value.dtype) for s in operand.sources}
+        have, _ = _rows(run, operand, given)
+        taking = (have.abs() > 1e-6).reshape(-1, width).any(0).nonzero().flatten().tolist()
+        others = [i for i in taking if i != place]
+        if len(others) > 1:
+            return None
+        if others and bool(second.any()):
+            return Turn(others[0] - place, width, bool((have[second][:, others[0]] >= 0).all()))
+    return None
 
 
 def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor]) -> bool:
@@ -197,8 +239,8 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
         operands: As they were read.
     """
     for operand in operands:
-        if operand.change == "other":
-            yield _located(attention, operand)
+        if operand.change == "other" or (operand.change and operand.role == "value"):
+            yield _named(_located(attention, operand), operand)
     value = next((o for o in operands if o.role == "value"), None)
     if value is not None and not value.change and abs(value.factor - 1) > 1e-6:
         yield _located(attention, value)
@@ -209,6 +251,32 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
         name = "rotary_queries" if query.change else "rotary_keys"
         turned = query if query.change else key
         yield Departure(name, "rotary", _first_change(attention.run, turned))
+    elif query.change == key.change == "rotated" and all(o.turn and not o.turn.forward for o in (query, key)):
+        yield Departure("rotary_reversed", "rotary", _first_change(attention.run, query))
+
+
+def _named(departure: Departure, operand: Operand) -> Departure:
+    """A rotation that is none, or one of the values, has a name."""
+    if operand.turn is not None:
+        departure.name = "rotary_values" if operand.role == "value" else "rotary_mixed"
+        departure.stage, departure.facts, departure.have, departure.want = "rotary", {}, (), ()
+    return departure
+
+
+def earlier(run: Run, operand: Operand) -> Operand | None:
+    """Give an operand as it was before the norm, gain or bias that named its elements anew; None if there was none."""
+    source = operand.sources[0] if operand.sources else None
+    if source is None or source.operation is None or source.kind not in ("normed", "gain", "added"):
+        return None
+    for slot, codes in zip(source.operation.inputs, run.names.before[source.operation.index], strict=True):
+        if (
+            codes is not None
+            and not codes.is_complex()
+            and {int(x) for x in source_of(codes).unique()} & set(source.parents)
+        ):
+            rows = torch.arange(codes.numel()).view(1, -1, codes.size(-1))
+            return _operand(run, operand.role, slot, codes.reshape(rows.shape), rows, source.operation)
+    return None
 
 
 def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
@@ -263,7 +331,13 @@ def _located(attention: Attention, operand: Operand) -> Departure:
     bent = next((step for step in steps[last + 1 :] if not _is_linear(run, operand, step[0])), None)
     guilty = bent or guilty
     if guilty is None:
-        return Departure(f"{operand.role}_changed", "project", operand.until, {"role": operand.role})
+        function = operand.until.name.strip("_")
+        return Departure(
+            f"{operand.role}_changed_by_{function}",
+            "operand",
+            operand.until,
+            {"role": operand.role, "function": function},
+        )
     operation, codes, want, _ = guilty
     end, end_codes, end_want, _ = steps[-1]
     name = f"{operand.role}_changed_by_{operation.name.strip('_')}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.anchors import Attention
+from equivalence_tests.checker.engine.anchors import Attention, live_operations
 from equivalence_tests.checker.engine.codes import feature_of, retagged, sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.operands import Operand
@@ -15,7 +15,7 @@ from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
-__all__ = ["projection_departures", "unused_departures"]
+__all__ = ["output_weight", "projection_departures", "unused_departures", "weight_of"]
 
 ORDERS = {
     "kqv": "query_key_swapped",
@@ -132,33 +132,66 @@ def _unused(attention: Attention, module: nn.Module | None) -> list[str]:
     if module is None:
         return []
     recorder = attention.run.recorder
-    bits = 0
+    bits, live = 0, live_operations(attention.run)
     for operation in attention.run.operations:
-        for origin in operation.origins:
+        for origin in operation.origins if operation.index in live else ():
             bits |= origin
     used = set(recorder.named(bits))
     return [name for name, _ in module.named_parameters() if f"param:{name}" not in used]
 
 
-def _weight_of(attention: Attention, operand: Operand) -> str:
-    """The parameter that made an operand."""
-    operation = _made_by(attention, operand)
+def weight_of(attention: Attention, operand: Operand) -> str:
+    """Name the parameter that made an operand; "" if none did.
+
+    Args:
+        attention: Whose.
+        operand: Its queries, keys or values.
+    """
+    return _matrix_in(attention, _made_by(attention, operand))
+
+
+def output_weight(attention: Attention) -> str:
+    """Name the parameter that takes what is merged; "" if none does."""
+    made = (s for s in _projections_of_context(attention) if s.operation is not None)
+    return next((name for s in made if (name := _matrix_in(attention, s.operation))), "")
+
+
+def _projections_of_context(attention: Attention) -> Iterator[Source]:
+    numbers, live = set(attention.context_sources), live_operations(attention.run)
+    for source in attention.run.names.sources.values():
+        used = source.operation is not None and source.operation.index in live
+        if used and source.kind == "projection" and numbers & _ancestors(attention, source):
+            yield source
+
+
+def _ancestors(attention: Attention, source: Source) -> set[int]:
+    """The sources that it was made of, as far as the context."""
+    found, left = set[int](), list(source.parents)
+    while left:
+        number = left.pop()
+        if number not in found:
+            found.add(number)
+            left += attention.run.names.sources[number].parents
+    return found
+
+
+def _matrix_in(attention: Attention, operation: Operation | None) -> str:
+    """The matrix among the parameters that take part in a product."""
     if operation is None or operation.name not in CONTRACTIONS:
         return ""
-    names = [
-        name.partition(":")[2]
-        for slot, bits in zip(operation.inputs, operation.origins, strict=True)
-        for name in attention.run.recorder.named(bits)
-        if name.startswith("param:")
-        and slot.value.dim() >= 2
-        and not any(n.startswith("arg:") for n in attention.run.recorder.named(bits))
-    ]
-    return names[0] if names else ""
+    named = attention.run.recorder.named
+    for slot, bits in zip(operation.inputs, operation.origins, strict=True):
+        names = named(bits)
+        if slot.value.dim() >= 2 and not any(name.startswith("arg:") for name in names):
+            matrices = [name.partition(":")[2] for name in names if name.startswith("param:")]
+            if matrices:
+                return matrices[0]
+    return ""
 
 
 def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
     """Weights that are used twice while others lie idle, and weights whose name says another role."""
-    weights = {operand.role: _weight_of(attention, operand) for operand in operands}
+    weights = {operand.role: weight_of(attention, operand) for operand in operands}
     features = {operand.role: feature_of(operand.codes).unique() for operand in operands}
     idle = [name for name in unused if name.endswith("weight") or "." not in name]
     if not all(weights.values()):
@@ -274,9 +307,10 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
                 yield Departure("norm_never_used", "wrap", _left_plain(attention, stem), {"unused": [name]})
         elif last == "weight" or not stem:
             parameter = dict(module.named_parameters())[name] if module is not None else None
-            after = _no_output_projection(attention)
+            after = not any(_projections_of_context(attention))
             if parameter is not None and parameter.dim() >= 2 and after:
                 yield Departure("output_projection_skipped", "output", attention.end, {"unused": [name]})
+                stems.add(stem)
 
 
 def _of_idle_part(stem: str, idle: list[str], module: nn.Module | None) -> bool:
@@ -320,11 +354,3 @@ def _role_of(attention: Attention, operation: Operation) -> str:
         if made & set(sources_in(codes)):
             return role
     return "output"
-
-
-def _no_output_projection(attention: Attention) -> bool:
-    """Whether what is merged meets no weight."""
-    numbers = set(attention.context_sources)
-    return not any(
-        source.kind == "projection" and numbers & set(source.parents) for source in attention.run.names.sources.values()
-    )

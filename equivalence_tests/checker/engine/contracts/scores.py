@@ -10,6 +10,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, Part
 from equivalence_tests.checker.engine.codes import known, place_of
+from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
 from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula, weights_by_formula
 from equivalence_tests.checker.engine.contracts.operands import Operand
@@ -71,7 +72,6 @@ def score_departures(
 
 def _steps(attention: Attention, part: Part) -> list[_Step]:
     found: list[_Step] = []
-    last: dict[int, _Step] = {}
     run = attention.run
     for operation, codes, value in attention.chain(part):
         step = _Step(operation, place_of(codes).masked_fill(~known(codes), -1), value)
@@ -82,13 +82,17 @@ def _steps(attention: Attention, part: Part) -> list[_Step]:
             if c is not None
         ]
         if before and taken and taken[0].shape == value.shape and value.is_floating_point():
-            if not operation.inplace:
-                step.ratio = constant_ratio(value, taken[0]) if taken[0].is_floating_point() else None
-            else:
-                step.ratio = constant_ratio(value, operation.inputs[0].value)
+            step.ratio = _ratio(value, operation.inputs[0].value if operation.inplace else taken[0])
         found.append(step)
-    del last
     return found
+
+
+def _ratio(value: Tensor, taken: Tensor) -> float | None:
+    """What an operation multiplied by, where it is one number; what is hidden already stays so."""
+    seen = taken.isfinite()
+    if not taken.is_floating_point() or not torch.equal(seen, value.isfinite()):
+        return None
+    return constant_ratio(value[seen], taken[seen])
 
 
 class _Scores:
@@ -285,7 +289,13 @@ class _Scores:
         first = (table.key == table.key[0]) & (table.head == table.head[0])
         queries = len(table.query[first].unique())
         samples = len(table.query.unique()) // max(queries, 1)
-        return {"d": self.width, "h": self.heads, "q": queries, "k": keys, "b": samples}
+        return {"d": self.width, "h": self.heads, "q": queries, "k": keys, "b": samples, "e": self._width_of_input()}
+
+    def _width_of_input(self) -> int:
+        """How many features the queries are projected from; the width of all heads where nothing is projected."""
+        made = [source.operation for source in self.operands[0].sources if source.operation is not None]
+        contraction = contraction_of(made[0]) if made else None
+        return contraction.left.size(-1) if contraction is not None else self.width * self.heads
 
     def _scaling(self) -> Operation | None:
         """What multiplies all scores, or all of an operand, by one number: the one too many, or else the last."""
@@ -517,16 +527,16 @@ def scale_name(total: float, sizes: dict[str, int]) -> str:
 
     Args:
         total: What there is beside the right scale.
-        sizes: Width d of a head, h heads, q queries, k keys, b samples.
+        sizes: Width d of a head, h heads, q queries, k keys, b samples, e features of a token.
     """
     d = sizes["d"]
     have = total / math.sqrt(d)
     known_scales = {
         "scale_missing": 1.0,
-        "scale_sqrt_d_model": (d * sizes["h"]) ** -0.5,
+        "scale_sqrt_d_model": sizes["e"] ** -0.5,
         "scale_twice": 1 / d,
         "scale_multiplied": d**0.5,
-        "scale_by_d_model": 1 / (d * sizes["h"]),
+        "scale_by_d_model": 1 / sizes["e"],
         "scale_quartic_root": d**-0.25,
         "scale_sqrt_heads": sizes["h"] ** -0.5,
         "scale_sqrt_key_len": sizes["k"] ** -0.5,
@@ -535,7 +545,7 @@ def scale_name(total: float, sizes: dict[str, int]) -> str:
         "scale_squared": d**-2.0,
         "scale_halved": 0.5 * d**-0.5,
         "scale_root_of_half": (d / 2) ** -0.5,
-        "scale_multiplied_d_model": (d * sizes["h"]) ** 0.5,
+        "scale_multiplied_d_model": sizes["e"] ** 0.5,
     }
     return next((name for name, value in known_scales.items() if abs(have / value - 1) < 1e-3), "scale_other")
 

@@ -1,0 +1,365 @@
+"""The small checks of an attention whose formula was found right: gradients, precision, training, independence.
+
+Each is a function ``check_*(checked)`` that returns what it saw, raises ``FailedError`` with what is wrong, or
+``SkippedError`` with why it does not apply.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.calling import Caller, CallPlan, random_inputs
+from equivalence_tests.checker.comparing import distance
+from equivalence_tests.checker.construction import retype
+from equivalence_tests.checker.engine.anchors import Run
+from equivalence_tests.checker.engine.contracts.context import is_tiled
+from equivalence_tests.checker.engine.intervening import reference
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.situations import Situation
+from equivalence_tests.checker.engine.trying import said
+from equivalence_tests.checker.engine.watching import Patch
+from equivalence_tests.checker.findings import CheckResult
+from equivalence_tests.checker.inputs import Inputs
+from equivalence_tests.checker.kept_state import keeping_state
+from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.state import default_dtype
+from equivalence_tests.checker.tracing import tensors_in
+from equivalence_tests.instruments.differences import compare_errors
+
+__all__ = ["Checked", "attention_checks", "run_check"]
+
+Check = Callable[["Checked"], str]
+FRESH = range(201, 204)
+STEP = 1e-5
+DRAWS = 200
+PLAIN = ("rotary_positions", "queries_and_keys_normalised")  # what the formula is held against has these too
+# What these find is worth knowing and no proof of a wrong number.
+NOT_JUDGED = ("check_every_parameter_gets_a_gradient",)
+
+
+class FailedError(Exception):
+    """The check found something wrong; the message says what."""
+
+
+class SkippedError(Exception):
+    """The check does not apply; the message says why."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks look at.
+
+    Args:
+        situation: A call whose attention is right.
+        caller: Calls the code.
+        report: What was found out so far.
+    """
+
+    situation: Situation
+    caller: Caller
+    report: Report
+
+    @property
+    def plan(self) -> CallPlan:
+        """How the code is called."""
+        return self.situation.plan
+
+    @property
+    def module(self) -> nn.Module:
+        """The module; skips the check where there is none."""
+        module = self.situation.subject.module
+        if module is None:
+            raise SkippedError("no module")
+        return module
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is computed in float64."""
+        judgement = self.situation.judgement
+        assert judgement is not None  # one was judged
+        singles = [m.single for m in judgement.models] + [o.single for row in judgement.operands for o in row]
+        return self.situation.subject.dtype == torch.float64 and not any(singles)
+
+    @property
+    def bound(self) -> float:
+        """What differs by more is no rounding."""
+        return 1e-10 if self.exact else 2e-5
+
+    def inputs(self, seed: int) -> Inputs:
+        """Draw inputs."""
+        return random_inputs(self.situation.lengths, self.plan, seed, self.situation.subject.dtype)
+
+    def output(self, inputs: Inputs) -> Tensor:
+        """Call, and give the output as (batch, query_len, embed_dim)."""
+        with torch.no_grad():
+            return self.caller.output(self.plan, inputs).double()
+
+    def formula(self, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
+        """Torch's formula in the place of the context; skips the check where something else is meant."""
+        others = [finding.name for finding in self.report.meant if finding.name not in PLAIN]
+        judgements = self.situation.found.judgements
+        if others or any(is_tiled(judgement.attention) for judgement in judgements):
+            raise SkippedError(f"the formula is another one: {', '.join(others) or 'tiles'}")
+        return {index: patch for judgement in judgements for index, patch in reference(judgement, dtype).items()}
+
+
+def attention_checks() -> list[Check]:
+    """List the checks, in the order of the report."""
+    return [
+        check_values_without_mask,
+        check_gradients,
+        check_float32_error,
+        check_returned_weights,
+        check_samples_are_independent,
+        check_eval_is_deterministic,
+        check_arguments_are_left_alone,
+        check_dropout_in_training,
+        check_every_parameter_gets_a_gradient,
+        check_state_dict_round_trip,
+    ]
+
+
+def run_check(check: Check, checked: Checked) -> CheckResult:
+    """Run one check; whatever the user's code raises makes it fail."""
+    name = check.__name__
+    try:
+        return CheckResult(name, "passed", check(checked))
+    except SkippedError as error:
+        return CheckResult(name, "skipped", str(error))
+    except FailedError as error:
+        return CheckResult(name, "failed", str(error))
+    except Exception as error:
+        return CheckResult(name, "failed", f"raised {said(error)}")
+
+
+def check_values_without_mask(checked: Checked) -> str:
+    """The output is that of torch's formula, on fresh inputs."""
+    call, right, worst = checked.situation.call, checked.formula(), 0.0
+    for seed in FRESH:
+        have, want = (_first(call.run(patches, seed=seed, read=False)) for patches in ({}, right))
+        worst = max(worst, distance(have.double(), want.double()))
+    return _judged(worst, max(checked.bound, 1e-9), "output", "differs from torch's formula")
+
+
+def _first(run: Run) -> Tensor:
+    return next(tensors_in((run.output,)))
+
+
+def check_gradients(checked: Checked) -> str:
+    """The gradients of the inputs are the slopes of the output."""
+    if not checked.exact:
+        raise SkippedError("computed in float32, whose rounding hides slopes")
+    inputs = checked.inputs(41)
+    leaves = _leaves(inputs)
+    output = checked.caller.output(checked.plan, leaves).double()
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    (output * weight).sum().backward()
+    worst = 0.0
+    for role in dict.fromkeys(_role_of(leaves, x) for x in (leaves.query, leaves.key, leaves.value)):
+        gradient = getattr(leaves, role).grad
+        if gradient is None:
+            raise FailedError(f"no gradient reaches the {role}")
+        generator = torch.Generator().manual_seed(7)
+        way = torch.randn(gradient.shape, generator=generator, dtype=torch.float64)
+        ahead, behind = (checked.output(_moved(inputs, role, sign * STEP * way)) for sign in (1, -1))
+        slope = float(((ahead - behind) * weight).sum() / (2 * STEP))
+        size = float(gradient.norm() * way.norm()) / way.numel() ** 0.5
+        worst = max(worst, abs(slope - float((gradient * way).sum())) / max(size, 1e-30))
+    return _judged(worst, 1e-5, "gradients of the inputs", "differ from the slopes of the output")
+
+
+def _role_of(inputs: Inputs, x: Tensor) -> str:
+    """The first role that a tensor has."""
+    return next(role for role in ("query", "key", "value") if getattr(inputs, role) is x)
+
+
+def _moved(inputs: Inputs, role: str, step: Tensor) -> Inputs:
+    """Move one tensor, in every role that it has."""
+    old = getattr(inputs, role)
+    new = old + step.to(old.dtype)
+    return Inputs(*(new if x is old else x for x in (inputs.query, inputs.key, inputs.value)))
+
+
+def _leaves(inputs: Inputs) -> Inputs:
+    made = {id(x): x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)}
+    return Inputs(*(made[id(x)] for x in (inputs.query, inputs.key, inputs.value)))
+
+
+def check_float32_error(checked: Checked) -> str:
+    """In float32 the error is at most twice that of the built-in, plus a few units in the last place."""
+    if checked.situation.subject.dtype != torch.float64 or not isinstance(
+        checked.situation.subject.function, nn.Module
+    ):
+        raise SkippedError("computed in float32 throughout" if checked.situation.subject.module else "no module")
+    exact, single = checked.formula(), checked.formula(torch.float32)
+    double = checked.situation.call
+    module = copy.deepcopy(checked.module)
+    retype(module, torch.float32)
+    rounded = [x.float() if _is_real(x) else x for x in double.args]
+    named = {name: x.float() if _is_real(x) else x for name, x in double.kwargs.items()}
+    call = Call(module, tuple(rounded), named, module)
+    widened = Call(double.function, *_widened(rounded, named), checked.module)
+    with default_dtype(torch.float32):  # a mask made inside is then of the scores' dtype
+        try:
+            mine = call.run(read=False)
+        except Exception as error:
+            raise SkippedError(f"in float32 it raises {said(error)}") from error
+        if [op.name for op in mine.operations] != [op.name for op in checked.situation.found.run.operations]:
+            raise SkippedError("in float32 it takes other steps")
+        builtin = call.run(single, read=False)
+    ratio = compare_errors(
+        _first(mine), _first(builtin), _first(widened.run(exact, read=False)).double(), name="output"
+    )
+    if not ratio.passed:
+        raise FailedError(str(ratio))
+    return f"error {ratio.candidate_error:.1g} against {ratio.builtin_error:.1g} of the built-in"
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _widened(args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    wide = tuple(x.double() if _is_real(x) else x for x in args)
+    return wide, {name: x.double() if _is_real(x) else x for name, x in kwargs.items()}
+
+
+def check_returned_weights(checked: Checked) -> str:
+    """Weights that come back are those that were used, for each head or averaged."""
+    plan, run = checked.plan, checked.situation.found.run
+    if plan.weights < 0:
+        raise SkippedError("no weights come back")
+    seen = list(tensors_in((run.output,)))[plan.weights].double()
+    used = _used_weights(checked.situation)
+    words = _as_map(seen, used, checked.bound)
+    if words:
+        return words
+    if torch.allclose(seen.sum(-1), torch.ones_like(seen.sum(-1)), atol=1e-6):
+        raise FailedError("the maps that come back are not the weights that were used")
+    if _as_map(seen.softmax(-1), used, checked.bound):
+        raise FailedError("the scores come back, from before the softmax")
+    raise SkippedError("what comes back with the output is neither weights nor scores")
+
+
+def _used_weights(situation: Situation) -> Tensor:
+    """The weights of all heads, (batch, heads, query, key)."""
+    judgement = situation.judgement
+    assert judgement is not None  # one was judged
+    inputs, parts = situation.inputs, judgement.attention.parts
+    batch, queries, keys = len(inputs.query), inputs.query.size(1), inputs.key.size(1)
+    places = torch.cat([part.table.place_of_head[part.table.head] for part in parts])
+    head = places.unique(return_inverse=True)[1]
+    query, key = (torch.cat([getattr(part.table, name) for part in parts]) for name in ("query", "key"))
+    weights = torch.cat([model.weights for model in judgement.models])
+    found = torch.full((batch, int(head.max()) + 1, queries, keys), torch.nan, dtype=torch.float64)
+    found[query // queries, head, query % queries, key % keys] = weights
+    return found
+
+
+def _as_map(seen: Tensor, expected: Tensor, bound: float) -> str:
+    """Say in which form the weights of all heads come back; "" if they do not."""
+    forms = {
+        "one map for each head": expected,
+        "averaged over heads": expected.mean(1),
+        "heads folded": expected.flatten(0, 1),
+        "heads folded, before the batch": expected.transpose(0, 1).flatten(0, 1),
+    } | {f"the map of head {head} alone": expected[:, head] for head in range(expected.size(1))}
+    for words, form in forms.items():
+        if seen.numel() == form.numel() and distance(seen.reshape(form.shape), form) <= bound:
+            return words
+    return ""
+
+
+def check_samples_are_independent(checked: Checked) -> str:
+    """Changing one sample leaves the others alone."""
+    inputs = checked.inputs(71)
+    if len(inputs.query) == 1:
+        raise SkippedError("there is no batch")
+    before, after = checked.output(inputs), checked.output(inputs.changed(sample=0))
+    return _judged(distance(after[1:], before[1:]), checked.bound, "other samples", "changed by sample 0")
+
+
+def check_eval_is_deterministic(checked: Checked) -> str:
+    """Two calls in eval give the same numbers."""
+    inputs = checked.inputs(111)
+    first, second = checked.output(inputs), checked.output(inputs)
+    if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+        raise FailedError("two calls in eval differ")
+    return ""
+
+
+def check_arguments_are_left_alone(checked: Checked) -> str:
+    """The tensors that are passed in are the same afterwards."""
+    if checked.situation.subject.adapter.call is not None:
+        raise SkippedError("an adapter stands between")
+    args, kwargs = checked.caller.arguments(checked.plan, checked.inputs(161), None)
+    before = copy.deepcopy((args, kwargs))
+    with torch.no_grad(), keeping_state(checked.caller.function):
+        checked.caller.function(*args, **kwargs)
+    names = [str(name) for name, _ in checked.plan.roles] if args else list(kwargs)
+    pairs = zip(names, (*args, *kwargs.values()), (*before[0], *before[1].values()), strict=True)
+    changed = [name for name, now, then in pairs if isinstance(now, Tensor) and not torch.equal(now, then)]
+    if changed:
+        raise FailedError(f"{', '.join(changed)} is written into: the caller's own tensor changes")
+    return ""
+
+
+def check_dropout_in_training(checked: Checked) -> str:
+    """In training, dropout changes the output and leaves its mean, to within the noise."""
+    module = checked.module
+    if not any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
+        raise SkippedError("no dropout layer with a probability above 0")
+    if any(what == "includes" and "post-norm" in here for what, here, _ in checked.report.conventions):
+        raise SkippedError("the LayerNorm behind it does not keep means")
+    inputs = checked.inputs(131)
+    evaluated = checked.output(inputs)
+    torch.manual_seed(0)
+    module.train()
+    try:
+        samples = torch.stack([checked.output(inputs) for _ in range(DRAWS)])
+    finally:
+        module.eval()
+    if torch.equal(samples[0], samples[1]):
+        raise FailedError("two calls in training are equal: the dropout layer is not used")
+    error = (samples.mean(0) - evaluated) / (samples.std(0) / DRAWS**0.5).clamp_min(1e-12)
+    if float(error.square().mean().sqrt()) > 3.0:
+        raise FailedError("the mean over dropout is not the output in eval: what it leaves is not rescaled")
+    return f"the mean over {DRAWS} draws is the output in eval, to within the noise"
+
+
+def check_every_parameter_gets_a_gradient(checked: Checked) -> str:
+    """Every parameter takes part."""
+    module = checked.module
+    if not any(p.requires_grad for p in module.parameters()):
+        raise SkippedError("no parameters")
+    module.zero_grad(set_to_none=True)
+    output = checked.caller.output(checked.plan, checked.inputs(141))
+    (output * torch.arange(output.size(-1), dtype=output.dtype)).square().sum().backward()
+    unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    module.zero_grad(set_to_none=True)
+    if unused:
+        raise FailedError(f"no gradient reaches {', '.join(unused[:4])}")
+    return ""
+
+
+def check_state_dict_round_trip(checked: Checked) -> str:
+    """A copy that loads the state_dict computes the same."""
+    other = copy.deepcopy(checked.module)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    other.load_state_dict(checked.module.state_dict())
+    inputs = checked.inputs(161)
+    with torch.no_grad():
+        again = replace(checked.caller, function=other).output(checked.plan, inputs)
+    return _judged(distance(again.double(), checked.output(inputs)), checked.bound, "output of the copy")
+
+
+def _judged(worst: float, bound: float, what: str, how: str = "differs") -> str:
+    if worst > bound:
+        raise FailedError(f"{what} {how}: by {worst:.2g} of the largest value, rounding is below {bound:.0e}")
+    return f"greatest difference {worst:.1g} of the largest value"

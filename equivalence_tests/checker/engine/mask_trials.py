@@ -1,0 +1,312 @@
+"""Masks that are handed over: the first form in which nothing departs, else the one in which least does."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.calling import Caller
+from equivalence_tests.checker.engine.anchors import Attention
+from equivalence_tests.checker.engine.contracts.departure import Departure, near
+from equivalence_tests.checker.engine.contracts.scores import Expectation
+from equivalence_tests.checker.engine.intervening import Examination, ExpectedFor
+from equivalence_tests.checker.engine.situations import DROWNED, Situation, new_departures, situation_of
+from equivalence_tests.checker.engine.trying import said
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
+from equivalence_tests.checker.engine.watching import Operation, frames_of
+from equivalence_tests.checker.findings import Exercise
+from equivalence_tests.checker.masking import MaskForm, draw_masks, mask_forms
+from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.tracing import tensors_in
+
+__all__ = ["mask_form_of", "masked_departures"]
+
+OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
+# What the code answers if it is wrong in itself, and not only called with what it does not take.
+CODE_ERRORS = (AttributeError, NameError)
+TELLING = {"mask_of_first_sample", "mask_repeated_in_wrong_order", "mask_transposed"}
+# How far a reading of the mask is from right; what is not named costs 4.
+COSTS = {
+    "mask_after_softmax": 0,
+    "mask_fill_zero": 1,
+    "mask_fill_not_negative": 1,
+    "mask_fill_too_small": 1,
+    "mask_of_first_sample": 1,
+    "mask_repeated_in_wrong_order": 1,
+    "padding_mask_on_queries": 2,
+    "mask_transposed": 2,
+    "mask_multiplied": 2,
+    "mask_added_as_01": 3,
+    "mask_never_used": 5,
+    "mask_inverted": 6,
+}
+
+
+def masked_departures(situation: Situation, caller: Caller, report: Report) -> list[Departure]:
+    """Hand a mask over in every form, and judge what it hides.
+
+    Args:
+        situation: A call without a mask.
+        caller: Calls the code.
+        report: Receives how the mask was read, or that it was not.
+
+    Returns:
+        What departs with the mask, beyond what departs without.
+    """
+    if not situation.plan.mask_parameter and situation.subject.adapter.call is None:
+        return []
+    masks = _Masks(situation, caller, report)
+    if situation.subject.adapter.call is not None:
+        found = masks.read([MaskForm("(batch, query, key)", "look")])
+        return masks.nearest() if found is None else found
+    found = masks.read(mask_forms())
+    if found is None and not (masks.tried or masks.idle or masks.broken):
+        found = masks.read(replace(form, held=True) for form in mask_forms())
+    lengths = situation.lengths
+    if found is None and not masks.general and lengths.query_len != lengths.key_len:
+        found = _squared(situation, caller, report)
+    return masks.nearest() if found is None else found
+
+
+def mask_form_of(situation: Situation, caller: Caller) -> MaskForm | None:
+    """Give the form of mask that the code understands, or the nearest one that it takes; None if it takes none."""
+    if not situation.plan.mask_parameter:
+        return None
+    masks = _Masks(situation, caller, Report(""))
+    masks.read(mask_forms())
+    taken = [form for _, form, _ in sorted(masks.tried, key=lambda item: item[0])]
+    return masks.understood or next(iter([*taken, *masks.idle]), None)
+
+
+def _squared(situation: Situation, caller: Caller, report: Report) -> list[Departure] | None:
+    """The masks with as many keys as queries, for code that takes no other."""
+    lengths = replace(situation.lengths, key_len=situation.lengths.query_len)
+    try:
+        even = situation_of(situation.subject, caller, situation.plan, lengths)
+    except Exception:  # the code may want other lengths
+        return None
+    masks = _Masks(even, caller, report)
+    found = None if even.blocked else masks.read(mask_forms())
+    return masks.nearest() if found is None and masks.tried else found
+
+
+@dataclass
+class _Masks:
+    """Reads what one mask argument means.
+
+    Args:
+        situation: A call without a mask.
+        caller: Calls the code.
+        report: Receives how the mask was read.
+        tried: The forms in which something departs: how much, and what.
+        idle: The forms without effect.
+        broken: The calls that gave nothing but NaN.
+        errors: What the code raised.
+        understood: The form in which nothing departs.
+    """
+
+    situation: Situation
+    caller: Caller
+    report: Report
+    tried: list[tuple[tuple[float, ...], MaskForm, list[Departure]]] = field(default_factory=list)
+    idle: list[MaskForm] = field(default_factory=list)
+    broken: list[Situation] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+    understood: MaskForm | None = None
+
+    @property
+    def parameter(self) -> str:
+        """The argument."""
+        return self.situation.plan.mask_parameter or "mask"
+
+    @property
+    def general(self) -> bool:
+        """Whether a form was taken in which every entry counts."""
+        return any(form.pattern == "full" for form in [*self.idle, *(form for _, form, _ in self.tried)])
+
+    def read(self, forms: Iterable[MaskForm]) -> list[Departure] | None:
+        """Try forms until nothing departs; None if something does in each."""
+        plain = _output(self.situation)
+        seen: list[tuple[str, Tensor]] = []
+        for form in forms:
+            attempt = self._attempt(form)
+            if attempt is None:
+                continue
+            output = _output(attempt)
+            if torch.equal(output, plain):
+                self.idle.append(form)
+            elif bool(output.isnan().all()):
+                self.broken.append(attempt)
+            elif not any(pattern == form.pattern and _same(other, output) for pattern, other in seen):
+                seen.append((form.pattern, output))
+                new = self._new(form, attempt)
+                if new is not None:
+                    return self._understood(form)
+        return None
+
+    def _new(self, form: MaskForm, attempt: Situation) -> bool | None:
+        """Note what departs in a form; True if nothing does."""
+        new = _beyond(self.situation, attempt)
+        if new or attempt.blocked:
+            instead = self._attempt(form, replaces_own=True) if self._hides_by_itself else None
+            if instead is not None and not instead.blocked and not _beyond(self.situation, instead):
+                note = "a mask that you pass replaces the built-in causal mask"
+                self.report.notes.append(note)
+                return True
+        if not new and not attempt.blocked and self._is_natural(form, attempt):
+            return True
+        if new:
+            self.tried.append((_score(form, new, attempt.blocked), form, new))
+        return None
+
+    @property
+    def _hides_by_itself(self) -> bool:
+        return any(bool(hidden.any()) for j in self.situation.found.judgements for hidden in j.hidden)
+
+    def _is_natural(self, form: MaskForm, attempt: Situation) -> bool:
+        """A mask that is added as zeros leaves visible scores alone; "-10 * (1 - mask)" was meant for ones."""
+        if form.encoding != "additive":
+            return True
+        before, after = _scores(self.situation), _scores(attempt)
+        if before is None or after is None or before.shape != after.shape:
+            return True
+        visible = after > -DROWNED
+        return near(after[visible], before[visible], 1e-6)
+
+    def _attempt(self, form: MaskForm, replaces_own: bool = False) -> Situation | None:
+        situation = self.situation
+        batch, queries = situation.inputs.query.shape[:2]
+        may = draw_masks(form.pattern, batch, queries, situation.inputs.key.size(1), 4)
+        try:
+            known = _Allowed(may, None if replaces_own else situation.found)
+            return situation_of(
+                situation.subject, self.caller, situation.plan, situation.lengths, form, may, 1.0, known
+            )
+        except Exception as error:  # the code does not take this form
+            self.errors.append(error)
+            return None
+
+    def _understood(self, form: MaskForm) -> list[Departure]:
+        """A form in which all samples or queries are alike hides what a general form shows."""
+        general = [
+            new for _, other, new in self.tried if other.pattern == "full" and new and {d.name for d in new} <= TELLING
+        ]
+        self.understood = form
+        self._tell(form)
+        if form.pattern != "full" and general:
+            return general[0]
+        self.report.coverage.append(Exercise(self.parameter, True, str(form)))
+        return []
+
+    def _tell(self, form: MaskForm) -> None:
+        theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"
+        row = (f"mask ({self.parameter})", str(form), f"{theirs}: True = may not look, or added")
+        self.report.conventions.append(row)
+
+    def nearest(self) -> list[Departure]:
+        """What departs in the form that is nearest to right; without one, what that says."""
+        if self.tried:
+            _, form, new = min(self.tried, key=lambda item: item[0])
+            self._tell(form)
+            return new
+        if self.idle:
+            return self._without_effect()
+        infinite = next((d for attempt in self.broken for d in _infinite_weights(attempt)), None)
+        if infinite is not None:
+            return [infinite]
+        wrong = [error for error in self.errors if isinstance(error, CODE_ERRORS)]
+        if wrong and len(wrong) == len(self.errors):
+            return [Departure("mask_fails", "mask", None, {"said": said(wrong[0])}, frames=frames_of(wrong[0]))]
+        why = f"every form raised, {said(self.errors[0])}" if self.errors else "every form gave NaN"
+        self.report.notes.append(f"{self.parameter} was not read: {why}")
+        self.report.coverage.append(Exercise(self.parameter, False, why))
+        return []
+
+    def _without_effect(self) -> list[Departure]:
+        switch = _switched_off(self.situation.subject.module)
+        if switch:
+            self.report.coverage.append(Exercise(self.parameter, False, f"it has no effect: {switch} is False"))
+            return []
+        if self.situation.plan.self_attention and OF_MEMORY.search(self.parameter):
+            self.report.coverage.append(Exercise(self.parameter, False, "no second tensor is given that it could hide"))
+            return []
+        judgement = self.situation.judgement
+        return [Departure("mask_never_used", "mask", judgement.attention.first if judgement is not None else None)]
+
+
+class _Allowed(ExpectedFor):
+    """Says which keys a mask allows, and what the code hides by itself."""
+
+    def __init__(self, may: Tensor, plain: Examination | None) -> None:
+        self.may, self.plain = may, plain
+
+    def of(self, attention: Attention) -> dict[int, Expectation]:
+        found = {}
+        for part in attention.parts:
+            query, key = part.table.query, part.table.key
+            batch, queries, keys = self.may.shape
+            if int(query.max()) >= batch * queries or int(key.max()) >= batch * keys:
+                continue
+            allowed = self.may[query // queries, query % queries, key % keys]
+            own = self._own(attention, len(allowed))
+            found[part.number] = Expectation(allowed & ~own if own is not None else allowed, True)
+        return found
+
+    def _own(self, attention: Attention, count: int) -> Tensor | None:
+        for judgement in self.plain.judgements if self.plain is not None else ():
+            for part, hidden in zip(judgement.attention.parts, judgement.hidden, strict=False):
+                same = part.product.operation.frames == attention.parts[0].product.operation.frames
+                if same and len(hidden) == count:
+                    return hidden
+        return None
+
+
+def _beyond(situation: Situation, attempt: Situation) -> list[Departure]:
+    return new_departures(situation.departures, [d for d in attempt.departures if d.stage != "wrap"])
+
+
+def _output(situation: Situation) -> Tensor:
+    return list(tensors_in((situation.found.run.output,)))[situation.plan.output]
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
+
+
+def _steps(situation: Situation) -> Iterator[tuple[Operation, bool]]:
+    """The operations between the products, and whether a softmax came before."""
+    judgement = situation.judgement
+    after = False
+    for operation, _, _ in judgement.attention.chain(judgement.attention.parts[0]) if judgement is not None else ():
+        yield operation, after
+        after = after or operation.name in SOFTMAXES
+
+
+def _scores(situation: Situation) -> Tensor | None:
+    """What goes into the softmax."""
+    found = [operation for operation, _ in _steps(situation) if operation.name in SOFTMAXES]
+    return found[0].inputs[0].value if found else None
+
+
+def _infinite_weights(attempt: Situation) -> Iterator[Departure]:
+    """Weights that become infinite after the softmax."""
+    for operation, after in _steps(attempt):
+        if after and bool(operation.outputs[0].value.isinf().any()):
+            yield Departure("mask_after_softmax", "mask", operation)
+            return
+
+
+def _switched_off(module: nn.Module | None) -> str:
+    """Name the attribute that is False and speaks of masks; "" if there is none."""
+    owners = module.named_modules() if module is not None else ()
+    named = ((f"{path}.{name}".strip("."), value) for path, owner in owners for name, value in vars(owner).items())
+    return next((name for name, value in named if value is False and "mask" in name.rpartition(".")[2].lower()), "")
+
+
+def _score(form: MaskForm, new: list[Departure], blocked: bool) -> tuple[float, ...]:
+    """How far a reading of the mask is from right: the nearest one is reported."""
+    worst = max((COSTS.get(departure.name, 4) for departure in new), default=0)
+    kind = 0 if form.encoding in ("look", "block") else 2 if form.encoding == "additive" else 1
+    return (float(blocked), float(worst + len(new)), float(form.pattern != "full"), float(kind))

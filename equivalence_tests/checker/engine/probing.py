@@ -1,0 +1,137 @@
+"""Further calls that show what one call hides: large inputs, other lengths, training, a second tensor."""
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from equivalence_tests.checker.calling import Caller, cross_plans, random_inputs
+from equivalence_tests.checker.causality import causal_claim
+from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.situations import Situation, situation_of
+from equivalence_tests.checker.engine.watching import Frames, frames_of
+from equivalence_tests.checker.tracing import modules_created
+
+LOUD = 30.0
+
+
+def loud(situation: Situation, caller: Caller) -> list[Departure]:
+    """Large inputs show what holds scores down."""
+    try:
+        loud = situation_of(situation.subject, caller, situation.plan, situation.lengths, size=LOUD)
+    except Exception:  # the code may refuse large numbers
+        return []
+    return [d for d in loud.departures if d.name.startswith("changed_by") or "changed_by" in d.name]
+
+
+def missing_keys(situation: Situation) -> list[Departure]:
+    """Every query meets every key of its sample."""
+    keys = situation.inputs.key.size(1)
+    for judgement in situation.found.judgements:
+        attention = judgement.attention
+        pairs = torch.cat(
+            [torch.stack([p.table.query * 1024 + p.table.head, p.table.key], -1) for p in attention.parts]
+        )
+        pairs = pairs.unique(dim=0)
+        if len(pairs) >= len(pairs[:, 0].unique()) * keys:
+            continue
+        names = attention.run.names
+        lost = attention.first
+        for source in {int(x) for p in attention.parts for x in source_of(p.product.right).unique()}:
+            whole = len(token_of(names.sources[source].codes).unique())
+            for operation, codes, _ in names.carrying(source, attention.first.index - 1):
+                fewer = len(token_of(codes[known(codes)]).unique()) < whole and len(operation.outputs) == 1
+                if fewer and len(feature_of(codes).unique()) == len(feature_of(names.sources[source].codes).unique()):
+                    return [Departure("key_tokens_missing", "product", operation, {"keys": keys})]
+        return [Departure("key_tokens_missing", "product", lost, {"keys": keys})]
+    return []
+
+
+def other_length_departures(situation: Situation, caller: Caller) -> list[Departure]:
+    """Keys may be more or fewer than queries wherever they are given apart."""
+    lengths = situation.lengths
+    if situation.plan.self_attention or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
+        return []
+    inputs = random_inputs(replace(lengths, key_len=lengths.query_len + 2), situation.plan, 1, situation.subject.dtype)
+    try:
+        with torch.no_grad():
+            caller.returned(situation.plan, inputs)
+    except Exception as error:  # that is what is asked
+        frames = frames_of(error)
+        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return [Departure("other_lengths_crash", "project", None, {"said": said}, frames=frames)]
+    return []
+
+
+def in_training(situation: Situation) -> list[Departure]:
+    """Dropout drops the weights, not the scores."""
+    module, judgement = situation.subject.module, situation.judgement
+    if module is None or judgement is None or judgement.blocked():
+        return []
+    module.train()
+    try:
+        run = situation.call.run(situation.found.patches)
+    except Exception:
+        return []
+    finally:
+        module.eval()
+    for part in judgement.attention.parts:
+        for operation, codes, _ in run.names.carrying(part.number):
+            if "dropout" not in operation.name or not operation.inputs:
+                continue
+            taken = operation.inputs[0].value
+            if bool((taken[known(codes)] < -1e-6).any()):
+                return [Departure("dropout_on_scores", "dropout", operation)]
+    return []
+
+
+def crossing(situation: Situation, caller: Caller) -> list[Departure]:
+    """With the second tensor that may be left out."""
+    if not situation.plan.self_attention or situation.subject.adapter.call is not None:
+        return []
+    found: list[Departure] = []
+    for plan, lengths in itertools.islice(cross_plans(caller, situation.lengths), 1):
+        if plan.layout == situation.plan.layout:
+            found += situation_of(situation.subject, caller, plan, lengths).departures
+    return found
+
+
+def made_in_forward(situation: Situation, caller: Caller) -> list[Departure]:
+    """Layers with weights that every call makes anew."""
+    with modules_created() as created, torch.no_grad():
+        caller.returned(situation.plan, situation.inputs)
+    made = [name for name in created if name in TRAINED]
+    if not made:
+        return []
+    name = "norm_fresh_in_forward" if set(made) == {"LayerNorm"} else "layer_made_in_forward"
+    return [Departure(name, "project", None, {"made": made}, frames=_where_made(situation, made[0]))]
+
+
+TRAINED = ("Linear", "LayerNorm", "Embedding", "Conv1d")
+
+
+def _where_made(situation: Situation, made: str) -> Frames:
+    """The lines of the call that a fresh layer takes part in: its weight is neither a parameter nor an argument."""
+    product = "layer_norm" if made == "LayerNorm" else "linear"
+    recorder = situation.found.run.recorder
+    for operation in situation.found.run.operations:
+        if operation.name == product and len(operation.origins) > 1 and not recorder.named(operation.origins[1]):
+            return operation.frames
+    return ()
+
+
+def never_causal(situation: Situation, caller: Caller) -> list[Departure]:
+    """A causal mask that the code speaks of, where every token sees the future."""
+    module, judgement = situation.subject.module, situation.judgement
+    if module is None or judgement is None or not situation.plan.self_attention:
+        return []
+    if any(bool(hidden.any()) for hidden in judgement.hidden) or any(d.stage == "mask" for d in judgement.departures):
+        return []
+    with torch.no_grad():
+        claim = causal_claim(module, lambda: caller.returned(situation.plan, situation.inputs))
+    if not claim:
+        return []
+    dropped = [op for op in situation.found.run.operations if op.name == "masked_fill"]
+    place = dropped[-1] if dropped else judgement.attention.first
+    return [Departure("causal_mask_never_used", "mask", place, {"claim": claim})]

@@ -1,0 +1,202 @@
+"""How the code was read: how it is called, where its heads and weights are, and what it includes beside attention."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from equivalence_tests.checker.calling import CallPlan
+from equivalence_tests.checker.engine.anchors import Attention
+from equivalence_tests.checker.engine.codes import feature_of
+from equivalence_tests.checker.engine.contracts.ending import wrap_of
+from equivalence_tests.checker.engine.contracts.operands import Operand, earlier
+from equivalence_tests.checker.engine.contracts.projecting import output_weight, weight_of
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern
+from equivalence_tests.checker.engine.identities import Identities, Source
+from equivalence_tests.checker.engine.judging import Judgement
+from equivalence_tests.checker.engine.situations import Situation, output_codes
+from equivalence_tests.checker.kept_state import changed_by_calls
+from equivalence_tests.checker.report import Report
+
+__all__ = ["is_causal", "notes_of", "reading_of"]
+
+Row = tuple[str, str, str]
+LAYOUTS = {
+    "b l e": "(batch, len, features)",
+    "l b e": "(len, batch, features)",
+    "b h l d": "(batch, heads, len, head_dim)",
+    "b l h d": "(batch, len, heads, head_dim)",
+    "l e": "(len, features)",
+    "b e l": "(batch, features, len)",
+    "b e l 1": "(batch, features, height, width)",
+}
+WRAPS = {
+    ("none", False): "attention alone",
+    ("residual", False): "+ residual",
+    ("post_norm", False): "+ residual, then LayerNorm (post-norm)",
+    ("none", True): "+ LayerNorm on the input (pre-norm)",
+    ("residual", True): "+ LayerNorm on the input (pre-norm), + residual",
+}
+ROLES = ("query", "key", "value")
+
+
+def reading_of(situation: Situation, report: Report) -> Iterator[Row]:
+    """List how the code is called and laid out, beside torch's way: (what, in this code, in torch.nn).
+
+    Args:
+        situation: One call, and what was seen in it.
+        report: What was found out about it.
+    """
+    yield "arguments", _arguments(situation.plan), "forward(query, key, value, ...)"
+    yield "layout", LAYOUTS[situation.plan.layout], "(len, batch, features) unless batch_first"
+    judgement = situation.judgement
+    if judgement is None or judgement.blocked():
+        return
+    yield _heads(judgement)
+    if situation.subject.module is not None:
+        yield from _weights(judgement)
+    words = changes_in_words(judgement)
+    if words:
+        yield "queries and keys", words, "used as they are projected"
+    if any(finding.name == "bias_added" for finding in report.meant):
+        yield "scores", "a bias by position is added", "attn_mask of floats, given in each call"
+    wrap = _wrap(situation)
+    if wrap:
+        yield "includes", wrap, "attention alone"
+    if is_causal(judgement) and not any(finding.stage == "mask" for finding in report.findings):
+        yield "causal mask", "built in", "attn_mask, given in each call"
+
+
+def _arguments(plan: CallPlan) -> str:
+    words = {"input": "query = key = value", "memory": "key = value", "mask?": "mask"}
+    words |= {role: role.removeprefix("=") for _, role in plan.roles if role.startswith("=")}
+    return ", ".join(
+        name if words.get(role, role) == name else f"{name}: {words.get(role, role)}" for name, role in plan.roles
+    )
+
+
+def _heads(judgement: Judgement) -> Row:
+    parts = judgement.attention.parts
+    heads = len(torch.cat([part.table.place_of_head.unique() for part in parts]).unique())
+    keys = len(torch.cat([part.table.key_heads for part in parts]).unique(dim=0))
+    if keys == heads:
+        return "heads", str(heads), "num_heads"
+    return "heads", f"{heads}; keys and values have {keys}", "enable_gqa of F.scaled_dot_product_attention"
+
+
+def _weights(judgement: Judgement) -> Iterator[Row]:
+    """The parameters that make queries, keys and values, and the output."""
+    attention = judgement.attention
+    operands = judgement.operands[0] if judgement.operands else []
+    names = {operand.role: module_of(weight_of(attention, operand)) for operand in operands}
+    distinct = list(dict.fromkeys(names.values()))
+    if any(distinct):
+        packed = f": {_packed(operands)}" if len(distinct) == 1 else " (qkv)" if len(distinct) == 3 else ""
+        yield "projections", ", ".join(name or "none" for name in distinct) + packed, IN_PROJ
+    output = output_weight(attention)
+    yield "output projection", module_of(output) or "none: the heads side by side come back", "out_proj"
+
+
+IN_PROJ = "in_proj_weight: rows are [q; k; v]"
+
+
+def _packed(operands: list[Operand]) -> str:
+    """In which order the rows of one matrix give queries, keys and values."""
+    made = {operand.role: operand.sources[0].operation for operand in operands}
+    if len({id(operation) for operation in made.values()}) == len(operands):  # each takes rows of its own
+        offsets = {role: op.inputs[1].tensor.storage_offset() for role, op in made.items() if op is not None}
+        return f"rows are [{'; '.join(role[0] for role in sorted(offsets, key=lambda role: offsets[role]))}]"
+    rows = {operand.role: feature_of(operand.codes) for operand in operands}
+    first, last = ({role: int(x) for role, x in ((r, f(rows[r])) for r in rows)} for f in (torch.amin, torch.amax))
+    order = sorted(rows, key=lambda role: first[role])
+    letters = ", ".join(role[0] for role in order)
+    if all(last[one] < first[other] for one, other in itertools.pairwise(order)):
+        return f"rows are [{letters.replace(',', ';')}]"
+    head = {role: x[0, 0] for role, x in rows.items() if role != "value"}
+    together = all(int(x.max() - x.min()) == len(x) - 1 for x in head.values())
+    return f"rows are {f'[{letters}] for each head' if together else f'{letters} for each element'} in turn"
+
+
+def module_of(parameter: str) -> str:
+    """Give the path of the layer that holds a parameter, or the parameter's own where it stands alone.
+
+    >>> module_of("attn.q_proj.weight"), module_of("W_query")
+    ('attn.q_proj', 'W_query')
+    """
+    return parameter.removesuffix(".weight")
+
+
+def changes_in_words(judgement: Judgement) -> str:
+    """Say how queries and keys are normalised and rotated; "" if they are not, or not alike."""
+    operands = judgement.operands[0][:2] if judgement.operands else []
+    words = {", ".join(_changes(judgement.attention, operand)) for operand in operands}
+    return words.pop() if len(words) == 1 else ""
+
+
+def _changes(attention: Attention, operand: Operand) -> list[str]:
+    """The norm and the rotation of an operand, whichever comes first."""
+    norm, turn, step = "", "", operand
+    for _ in range(4):
+        norm = norm or _norm(operand, step)
+        turn = turn or (f"rotated by position ({step.turn})" if step.change == "rotated" and step.turn else "")
+        before = earlier(attention.run, step)
+        if before is None:
+            break
+        step = before
+    return [word for word in (norm, turn) if word]
+
+
+def _norm(operand: Operand, step: Operand) -> str:
+    source = step.sources[0] if step.sources else None
+    if source is None or source.kind != "normed" or source.operation is None:
+        return "normalised" if step.change == "normed" else ""
+    shape = source.operation.argument(1, "normalized_shape")
+    whole = isinstance(shape, tuple | list) and shape[-1] != operand.codes.size(-1)
+    weighted = len(source.operation.inputs) > 1
+    return ("normalised before they are split" if whole else "normalised in each head") + (
+        "" if weighted else ", without weights"
+    )
+
+
+def _wrap(situation: Situation) -> str:
+    """What stands around the attention; "" where that is not known."""
+    judgement, read = situation.judgement, output_codes(situation)
+    if judgement is None or read is None:
+        return ""
+    wrap = wrap_of(judgement.attention, read[1])
+    names = judgement.attention.run.names
+    parents = [names.sources[n] for o in judgement.operands[0][:1] for source in o.sources for n in source.parents]
+    normed = any(_is_norm(names, parent) for parent in parents)
+    return WRAPS.get((wrap, normed), "")
+
+
+def _is_norm(names: Identities, source: Source) -> bool:
+    """Whether a source is what a norm gives, with its bias or without."""
+    if source.kind == "added" and len(source.parents) == 1:
+        return _is_norm(names, names.sources[source.parents[0]])
+    return source.kind in ("normed", "gain")
+
+
+def is_causal(judgement: Judgement) -> bool:
+    """Whether every query sees the keys up to its own place and no other."""
+    for part, hidden in zip(judgement.attention.parts, judgement.hidden, strict=False):
+        live = torch.ones_like(hidden)
+        if causal_pattern(part, hidden, live) != "causal":
+            return False
+    return bool(judgement.hidden)
+
+
+def notes_of(situation: Situation) -> Iterator[str]:
+    """Say what the code has that torch.nn has not, and what it has not."""
+    judgement = situation.judgement
+    if judgement is None or judgement.blocked():
+        return
+    singles = [m.single for m in judgement.models] + [o.single for row in judgement.operands for o in row]
+    if any(singles) and situation.subject.dtype == torch.float64:
+        yield "a part is computed in float32 whatever the input is"
+    if words := changes_in_words(judgement):
+        yield f"torch.nn leaves queries and keys as they are; compared with attention in which they are {words}"
+    if changed := changed_by_calls(situation.subject.function):
+        yield f"a call changes {', '.join(changed)}; that was put back each time, so that no call saw another's"
+    if situation.subject.module is not None and not output_weight(judgement.attention):
+        yield "there is no output projection: right where another class holds it (BERT), else it is missing"

@@ -1,0 +1,273 @@
+"""One way to call what is checked, what it was given, and what was seen in it."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, random_inputs
+from equivalence_tests.checker.construction import Sizes
+from equivalence_tests.checker.engine.anchors import Attention
+from equivalence_tests.checker.engine.codes import coded, known
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.ending import ending_departures
+from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
+from equivalence_tests.checker.engine.intervening import Examination, ExpectedFor, examine
+from equivalence_tests.checker.engine.judging import Judgement
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
+from equivalence_tests.checker.inputs import Inputs
+from equivalence_tests.checker.masking import MaskForm
+from equivalence_tests.checker.subject import Subject
+from equivalence_tests.checker.tracing import tensors_in
+
+DROWNED = 1e3  # scores below its opposite are hidden
+
+
+@dataclass(eq=False)
+class Situation:
+    """One way to call the subject, and what came of it.
+
+    Args:
+        subject: What is checked.
+        plan: How it is called.
+        lengths: On which sizes.
+        inputs: What it was given.
+        call: The call.
+        found: What was seen in it.
+        extra: What departs outside the attention itself: inputs, weights, residual.
+    """
+
+    subject: Subject
+    plan: CallPlan
+    lengths: Sizes
+    inputs: Inputs
+    call: Call
+    found: Examination
+    extra: list[Departure] = field(default_factory=list)
+
+    @property
+    def departures(self) -> list[Departure]:
+        """All that departs, in the order of the stages."""
+        return [*(d for found in self.found.departures for d in found), *self.extra]
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """Of the first attention."""
+        return self.found.judgements[0] if self.found.judgements else None
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something kept the rest from being read."""
+        return not self.found.judgements or any(j.blocked() for j in self.found.judgements)
+
+
+def plans_of(subject: Subject, caller: Caller, errors: list[str]) -> list[tuple[CallPlan, Sizes]]:
+    """List the ways to call it; those whose names say what each argument is are believed."""
+    if subject.adapter.call is not None:
+        return [(CallPlan((("query", "query"), ("key", "key"), ("value", "value")), "b l e"), subject.sizes)]
+    found = list(itertools.islice(call_plans(caller, subject.sizes, errors), 12))
+    named = [item for item in found if item[0].named]
+    if found and not named:  # names that say what each argument is are believed, even where lengths must be equal then
+        even = call_plans(caller, replace(subject.sizes, key_len=subject.sizes.query_len), [])
+        named = [item for item in itertools.islice(even, 4) if item[0].named and not item[0].self_attention]
+    return named or found
+
+
+def likeliest(subject: Subject, caller: Caller, plans: list[tuple[CallPlan, Sizes]]) -> Situation:
+    """The way to call it in which least departs; where names say what arguments mean, the first one."""
+    best: Situation | None = None
+    for plan, lengths in _alternatives(plans) if plans[0][0].named and subject.module is not None else plans[:6]:
+        situation = situation_of(subject, caller, plan, lengths)
+        if best is None or _rank(situation) < _rank(best):
+            best = situation
+        if not any(_rank(situation)):
+            break
+    assert best is not None  # there is a plan
+    return best
+
+
+def _alternatives(plans: list[tuple[CallPlan, Sizes]]) -> list[tuple[CallPlan, Sizes]]:
+    """The first way to call it, with each mask that might hide nothing where one is required."""
+    first, lengths = plans[0]
+    return [item for item in plans if replace(item[0], neutral=first.neutral) == first and item[1] == lengths]
+
+
+def _rank(situation: Situation) -> tuple[bool, bool, bool, int]:
+    return not situation.found.judgements, situation.blocked, _sees_nothing(situation), len(situation.departures)
+
+
+def _sees_nothing(situation: Situation) -> bool:
+    """Whether a mask that was meant to hide nothing hides everything."""
+    for judgement in situation.found.judgements:
+        for part in judgement.attention.parts:
+            for operation, _, _ in judgement.attention.chain(part):
+                if operation.name in SOFTMAXES:
+                    return bool((operation.inputs[0].value < -DROWNED).all())
+    return False
+
+
+def situation_of(
+    subject: Subject,
+    caller: Caller,
+    plan: CallPlan,
+    lengths: Sizes,
+    form: MaskForm | None = None,
+    may: Tensor | None = None,
+    size: float = 1.0,
+    known_mask: ExpectedFor | None = None,
+) -> Situation:
+    """Call it in one way, and look at what runs."""
+    inputs = _resized(random_inputs(lengths, plan, 1, subject.dtype), size)
+    inputs = replace(inputs, may_attend=may)
+    args, kwargs = caller.arguments(plan, inputs, form)
+    seeds, roles = _named_inputs(caller, plan, inputs, form, args, kwargs)
+    if subject.adapter.call is not None:
+        kwargs = {**kwargs, "may": may}
+    call = Call(calling_of(caller), tuple(args), kwargs, subject.module, seeds)
+    found = examine(call, known_mask)
+    situation = Situation(subject, plan, lengths, inputs, call, found)
+    situation.extra = list(_outside(situation, roles))
+    for departure in situation.departures:
+        _name_by_heads(departure, situation)
+    return situation
+
+
+def _name_by_heads(departure: Departure, situation: Situation) -> None:
+    """One head where there should be several, scaled as one of several."""
+    heads, judgement = situation.subject.sizes.num_heads, situation.judgement
+    if departure.name != "scale_other" or heads < 2 or judgement is None:
+        return
+    whole = len(judgement.attention.parts[0].table.heads) == 1
+    if whole and abs(departure.facts["factor"] * (departure.facts["width"] // heads) ** 0.5 - 1) < 1e-6:
+        departure.name, departure.stage = "heads_never_split", "split"
+
+
+def calling_of(caller: Caller) -> Any:
+    """Give what is called: the code itself, or the user's adapter around it."""
+    adapted = getattr(caller, "call", None)
+    if adapted is None:
+        return caller.function
+    return lambda query, key, value, may=None: adapted(caller.function, query, key, value, may)
+
+
+def _resized(inputs: Inputs, size: float) -> Inputs:
+    if size == 1.0:
+        return inputs
+    bigger = {id(x): x * size for x in (inputs.query, inputs.key, inputs.value)}
+    return Inputs(*(bigger[id(x)] for x in (inputs.query, inputs.key, inputs.value)))
+
+
+def _named_inputs(
+    caller: Caller, plan: CallPlan, inputs: Inputs, form: MaskForm | None, args: list[Any], kwargs: dict[str, Any]
+) -> tuple[dict[int, Tensor], dict[int, str]]:
+    """Names of the elements of the arguments, and what each argument is."""
+    codes: dict[int, Tensor] = {}
+    for x in (inputs.query, inputs.key, inputs.value):
+        batch, length, width = x.shape
+        token = torch.arange(batch * length).view(batch, length, 1).expand(x.shape)
+        codes[id(x)] = coded(1, token, torch.arange(width).expand(x.shape))
+    query, key, value = (codes[id(x)] for x in (inputs.query, inputs.key, inputs.value))
+    named = Inputs(query, key, value, inputs.may_attend)
+    double = replace(caller, dtype=torch.float64)
+    name_args, name_kwargs = double.arguments(plan, named, form)
+    seeds, roles = {}, {}
+    roles_of = dict(plan.roles)
+    pairs = [*zip((role for _, role in plan.roles), args, name_args, strict=False)] if args else []
+    pairs += [(roles_of[name], kwargs[name], name_kwargs[name]) for name in kwargs]
+    for role, x, names in pairs:
+        if role in ("query", "key", "value", "memory", "input") and isinstance(x, Tensor):
+            seeds[id(x)] = names
+            roles[id(x)] = {"memory": "kv", "input": "qkv"}.get(role, role[0])
+    return seeds, roles
+
+
+def _outside(situation: Situation, roles: dict[int, str]) -> Iterator[Departure]:
+    """What departs before the projections and after the merge."""
+    found = situation.found
+    if not found.judgements:
+        return
+    judgement, module = found.judgements[-1], situation.subject.module
+    attention = judgement.attention
+    operands = _operands(judgement)
+    by_source = _roles_of_sources(situation, roles)
+    departures = list(projection_departures(attention, operands, by_source, module)) if operands else []
+    departures += unused_departures(attention, module, departures)
+    yield from departures
+    if not judgement.blocked():
+        yield from _ending(situation, attention)
+
+
+def _operands(judgement: Judgement) -> list[Any]:
+    return judgement.operands[0] if judgement.operands and len(judgement.operands[0]) == 3 else []
+
+
+def _roles_of_sources(situation: Situation, roles: dict[int, str]) -> dict[int, str]:
+    """The roles by the numbers of the sources: inputs get their names in the order of the arguments."""
+    names = situation.found.run.names
+    seeds = list(situation.call.seeds)
+    order = [key for key in _keys_in_order(situation.call) if key in seeds]
+    return {number: roles[key] for number, key in enumerate(order, start=1) if number in names.sources}
+
+
+def _keys_in_order(call: Call) -> list[int]:
+    found = [id(x) for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+    return list(dict.fromkeys(found))
+
+
+def _ending(situation: Situation, attention: Attention) -> Iterator[Departure]:
+    read = output_codes(situation)
+    if read is not None:
+        yield from ending_departures(attention, *read)
+
+
+def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What comes back, the names of its elements, and the tokens that should lie there; None if they are not known."""
+    run, plan = situation.found.run, situation.plan
+    outputs = list(tensors_in((run.output,)))
+    if plan.output >= len(outputs):
+        return None
+    output = outputs[plan.output]
+    codes = None
+    for operation, names in zip(run.operations, run.names.after, strict=True):
+        for slot, found in zip(operation.outputs, names, strict=False):
+            if slot.tensor is output:
+                codes = found
+    wanted = _wanted_tokens(situation, output)
+    if codes is None or wanted is None or not bool(known(codes).all()):
+        return None
+    return output.detach().double(), codes, wanted
+
+
+def _wanted_tokens(situation: Situation, output: Tensor) -> Tensor | None:
+    """The tokens that should lie in what comes back."""
+    query = situation.inputs.query
+    batch, length, _ = query.shape
+    token = torch.arange(batch * length).view(batch, length)
+    layout = situation.plan.layout
+    if layout == "l b e" and output.dim() == 3:
+        return token.T[..., None].expand(output.shape) if output.shape[:2] == (length, batch) else None
+    if layout in ("b l e", "b l h d") and tuple(output.shape[:2]) == (batch, length):
+        return token.view(batch, length, *[1] * (output.dim() - 2)).expand(output.shape)
+    if layout == "b h l d" and output.dim() == 4 and output.size(2) == length:
+        return token[:, None, :, None].expand(output.shape)
+    if layout in ("b e l", "b e l 1") and output.size(0) == batch and output.size(2) == length:
+        return token.view(batch, 1, length, *[1] * (output.dim() - 3)).expand(output.shape)
+    if layout == "l e" and output.dim() == 2:
+        return token[0][:, None].expand(output.shape)
+    return None
+
+
+def new_departures(known_ones: list[Departure], others: list[Departure]) -> list[Departure]:
+    """What is not known yet: another name, or the same in another line."""
+    old = {(d.name, d.lines[:1]) for d in known_ones}
+    lines = {d.lines[:1] for d in known_ones if d.lines}
+    fresh = []
+    for departure in others:
+        frames = departure.lines[:1]
+        if (departure.name, frames) not in old and not (frames in lines and departure.stage in ("scores", "operand")):
+            fresh.append(departure)
+    return fresh
