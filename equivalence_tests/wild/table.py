@@ -1,6 +1,7 @@
 """What became of the attentions of the wild, as a table and as a file."""
 
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -50,7 +51,17 @@ def summary(judged: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def written(path: Path, what: dict[str, Any], judged: Sequence[dict[str, Any]], not_built: dict[str, str]) -> None:
     """Write the committed result: the figures, each attention, and the models that could not be built or run."""
-    told = [{name: value for name, value in one.items() if name != "key"} for one in judged]
+    told = [_without_source(one) for one in judged]
     told.sort(key=lambda one: (one["library"], one["name"], one["path"], one["implementation"]))
     content = {**what, "attentions": told, "not_built": dict(sorted(not_built.items()))}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _without_source(one: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is a piece of somebody's code: lines and expressions.
+
+    >>> _without_source({"key": "x", "before": "q * s", "findings": ["scale at a.py:3 `q * s`: It is wrong."]})
+    {'findings': ['scale at a.py:3: It is wrong.']}
+    """
+    kept = {name: value for name, value in one.items() if name not in ("key", "before", "after")}
+    return kept | {"findings": [re.sub(r"(:\d+) `.*?`(?=: )", r"\1", said) for said in one["findings"]]}

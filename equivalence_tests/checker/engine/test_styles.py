@@ -620,3 +620,14 @@ class MixesTokensWithALearntWeight(Base):
 def test_tokens_that_are_mixed_are_never_meant_so() -> None:
     report = judged(MixesTokensWithALearntWeight)
     assert (report.mistakes, report.meant) == (("context_sums_over_queries",), [])
+
+
+class AddsWhatCameBefore(Base):
+    """Adds a residual whose tokens were sorted on the way: nobody knows their names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.sort(1).values
+
+
+def test_a_residual_from_anywhere_may_be_added() -> None:
+    assert judged(AddsWhatCameBefore).verdict == "equal"

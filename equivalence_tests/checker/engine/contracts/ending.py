@@ -91,7 +91,13 @@ def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[
             yield Departure(name, "output", moved or _last_move(attention))
             return
         if late and not near(output, values_at(source, codes), 1e-4):
-            yield _changed(attention, source)
+            changed = _changed(attention, source)
+            if not _adds_two(changed.operation):  # a residual, which came from where names are not followed
+                yield changed
+
+
+def _adds_two(operation: Operation | None) -> bool:
+    return operation is not None and operation.name.strip("_") in ("add", "iadd", "radd") and len(operation.inputs) > 1
 
 
 def wrap_of(attention: Attention, codes: Tensor) -> str:
