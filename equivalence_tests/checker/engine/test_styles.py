@@ -605,8 +605,15 @@ class WithAPartNotReached(Base):
         self.compressor = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
 
 
-def test_a_part_that_the_call_does_not_reach_is_no_mistake() -> None:
-    assert judged(WithAPartNotReached).mistakes == ()
+class WithANormNotReached(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory_norm = nn.LayerNorm(WIDTH)
+
+
+@pytest.mark.parametrize("target", [WithAPartNotReached, WithANormNotReached])
+def test_what_the_call_does_not_reach_is_no_mistake(target: type[nn.Module]) -> None:
+    assert judged(target).mistakes == ()
 
 
 class MixesTokensWithALearntWeight(Base):
