@@ -148,6 +148,9 @@ class TestTextbook:
             whole = tiled_attention(**heads(spread=spread), diagonal=0)
             assert_equal({"output": tiled_attention(**inputs, diagonal=0)}, {"output": whole[lead]})
 
+    def test_as_many_keys_as_features(self) -> None:
+        assert_as_the_textbook(heads(q=(2, 3, 17, 23), k=(2, 3, 23, 23)))
+
     def test_any_layout_in_memory(self, spread: float) -> None:
         inputs = {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in heads(spread=spread).items()}
         assert_as_the_textbook(inputs, diagonal=0)
@@ -504,6 +507,14 @@ def test_another_device_takes_over_once_it_has_a_kernel_and_no_mask_is_written_d
     monkeypatch.setitem(tiling.KERNELS, "meta", tiled_attention)
     assert tiling.take_over(q, q, q, None, 0.0)
     assert not tiling.take_over(q, q, q, mask, 0.0)
+
+
+@pytest.mark.parametrize(("k_heads", "v_heads", "batch"), [(2, 4, 1), (4, 4, 0)])
+def test_heads_that_do_not_pair_and_empty_batches_go_by_the_textbook(k_heads: int, v_heads: int, batch: int) -> None:
+    q, k, v = (torch.empty(batch, number, 700, 16) for number in (4, k_heads, v_heads))
+    assert not tiling.take_over(q, k, v, None, 0.0)
+    if batch:
+        assert not tiling.take_over(q[0], k[0], v[0], None, 0.0)
 
 
 MODULE_MASKS: dict[str, dict[str, Any]] = {

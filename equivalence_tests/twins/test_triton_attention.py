@@ -57,15 +57,23 @@ def of_even_keys(batch, head, queries, keys):
     return tl.where((keys % 2 == 0) & (queries >= 10), 0.0, float("-inf"))
 
 
+@triton.jit
+def beyond_the_end(batch, head, queries, keys):
+    """Raise the scores of queries that do not exist, in the last tile, until they overflow."""
+    return tl.where(queries < 37, 0.0, 1e5) + 0.0 * keys
+
+
 def written_out(name: str, query_len: int, key_len: int) -> Tensor:
     """Write the same biases down for 2 samples and 4 heads."""
     batch, head, queries, keys = torch.meshgrid(*map(torch.arange, (2, 4, query_len, key_len)), indexing="ij")
     if name == "by distance":
         return -(queries - keys).abs().double() * (1 + head + 4 * batch) / 16
+    if name == "beyond the end":
+        return torch.zeros(())
     return scratch.masks.to_score_bias((keys % 2 == 0) & (queries >= 10), torch.float64)
 
 
-BIASES = {"by distance": by_distance, "of even keys": of_even_keys}
+BIASES = {"by distance": by_distance, "of even keys": of_even_keys, "beyond the end": beyond_the_end}
 
 
 def heads(key_heads: int = 2, dtype: torch.dtype = torch.float64, spread: float = 1.0) -> dict[str, Any]:
@@ -112,6 +120,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "window beside all tiles": {"window": 3, "diagonal": 30},
     "bias": {"score_bias": "by distance"},
     "bias that hides": {"score_bias": "of even keys"},
+    "bias beyond the end": {"score_bias": "beyond the end"},
     "bias, causal, window": {"score_bias": "by distance", "diagonal": 2, "window": 20, "scale": 0.5},
 }
 
