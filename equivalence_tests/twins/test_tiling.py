@@ -148,8 +148,8 @@ class TestTextbook:
             whole = tiled_attention(**heads(spread=spread), diagonal=0)
             assert_equal({"output": tiled_attention(**inputs, diagonal=0)}, {"output": whole[lead]})
 
-    def test_as_many_keys_as_features(self) -> None:
-        assert_as_the_textbook(heads(q=(2, 3, 17, 23), k=(2, 3, 23, 23)))
+    def test_as_many_keys_as_features(self, spread: float) -> None:
+        assert_as_the_textbook(heads(spread=spread, q=(2, 3, 17, 23), k=(2, 3, 23, 23)))
 
     def test_any_layout_in_memory(self, spread: float) -> None:
         inputs = {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in heads(spread=spread).items()}
