@@ -198,7 +198,7 @@ SPLIT_LINE = "x.view(x.size(0), x.size(1), self.num_heads, -1).transpose(1, 2)"
 MERGE = "(b, h, l, d) -> transpose (b, l, h, d) -> reshape (b, l, h * d)"
 MERGE_LINE = "context.transpose(1, 2).flatten(2)"
 PACKED_LINE = "packed.view(x.size(0), x.size(1), 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)"
-WEIGHED = "weights @ v"
+WEIGHED = "dropped @ v"
 
 LAYOUTS = (
     Mistake(
@@ -228,7 +228,7 @@ LAYOUTS = (
         "qkv.reshape(3, b, h, l, d)",
         "(b, l, 3 * h * d) -> reshape (b, l, 3, h, d) -> permute (3, b, h, l, d)",
         "Use qkv.reshape(batch, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4).",
-    ).made_of("packed", (PACKED_LINE, "packed.view(3, x.size(0), self.num_heads, x.size(1), -1)")),
+    ),
     Mistake(
         "key_viewed_for_transposed",
         "split",
@@ -244,7 +244,7 @@ LAYOUTS = (
         "one score is made of several tokens",
         "scores[i, j] = sum over d of q[i, d] k[j, d]",
         "Multiply q by k.transpose(-2, -1).",
-    ).made_of("itself", ("q @ k.mT", "q.mT @ k"), (WEIGHED, "v @ weights")),
+    ),
     Mistake(
         "attention_among_heads",
         "product",
@@ -274,7 +274,7 @@ LAYOUTS = (
         "scores of head h = q[h] k[another]ᵀ",
         "scores of head h = q[h] k[h]ᵀ",
         "Split queries and keys alike.",
-    ).made_of("cross", ("q @ k.mT", "q @ k.roll(1, 1).mT")),
+    ),
     Mistake(
         "heads_of_values_paired_wrongly",
         "context",
@@ -282,7 +282,7 @@ LAYOUTS = (
         "context of head h = weights[h] v[another]",
         "context of head h = weights[h] v[h]",
         "Split values as queries and keys.",
-    ).made_of("cross", (WEIGHED, "weights @ v.roll(1, 1)")),
+    ),
     Mistake(
         "grouped_heads_tiled",
         "split",
@@ -298,7 +298,7 @@ LAYOUTS = (
         "q k[:-1]ᵀ",
         "q kᵀ, with all keys",
         "Take all keys and values; hide some with a mask.",
-    ).made_of("cross", ("q @ k.mT", "q @ k[:, :, 1:].mT"), (WEIGHED, "weights @ v[:, :, 1:]")),
+    ).made_of("cross", ("q @ k.mT", "q @ k[:, :, 1:].mT"), (WEIGHED, "dropped @ v[:, :, 1:]")),
     Mistake(
         "values_meet_other_keys",
         "context",
@@ -306,15 +306,15 @@ LAYOUTS = (
         "context = sum over j of weights[i, j] v[another]",
         "context = sum over j of weights[i, j] v[j]",
         "Keep keys and values in the same order.",
-    ).made_of("cross", (WEIGHED, "weights @ v.roll(1, 2)")),
+    ),
     Mistake(
         "context_sums_over_queries",
         "context",
         "The weights are summed over the queries, not over the keys.",
         "weightsᵀ @ v",
-        "weights @ v",
+        "dropped @ v",
         "Multiply weights by values without transposing the weights.",
-    ).made_of("itself", (WEIGHED, "weights.mT @ v")),
+    ).made_of("itself", (WEIGHED, "dropped.mT @ v")),
     Mistake(
         "context_mixes_tokens",
         "context",
@@ -322,7 +322,7 @@ LAYOUTS = (
         "sums over several of them at once",
         "context[i, d] = sum over j of weights[i, j] v[j, d]",
         "Bring weights and values to (batch, heads, query, key) and (batch, heads, key, head_dim) first.",
-    ).made_of("itself", (WEIGHED, "weights @ v.reshape(v.size(0), v.size(1), v.size(3), v.size(2)).mT")),
+    ),
     Mistake(
         "heads_merged_without_transpose",
         "merge",
@@ -470,7 +470,7 @@ ROTARY = (
         "scores = rotate(q) rotate_otherwise(k)ᵀ",
         "scores = rotate(q) rotate(k)ᵀ",
         "Rotate queries and keys alike.",
-    ).made_of("rotary", ("self.rotated(q), self.rotated(k)", "self.rotated(q), self.rotated(k.flip(2)).flip(2)")),
+    ),
     Mistake(
         "rotary_queries",
         "rotary",
@@ -494,7 +494,7 @@ ROTARY = (
         "output = weights rotate(v)",
         "output = weights v",
         "Rotate queries and keys only.",
-    ).made_of("rotary", (WEIGHED, "weights @ self.rotated(v)")),
+    ).made_of("rotary", (WEIGHED, "dropped @ self.rotated(v)")),
 )
 
 # ---------------------------------------------------------------------------------------------- roles
@@ -587,18 +587,6 @@ ROLES = (
         "head_i = x_i W with one W of (head_dim, head_dim)",
         "head_i = x W_i with W of (embed_dim, embed_dim)",
         "Project with nn.Linear(embed_dim, embed_dim) first, then split into heads.",
-    ).made_of(
-        "cross",
-        (
-            "self.q_proj, self.k_proj, self.v_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(3))",
-            "width = embed_dim // num_heads\n"
-            "        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))",
-        ),
-        (ROLES_LINE, "query, key, value"),
-        (
-            "q, k, v = (self.split(x) for x in (q, k, v))",
-            "q, k, v = self.q_proj(self.split(q)), self.k_proj(self.split(k)), self.v_proj(self.split(v))",
-        ),
     ),
     Mistake(
         "other_lengths_crash",
@@ -749,7 +737,7 @@ MASKS = (
         "The mask is turned into zeros and ones and added to the scores, so that hidden keys leak.",
         "softmax(scores + mask)",
         "Fill with -inf where the mask hides a key.",
-        "scores = scores + mask.to(scores.dtype)",
+        "scores = scores + (~mask).to(scores.dtype)",
     ),
     _mask(
         "mask_multiplied",
@@ -787,7 +775,7 @@ MASKS = (
         "mask[:, None, :, None]",
         MASK,
         "Use mask[:, None, None, :].",
-    ).made_of("padded", ("padding_mask[:, None, None, :]", "padding_mask[:, None, :, None]")),
+    ),
     _mask(
         "mask_repeated_in_wrong_order",
         "The mask is repeated over the heads in the wrong order: samples get each other's mask.",
@@ -937,7 +925,7 @@ CALLS = (
         "returns other maps",
         "returns softmax(scores), (batch, heads, query, key)",
         "Return the weights of this attention, after the softmax and before dropout.",
-    ).made_of("cross", ("return self.out_proj(merged)", "return self.out_proj(merged), weights.mT.softmax(-1).mT")),
+    ).made_of("cross", ("return self.out_proj(merged)", "return self.out_proj(merged), weights.roll(1, -1)")),
 )
 
 # ---------------------------------------------------------------------------------------------- what may be meant so

@@ -27,8 +27,11 @@ def loud(situation: Situation, caller: Caller) -> list[Departure]:
 
 def missing_keys(situation: Situation) -> list[Departure]:
     """Every query meets every key of its sample."""
-    keys = situation.inputs.key.size(1)
+    queries, keys = situation.inputs.query.size(1), situation.inputs.key.size(1)
     for judgement in situation.found.judgements:
+        tables = [part.table for part in judgement.attention.parts]
+        if all(bool((t.query % queries == t.key % keys).all()) for t in tables) and queries == keys > 1:
+            return [Departure("attention_over_batch", "product", judgement.attention.first)]
         attention = judgement.attention
         pairs = torch.cat(
             [torch.stack([p.table.query * 1024 + p.table.head, p.table.key], -1) for p in attention.parts]

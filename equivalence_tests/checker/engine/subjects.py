@@ -53,6 +53,8 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     departures = list(situation.departures)
     if not situation.blocked:
         departures += _beyond(situation, caller, departures, report)
+    if any(departure.name == "norm_fresh_in_forward" for departure in departures):
+        departures = [departure for departure in departures if departure.name != "norm_never_used"]  # that is why
     _conclude(report, situation, departures)
     report.conventions = [*reading_of(situation, report), *report.conventions]
     report.notes += notes_of(situation)
@@ -71,7 +73,8 @@ def _beyond(situation: Situation, caller: Caller, found: list[Departure], report
     def add(others: list[Departure]) -> None:
         more.extend(new_departures([*found, *more], others))
 
-    add(missing_keys(situation))
+    if not any(departure.stage == "project" for departure in found):
+        add(missing_keys(situation))
     if not found and not more:
         add(other_length_departures(situation, caller))
     add(loud(situation, caller))
@@ -142,7 +145,7 @@ def _conclude(report: Report, situation: Situation, departures: list[Departure])
     judgement = situation.judgement
     if judgement is None:
         report.verdict = "unchecked"
-        report.reason = "No product of queries and keys was seen whose weights are multiplied with values."
+        report.reason = "No attention runs in it: no product of queries and keys weighs values."
         return
     departures = with_evidence(judgement, departures, situation.subject.module)
     wrong = [departure for departure in departures if not departure.evidence]

@@ -194,7 +194,7 @@ class Recorder(TorchFunctionMode):
         given = [tensors[0]] if inplace and tensors else list(tensors_of(result))
         operation.outputs = [self._slot(tensor, 0 if inplace else 1) for tensor in given]
         origins = 0
-        for bits in operation.origins if name not in CREATES else ():
+        for bits in operation.origins[: 1 if name in ("to", "type_as") else None] if name not in CREATES else ():
             origins |= bits
         for tensor in given:
             place = _storage(tensor)

@@ -29,7 +29,8 @@ class Attention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(mask, -math.inf)
         weights = scores.softmax(-1)
-        context = self.dropout(weights) @ v
+        dropped = self.dropout(weights)
+        context = dropped @ v
         merged = context.transpose(1, 2).flatten(2)
         return self.out_proj(merged)
 """
@@ -39,7 +40,6 @@ ITSELF = (
         "self.q_proj(query), self.k_proj(key), self.v_proj(value)", "self.q_proj(x), self.k_proj(x), self.v_proj(x)"
     )
     .replace("        if mask is not None:\n            scores = scores.masked_fill(mask, -math.inf)\n", "")
-    .replace("self.dropout(weights) @ v", "weights @ v")
 )
 SCORES = "scores = q @ k.mT / math.sqrt(q.size(-1))\n"
 CAUSAL = ITSELF.replace(
@@ -104,7 +104,8 @@ ROTARY = ITSELF.replace(
     def forward""",
 )
 TILED = ITSELF.replace(
-    SCORES + "        weights = scores.softmax(-1)\n        context = weights @ v\n",
+    SCORES
+    + "        weights = scores.softmax(-1)\n        dropped = self.dropout(weights)\n        context = dropped @ v\n",
     """best = q.new_full((*q.shape[:-1], 1), -math.inf)
         total, out = torch.zeros_like(best), torch.zeros_like(q)
         for start in range(0, k.size(2), 2):
@@ -116,7 +117,7 @@ TILED = ITSELF.replace(
             best = new
         context = out / total
 """,
-)
+).replace("        self.dropout = nn.Dropout(0.1)\n", "")
 NORMED = ITSELF.replace("self.num_heads = num_heads", "self.num_heads, self.norm = num_heads, nn.LayerNorm(embed_dim)")
 POST_NORM = NORMED.replace(
     "return self.out_proj(merged)", "attended = self.out_proj(merged)\n        return self.norm(x + attended)"
