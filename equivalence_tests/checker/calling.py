@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.angles import AngleForm, base_of, takes_angles
-from equivalence_tests.checker.construction import MAX_LEN, Sizes, value_for
+from equivalence_tests.checker.construction import MAX_LEN, Sizes, exact_lengths, value_for
 from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.masking import HeldMask, MaskForm
@@ -265,8 +265,9 @@ def call_plans(caller: Caller, sizes: Sizes, errors: list[str]) -> Iterator[tupl
     parameters = forward_parameters(caller.function)
     equal = replace(sizes, key_len=sizes.query_len)
     found = False
-    whole = replace(sizes, query_len=MAX_LEN, key_len=MAX_LEN)
-    for lengths, layouts in itertools.product((sizes, equal, whole), LAYOUTS):
+    exact = exact_lengths(caller.function) if isinstance(caller.function, nn.Module) else []
+    wholes = [replace(sizes, query_len=n, key_len=n) for n in (MAX_LEN, *exact)]
+    for lengths, layouts in itertools.product((sizes, equal, *wholes), LAYOUTS):
         for (roles, named), layout in itertools.product(role_lists(parameters), layouts):
             plan = CallPlan(roles, layout, positional_only(parameters, roles), named)
             for working in _working(caller, plan, lengths, errors):

@@ -20,10 +20,11 @@ from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.ready_made import classes_for
 from equivalence_tests.instruments.weights import randomize_parameters
 
-__all__ = ["DROPOUT", "SIZES", "Sizes", "build", "prepare", "retype"]
+__all__ = ["DROPOUT", "SIZES", "Sizes", "build", "exact_lengths", "prepare", "retype"]
 
 DROPOUT = 0.25
 MAX_LEN = 64
+SHORT, LONGEST = 7, 256  # tables of other lengths are not tried
 VOCABULARY = 29
 
 
@@ -51,8 +52,8 @@ class Sizes:
 
     @property
     def whole(self) -> bool:
-        """Whether the lengths are the greatest that was asked for: some code takes no other."""
-        return self.query_len == self.key_len == MAX_LEN
+        """Whether the lengths are those of a table, or the greatest that was asked for: some code takes no other."""
+        return self.query_len == self.key_len != Sizes.query_len
 
     @property
     def embed_dim(self) -> int:
@@ -297,7 +298,9 @@ def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     known, value = value_for(parameter.name, sizes)
     wanted_number = isinstance(default, int | float) and not isinstance(default, bool)
     if known and wanted_number and isinstance(value, int | float) and not isinstance(value, bool):
-        if re.search(r"eps|base|theta|pad", parameter.name.lower()) or re.search(r"(^|_)n?_?kv_?h", parameter.name):
+        if re.search(r"eps|base|theta|pad|window", parameter.name.lower()) or re.search(
+            r"(^|_)n?_?kv_?h", parameter.name
+        ):
             return []
         return [value]
     return []
@@ -347,3 +350,14 @@ def _call_text(target: Any, arguments: dict[str, Any]) -> str:
 def other_lengths(sizes: Sizes, batch: int, query_len: int, key_len: int) -> Sizes:
     """Give the same widths with other lengths."""
     return replace(sizes, batch=batch, query_len=query_len, key_len=key_len)
+
+
+def exact_lengths(module: nn.Module) -> list[int]:
+    """List the lengths that tables of positions may insist on.
+
+    Args:
+        module: Holds learned tables of shape (1, len, features), or indices into one whose last axis is the length.
+    """
+    learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
+    indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]
+    return [n for n in dict.fromkeys([*learned, *indices]) if SHORT < n <= LONGEST]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import Caller, call_plans, forward_parameters, role_of_parameter
-from equivalence_tests.checker.construction import Sizes
+from equivalence_tests.checker.construction import Sizes, exact_lengths
 from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.masking import MaskForm
 from equivalence_tests.checker.tracing import tensors_in
@@ -24,7 +24,6 @@ IMAGE_SIZE = re.compile(r"(im(g|age)|input)_?(size|height)|resolution", re.IGNOR
 LENGTHS = ((7, 5), (6, 6))  # code that mixes up two masks may run on equal lengths only
 BATCH = 2
 FIRST_ID = 4  # lower ones are often padding, start and end
-LONGEST = 256
 MOST_WIDTHS = 3
 Given = Mapping[str, Tensor]
 
@@ -154,7 +153,7 @@ def _drawn(module: nn.Module, count: int) -> Iterator[tuple[str, list[Tensor], i
     generator = torch.Generator().manual_seed(0)
     vocabularies = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
     sizes = [n for n in vocabularies if n > FIRST_ID + 2]
-    lengths = [*LENGTHS, *((n, n) for n in _exact_lengths(module))]
+    lengths = [*LENGTHS, *((n, n) for n in exact_lengths(module))]
     if sizes:
         for one in lengths:
             yield "ids", [_distinct(min(sizes), length, generator) for length in one[:count]], 1
@@ -174,20 +173,11 @@ def _drawn(module: nn.Module, count: int) -> Iterator[tuple[str, list[Tensor], i
             yield "features", [torch.randn(BATCH, length, width, generator=generator) for length in one[:count]], 1
 
 
-def _exact_lengths(module: nn.Module) -> list[int]:
-    """List the lengths that tables of positions may insist on."""
-    learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
-    indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]
-    return [n for n in dict.fromkeys([*learned, *indices]) if LENGTHS[0][0] < n <= LONGEST]
-
-
 def _image_sizes(module: nn.Module) -> list[int]:
     named = [v for m in module.modules() for name, v in vars(m).items() if IMAGE_SIZE.search(name)]
     told = [v[0] if isinstance(v, tuple | list) and v else v for v in named]
     conv = next(m for m in module.modules() if isinstance(m, nn.Conv2d))
-    sides = [
-        math.isqrt(n) * int(conv.kernel_size[0]) for length in _exact_lengths(module) for n in (length, length - 1)
-    ]
+    sides = [math.isqrt(n) * int(conv.kernel_size[0]) for length in exact_lengths(module) for n in (length, length - 1)]
     fewest = 2 * int(conv.kernel_size[0])  # two patches can be exchanged
     return [n for n in dict.fromkeys([*told, *sides, 32, 28, 64, 224]) if isinstance(n, int) and n >= fewest]
 

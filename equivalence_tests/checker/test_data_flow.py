@@ -140,3 +140,58 @@ def test_what_stands_around_such_an_attention_is_not_called_equal() -> None:
     report = verify(RightInlineLayer)
     assert report.verdict == "partial", str(report)
     assert [exercise.what for exercise in report.not_exercised] == ["residuals and norms around the attention"]
+
+
+class Window(nn.Module):
+    """Attention in a window of 4 by 4 tokens, with a learnt bias for each distance: it takes no other length."""
+
+    distance: Tensor
+
+    def __init__(self, width: int = 24, window: int = 4, heads: int = 3) -> None:
+        super().__init__()
+        self.packed, self.back, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+        self.table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
+        at = torch.cartesian_prod(torch.arange(window), torch.arange(window))
+        across, down = (at[:, None] - at + window - 1).unbind(-1)
+        self.register_buffer("distance", across * (2 * window - 1) + down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
+        bias = self.table[self.distance].permute(2, 0, 1)
+        context = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return self.back(context.transpose(1, 2).flatten(2))
+
+
+def test_a_window_of_fixed_length_is_read_at_that_length() -> None:
+    report = verify(Window)
+    assert report.verdict == "equal", str(report)
+    assert [finding.name for finding in report.meant] != []
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Attention with two switches."""
+    scores = q @ k.mT * (q.size(-1) ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def attend_to_the_past_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """With causal=True no token sees itself."""
+    scores = q @ k.mT / q.size(-1) ** 0.5
+    if causal:
+        scores = scores + torch.full_like(scores, -1e9).triu(0)
+    return scores.softmax(-1) @ v
+
+
+def attend_with_its_scale_twice(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
+    """The scale comes beside the root of the width, and not in its place."""
+    return (q @ k.mT * scale / q.size(-1) ** 0.5).softmax(-1) @ v
+
+
+def test_switches_of_a_function_are_run() -> None:
+    report = verify(attend)
+    assert report.verdict == "equal", str(report)
+    assert {exercise.what for exercise in report.coverage} >= {"causal=True", "scale=0.7"}
+    assert verify(attend_to_the_past_alone).mistakes == ("causal_switch_wrong",)
+    assert verify(attend_with_its_scale_twice).mistakes == ("scale_argument_wrong",)

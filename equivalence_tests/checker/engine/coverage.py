@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ __all__ = ["Covered", "cover"]
 Judge = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Report]]
 
 LONGEST = 300
+OTHER_SCALE = 0.7
 LIMITED = re.compile(r"block|tile|chunk|window|span|segment|bucket|local|sliding", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local_?(size|span|attention)?$", re.IGNORECASE)
 CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
+SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
 
 
@@ -94,6 +96,8 @@ def _argument(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered:
         _switch(trial, judge, parameter, covered)
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(trial, judge, name, covered)
+    elif SCALE.search(name) and not isinstance(trial.caller.function, nn.Module):
+        _scale(trial, name, covered)
     elif DROPS.search(name) and parameter.default in (0, 0.0, None):
         covered.add(name, (), "left at its default, which drops nothing")
     else:
@@ -107,9 +111,6 @@ def _is_bool(parameter: inspect.Parameter) -> bool:
 def _causal_switch(trial: Trial, parameter: inspect.Parameter, covered: Covered) -> None:
     """The name says what it must do: with it no output may depend on a later token, and on all earlier ones."""
     name, length = parameter.name, 5
-    if not trial.plan.self_attention:
-        covered.leave_out(f"{name}=True", "queries and keys are different tensors: which are later is not known")
-        return
     try:
         reach = trial.reach(length, {name: True})
     except Exception as error:
@@ -132,6 +133,31 @@ def _not_causal(name: str, reach: Tensor, wanted: Tensor) -> Finding:
         want="query i sees the keys j <= i",
         fix="Hide what lies above the diagonal: torch.ones(q, k).triu(1).bool() is True where the score becomes -inf.",
         evidence=f"tokens changed one at a time, {len(wanted)} tokens",
+    )
+
+
+def _scale(trial: Trial, name: str, covered: Covered) -> None:
+    """A scale multiplies the scores: so does the same number on the queries, beside the default of 1 / sqrt(d)."""
+    what, inputs, scale = f"{name}={OTHER_SCALE}", trial.inputs(), OTHER_SCALE
+    scaled = replace(inputs, query=inputs.query * (scale * inputs.query.size(-1) ** 0.5))
+    try:
+        have, want = trial.output(inputs, {name: scale}), trial.output(scaled, {})
+    except Exception as error:
+        covered.add_failure(what, error)
+        return
+    same = bool(((have - want).abs() <= 1e-6 * want.abs().max()).all())
+    covered.add(what, [] if same else [_wrong_scale(what, name)], "held against queries that are multiplied instead")
+
+
+def _wrong_scale(what: str, name: str) -> Finding:
+    return Finding(
+        "scale_argument_wrong",
+        "scale",
+        f"With {what} the scores are not the products of queries and keys times that number.",
+        have=f"another output than with queries multiplied by {OTHER_SCALE} sqrt(head_dim)",
+        want=f"scores = {name} * q kᵀ",
+        fix=f"Multiply the scores by {name} where it is given, and by 1 / sqrt(head_dim) where it is None.",
+        evidence=f"called with {what}, and without it on scaled queries",
     )
 
 

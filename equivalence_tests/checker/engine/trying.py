@@ -72,17 +72,27 @@ class Trial:
     def reach(self, length: int, extra: Mapping[str, Any]) -> Tensor:
         """Say which outputs change when one input token does: (length, length) bool, [output, input].
 
-        Only for self-attention, where one tensor is queries, keys and values.
+        Where queries are a tensor of their own, only the keys' token changes, with its value.
         """
-        inputs = self.inputs(length)
+        inputs, others = self.inputs(length, length), self.inputs(length, length, seed=12)
         whole = self.output(inputs, extra)
         reached = torch.zeros(length, length, dtype=torch.bool)
         for token in range(length):
-            x = inputs.query.clone()
-            x[:, token] = self.inputs(length, seed=12).query[:, token]
-            other = self.output(Inputs(x, x, x), extra)
+            other = self.output(self._with_token(inputs, others, token), extra)
             reached[:, token] = ((whole - other).abs() > 1e-7 * whole.abs().max()).flatten(2).any(-1).any(0)
         return reached
+
+    def _with_token(self, inputs: Inputs, others: Inputs, token: int) -> Inputs:
+        """Take one token from other inputs."""
+        key = inputs.key.clone()
+        key[:, token] = others.key[:, token]
+        if self.plan.self_attention:
+            return Inputs(key, key, key)
+        if inputs.value is inputs.key:
+            return Inputs(inputs.query, key, key)
+        value = inputs.value.clone()
+        value[:, token] = others.value[:, token]
+        return Inputs(inputs.query, key, value)
 
 
 def said(error: Exception) -> str:
