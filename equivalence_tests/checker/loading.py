@@ -48,15 +48,6 @@ class Source:
         numbered = enumerate(self.text.splitlines(), start=1)
         return [(self.first_line + n - 1, line.split("#")[0]) for n, line in numbered if n not in skipped]
 
-    def functions(self) -> list[tuple[str, list[tuple[int, str]]]]:
-        """List the functions by name, each with its lines of code."""
-        found = [node for node in ast.walk(_parsed(self.text)) if isinstance(node, ast.FunctionDef)]
-        lines, offset = self.lines(), self.first_line - 1
-        return [
-            (node.name, [(n, line) for n, line in lines if node.lineno <= n - offset <= (node.end_lineno or 0)])
-            for node in found
-        ]
-
 
 def guilty_line(patterns: tuple[str, ...], source: Source) -> tuple[CodeLine, ...]:
     """Give the line that is probably to blame; nothing if none is found.

@@ -1,4 +1,4 @@
-"""Watch a forward pass: which parameter meets which tensor, which sub-module is called with what.
+"""Watch a forward pass: which sub-module is called with what.
 
 What is seen here only guides the search. No verdict rests on it.
 """
@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "ModuleCall",
-    "ParameterUse",
     "Trace",
     "first_tensor",
     "modules_created",
@@ -23,14 +22,6 @@ __all__ = [
     "trace",
     "without_dropout",
 ]
-
-
-@dataclass(frozen=True)
-class ParameterUse:
-    """One operation in which a parameter took part."""
-
-    name: str
-    inputs: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -47,35 +38,7 @@ class ModuleCall:
 class Trace:
     """What was seen in one forward pass, in order."""
 
-    uses: list[ParameterUse] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
-
-    def feeding(self, name: str) -> list[Tensor]:
-        """List the tensors that met this parameter."""
-        return [x for use in self.uses if use.name == name for x in use.inputs]
-
-
-class _ParameterWatch(TorchFunctionMode):
-    def __init__(self, module: nn.Module, seen: Trace) -> None:
-        super().__init__()
-        self.seen = seen
-        self.names = {id(p): name for name, p in module.named_parameters()}
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        tensors = list(tensors_in((args, kwargs)))
-        names = [self._name(x) for x in tensors]
-        others = tuple(x.detach().clone() for x, name in zip(tensors, names, strict=True) if name is None)
-        output = func(*args, **kwargs)
-        if isinstance(output, Tensor) and others:
-            self.seen.uses += [ParameterUse(name, others) for name in names if name is not None]
-        return output
-
-    def _name(self, x: Tensor) -> str | None:
-        base = getattr(x, "_base", None)
-        return self.names.get(id(x)) or (self.names.get(id(base)) if base is not None else None)
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -119,7 +82,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def trace(module: nn.Module, call: Callable[[], Any]) -> Trace:
-    """Run a call of a module and note every parameter and sub-module that takes part.
+    """Run a call of a module and note every sub-module that takes part.
 
     Args:
         module: The module that ``call`` calls.
@@ -133,7 +96,7 @@ def trace(module: nn.Module, call: Callable[[], Any]) -> Trace:
         for path, child in module.named_modules():
             if path and type(child).forward is not nn.Module.forward:
                 stack.enter_context(_noting(child, path, seen))
-        with contextlib.suppress(Exception), torch.no_grad(), _ParameterWatch(module, seen):
+        with contextlib.suppress(Exception), torch.no_grad():
             call()
     return seen
 
@@ -179,39 +142,3 @@ def modules_created() -> Iterator[list[str]]:
         yield created
     finally:
         nn.Module.__init__ = original  # type: ignore[method-assign]
-
-
-class _DropoutWatch(TorchFunctionMode):
-    """Keeps what goes into dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropped: list[Tensor] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if "dropout" in getattr(func, "__name__", "") and args and isinstance(args[0], Tensor):
-            self.dropped.append(args[0].detach())
-        return func(*args, **(kwargs or {}))
-
-
-def dropped_scores(module: nn.Module, call: Callable[[], Any], lengths: tuple[int, int]) -> bool:
-    """Whether, in training, dropout is applied to something (query, key) large whose rows do not sum to one.
-
-    Args:
-        module: Put into training for one call.
-        call: Calls it.
-        lengths: The number of queries and of keys.
-
-    Returns:
-        True for scores; weights, which are not negative and sum to one, are dropped rightly.
-    """
-    module.train()
-    try:
-        with contextlib.suppress(Exception), torch.no_grad(), _DropoutWatch() as watch:
-            call()
-    finally:
-        module.eval()
-    maps = [x for x in watch.dropped if x.dim() >= 2 and tuple(x.shape[-2:]) == lengths]
-    return any(bool((x < -1e-6).any()) for x in maps)
