@@ -195,3 +195,63 @@ def test_switches_of_a_function_are_run() -> None:
     assert {exercise.what for exercise in report.coverage} >= {"causal=True", "scale=0.7"}
     assert verify(attend_to_the_past_alone).mistakes == ("causal_switch_wrong",)
     assert verify(attend_with_its_scale_twice).mistakes == ("scale_argument_wrong",)
+
+
+class RotatedInSinglePrecision(Mixes):
+    """Its tables of angles are made in float32, whatever the tokens are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
+        rates = 10000.0 ** (-torch.arange(0, q.size(-1), 2).float() / q.size(-1))
+        angles = torch.outer(torch.arange(x.size(1)).float(), rates)
+        cos, sin = angles.cos().to(x), angles.sin().to(x)
+
+        def rotate(heads: Tensor) -> Tensor:
+            one, two = heads.chunk(2, -1)
+            return torch.cat([one * cos - two * sin, one * sin + two * cos], -1)
+
+        context = F.scaled_dot_product_attention(rotate(q), rotate(k), v)
+        return self.back(context.transpose(1, 2).flatten(2))
+
+
+class SlidingWindowAttention(Mixes):
+    """Each query sees as many keys as its window is wide, itself included."""
+
+    def __init__(self, width: int = 24, heads: int = 3, window: int = 4) -> None:
+        super().__init__(width, heads)
+        self.window = window
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
+        at = torch.arange(x.size(1))
+        back = at[:, None] - at
+        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill((back < 0) | (back >= self.window), float("-inf"))
+        return self.back((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class CappedAfterTheMask(Mixes):
+    """A soft cap turns the -inf of hidden keys into a number: they come back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.packed(x).chunk(3, -1))
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+        return self.back(((5 * torch.tanh(scores / 5)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_tables_in_single_precision_are_rounding() -> None:
+    assert verify(RotatedInSinglePrecision).verdict == "equal"
+
+
+def test_a_window_as_wide_as_its_attribute_says_is_meant_so() -> None:
+    report = verify(SlidingWindowAttention)
+    assert report.verdict == "equal", str(report)
+    assert [(finding.name, finding.meant) for finding in report.meant] == [
+        ("own_mask", "it is as wide as window says (4)")
+    ]
+
+
+def test_a_proof_that_fails_is_not_shown_as_one() -> None:
+    report = verify(CappedAfterTheMask)
+    assert report.verdict == "deviates"
+    assert "returns torch's numbers" not in str(report)

@@ -79,10 +79,9 @@ class Checked:
     @property
     def exact(self) -> bool:
         """Whether everything is computed in float64."""
-        judgement = self.situation.judgement
-        assert judgement is not None  # one was judged
-        singles = [m.single for m in judgement.models] + [o.single for row in judgement.operands for o in row]
-        return self.situation.subject.dtype == torch.float64 and not any(singles)
+        outputs = (slot.value for operation in self.situation.found.run.operations for slot in operation.outputs)
+        coarse = any(x.is_floating_point() and x.dtype != torch.float64 for x in outputs)  # tables of angles too
+        return self.situation.subject.dtype == torch.float64 and not coarse
 
     @property
     def bound(self) -> float:

@@ -273,7 +273,7 @@ class _Evidence:
             if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
                 operation, names = self._hiding()
                 evidence = (
-                    f"it is made from {names[0].replace(':', ' ')}" if names else self._window(part, hidden & live)
+                    f"it is made from {names[0].replace(':', ' ')}" if names else self._window(part, hidden, live)
                 )
                 return Departure("own_mask", "mask", operation, evidence=evidence)
         return None
@@ -289,12 +289,13 @@ class _Evidence:
                 return operation, [name for bits in others for name in self.recorder.named(bits)]
         return first, []
 
-    def _window(self, part: Part, hidden: Tensor) -> str:
+    def _window(self, part: Part, hidden: Tensor, live: Tensor) -> str:
         """A setting that is the width of the band that is left."""
         query, key, _, _ = ranks_of(part)
-        apart = (key - query)[~hidden]
-        low, high = int(apart.min()), int(apart.max())
-        if not torch.equal(hidden, (key - query < low) | (key - query > high)):
+        apart = (key - query)[live]
+        seen = apart[~hidden[live]]
+        low, high = int(seen.min()), int(seen.max())
+        if not torch.equal(hidden[live], (apart < low) | (apart > high)):
             return ""
         widths = {-low, 1 - low, high, high + 1, high - low, high - low + 1}
         kept = ((n, x) for m in self.module.modules() for n, x in vars(m).items()) if self.module is not None else ()
