@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.doors.command import _show
+from equivalence_tests.checker.parts import guess_kind
 from equivalence_tests.checker.verify import verify
 
 
@@ -255,3 +256,40 @@ def test_a_proof_that_fails_is_not_shown_as_one() -> None:
     report = verify(CappedAfterTheMask)
     assert report.verdict == "deviates"
     assert "returns torch's numbers" not in str(report)
+
+
+class Evened(nn.Module):
+    """RMSNorm under a name that says nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class EvenedStep(Step):
+    """A layer with such norms."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__(width)
+        self.one, self.two = Evened(width), Evened(width)
+
+
+class Stretched(nn.Module):
+    """A gain for each feature, as LayerScale has it, which normalises nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((width,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * x
+
+
+def test_a_norm_is_told_by_what_it_does() -> None:
+    assert guess_kind(Evened(5)) == "layer_norm"
+    assert guess_kind(Stretched(5)) == ""
+    report = verify(EvenedStep)
+    assert report.verdict == "equal", str(report)
