@@ -274,7 +274,7 @@ class EvenedStep(Step):
 
     def __init__(self, width: int = 24) -> None:
         super().__init__(width)
-        self.one, self.two = Evened(width), Evened(width)
+        self.one, self.two = Evened(width), Evened(width)  # type: ignore[assignment]
 
 
 class Stretched(nn.Module):
