@@ -11,7 +11,7 @@ FLOAT32_INSIDE = 3e-6
 def distance(actual: Tensor, expected: Tensor) -> float:
     """Greatest difference relative to the largest expected value, over rows where the expected one is finite.
 
-    >>> distance(torch.tensor([[1.0, 2.5]]), torch.tensor([[1.0, 2.0]]))
+    >>> distance(Tensor([[1.0, 2.5]]), Tensor([[1.0, 2.0]]))
     0.25
     """
     if actual.shape != expected.shape:

@@ -182,7 +182,7 @@ class OneHeadForAll(Plain):
 
 @pytest.mark.parametrize(
     ("broken", "sentence"),
-    [(Single, "root of the width of the input"), (OneHeadForAll, "heads are never split")],
+    [(Single, "root of the input's width"), (OneHeadForAll, "heads are never split")],
 )
 def test_the_first_sizes_that_are_read_decide(broken: Callable[..., Any], sentence: str) -> None:
     report = verify(broken)

@@ -41,6 +41,7 @@ __all__ = ["examine_layers", "kind_of"]
 EXAMINED = ("attention", "layer_norm", "feed_forward", "positional_encoding")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 MOST_SIZES = 2
+MOST_PROJECTIONS = 4
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
 
@@ -152,6 +153,8 @@ def _add_inline(walk: Walk) -> None:
     for path, report in walk.watched.items():
         child = walk.module.get_submodule(path)
         held = any(path == one or path.startswith(f"{one}.") or one.startswith(f"{path}.") for one in attentions)
+        if not path and _is_attention_alone(child):
+            return  # it is one, whatever it is called
         if type(child) not in seen and not (held and path) and not (attentions and not path):
             seen.add(type(child))
             _add_part(walk, path, report)
@@ -159,6 +162,12 @@ def _add_inline(walk: Walk) -> None:
             walk.report.coverage.append(
                 Exercise(around, False, "it has no module of its own, so they were not followed")
             )
+
+
+def _is_attention_alone(module: nn.Module) -> bool:
+    """Whether nothing but projections has parameters: then there is nothing around the attention."""
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    return len(matrices) <= MOST_PROJECTIONS and not any(guess_kind(m) == "layer_norm" for m in module.modules())
 
 
 def _concluded(report: Report, subject: Subject) -> Report:

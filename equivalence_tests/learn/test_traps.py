@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,12 @@ def test_an_unknown_trap_is_refused_with_where_to_look(asked: str, answer: str) 
     result = CliRunner().invoke(app, ["traps", asked])
     assert result.exit_code == 2
     assert answer in result.stderr
+
+
+@pytest.mark.parametrize(("warning", "state"), [("ResourceWarning", "holds"), ("UserWarning", "mended")])
+def test_what_others_left_open_says_nothing_of_a_trap(warning: str, state: str) -> None:
+    trap = TRAPS[0]
+    found = examine(trap)
+    assert found.state.value == "holds"
+    warned = replace(found.wrong, warnings=(*found.wrong.warnings, f"{warning}: unclosed file"))
+    assert replace(found, wrong=warned).state.value == state

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -60,10 +61,14 @@ class Finding:
         return State.HOLDS if _as_told(self.right, "", "", trap.helps) else State.ADVICE_FAILS
 
 
+# A newer torch may call anything deprecated, and what others left open is found at any time: neither says anything of
+# the trap.
+OF_OTHERS = ("DeprecationWarning", "FutureWarning", "ResourceWarning")
+
+
 def _as_told(outcome: Outcome, raises: str, warns: str, check: Callable[[Any], bool]) -> bool:
     ended = raises in outcome.error if raises else not outcome.error
-    # A newer torch may call anything deprecated: that says nothing of the trap.
-    told = [text for text in outcome.warnings if not text.startswith(("DeprecationWarning", "FutureWarning"))]
+    told = [text for text in outcome.warnings if not text.startswith(OF_OTHERS)]
     warned = any(warns in text for text in told) if warns else not told
     return ended and warned and bool(check(outcome.value))
 
@@ -109,6 +114,8 @@ def run(code: Callable[[], Any]) -> Outcome:
 @contextlib.contextmanager
 def _fresh_start() -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # flex attention traces itself, a limited number of times
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _print_options():
         torch.manual_seed(0)
         try:
