@@ -3,7 +3,7 @@
 import ast
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,15 +104,31 @@ def _package_files(name: str) -> Iterator[Path]:
 
 
 def _in_file(path: Path) -> Iterator[Candidate]:
+    nodes = [node for node in _statements(path) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    kinds = {node.name: kind for node in nodes if (kind := _kind(node))}
+    for _ in nodes:  # what holds one of these is a layer, what holds a layer too
+        holders = [node.name for node in nodes if node.name not in kinds and _holds(node, kinds)]
+        if not holders:
+            break
+        kinds |= dict.fromkeys(holders, "layers")
+    yield from (Candidate(path, node.name, node.lineno, kinds[node.name]) for node in nodes if node.name in kinds)
+
+
+def _statements(path: Path) -> Iterator[ast.stmt]:
     for text in cells_of(path) if path.suffix == ".ipynb" else [_text(path)]:
         try:
-            tree = ast.parse(without_magics(text) if path.suffix == ".ipynb" else text)
+            yield from ast.parse(without_magics(text) if path.suffix == ".ipynb" else text).body
         except (SyntaxError, ValueError):
             continue
-        for node in tree.body:
-            kind = _kind(node)
-            if kind and isinstance(node, ast.ClassDef | ast.FunctionDef):
-                yield Candidate(path, node.name, node.lineno, kind)
+
+
+def _holds(node: ast.stmt, kinds: Mapping[str, str]) -> bool:
+    """Whether a class builds attentions or layers of the same file, and calls them."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+    parts = {name for name, kind in kinds.items() if kind in ("attention", "layers")}
+    return {"__init__", "forward"} <= methods and bool(_words(node) & parts)
 
 
 def _text(path: Path) -> str:
@@ -141,7 +157,8 @@ def _class_kind(node: ast.ClassDef) -> str:
         return "attention"
     if ATTENTION.search(node.name) and ("forward" in methods or any(map(ATTENTION.search, bases))):
         return "attention"
-    return "layers" if LAYER.search(node.name) and any(map(ATTENTION.search, used)) else ""
+    inside = bool(used & WEIGHING) and "forward" in methods
+    return "layers" if LAYER.search(node.name) and (inside or any(map(ATTENTION.search, used))) else ""
 
 
 def _is_stack(name: str) -> bool:

@@ -25,6 +25,18 @@ class EncoderLayer(nn.Module):
         self.attn = SelfAttention()
     def forward(self, x): ...
 
+class InlineBlock(nn.Module):
+    def forward(self, x):
+        return x + torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x)
+
+class Tower(nn.Module):
+    def __init__(self):
+        self.steps = nn.ModuleList(EncoderLayer() for _ in range(2))
+    def forward(self, x): ...
+
+class Settings:
+    layer = EncoderLayer
+
 class AttentionError(Exception):
     def __init__(self): ...
 
@@ -48,6 +60,8 @@ FOUND = {
     "SelfAttention": "attention",
     "Mixer": "attention",
     "EncoderLayer": "layers",
+    "InlineBlock": "layers",
+    "Tower": "layers",
     "attend": "attention",
     "make_mask": "mask_builder",
 }
