@@ -135,6 +135,13 @@ class TestValues:
             {"output": package.flex_attention(**expanded, block_mask=mask, enable_gqa=True)},
         )
 
+    def test_a_single_query_obeys_its_block_mask(self) -> None:
+        """As a step of decoding has it."""
+        q, k, v = (random_tensor(1, 2, length, 5, seed=seed) for seed, length in enumerate((1, 7, 7)))
+        mask = flex.create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx < 3, None, None, 1, 7, "cpu")
+        seen = flex.flex_attention(q, k, v, block_mask=mask)
+        assert_equal({"output": seen}, {"output": flex.flex_attention(q, k[..., :3, :], v[..., :3, :])})
+
     @EACH_PACKAGE
     @pytest.mark.parametrize("empty", ["query", "batch", "values"])
     def test_empty_tensors_give_empty_tensors(self, package: Any, empty: str) -> None:
