@@ -401,3 +401,20 @@ class TestErrors:
 def test_the_model_is_in_both_packages() -> None:
     assert builtin.DecoderOnlyTransformer.__module__ == "builtin.decoder_only"
     assert scratch.DecoderOnlyTransformer.__module__ == "scratch.decoder_only"
+
+
+@pytest.mark.parametrize("package", [scratch, builtin])
+def test_a_feed_forward_of_no_width_is_refused(package: Any) -> None:
+    with pytest.raises(ValueError, match="d_model must be greater than 0, got d_model=0"):
+        package.SwiGLU(0, 3)
+
+
+@pytest.mark.parametrize("package", [scratch, builtin])
+def test_generating_records_nothing_for_a_backward_pass(package: Any) -> None:
+    model = build(package, {})
+    recorded: list[bool] = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: recorded.append(torch.is_grad_enabled()))
+    model.generate(IDS[:1, :3], 5)
+    assert recorded
+    assert not any(recorded)
