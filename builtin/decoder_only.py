@@ -1,87 +1,15 @@
-"""The language model of today on torch: its RMSNorm, its fused attention, and what both packages share.
+"""The language model of today on torch: its RMSNorm and its fused attention, wired as in ``scratch``."""
 
-Dimension letters: b batch, l len, k key_len, e d_model, f dim_feedforward.
-"""
-
-import math
-from collections.abc import Callable, Sequence
-from itertools import repeat
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-from builtin import masks
 from builtin.grouped import GroupedQueryAttention
 from builtin.norms import RMSNorm
 from builtin.rotary import RotaryEmbedding
-from scratch import validation
-from scratch.decoding import KeyValueCache, greedy_decode, sample_decode
-from scratch.rotary import Pairing, RotaryScaling
+from scratch import decoder_only
+from scratch.decoder_only import SwiGLU
 
 __all__ = ["DecoderOnlyLayer", "DecoderOnlyTransformer", "SwiGLU"]
 
 
-class SwiGLU(nn.Module):
-    """Let one half of the hidden units gate the other.
-
-    FFN(x) = (silu(x W_gate) * x W_up) W_down
-
-    Args:
-        d_model: Width of input and output.
-        dim_feedforward: Number of hidden units, gated and gating ones each.
-        activation: What the gate goes through; ``F.gelu`` makes it a GEGLU, ``F.relu`` a ReGLU.
-        bias: Whether the three projections have biases.
-        device: Where the parameters live.
-        dtype: Their dtype.
-
-    Raises:
-        ValueError: For sizes that are not positive.
-        TypeError: For an activation that is not a function.
-
-    Source: Shazeer 2020, section 2, equation 6.
-
-    >>> SwiGLU(12, 32)(torch.randn(2, 5, 12)).shape
-    torch.Size([2, 5, 12])
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        dim_feedforward: int = 2048,
-        activation: Callable[[Tensor], Tensor] = F.silu,
-        bias: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        validation.check_positive(d_model=d_model, dim_feedforward=dim_feedforward)
-        validation.check_function("activation", activation)
-        super().__init__()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.activation = activation
-        self.gate_proj = nn.Linear(d_model, dim_feedforward, bias, **factory)
-        self.up_proj = nn.Linear(d_model, dim_feedforward, bias, **factory)
-        self.down_proj = nn.Linear(dim_feedforward, d_model, bias, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform every token by itself.
-
-        Args:
-            x: (..., d_model).
-
-        Returns:
-            The shape of ``x``.
-
-        Raises:
-            ValueError: For another width.
-        """
-        validation.check_width("x", x, "d_model", self.gate_proj.in_features)
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DecoderOnlyLayer(nn.Module):
+class DecoderOnlyLayer(decoder_only.DecoderOnlyLayer):
     """Attention to earlier tokens, then a gated feed-forward network, each normalised first and added to its input.
 
     x = x + Attention(RMSNorm(x)); x = x + FFN(RMSNorm(x))
@@ -114,74 +42,17 @@ class DecoderOnlyLayer(nn.Module):
 
     Source: Touvron et al. 2023, section 2.2; Gemma Team 2024, section 2 (sandwich norms).
 
+    >>> import torch
     >>> layer = DecoderOnlyLayer(48, nhead=6, dim_feedforward=64, num_key_heads=2)
     >>> layer(torch.randn(2, 5, 48)).shape
     torch.Size([2, 5, 48])
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        activation: Callable[[Tensor], Tensor] = F.silu,
-        norm_eps: float | None = 1e-6,
-        bias: bool = False,
-        *,
-        num_key_heads: int | None = None,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: bool = False,
-        rotary: RotaryEmbedding | None = None,
-        scale: float | None = None,
-        sandwich_norm: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        options: dict[str, Any] = {"head_dim": head_dim, "qk_norm": qk_norm, "norm_eps": norm_eps, "window": window}
-        options |= {"soft_cap": soft_cap, "sinks": sinks, "rotary": rotary, "scale": scale}
-        self.self_attn = GroupedQueryAttention(d_model, nhead, num_key_heads, bias, **options, **factory)
-        self.feed_forward = SwiGLU(d_model, dim_feedforward, activation, bias, **factory)
-        self.norm1 = RMSNorm(d_model, norm_eps, **factory)
-        self.norm2 = RMSNorm(d_model, norm_eps, **factory)
-        self.post_norm1 = RMSNorm(d_model, norm_eps, **factory) if sandwich_norm else nn.Identity()
-        self.post_norm2 = RMSNorm(d_model, norm_eps, **factory) if sandwich_norm else nn.Identity()
-
-    def forward(
-        self,
-        x: Tensor,
-        may_attend: Tensor | None = None,
-        *,
-        is_causal: bool = True,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """Transform a sequence.
-
-        Args:
-            x: (batch, len, d_model); with a cache the new tokens only.
-            may_attend: True = may look; broadcastable to (batch, nhead, len, key_len), where with a cache the keys are
-                all tokens so far. Narrows what causality and window leave.
-            is_causal: No token looks at a later one.
-            cache: Keys and values of earlier calls, which this call extends.
-
-        Returns:
-            The shape of ``x``.
-
-        Raises:
-            ValueError: As ``GroupedQueryAttention.forward``.
-            TypeError: As ``GroupedQueryAttention.forward``.
-        """
-        validation.check_grouped_inputs(self.self_attn, x, may_attend, cache)
-        attended = self.self_attn(self.norm1(x), may_attend, is_causal=is_causal, cache=cache)
-        x = x + self.post_norm1(attended)
-        return x + self.post_norm2(self.feed_forward(self.norm2(x)))
+    attention_class = GroupedQueryAttention
+    norm_class = RMSNorm
 
 
-class DecoderOnlyTransformer(nn.Module):
+class DecoderOnlyTransformer(decoder_only.DecoderOnlyTransformer):
     """Say for each place of a text which token comes next.
 
     logits = RMSNorm(Layer_N(... Layer_1(E[ids]))) Wᵀ
@@ -229,6 +100,7 @@ class DecoderOnlyTransformer(nn.Module):
 
     Source: Radford et al. 2018, section 3.1; Touvron et al. 2023, section 2.2.
 
+    >>> import torch
     >>> model = DecoderOnlyTransformer(11, d_model=12, nhead=3, num_layers=2, dim_feedforward=16, num_key_heads=1)
     >>> prompt_ids = torch.tensor([[5, 3, 7], [4, 9, 2]])
     >>> model(prompt_ids).shape
@@ -237,149 +109,6 @@ class DecoderOnlyTransformer(nn.Module):
     torch.Size([2, 4])
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        d_model: int = 512,
-        nhead: int = 8,
-        num_layers: int = 6,
-        dim_feedforward: int = 2048,
-        activation: Callable[[Tensor], Tensor] = F.silu,
-        norm_eps: float | None = 1e-6,
-        bias: bool = False,
-        *,
-        num_key_heads: int | None = None,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        window: int | Sequence[int | None] | None = None,
-        soft_cap: float | None = None,
-        sinks: bool = False,
-        scale: float | None = None,
-        sandwich_norm: bool = False,
-        rotary_base: float = 10000.0,
-        pairing: Pairing = "adjacent",
-        rotary_scaling: RotaryScaling | None = None,
-        logit_soft_cap: float | None = None,
-        scale_embeddings: bool = False,
-        tie_weights: bool = False,
-        pad_id: int | None = None,
-        end_id: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        validation.check_language_model(vocab_size, num_layers, pad_id, end_id, window, logit_soft_cap)
-        validation.check_grouped_sizes(d_model, nhead, num_key_heads, head_dim)
-        super().__init__()
-        head_dim = d_model // nhead if head_dim is None else head_dim
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        rotary = RotaryEmbedding(head_dim, rotary_base, pairing=pairing, scaling=rotary_scaling, device=device)
-        options: dict[str, Any] = {"num_key_heads": num_key_heads, "head_dim": head_dim, "qk_norm": qk_norm}
-        options |= {"soft_cap": soft_cap, "sinks": sinks, "rotary": rotary, "scale": scale}
-        options |= {"sandwich_norm": sandwich_norm, **factory}
-        sizes: tuple[Any, ...] = (d_model, nhead, dim_feedforward, activation, norm_eps, bias)
-        self.windows = list(window) if isinstance(window, Sequence) else [window] * num_layers
-        self.pad_id, self.end_id, self.logit_soft_cap = pad_id, end_id, logit_soft_cap
-        self.embedding_scale = math.sqrt(d_model) if scale_embeddings else 1.0
-        self.embedding = nn.Embedding(vocab_size, d_model, **factory)
-        self.layers = nn.ModuleList([DecoderOnlyLayer(*sizes, window=x, **options) for x in self.windows])
-        self.norm = RMSNorm(d_model, norm_eps, **factory)
-        self.projection = nn.Linear(d_model, vocab_size, bias=False, **factory)
-        if tie_weights:
-            self.projection.weight = self.embedding.weight
-        nn.init.normal_(self.embedding.weight, std=d_model**-0.5 if scale_embeddings or tie_weights else 1.0)
-
-    def forward(self, token_ids: Tensor, *, cache: Sequence[KeyValueCache] | None = None) -> Tensor:
-        """Score every token as the one that follows each place.
-
-        Args:
-            token_ids: (batch, len), the whole text so far, with a cache too.
-            cache: What earlier calls with the beginning of this text have left, from ``new_cache``: only tokens that it
-                does not hold yet are computed, and are added to it.
-
-        Returns:
-            Logits, (batch, len, vocab_size); with a cache those of the new tokens only. At padded places they are
-            finite and mean nothing.
-
-        Raises:
-            ValueError: For ids that are not two-dimensional or on another device than the parameters, a text without
-                new tokens, or a cache of another number of layers. Ids outside of the vocabulary are left to
-                ``nn.Embedding``: to look for them would wait for the device.
-            TypeError: For ids that are neither int64 nor int32.
-        """
-        validation.check_language_model_inputs(self, token_ids, cache)
-        return self._logits(self._read(token_ids, cache))
-
-    def _read(self, token_ids: Tensor, cache: Sequence[KeyValueCache] | None) -> Tensor:
-        earlier_len = 0 if cache is None else cache[0].length
-        x = self.embedding(token_ids[:, earlier_len:]) * self.embedding_scale  # (b, l, e)
-        may_attend = None
-        if self.pad_id is not None:
-            may_attend = masks.from_token_ids(token_ids, self.pad_id)[:, None, None]  # (b, 1, 1, k)
-        for layer, layer_cache in zip(self.layers, repeat(None) if cache is None else cache, strict=False):
-            x = layer(x, may_attend, cache=layer_cache)
-        return self.norm(x)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        logits, cap = self.projection(x), self.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def new_cache(self) -> list[KeyValueCache]:
-        """Make an empty cache, which rolls in layers that have a window.
-
-        Returns:
-            One cache for each layer.
-        """
-        return [KeyValueCache(window) for window in self.windows]
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompt_ids: Tensor,
-        max_len: int = 64,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Go on writing, token by token.
-
-        The keys and values of earlier tokens are remembered, so that each step costs one token's work.
-
-        Args:
-            prompt_ids: (batch, prompt_len). Shorter prompts are padded on the left.
-            max_len: The greatest number of generated tokens, the end token among them.
-            temperature: 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature).
-            top_k: Draw among this many likeliest tokens.
-            top_p: Draw among the fewest likeliest tokens that have this probability together.
-            generator: Where the random numbers come from; torch's own if not given.
-
-        Returns:
-            Token ids, (batch, at most max_len), without the prompt. A row ends with ``end_id`` if there is one and it
-            gets there, and is filled up with ``pad_id``, which is not chosen otherwise.
-
-        Raises:
-            ValueError: As ``forward``; also for ids outside of the vocabulary, a prompt that ends with padding, a
-                max_len below 1, a negative temperature, a top_k below 1, a top_p that is not in 0 ... 1, or any of the
-                last two without a temperature.
-            TypeError: As ``forward``.
-        """
-        validation.check_prompt(self, prompt_ids)
-        validation.check_sampling(temperature, top_k, top_p)
-        cache = self.new_cache()
-
-        def next_logits(token_ids: Tensor) -> Tensor:
-            return self._logits(self._read(token_ids, cache)[:, -1])
-
-        limits: dict[str, Any] = {"end_id": self.end_id, "pad_id": self.pad_id, "max_len": max_len}
-        if temperature == 0:
-            return greedy_decode(next_logits, prompt_ids, **limits)
-        return sample_decode(
-            next_logits,
-            prompt_ids,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            generator=generator,
-            **limits,
-        )
+    layer_class = DecoderOnlyLayer
+    norm_class = RMSNorm
+    rotary_class = RotaryEmbedding

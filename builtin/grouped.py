@@ -3,20 +3,15 @@
 Dimension letters: b batch, h num_heads, g num_key_heads, q query_len, k key_len, d head_dim, e embed_dim.
 """
 
-import math
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from builtin import masks
 from builtin.norms import RMSNorm
-from builtin.rotary import RotaryEmbedding
-from scratch import validation
-from scratch.decoding import KeyValueCache
+from scratch import grouped, validation
 from scratch.grouped import who_may_attend
 
 __all__ = [
@@ -105,7 +100,7 @@ def _capped_attention(
     return context * torch.sigmoid(aux.lse - sinks.view(-1, 1)).unsqueeze(-1).to(context.dtype)
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(grouped.GroupedQueryAttention):
     """Attend from many query heads to few key heads, as today's language models do.
 
     q, k = rotary(norm(x Wᑫ)), rotary(norm(x Wᴷ)); v = x Wⱽ; output = Concat(head_1, ..., head_h) Wᴼ with
@@ -137,6 +132,7 @@ class GroupedQueryAttention(nn.Module):
 
     Source: Ainslie et al. 2023, section 2.2.
 
+    >>> from builtin import RotaryEmbedding
     >>> attention = GroupedQueryAttention(48, num_heads=6, num_key_heads=2, rotary=RotaryEmbedding(8))
     >>> attention(torch.randn(2, 5, 48)).shape
     torch.Size([2, 5, 48])
@@ -144,77 +140,7 @@ class GroupedQueryAttention(nn.Module):
     Linear(in_features=48, out_features=16, bias=False)
     """
 
-    sinks: nn.Parameter | None
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_key_heads: int | None = None,
-        bias: bool = False,
-        *,
-        head_dim: int | None = None,
-        qk_norm: bool = False,
-        norm_eps: float | None = None,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: bool = False,
-        rotary: RotaryEmbedding | None = None,
-        scale: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        validation.check_grouped_sizes(embed_dim, num_heads, num_key_heads, head_dim)
-        num_key_heads = num_heads if num_key_heads is None else num_key_heads
-        head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        validation.check_grouped_options(head_dim, window, soft_cap, scale, rotary)
-        super().__init__()
-        self.embed_dim, self.head_dim = embed_dim, head_dim
-        self.num_heads, self.num_key_heads = num_heads, num_key_heads
-        self.window, self.soft_cap = window, soft_cap
-        self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias, **factory)
-        self.k_proj = nn.Linear(embed_dim, num_key_heads * head_dim, bias, **factory)
-        self.v_proj = nn.Linear(embed_dim, num_key_heads * head_dim, bias, **factory)
-        self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias, **factory)
-        self.q_norm = RMSNorm(head_dim, norm_eps, **factory) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_dim, norm_eps, **factory) if qk_norm else nn.Identity()
-        self.rotary = rotary
-        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
-
-    def forward(
-        self,
-        x: Tensor,
-        may_attend: Tensor | None = None,
-        *,
-        is_causal: bool = True,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """Attend from every token to the earlier ones.
-
-        Args:
-            x: (batch, len, embed_dim); with a cache the new tokens only.
-            may_attend: True = may look; broadcastable to (batch, num_heads, len, key_len), where with a cache the keys
-                are all tokens so far. Narrows what causality and window leave.
-            is_causal: No token looks at a later one.
-            cache: Keys and values of earlier calls, which this call extends.
-
-        Returns:
-            The shape of ``x``. A token that may look at no key gets the bias of ``out_proj``.
-
-        Raises:
-            ValueError: For shapes that do not fit together, and for a soft cap where a gradient is wanted on the CPU,
-                which torch's flex attention does not have there.
-            TypeError: For a mask that is not bool.
-        """
-        validation.check_grouped_inputs(self, x, may_attend, cache)
-        validation.check_flex_has_gradient(self, x)
-        q, k, v = self.project(x, 0 if cache is None else cache.length)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        context = self.attend(q, k, v, may_attend, is_causal)  # (b, h, q, d)
-        return self.out_proj(context.transpose(1, 2).flatten(2))
+    norm_class = RMSNorm
 
     def project(self, x: Tensor, first_position: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values, normalised and turned.
@@ -225,17 +151,13 @@ class GroupedQueryAttention(nn.Module):
 
         Returns:
             q, (batch, num_heads, len, head_dim), and k and v, (batch, num_key_heads, len, head_dim).
+
+        Raises:
+            ValueError: For a soft cap where a gradient is wanted on the CPU, which torch's flex attention does not have
+                there.
         """
-        # As many heads as there are features for: under tensor parallelism fewer than num_heads.
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary is not None:
-            positions = torch.arange(first_position, first_position + x.size(1), device=x.device)
-            q, k = self.rotary(q, positions), self.rotary(k, positions)
-        return q, k, v
+        validation.check_flex_has_gradient(self, x)
+        return super().project(x, first_position)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor | None, is_causal: bool) -> Tensor:
         """Weigh the values.
@@ -250,10 +172,8 @@ class GroupedQueryAttention(nn.Module):
         Returns:
             The context, (batch, num_heads, query_len, head_dim).
         """
-        hint_says_it_all = is_causal and self.window is None and may_attend is None and q.size(2) == k.size(2)
-        if (
-            hint_says_it_all and self.soft_cap is None and self.sinks is None
-        ):  # no mask: the kernels skip what is hidden
+        causal_alone = is_causal and self.window is None and may_attend is None and q.size(2) == k.size(2)
+        if causal_alone and self.soft_cap is None and self.sinks is None:  # no mask: the kernels skip what is hidden
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         visible = who_may_attend(q.size(2), k.size(2), is_causal, self.window, may_attend, device=q.device)
         return grouped_attention(q, k, v, visible, scale=self.scale, soft_cap=self.soft_cap, sinks=self.sinks)

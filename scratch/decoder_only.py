@@ -6,7 +6,7 @@ Dimension letters: b batch, l len, k key_len, e d_model, f dim_feedforward.
 import math
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,9 @@ class DecoderOnlyLayer(nn.Module):
     torch.Size([2, 5, 48])
     """
 
+    attention_class: ClassVar[type[nn.Module]] = GroupedQueryAttention
+    norm_class: ClassVar[type[nn.Module]] = RMSNorm
+
     def __init__(
         self,
         d_model: int,
@@ -142,12 +145,12 @@ class DecoderOnlyLayer(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {"head_dim": head_dim, "qk_norm": qk_norm, "norm_eps": norm_eps, "window": window}
         options |= {"soft_cap": soft_cap, "sinks": sinks, "rotary": rotary, "scale": scale}
-        self.self_attn = GroupedQueryAttention(d_model, nhead, num_key_heads, bias, **options, **factory)
+        self.self_attn = self.attention_class(d_model, nhead, num_key_heads, bias, **options, **factory)
         self.feed_forward = SwiGLU(d_model, dim_feedforward, activation, bias, **factory)
-        self.norm1 = RMSNorm(d_model, norm_eps, **factory)
-        self.norm2 = RMSNorm(d_model, norm_eps, **factory)
-        self.post_norm1 = RMSNorm(d_model, norm_eps, **factory) if sandwich_norm else nn.Identity()
-        self.post_norm2 = RMSNorm(d_model, norm_eps, **factory) if sandwich_norm else nn.Identity()
+        self.norm1 = self.norm_class(d_model, norm_eps, **factory)
+        self.norm2 = self.norm_class(d_model, norm_eps, **factory)
+        self.post_norm1 = self.norm_class(d_model, norm_eps, **factory) if sandwich_norm else nn.Identity()
+        self.post_norm2 = self.norm_class(d_model, norm_eps, **factory) if sandwich_norm else nn.Identity()
 
     def forward(
         self,
@@ -234,6 +237,10 @@ class DecoderOnlyTransformer(nn.Module):
     torch.Size([2, 4])
     """
 
+    layer_class: ClassVar[type[nn.Module]] = DecoderOnlyLayer
+    norm_class: ClassVar[type[nn.Module]] = RMSNorm
+    rotary_class: ClassVar[type[RotaryEmbedding]] = RotaryEmbedding
+
     def __init__(
         self,
         vocab_size: int,
@@ -269,7 +276,7 @@ class DecoderOnlyTransformer(nn.Module):
         super().__init__()
         head_dim = d_model // nhead if head_dim is None else head_dim
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        rotary = RotaryEmbedding(head_dim, rotary_base, pairing=pairing, scaling=rotary_scaling, device=device)
+        rotary = self.rotary_class(head_dim, rotary_base, pairing=pairing, scaling=rotary_scaling, device=device)
         options: dict[str, Any] = {"num_key_heads": num_key_heads, "head_dim": head_dim, "qk_norm": qk_norm}
         options |= {"soft_cap": soft_cap, "sinks": sinks, "rotary": rotary, "scale": scale}
         options |= {"sandwich_norm": sandwich_norm, **factory}
@@ -278,8 +285,8 @@ class DecoderOnlyTransformer(nn.Module):
         self.pad_id, self.end_id, self.logit_soft_cap = pad_id, end_id, logit_soft_cap
         self.embedding_scale = math.sqrt(d_model) if scale_embeddings else 1.0
         self.embedding = nn.Embedding(vocab_size, d_model, **factory)
-        self.layers = nn.ModuleList([DecoderOnlyLayer(*sizes, window=x, **options) for x in self.windows])
-        self.norm = RMSNorm(d_model, norm_eps, **factory)
+        self.layers = nn.ModuleList([self.layer_class(*sizes, window=x, **options) for x in self.windows])
+        self.norm = self.norm_class(d_model, norm_eps, **factory)
         self.projection = nn.Linear(d_model, vocab_size, bias=False, **factory)
         if tie_weights:
             self.projection.weight = self.embedding.weight

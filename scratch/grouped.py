@@ -5,7 +5,7 @@ Dimension letters: b batch, h num_heads, g num_key_heads, q query_len, k key_len
 
 import math
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -221,6 +221,7 @@ class GroupedQueryAttention(nn.Module):
     Linear(in_features=48, out_features=16, bias=False)
     """
 
+    norm_class: ClassVar[type[nn.Module]] = RMSNorm
     sinks: nn.Parameter | None
 
     def __init__(
@@ -255,8 +256,8 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, num_key_heads * head_dim, bias, **factory)
         self.v_proj = nn.Linear(embed_dim, num_key_heads * head_dim, bias, **factory)
         self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias, **factory)
-        self.q_norm = RMSNorm(head_dim, norm_eps, **factory) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_dim, norm_eps, **factory) if qk_norm else nn.Identity()
+        self.q_norm = self.norm_class(head_dim, norm_eps, **factory) if qk_norm else nn.Identity()
+        self.k_norm = self.norm_class(head_dim, norm_eps, **factory) if qk_norm else nn.Identity()
         self.rotary = rotary
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
 

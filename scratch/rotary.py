@@ -422,7 +422,11 @@ class RotaryEmbedding(nn.Module):
         return rotate(x, cosines, sines)
 
     def extra_repr(self) -> str:
-        """Say how it was built."""
+        """Say how it was built.
+
+        Returns:
+            What stands between the parentheses when the module is printed.
+        """
         return f"{self.head_dim}, base={self.base}, pairing={self.pairing!r}, scaling={self.scaling}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> "RotaryEmbedding":

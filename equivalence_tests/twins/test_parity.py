@@ -234,8 +234,6 @@ SCRATCH_ONLY_NAMES = {
     "grouped.who_may_attend": "builtin uses the one of scratch: torch.nn takes masks and builds none",
     "norms.RMSNorm.extra_repr": "builtin inherits it from torch.nn",
     "norms.RMSNorm.reset_parameters": "builtin inherits it from torch.nn",
-    "rotary.RotaryEmbedding.extra_repr": "builtin inherits it: only the turning itself is torch's",
-    "rotary.RotaryEmbedding.forward": "builtin inherits it: only the turning itself is torch's",
     "transformer.is_causal_mask": "torch.nn finds out itself, in a private function",
 }
 # What builtin hands on as torch has it, by the module it comes from: scratch has a class of its own, held to torch's.
@@ -263,7 +261,8 @@ def public_members(owner: str, thing: Any) -> Iterator[tuple[str, Any]]:
     """Give the public functions and methods under their dotted names."""
     if inspect.isclass(thing):
         yield owner, thing
-        for name, member in vars(thing).items():
+        ours = [base for base in reversed(thing.__mro__) if base.__module__.split(".")[0] in PACKAGES]
+        for name, member in {name: x for base in ours for name, x in vars(base).items()}.items():
             function = getattr(member, "__func__", member)
             if inspect.isfunction(function) and not name.startswith("_"):
                 yield f"{owner}.{name}", function
