@@ -13,14 +13,13 @@ from torch import Tensor, nn
 import builtin
 from benchmarks.grids import Case
 from benchmarks.workloads import Results, Workload, compiled, may_attend_of, workload
-from equivalence_tests.checker.calling import Caller, from_layout
+from equivalence_tests.checker.calling import Caller, Inputs, from_layout
 from equivalence_tests.checker.construction import Sizes, argument_lists, prepare
 from equivalence_tests.checker.engine.mask_trials import mask_form_of
 from equivalence_tests.checker.engine.parameters import places_of
 from equivalence_tests.checker.engine.reading import is_causal
 from equivalence_tests.checker.engine.situations import Situation, likeliest, plans_of
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.loading import load, source_of
 from equivalence_tests.checker.masking import MaskForm
 from equivalence_tests.checker.state import preserved_global_state

@@ -4,7 +4,6 @@ Names are read first. Where they say nothing, every assignment is tried with len
 output then has the length of the query, and perturbing one sample shows which axis the samples lie on.
 """
 
-import contextlib
 import inspect
 import itertools
 import re
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.angles import AngleForm, base_of, takes_angles
 from equivalence_tests.checker.construction import MAX_LEN, Sizes, exact_lengths, value_for
-from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.masking import HeldMask, MaskForm
-from equivalence_tests.checker.tracing import tensors_in, without_dropout
+from equivalence_tests.checker.tracing import tensors_in
 
 __all__ = [
     "CallPlan",
     "Caller",
+    "Inputs",
     "call_plans",
     "cross_plans",
     "independent_samples",
@@ -50,6 +49,26 @@ SWITCH = re.compile(
 )
 
 LETTER = re.compile(r"^[a-z]_?\d?$")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call: batch-first tensors, and who may look at whom, (b, q, k) bool, or None for everyone."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    may_attend: Tensor | None = None
+
+    def changed(self, sample: int | slice | None = None, token: int | None = None) -> "Inputs":
+        """Change one sample or token of every tensor, each feature by another amount, keeping equal tensors equal."""
+        changed: dict[int, Tensor] = {}
+        for x in (self.query, self.key, self.value):
+            if id(x) not in changed:
+                changed[id(x)] = x.clone()
+                part = changed[id(x)][sample] if sample is not None else changed[id(x)][:, token]
+                part += torch.linspace(0.5, 1.5, x.size(-1), dtype=x.dtype)  # a LayerNorm would take back a constant
+        return Inputs(*(changed[id(x)] for x in (self.query, self.key, self.value)))
 
 
 @dataclass(frozen=True)
@@ -104,11 +123,6 @@ class CallPlan:
         return self.layout in CHANNELS_FIRST
 
     @property
-    def heads_are_given(self) -> bool:
-        """Whether the tensors come split into heads."""
-        return "h" in self.layout
-
-    @property
     def one_memory(self) -> bool:
         """Whether one argument is both keys and values."""
         return any(role == "memory" for _, role in self.roles)
@@ -121,20 +135,17 @@ class Caller:
     Args:
         function: The module or function.
         num_heads: Number of heads, for the layouts and masks that show it.
-        quiet_dropout: Whether dropout must be held back, because the code applies it in eval too.
         dtype: Precision of the call.
     """
 
     function: Callable[..., Any]
     num_heads: int
-    quiet_dropout: bool = False
     dtype: torch.dtype = torch.float64
-    parameters: tuple[inspect.Parameter, ...] = ()
 
     def returned(self, plan: CallPlan, inputs: Inputs, mask: MaskForm | None = None) -> list[Tensor]:
         """Call and list the tensors that come back, untouched."""
         args, kwargs = self.arguments(plan, inputs, mask)
-        with keeping_state(self.function), without_dropout() if self.quiet_dropout else contextlib.nullcontext():
+        with keeping_state(self.function):
             return list(tensors_in((self.function(*args, **kwargs),)))
 
     def output(self, plan: CallPlan, inputs: Inputs, mask: MaskForm | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -345,11 +345,6 @@ def _call_text(target: Any, arguments: dict[str, Any]) -> str:
         for name, value in arguments.items()
     )
     return f"{getattr(target, '__name__', 'factory')}({inside})"
-
-
-def other_lengths(sizes: Sizes, batch: int, query_len: int, key_len: int) -> Sizes:
-    """Give the same widths with other lengths."""
-    return replace(sizes, batch=batch, query_len=query_len, key_len=key_len)
 
 
 def exact_lengths(module: nn.Module) -> list[int]:

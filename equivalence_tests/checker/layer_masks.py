@@ -12,9 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.calling import Caller, CallPlan, forward_parameters, random_inputs, role_of_parameter
+from equivalence_tests.checker.calling import (
+    Caller,
+    CallPlan,
+    Inputs,
+    forward_parameters,
+    random_inputs,
+    role_of_parameter,
+)
 from equivalence_tests.checker.construction import Sizes
-from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.masking import MaskForm, mask_forms
 
 __all__ = ["LayerMask", "read_layer_masks"]

@@ -197,7 +197,6 @@ SPLIT = "(b, l, h * d) -> view (b, l, h, d) -> transpose (b, h, l, d)"
 SPLIT_LINE = "x.view(x.size(0), x.size(1), self.num_heads, -1).transpose(1, 2)"
 MERGE = "(b, h, l, d) -> transpose (b, l, h, d) -> reshape (b, l, h * d)"
 MERGE_LINE = "context.transpose(1, 2).flatten(2)"
-PACKED_LINE = "packed.view(x.size(0), x.size(1), 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)"
 WEIGHED = "dropped @ v"
 
 LAYOUTS = (

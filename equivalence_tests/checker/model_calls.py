@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import Caller, call_plans, forward_parameters, role_of_parameter
+from equivalence_tests.checker.calling import Caller, Inputs, call_plans, forward_parameters, role_of_parameter
 from equivalence_tests.checker.construction import Sizes, exact_lengths
-from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.masking import MaskForm
 from equivalence_tests.checker.tracing import tensors_in
 

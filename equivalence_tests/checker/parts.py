@@ -26,9 +26,8 @@ from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.tracing import tensors_in
 
-__all__ = ["ACTIVATIONS", "BY_DATA_FLOW", "PART_KINDS", "examine_part", "guess_kind", "kind_of_name", "there_and_back"]
+__all__ = ["ACTIVATIONS", "BY_DATA_FLOW", "examine_part", "guess_kind", "kind_of_name", "there_and_back"]
 
-PART_KINDS = ("layer_norm", "feed_forward", "positional_encoding", "mask_builder", "layers")
 # Under this name a copy of a module keeps the kind that a run showed, where its own name says nothing.
 BY_DATA_FLOW = "_kind_by_data_flow"
 NAMES = (
@@ -112,7 +111,7 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
     Args:
         found: Class, instance or factory.
         name: What to call it.
-        kind: One of ``PART_KINDS``, but for "layers".
+        kind: One of ``KINDS``, but for "attention" and "layers".
         adapter: How to build it, if that cannot be found out.
         where: Path inside a model; "" for the object itself.
 

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from equivalence_tests.checker.calling import Caller, CallPlan
+from equivalence_tests.checker.calling import Caller, CallPlan, Inputs
 from equivalence_tests.checker.construction import SIZES, Sizes, build
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.loading import Source, source_of
 from equivalence_tests.checker.masking import MaskForm
-from equivalence_tests.checker.tracing import tensors_in, without_dropout
+from equivalence_tests.checker.tracing import tensors_in
 
 __all__ = ["Adapter", "Subject", "subjects"]
 
@@ -55,7 +53,6 @@ class Subject:
         trained: Whether it came as an instance, whose weights must come back as they were.
         signature: The forward whose argument names count.
         dtype: Precision in which it computes.
-        quiet_dropout: Whether dropout must be held back.
     """
 
     name: str
@@ -65,19 +62,6 @@ class Subject:
     adapter: Adapter
     trained: bool = False
     dtype: torch.dtype = torch.float64
-    quiet_dropout: bool = False
-
-    @property
-    def head_counts(self) -> list[int]:
-        """The numbers of heads to try: one where it is known."""
-        known = self.adapter.num_heads or heads_of(self.function, self.sizes.embed_dim)
-        if known:
-            return [known]
-        width = self.sizes.embed_dim
-        told = [n for name, n in _whole_numbers(self.function) if n > 1 and "head" in name.lower()]  # also head_size
-        candidates = [*_counted_in_file(self.function), self.sizes.num_heads, 1, 8, 4, 2, 3, 6, 12, 16]
-        dividing = [n for n in candidates if 0 < n <= width and width % n == 0]
-        return list(dict.fromkeys([*(n for n in told if n <= width), *dividing]))[:4]
 
     @property
     def module(self) -> nn.Module | None:
@@ -87,10 +71,8 @@ class Subject:
     def caller(self) -> Caller:
         """Give what calls it."""
         if self.adapter.call is not None:
-            return _AdaptedCaller(
-                self.function, self.sizes.num_heads, self.quiet_dropout, self.dtype, (), self.adapter.call
-            )
-        return Caller(self.function, self.sizes.num_heads, self.quiet_dropout, self.dtype)
+            return _AdaptedCaller(self.function, self.sizes.num_heads, self.dtype, self.adapter.call)
+        return Caller(self.function, self.sizes.num_heads, self.dtype)
 
 
 @dataclass
@@ -103,10 +85,7 @@ class _AdaptedCaller(Caller):
         assert self.call is not None  # made only with one
         may_attend = inputs.may_attend if mask is not None else None
         arguments = (inputs.query.to(self.dtype), inputs.key.to(self.dtype), inputs.value.to(self.dtype), may_attend)
-        if not self.quiet_dropout:
-            return list(tensors_in((self.call(self.function, *arguments),)))
-        with without_dropout():
-            return list(tensors_in((self.call(self.function, *arguments),)))
+        return list(tensors_in((self.call(self.function, *arguments),)))
 
 
 def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
@@ -205,17 +184,6 @@ def heads_of(instance: Any, width: int) -> int | None:
         if len(x) > 1 and any(p.dim() == 2 and p.size(0) * len(x) == width for p in x[0].parameters())
     ]
     return stacks[0] if stacks else None
-
-
-def _counted_in_file(instance: Any) -> list[int]:
-    """List whole numbers called n_heads or the like among the globals of the module that defines a class."""
-    names = (
-        vars(sys.modules.get(type(instance).__module__, object())) if type(instance).__module__ in sys.modules else {}
-    )
-    counts = [
-        value for name, value in names.items() if re.search(r"head|^n?h$", name.lower()) and "dim" not in name.lower()
-    ]
-    return [value for value in counts if isinstance(value, int) and not isinstance(value, bool)]
 
 
 def _width(instance: Any, asked: Sizes) -> int | None:

@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "ModuleCall",
     "Trace",
-    "first_tensor",
     "modules_created",
     "tensors_in",
     "trace",
-    "without_dropout",
 ]
 
 
@@ -41,28 +38,6 @@ class Trace:
     calls: list[ModuleCall] = field(default_factory=list)
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Lets dropout pass everything through, even where the user's code forgot ``self.training``."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if "dropout" in name and args and isinstance(args[0], Tensor):
-            return args[0]
-        if name == "scaled_dot_product_attention":
-            kwargs = kwargs | {"dropout_p": 0.0}
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p"} if len(args) > 4 else kwargs
-        return func(*args, **kwargs)
-
-
-def without_dropout() -> TorchFunctionMode:
-    """Give a context manager in which no dropout is applied."""
-    return _WithoutDropout()
-
-
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """List the floating tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
@@ -74,11 +49,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from tensors_in(item)
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """Give the first floating tensor in a nested result."""
-    return next(tensors_in(value), None)
 
 
 def trace(module: nn.Module, call: Callable[[], Any]) -> Trace:

@@ -11,19 +11,18 @@ from torch import nn
 from equivalence_tests.checker.attention import examine_attention
 from equivalence_tests.checker.engine.checks import NOT_JUDGED
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.findings import CheckResult
+from equivalence_tests.checker.findings import KINDS, CheckResult
 from equivalence_tests.checker.loading import load, with_signature
 from equivalence_tests.checker.own_call import examine_call
-from equivalence_tests.checker.parts import PART_KINDS, examine_part, guess_kind, there_and_back
+from equivalence_tests.checker.parts import examine_part, guess_kind, there_and_back
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.state import preserved_global_state
 from equivalence_tests.checker.subject import Adapter, subjects
 from equivalence_tests.checker.walking import examine_layers, kind_of
 from scratch.validation import check_choice
 
-__all__ = ["KINDS", "verify"]
+__all__ = ["verify"]
 
-KINDS = ("attention", *PART_KINDS)
 FALLBACKS = ("feed_forward", "positional_encoding", "layers", "attention")
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import forward_parameters
+from equivalence_tests.checker.calling import Inputs, forward_parameters
 from equivalence_tests.checker.engine.trying import Trial, lines_of, said
 from equivalence_tests.checker.findings import Exercise, Finding
-from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.kept_state import CACHE
 from equivalence_tests.checker.masking import MaskForm, mask_forms
 

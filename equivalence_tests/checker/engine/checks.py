@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import Caller, CallPlan, random_inputs
+from equivalence_tests.checker.calling import Caller, CallPlan, Inputs, random_inputs
 from equivalence_tests.checker.comparing import distance
 from equivalence_tests.checker.construction import retype
 from equivalence_tests.checker.engine.anchors import Run
@@ -23,7 +23,6 @@ from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.trying import said
 from equivalence_tests.checker.engine.watching import Patch
 from equivalence_tests.checker.findings import CheckResult
-from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.state import default_dtype

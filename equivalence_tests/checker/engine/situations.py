@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, random_inputs
+from equivalence_tests.checker.calling import Caller, CallPlan, Inputs, call_plans, random_inputs
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import coded, known
@@ -19,7 +19,6 @@ from equivalence_tests.checker.engine.intervening import Examination, ExpectedFo
 from equivalence_tests.checker.engine.judging import Judgement
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
-from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.masking import MaskForm
 from equivalence_tests.checker.subject import Subject
 from equivalence_tests.checker.tracing import tensors_in

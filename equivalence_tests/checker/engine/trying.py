@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.calling import Caller, CallPlan, from_layout, random_inputs
+from equivalence_tests.checker.calling import Caller, CallPlan, Inputs, from_layout, random_inputs
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.findings import CodeLine
-from equivalence_tests.checker.inputs import Inputs
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.tracing import tensors_in
 

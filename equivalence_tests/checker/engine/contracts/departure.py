@@ -9,14 +9,10 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.watching import Frames, Operation, Patch
 
-__all__ = ["SINGLE", "TOLERANCE", "Departure", "Unread", "constant_ratio", "near"]
+__all__ = ["SINGLE", "TOLERANCE", "Departure", "constant_ratio", "near"]
 
 TOLERANCE = 1e-7
 SINGLE = 2e-4  # where a part is computed in float32, whatever the input is
-
-
-class Unread(Exception):  # noqa: N818 -- it says what it is
-    """The data flow could not be read; the message says where."""
 
 
 @dataclass(eq=False)

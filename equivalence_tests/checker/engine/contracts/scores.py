@@ -35,12 +35,10 @@ class Expectation:
     Args:
         may: Which key each score's query may look at, flat as the scores are; None if nothing is known.
         masked: Whether a mask was handed over that hides something.
-        asserted: Whether the user says that this is an attention of torch's kind.
     """
 
     may: Tensor | None = None
     masked: bool = False
-    asserted: bool = False
 
 
 @dataclass(eq=False)
