@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from equivalence_tests.checker.lines import CodeLine
+
 __all__ = [
     "KINDS",
     "VERDICTS",
     "CheckResult",
-    "CodeLine",
     "Example",
     "Exercise",
     "Finding",
@@ -29,23 +30,6 @@ VERDICTS: Mapping[Verdict, int] = {"equal": 0, "deviates": 1, "unchecked": 2, "p
 
 # Relative differences: the proofs run in float64.
 ROUNDING, ABOVE_ROUNDING = 1e-9, 1e-6
-
-
-@dataclass(frozen=True)
-class CodeLine:
-    """One line of the user's code.
-
-    Args:
-        path: Its file, as the user would name it; "<stdin>" or "In[3]" where there is none.
-        number: Its number in the file.
-        text: The code, without the blanks around it.
-        function: The function that it stands in.
-    """
-
-    path: str
-    number: int
-    text: str
-    function: str = ""
 
 
 @dataclass(frozen=True)

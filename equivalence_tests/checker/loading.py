@@ -14,7 +14,7 @@ from torch import nn
 
 from equivalence_tests.checker.doors.importing import import_place, users_modules_first
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.findings import CodeLine
+from equivalence_tests.checker.lines import CodeLine
 
 __all__ = ["Source", "guilty_line", "load", "source_of", "with_signature"]
 

@@ -7,7 +7,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from equivalence_tests.checker.findings import CheckResult, CodeLine, Example, Exercise, Finding, Proof, Verdict
+from equivalence_tests.checker.findings import CheckResult, Example, Exercise, Finding, Proof, Verdict
+from equivalence_tests.checker.lines import CodeLine
 
 __all__ = [
     "checks_view",

@@ -8,7 +8,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from equivalence_tests.checker.findings import CodeLine, Finding
+from equivalence_tests.checker.findings import Finding
+from equivalence_tests.checker.lines import CodeLine
 from equivalence_tests.checker.report import Report
 from equivalence_tests.wild.checking import Attention, Part, attentions_in, part_of, told, verdict_of
 from equivalence_tests.wild.models import WildModel

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import Inputs, forward_parameters
-from equivalence_tests.checker.engine.trying import Trial, lines_of, said
+from equivalence_tests.checker.engine.trying import Trial, said
 from equivalence_tests.checker.findings import Exercise, Finding
 from equivalence_tests.checker.kept_state import CACHE
+from equivalence_tests.checker.lines import code_lines, frames_of
 from equivalence_tests.checker.masking import MaskForm, mask_forms
 
 __all__ = ["POSITION", "cache_arguments", "exercised_cache"]
@@ -267,6 +268,6 @@ def _crash(failure: CacheFailedError, protocol: Protocol) -> Finding:
         have=str(failure),
         want="a second step that sees the tokens of the first",
         fix="Call it once with the cache that it returns, and put the line right that fails.",
-        stack=lines_of(failure.cause),
+        stack=code_lines(frames_of(failure.cause)),
         evidence=protocol.detail,
     )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import forward_parameters, role_of_parameter
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
-from equivalence_tests.checker.engine.trying import Trial, lines_of, said
+from equivalence_tests.checker.engine.trying import Trial, said
 from equivalence_tests.checker.findings import Exercise, Finding
+from equivalence_tests.checker.lines import code_lines, frames_of
 from equivalence_tests.checker.report import Report
 
 __all__ = ["Covered", "cover"]
@@ -47,7 +48,7 @@ class Covered:
 
     def add_failure(self, what: str, error: Exception) -> None:
         """Note that the code raised: a mistake, unless it says itself that it does not do this."""
-        stack = lines_of(error)
+        stack = code_lines(frames_of(error))
         refused = stack and stack[-1].text.startswith(("raise", "assert"))
         if refused or not stack or isinstance(error, (ImportError, NotImplementedError, MemoryError)):
             self.leave_out(what, said(error))
@@ -268,6 +269,6 @@ def _fails(what: str, error: Exception) -> Finding:
         have=said(error),
         want="an output, as without it",
         fix="Put the line right that fails, or do not offer the argument.",
-        stack=lines_of(error),
+        stack=code_lines(frames_of(error)),
         evidence="the same call without it works",
     )

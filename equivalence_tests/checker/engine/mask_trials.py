@@ -15,8 +15,9 @@ from equivalence_tests.checker.engine.intervening import Examination, ExpectedFo
 from equivalence_tests.checker.engine.situations import DROWNED, Situation, new_departures, situation_of
 from equivalence_tests.checker.engine.trying import said
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
-from equivalence_tests.checker.engine.watching import Operation, frames_of
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.findings import Exercise
+from equivalence_tests.checker.lines import frames_of
 from equivalence_tests.checker.masking import MaskForm, draw_masks, mask_forms
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.tracing import tensors_in

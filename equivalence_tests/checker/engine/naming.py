@@ -1,8 +1,8 @@
 """Turn what departs into words: a name, a sentence, formulas, a fix, and the lines that ran."""
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.watching import code_lines
 from equivalence_tests.checker.findings import Example, Finding, Proof
+from equivalence_tests.checker.lines import code_lines
 from equivalence_tests.checker.mistakes import Mistake, named_mistake
 
 __all__ = ["finding_of"]

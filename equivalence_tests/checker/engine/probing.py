@@ -10,7 +10,7 @@ from equivalence_tests.checker.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.situations import Situation, situation_of
-from equivalence_tests.checker.engine.watching import Frames, frames_of
+from equivalence_tests.checker.lines import Frames, frames_of
 from equivalence_tests.checker.tracing import modules_created
 
 LOUD = 30.0

@@ -1,10 +1,8 @@
 """Call somebody's attention with more arguments than its plan gives, and say which tokens reach which output."""
 
 import contextlib
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +10,10 @@ from torch import Tensor
 
 from equivalence_tests.checker.calling import Caller, CallPlan, Inputs, from_layout, random_inputs
 from equivalence_tests.checker.construction import Sizes
-from equivalence_tests.checker.findings import CodeLine
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.tracing import tensors_in
 
-__all__ = ["Trial", "lines_of", "said"]
-
-ENGINE = str(Path(__file__).parent)
-TORCH = str(Path(torch.__file__).parent)
+__all__ = ["Trial", "said"]
 
 
 @dataclass(frozen=True)
@@ -102,14 +96,3 @@ def said(error: Exception) -> str:
     """
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
-
-
-def lines_of(error: Exception) -> tuple[CodeLine, ...]:
-    """Give the lines of the user's code in which an exception was raised, the outermost first."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not _is_ours(frame.filename)]
-    return tuple(CodeLine(frame.filename, frame.lineno or 0, frame.line or "", frame.name) for frame in users)
-
-
-def _is_ours(path: str) -> bool:
-    return path.startswith((ENGINE, TORCH, "<frozen")) and "/test_" not in path

@@ -4,14 +4,9 @@ Nothing that the run computes is changed, but for the patches that are asked for
 copied only where an operation is about to write into them.
 """
 
-import linecache
 import math
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from equivalence_tests.checker.engine.vocabulary import ASKS, CREATES, GETTERS, INPLACE
-from equivalence_tests.checker.findings import CodeLine
+from equivalence_tests.checker.lines import Frames, frames_here
 
-__all__ = ["Frames", "Operation", "Recorder", "Slot", "code_lines", "frames_of", "tensors_of"]
+__all__ = ["Operation", "Recorder", "Slot", "tensors_of"]
 
-ENGINE = str(Path(__file__).parent)
-CHECKER = str(Path(__file__).parents[1])
-TORCH = str(Path(torch.__file__).parent)
-NOT_THE_USERS = ("<frozen", "/einops/", "/jaxtyping/", "/beartype/", "/functools.py", "/contextlib.py")
-Frames = tuple[tuple[str, int, str], ...]
 Patch = Callable[["Recorder", "Operation"], Tensor]
 
 
@@ -184,7 +174,7 @@ class Recorder(TorchFunctionMode):
             self._copy_before_writing(tensors[0])
         inputs = [self._slot(tensor) for tensor in tensors]
         skeleton = [HOLE if isinstance(item, Tensor) else item for item in flat]
-        operation = Operation(len(self.operations), name, func, skeleton, spec, inputs, [], _frames(), inplace)
+        operation = Operation(len(self.operations), name, func, skeleton, spec, inputs, [], frames_here(), inplace)
         operation.origins = [self.origins_of(tensor) for tensor in tensors]
         operation.place = self.places[-1] if self.places else ""
         self.operations.append(operation)
@@ -319,55 +309,6 @@ OPENED = {
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """List the tensors in nested containers, in order."""
     yield from (item for item in tree_flatten(value)[0] if isinstance(item, Tensor))
-
-
-def code_lines(frames: Frames) -> tuple[CodeLine, ...]:
-    """Turn frames into lines, the outermost first.
-
-    Args:
-        frames: The innermost first.
-    """
-    lines = (CodeLine(_shown(path), n, linecache.getline(path, n).strip(), name) for path, n, name in frames)
-    return tuple(reversed(list(lines)))
-
-
-def _shown(path: str) -> str:
-    """Name a file as the user would: from the working directory, where it is below that."""
-    return os.path.relpath(path) if path.startswith(str(Path.cwd()) + os.sep) else path
-
-
-def frames_of(error: BaseException) -> Frames:
-    """The user's lines in which an error came up, the innermost first."""
-    found = []
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        path = frame.f_code.co_filename
-        if _is_users(path):
-            found.append((path, number, frame.f_code.co_name))
-    return tuple(reversed(found))
-
-
-def _is_users(path: str) -> bool:
-    return not (_is_ours(path) or path.startswith(TORCH) or any(part in path for part in NOT_THE_USERS))
-
-
-def _is_ours(path: str) -> bool:
-    """Whether it is code of the checker; the classes that its tests check are as good as a user's."""
-    return path.startswith(CHECKER) and "/test_" not in path and "/zoo/" not in path
-
-
-def _frames() -> Frames:
-    """The user's lines that led here: what stands between the engine that called and the operation."""
-    frame = sys._getframe(2)
-    found: list[tuple[str, int, str]] = []
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(ENGINE) and "/test_" not in path:
-            if found:
-                break
-        elif _is_users(path):
-            found.append((path, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.watching import Frames, Operation, Patch
+from equivalence_tests.checker.engine.watching import Operation, Patch
+from equivalence_tests.checker.lines import Frames
 
 __all__ = ["SINGLE", "TOLERANCE", "Departure", "constant_ratio", "near"]
 
