@@ -1,6 +1,7 @@
 """``python -m equivalence_tests.mutation [FILE ...]``: the mutation score of ``scratch``."""
 
 import os
+import random
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -55,14 +56,16 @@ def equivalent_mutants() -> dict[str, dict[str, str]]:
     return listed
 
 
-def break_file(name: str, reasons: Mapping[str, str], jobs: int, progress: Progress) -> Outcome:
-    """Test every mutant of one file of ``scratch``."""
+def break_file(name: str, reasons: Mapping[str, str], jobs: int, sample: int | None, progress: Progress) -> Outcome:
+    """Test every mutant of one file of ``scratch``, or some that are drawn at random."""
     file, outcome = ROOT / "scratch" / name, Outcome(name)
     mutants = mutants_of(file.read_text(encoding="utf-8"), str(file))
     gone = reasons.keys() - {mutant.name for mutant in mutants}
     for mutant_name in sorted(gone):
         outcome.complaints += 1
         progress.console.print(f"listed as equivalent, but gone: {mutant_name}", markup=False, soft_wrap=True)
+    if sample is not None:
+        mutants = random.Random(0).sample(mutants, min(sample, len(mutants)))
     bar = progress.add_task(name, total=len(mutants), survived=0)
     # Another process may be slowed down by its neighbours; only an endless loop takes this long.
     timeout_seconds = 30 + 5 * round(time_of_whole_code(file))
@@ -90,6 +93,7 @@ def score_table(outcomes: list[Outcome]) -> Table:
 def main(
     files: Annotated[list[str] | None, typer.Argument(help="Files of scratch; all by default.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = os.cpu_count() or 1,
+    sample: Annotated[int | None, typer.Option(min=1, help="So many mutants of each file, drawn at random.")] = None,
 ) -> None:
     """Break scratch in every small way, one at a time, and see that a test fails.
 
@@ -108,7 +112,7 @@ def main(
         TextColumn("{task.fields[survived]} survived"),
     )
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
-        outcomes = [break_file(name, listed.get(name, {}), jobs, progress) for name in names]
+        outcomes = [break_file(name, listed.get(name, {}), jobs, sample, progress) for name in names]
     console.print(score_table(outcomes))
     raise typer.Exit(1 if any(outcome.complaints for outcome in outcomes) else 0)
 

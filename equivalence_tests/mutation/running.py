@@ -61,6 +61,12 @@ TESTS = {
     "validation/sdpa.py": [*REFUSED, "functional"],
     "validation/layers.py": [*REFUSED, "decoding::TestCaches"],
     "validation/positional.py": [*REFUSED, "positional"],
+    "validation/norms.py": ["errors", "norms"],
+    "validation/rotary.py": ["errors", "rotary"],
+    "validation/score_functions.py": ["errors", "score_functions"],
+    "validation/flex.py": ["errors", "flex"],
+    "validation/varlen.py": ["errors", "varlen"],
+    "validation/grouped.py": ["errors", "grouped", "parallel"],
     "validation/tokens.py": [
         *REFUSED,
         "seq2seq::TestErrors",
