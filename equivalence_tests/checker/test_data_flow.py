@@ -185,6 +185,14 @@ def attend_to_the_past_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool = Fal
     return scores.softmax(-1) @ v
 
 
+def attend_to_the_future(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """With causal=True the past is hidden."""
+    scores = q @ k.mT / q.size(-1) ** 0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores).tril(-1).bool(), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
 def attend_with_its_scale_twice(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
     """The scale comes beside the root of the width, and not in its place."""
     return (q @ k.mT * scale / q.size(-1) ** 0.5).softmax(-1) @ v
@@ -195,6 +203,10 @@ def test_switches_of_a_function_are_run() -> None:
     assert report.verdict == "equal", str(report)
     assert {exercise.what for exercise in report.coverage} >= {"causal=True", "scale=0.7"}
     assert verify(attend_to_the_past_alone).mistakes == ("causal_switch_wrong",)
+    inverted = verify(attend_to_the_future)
+    assert inverted.mistakes == ("causal_switch_inverted",)
+    assert inverted.findings[0].line is not None
+    assert "tril(-1)" in inverted.findings[0].line.text
     assert verify(attend_with_its_scale_twice).mistakes == ("scale_argument_wrong",)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.walking import atoms_of, kind_of
@@ -342,7 +343,7 @@ def test_a_causal_model_needs_positions_and_must_not_read_the_future() -> None:
     assert report.verdict == "equal", str(report)
     assert ("the model: an output reads", "no later token (GPT)", "") in report.conventions
     assert verify(OneRowCausalModel).mistakes == ("no_positions",)
-    assert verify(TransposedCausalModel).mistakes == ("future_is_seen",)
+    assert verify(TransposedCausalModel).mistakes == ("causal_mask_inverted",)  # and not that the future is seen
 
 
 class ExchangingModel(layers.TranslationModel):
@@ -580,3 +581,67 @@ def test_a_model_that_refuses_other_tokens_is_no_verdict() -> None:
     report = verify(ChoosyModel)
     assert report.verdict == "unchecked", str(report)
     assert "a token comes twice" in report.reason
+
+
+class BlockWithItsOwnMask(nn.Module):
+    """Right attention, made wrong by the mask that the block hands to it."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.attn = nn.MultiheadAttention(d_model, n_heads, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
+
+    def hidden(self, length: int) -> Tensor:
+        return torch.ones(length, length).triu(1).bool()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.attn(h, h, h, attn_mask=self.hidden(x.size(1)), need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class BlockThatSeesTheFuture(BlockWithItsOwnMask):
+    def hidden(self, length: int) -> Tensor:
+        return torch.ones(length, length).tril(-1).bool()
+
+
+class SigmoidCrossLayer(nn.Module):
+    """Two attentions in one forward; only the second is wrong."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.h = n_heads
+        self.qkv, self.own_out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+        self.q, self.kv, self.out = (
+            nn.Linear(d_model, d_model),
+            nn.Linear(d_model, 2 * d_model),
+            nn.Linear(d_model, d_model),
+        )
+        self.up, self.down = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(d_model) for _ in range(3))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.h, -1)).transpose(1, 2)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = map(self.split, self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.own_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        q = self.split(self.q(self.norm2(x)))
+        k, v = map(self.split, self.kv(memory).chunk(2, -1))
+        weights = torch.sigmoid(q @ k.mT / q.size(-1) ** 0.5)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm3(x))))
+
+
+def test_a_mask_that_a_block_makes_is_judged_where_it_is_used() -> None:
+    assert verify(BlockWithItsOwnMask).verdict == "equal"
+    report = verify(BlockThatSeesTheFuture)
+    assert report.mistakes == ("causal_mask_inverted",)
+    (finding,) = report.findings
+    assert finding.line is not None
+    assert "attn_mask=self.hidden" in finding.line.text
+
+
+def test_every_attention_of_one_forward_is_judged() -> None:
+    assert verify(SigmoidCrossLayer).mistakes == ("sigmoid_for_softmax",)

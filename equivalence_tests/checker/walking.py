@@ -41,6 +41,7 @@ __all__ = ["examine_layers", "kind_of"]
 EXAMINED = ("attention", "layer_norm", "feed_forward", "positional_encoding")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 MOST_SIZES = 2
+FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
 MOST_PROJECTIONS = 4
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
@@ -120,6 +121,7 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     for path, child in _examined_children(module):
         _add_child(walk, path, child)
     _add_inline(walk)
+    _add_masks_made_inside(walk)
     layers = list(_layers(module))
     for path, layer in layers:
         _add_layer(walk, path, layer)
@@ -139,11 +141,32 @@ def _watch(walk: Walk) -> None:
     module = walk.module
     with contextlib.suppress(Exception):  # the user's code; its parts are looked at one by one all the same
         for report in diagnose_call(run.call, (run.source, run.target), module=module, name=walk.report.target):
-            walk.watched.setdefault(report.place, report)
+            walk.watched[report.place] = _joined(walk.watched.get(report.place), report)
     for path in walk.watched:
         child = module.get_submodule(path)
         if path and not kind_of(path, child) and not any(kind_of(path, m) == "attention" for m in child.modules()):
             vars(child)[BY_DATA_FLOW] = "attention"
+
+
+def _joined(known: Report | None, report: Report) -> Report:
+    """One report on what one module computes, however many attentions it runs."""
+    if known is None:
+        return report
+    worse = max(known.verdict, report.verdict, key=FROM_BEST.index)
+    return replace(known, findings=[*known.findings, *report.findings], verdict=worse)
+
+
+def _add_masks_made_inside(walk: Walk) -> None:
+    """Tell of a mask that a layer makes wrongly and hands to an attention that is right by itself."""
+    known = {(finding.name, finding.line) for finding in walk.report.findings}
+    told = {finding.where for finding in walk.report.findings if finding.stage == "mask"}
+    for path, report in walk.watched.items():
+        for finding in report.findings:
+            own = finding.stage == "mask" and path not in told
+            if own and (finding.name, finding.line) not in known:
+                known.add((finding.name, finding.line))
+                walk.report.findings.append(replace(finding, where=path))
+                walk.report.checks.append(CheckResult(f"{path or 'it'} (mask made inside)", "failed", finding.name))
 
 
 def _add_inline(walk: Walk) -> None:
@@ -476,10 +499,11 @@ def _add_model(walk: Walk) -> None:
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
     judged = itertools.chain(judge_model(walk.module, run), judge_model_masks(walk.module, run, walk.masks))
     misplaced = any(finding.name.startswith("position_") for finding in walk.report.findings)
+    mismasked = any(finding.name.startswith("causal_") for finding in walk.report.findings)
     try:
         for what, mistake, where in judged:
-            if misplaced and mistake == "no_positions":
-                continue  # it has some, and what is wrong with them was said of the part
+            if (misplaced and mistake == "no_positions") or (mismasked and mistake == "future_is_seen"):
+                continue  # what is wrong with its positions or its mask was said where they are made
             walk.check(f"{what}{f' ({where})' if where else ''}", [mistake] if mistake else [], where, evidence, source)
     except Exception as error:  # the user's code may refuse other tokens than those it ran on
         walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")

@@ -76,6 +76,7 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
     covered.findings += findings
     for parameter in _optional(trial, {*exercised, *caches}):
         _argument(trial, judge, parameter, covered)
+    _causal_setting(trial, judge, covered)
     return covered
 
 
@@ -92,7 +93,7 @@ def _argument(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered:
     if trial.plan.positional:
         covered.leave_out(name, "it has no name to be given by")
     elif CAUSAL.search(name) and "mask" not in name and _is_bool(parameter):
-        _causal_switch(trial, parameter, covered)
+        _causal_switch(trial, judge, f"{name}=True", {name: True}, covered)
     elif _is_bool(parameter):
         _switch(trial, judge, parameter, covered)
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
@@ -109,28 +110,51 @@ def _is_bool(parameter: inspect.Parameter) -> bool:
     return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool", "bool | None")
 
 
-def _causal_switch(trial: Trial, parameter: inspect.Parameter, covered: Covered) -> None:
+def _causal_switch(trial: Trial, judge: Judge, what: str, extra: dict[str, Any], covered: Covered) -> None:
     """The name says what it must do: with it no output may depend on a later token, and on all earlier ones."""
-    name, length = parameter.name, 5
+    length = 5
     try:
-        reach = trial.reach(length, {name: True})
+        reach = trial.reach(length, extra)
     except Exception as error:
-        covered.add_failure(f"{name}=True", error)
+        covered.add_failure(what, error)
         return
     wanted = torch.ones(length, length).tril().bool()
-    findings = [] if torch.equal(reach, wanted) else [_not_causal(name, reach, wanted)]
-    covered.add(f"{name}=True", findings, "one token changed at a time")
+    findings = []
+    if not torch.equal(reach, wanted):
+        findings = [
+            _located(_not_causal(what, reach, wanted), judge(*trial.arguments(trial.inputs(length, length), extra)))
+        ]
+    covered.add(what, findings, "one token changed at a time")
 
 
-def _not_causal(name: str, reach: Tensor, wanted: Tensor) -> Finding:
+def _located(finding: Finding, reports: Sequence[Report]) -> Finding:
+    """Take over the line, the numbers and the proof of what is wrong with the mask in a call of this kind."""
+    seen = (known for report in reports for known in report.findings if known.stage == "mask" and known.stack)
+    found = next(seen, finding)
+    return replace(finding, stack=found.stack, example=found.example, proof=found.proof)
+
+
+def _causal_setting(trial: Trial, judge: Judge, covered: Covered) -> None:
+    """What an instance holds as ``causal`` is true of its calls, unless whoever calls it hands the mask over."""
+    held = vars(trial.caller.function) if isinstance(trial.caller.function, nn.Module) else {}
+    names = [name for name, value in held.items() if value is True and CAUSAL.search(name) and "mask" not in name]
+    known = {exercise.what for exercise in covered.exercises}
+    for name in names if trial.plan.self_attention and not trial.plan.mask_parameter else ():
+        if f"{name}=True" not in known:
+            _causal_switch(trial, judge, f"{name}=True", {}, covered)
+
+
+def _not_causal(what: str, reach: Tensor, wanted: Tensor) -> Finding:
     output, token = (int(x) for x in (reach != wanted).nonzero()[0])
     seen = bool(reach[output, token])
     shown = "sees the future" if seen else "does not see the past"
+    inverted = torch.equal(reach, wanted.T)
+    seen_keys = "the keys j >= i" if inverted else "all keys" if bool(reach.all()) else "other keys"
     return Finding(
-        "causal_switch_inverted" if torch.equal(reach, wanted.T) else "causal_switch_wrong",
+        "causal_switch_inverted" if inverted else "causal_switch_wrong",
         "mask",
-        f"With {name}=True output {output} {shown}: token {token} {'changes' if seen else 'does not change'} it.",
-        have=f"{name}=True lets query i see {'keys j >= i' if torch.equal(reach, wanted.T) else 'other keys'}",
+        f"With {what} output {output} {shown}: token {token} {'changes' if seen else 'does not change'} it.",
+        have=f"with {what} query i sees {seen_keys}",
         want="query i sees the keys j <= i",
         fix="Hide what lies above the diagonal: torch.ones(q, k).triu(1).bool() is True where the score becomes -inf.",
         evidence=f"tokens changed one at a time, {len(wanted)} tokens",

@@ -200,6 +200,25 @@ class Refuses(Parts):
         return self.attend(*self.project(x))
 
 
+class SetCausal(Parts):
+    """Says of itself that it is causal; whether it is, is seen when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.causal = True
+
+    def hidden(self, length: int) -> Tensor:
+        return torch.ones(length, length).triu(1).bool()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(*self.project(x), self.hidden(x.size(1)))
+
+
+class SetTheWrongWayRound(SetCausal):
+    def hidden(self, length: int) -> Tensor:
+        return super().hidden(length) if not self.causal else torch.zeros(length, length).bool()
+
+
 def covered(module: nn.Module) -> Covered:
     module = module.double().eval()
     caller = Caller(module, HEADS)
@@ -220,6 +239,7 @@ def covered(module: nn.Module) -> Covered:
         (KeptAtAPosition, "start_pos"),
         (Object, "cache"),
         (Switched, "causal=True"),
+        (SetCausal, "causal=True"),
         (CausalCache, "past"),
         (Windowed, "lengths beyond window = 4"),
         (Cross, "keys of another length than queries"),
@@ -240,6 +260,7 @@ def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Modu
         (CacheCrashes, "cache_fails"),
         (KeptAtPositionZero, "cache_differs_from_one_pass"),
         (Inverted, "causal_switch_inverted"),
+        (SetTheWrongWayRound, "causal_switch_wrong"),
         (SwitchCrashes, "fails_with_what_it_offers"),
         (WindowWithoutEffect, "window_without_effect"),
         (BlocksCrash, "fails_with_what_it_offers"),
