@@ -25,7 +25,7 @@ Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4; Milakov and Gimel
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -212,7 +212,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: "_Mask", scale: float, safe: 
     row_max, row_sum = (q.new_empty(*q.shape[:2], 1) for _ in range(2))
     buffer = _buffer(q, mask.group)
     for rows, queries in mask.row_tiles():
-        tiles = list(mask.column_tiles(queries, q.dtype))
+        tiles = list(mask.column_tiles(queries, q.dtype, safe))
         for heads in _pieces(0, q.size(0), torch.get_num_threads()):
             results = _attend_rows(
                 q[heads, rows] * (scale * LOG2E), k[heads], v[heads], _of(heads, tiles), safe, buffer
@@ -228,13 +228,13 @@ def _attend_rows(
     # The least number, and not -inf: in a row that sees no key, exp(-inf - m) is 0 then and not NaN.
     row_max = q.new_full((*q.shape[:2], 1), 0.0 if safe else torch.finfo(q.dtype).min)
     row_sum, gathered = torch.zeros_like(row_max), q.new_zeros(*q.shape[:2], v.size(-1))
-    for columns, bias in tiles:
-        scores = _scores(q, k[:, columns], bias, buffer)  # (n, q * g, c)
+    for tile in tiles:
+        scores = _scores(q, k[:, tile.columns], tile.bias, buffer)  # (n, q * g, c)
         if not safe:
             _raise_maximum(scores, row_max, row_sum, gathered)
-        weights = scores.exp2_()
+        weights = tile.without_later(scores.exp2_())
         row_sum += weights.sum(dim=-1, keepdim=True)
-        gathered.baddbmm_(weights, v[:, columns])
+        gathered.baddbmm_(weights, v[:, tile.columns])
     row_sum.masked_fill_(row_sum == 0, 1.0)  # a row that sees no key has gathered 0
     return gathered.div_(row_sum), row_max, row_sum
 
@@ -270,7 +270,7 @@ def _gradients(
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     buffers = _buffer(q, mask.group), _buffer(q, mask.group)
     for rows, queries in mask.row_tiles():
-        tiles = list(mask.column_tiles(queries, q.dtype))
+        tiles = list(mask.column_tiles(queries, q.dtype, safe))
         for heads in _pieces(0, q.size(0), torch.get_num_threads()):
             # Divided by l here once, so that exp(s - m) can stand for the weights in every tile.
             grad_rows = grad_context[heads, rows] / row_sum[heads, rows]
@@ -296,16 +296,18 @@ def _row_gradients(
 ) -> Tensor:
     """Give the gradient of some rows, and add their share to those of keys and values, tile by tile."""
     grad_q, exponent_q = torch.zeros_like(q), q * LOG2E
-    for columns, bias in tiles:
-        scores = _scores(exponent_q, k[:, columns], bias, buffer)  # (n, q * g, c)
+    for tile in tiles:
+        columns = tile.columns
+        scores = _scores(exponent_q, k[:, columns], tile.bias, buffer)  # (n, q * g, c)
         if row_max is not None:
             _drop_negligible(scores.sub_(row_max))
-        weights = scores.exp2_()
-        grad_v[:, columns].baddbmm_(weights.mT, grad_context)
+        weights = tile.without_later(scores.exp2_())
+        # Not baddbmm_ into the slice: if it is cut out of several heads, torch computes them one after another.
+        grad_v[:, columns].add_(torch.bmm(weights.mT, grad_context))
         grad_weights = _scores(grad_context, v[:, columns], None, another_buffer)
         grad_scores = grad_weights.sub_(row_term).mul_(weights)
         grad_q.baddbmm_(grad_scores, k[:, columns])
-        grad_k[:, columns].baddbmm_(grad_scores.mT, q)
+        grad_k[:, columns].add_(torch.bmm(grad_scores.mT, q))
     return grad_q
 
 
@@ -313,7 +315,8 @@ def _textbook_gradients(
     q: Tensor, k: Tensor, v: Tensor, mask: "_Mask", scale: float, grad_context: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give the gradients of q, k and v in one piece, from operations that have gradients themselves."""
-    bias = mask.bias(slice(0, mask.query_len), slice(0, mask.key_len), q.dtype)
+    queries, columns = slice(0, mask.query_len), slice(0, mask.key_len)
+    bias = mask.bias(queries, columns, q.dtype, mask.diagonal_of(queries, columns))
     scores = q * (scale * LOG2E) @ k.mT  # (n, q * g, k)
     if bias is not None:
         scores = (scores.unflatten(1, bias.shape[1:3]) + bias).flatten(1, 2)
@@ -351,8 +354,27 @@ def _scores_are_safe(q: Tensor, k: Tensor, score_bias: Tensor | None, scale: flo
     return bool(farthest <= SAFE_SCORE)
 
 
-# Some columns, and what is added to their scores: (n or 1, q, g, c), or None.
-_Tile = tuple[slice, Tensor | None]
+@dataclass(frozen=True)
+class _Tile:
+    """Some keys of a row of tiles, and which of them its queries may look at.
+
+    Args:
+        columns: The keys.
+        bias: Added to their scores, (n or 1, q, g, c); None where nothing is.
+        diagonal: Query i of the row of tiles may look at keys 0 ... i + diagonal of these; at all of them if None.
+        group: g, the rows of each query.
+    """
+
+    columns: slice
+    bias: Tensor | None
+    diagonal: int | None
+    group: int
+
+    def without_later(self, weights: Tensor) -> Tensor:
+        """Let the weights of keys beyond the diagonal be 0, in place."""
+        if self.diagonal is not None:
+            weights.unflatten(1, (-1, self.group)).transpose(1, 2).squeeze(1).tril_(self.diagonal)  # (n, g, q, c)
+        return weights
 
 
 @dataclass(frozen=True)
@@ -379,28 +401,39 @@ class _Mask:
         for queries in _pieces(0, self.query_len, max(ROWS // (1 + masked) // self.group, 1)):
             yield slice(queries.start * self.group, queries.stop * self.group), queries
 
-    def column_tiles(self, queries: slice, dtype: torch.dtype) -> Iterator[_Tile]:
-        """Cut the keys that any of the queries may look at into tiles."""
+    def column_tiles(self, queries: slice, dtype: torch.dtype, safe: bool) -> Iterator[_Tile]:
+        """Cut the keys that any of the queries may look at into tiles.
+
+        Where no maximum is subtracted, weights beyond the diagonal are set to 0; else their scores must be -inf before.
+        """
         for columns in self._visible_columns(queries):
-            yield columns, self.bias(queries, columns, dtype)
+            diagonal = self.diagonal_of(queries, columns)
+            bias = self.bias(queries, columns, dtype, None if safe else diagonal)
+            yield _Tile(columns, bias, diagonal if safe else None, self.group)
 
     def _visible_columns(self, queries: slice) -> list[slice]:
         """Cut the keys that any of the queries may look at into blocks, and leave out those between that none may."""
-        seen = torch.ones(self.key_len, dtype=torch.bool)
-        if self.diagonal is not None:
-            seen[max(queries.stop + self.diagonal, 0) :] = False
-        if self.score_bias is not None:
-            bias = _part(self.score_bias, 2, queries)
-            least: float = -math.inf
-            if bias.dtype == torch.bool:
-                bias, least = bias.view(torch.uint8), 0
-            seen &= (bias.amax(dim=(0, 1, 2, 3)) != least).cpu()
+        stop = self.key_len if self.diagonal is None else min(max(queries.stop + self.diagonal, 0), self.key_len)
+        if self.score_bias is None:
+            return _pieces(0, stop, COLUMNS)
+        bias = _part(_part(self.score_bias, 2, queries), 4, slice(0, stop))
+        least: float = -math.inf
+        if bias.dtype == torch.bool:
+            bias, least = bias.view(torch.uint8), 0
+        seen = (bias.amax(dim=(0, 1, 2, 3)) != least).expand(stop)
         places = seen.nonzero()
         if not len(places):
             return []
         return [x for x in _pieces(int(places[0]), int(places[-1]) + 1, COLUMNS) if seen[x].any()]
 
-    def bias(self, queries: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
+    def diagonal_of(self, queries: slice, columns: slice) -> int | None:
+        """Say where the diagonal lies in a tile; None where every query may look at all of its keys."""
+        if self.diagonal is None:
+            return None
+        diagonal = queries.start - columns.start + self.diagonal
+        return None if diagonal >= columns.stop - columns.start - 1 else diagonal
+
+    def bias(self, queries: slice, columns: slice, dtype: torch.dtype, diagonal: int | None) -> Tensor | None:
         """Give what is added to the scores of a tile, (n or 1, q, g, c); None where every query may look at all."""
         tile = None
         if self.score_bias is not None:
@@ -411,17 +444,19 @@ class _Mask:
                 least = torch.finfo(dtype).min
                 tile = (tile.to(dtype) * LOG2E).clamp_(min=least).masked_fill_(tile == -math.inf, -math.inf)
         query_len, key_len = (x.stop - x.start for x in (queries, columns))
-        offset = queries.start - columns.start + (self.diagonal or 0)
-        if self.diagonal is not None and offset < key_len - 1:
-            later = torch.full((query_len, key_len), -math.inf, dtype=dtype).triu_(offset + 1).unsqueeze(1)
+        if diagonal is not None:
+            later = torch.full((query_len, key_len), -math.inf, dtype=dtype).triu_(diagonal + 1).unsqueeze(1)
             tile = later.unsqueeze(0) if tile is None else tile + later
         return None if tile is None else tile.expand(-1, query_len, self.group, -1)
 
 
 def _of(heads: slice, tiles: list[_Tile]) -> Iterator[_Tile]:
     """Take some heads of the biases, unless one stands for all of them."""
-    for columns, bias in tiles:
-        yield columns, bias if bias is None or bias.size(0) == 1 else bias[heads]
+    for tile in tiles:
+        if tile.bias is None or tile.bias.size(0) == 1:
+            yield tile
+        else:
+            yield replace(tile, bias=tile.bias[heads])
 
 
 def _part(x: Tensor, dim: int, places: slice) -> Tensor:
