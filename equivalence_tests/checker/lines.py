@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of"]
+__all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of", "is_users"]
 
 CHECKER = str(Path(__file__).parent)
 ENGINE = str(Path(__file__).parent / "engine")
@@ -53,7 +53,7 @@ def frames_of(error: BaseException) -> Frames:
     walked = [
         (frame.f_code.co_filename, n, frame.f_code.co_name) for frame, n in traceback.walk_tb(error.__traceback__)
     ]
-    return tuple(line for line in reversed(walked) if _is_users(line[0]))
+    return tuple(line for line in reversed(walked) if is_users(line[0]))
 
 
 def frames_here() -> Frames:
@@ -64,7 +64,7 @@ def frames_here() -> Frames:
         if path.startswith(ENGINE) and "/test_" not in path:
             if found:
                 break
-        elif _is_users(path):
+        elif is_users(path):
             found.append((path, frame.f_lineno, frame.f_code.co_name))
     return tuple(found)
 
@@ -80,7 +80,8 @@ def _shown(path: str) -> str:
     return os.path.relpath(path) if path.startswith(str(Path.cwd()) + os.sep) else path
 
 
-def _is_users(path: str) -> bool:
+def is_users(path: str) -> bool:
+    """Whether a file is the user's: neither torch's, nor ours, nor one that only hands calls on."""
     return not (_is_ours(path) or path.startswith(TORCH) or any(part in path for part in NOT_THE_USERS))
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.report import Report
 
-__all__ = ["examine_call"]
+__all__ = ["NO_ATTENTION", "examine_call"]
+
+NO_ATTENTION = "No attention runs in"
 
 
 def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]) -> list[Report]:
@@ -42,9 +45,11 @@ def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]
         except Exception as error:  # the user's code may raise anything
             last = f"{type(error).__name__}: {error}"
             continue
-        found = diagnose_call(ready, given_args, given_kwargs, name=name, meant=dict(meant))
+        module = getattr(ready, "__self__", None)  # of a method
+        module = module if isinstance(module, nn.Module) else None
+        found = diagnose_call(ready, given_args, given_kwargs, module=module, name=name, meant=dict(meant))
         if not found:
-            raise CannotCheckError(f"No attention runs in {name}: no product of queries and keys weighs values there.")
+            raise CannotCheckError(f"{NO_ATTENTION} {name}: no product of queries and keys weighs values there.")
         return found
     raise CannotCheckError(f"The call of {name} with these inputs failed: {last}")
 
@@ -58,13 +63,15 @@ def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _prepared(function: Any, args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any, Any]:
-    """Copy a module and its inputs, in eval and in this precision."""
-    if isinstance(function, nn.Module):
+    """Copy a module and its inputs, in eval and in this precision; of a method, the module that it belongs to."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
         try:
-            function = copy.deepcopy(function).eval()
+            copied = copy.deepcopy(owner).eval()
         except Exception as error:
             raise CannotCheckError(f"The model cannot be deep-copied: {type(error).__name__}: {error}") from error
-        function = function if dtype is None else function.to(dtype)
+        copied = copied if dtype is None else copied.to(dtype)
+        function = copied if owner is function else MethodType(function.__func__, copied)
     return function, *(_in_dtype(given, dtype) for given in (args, kwargs))
 
 

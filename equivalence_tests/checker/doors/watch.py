@@ -1,14 +1,18 @@
 """``with watch() as seen``: note what is called in a block of any program, and check its attentions afterwards.
 
-While the block runs, nothing is computed and nothing is hooked: the arguments of the outermost modules are set aside,
-detached. What is proven is proven on copies, when the reports are asked for.
+While the block runs, the arguments of the outermost modules, and of the plain functions that compute an attention
+outside of them, are set aside, detached; nothing is computed. What is proven is proven on copies, when the reports are
+asked for.
 """
 
 import contextlib
+import html
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,29 +20,31 @@ from rich.console import Group
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from equivalence_tests.checker.doors.frames import Arguments, Functions
+from equivalence_tests.checker.own_call import NO_ATTENTION
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.verify import verify
 
 __all__ = ["Watched", "WatchedCall", "watch"]
 
 
-NOTHING = "No module was called while watching. verify(function, inputs) checks code that is no module."
+NOTHING = "No attention ran while watching."
 # Attributes by which wrappers hold the module that they hand their calls on to.
 WRAPPERS = ("_orig_mod", "module")
 
 
 @dataclass(frozen=True)
 class WatchedCall:
-    """One call of an outermost module.
+    """One call of an outermost module, or of a function that computes an attention.
 
     Args:
-        module: What was called; the module inside, where a wrapper was.
+        function: What was called; the module inside, where a wrapper was.
         args: Its arguments, detached.
         kwargs: Those by name.
         wrapped: The names of the wrappers around it, from the outside in.
     """
 
-    module: nn.Module
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     wrapped: tuple[str, ...] = ()
@@ -50,7 +56,7 @@ class Watched:
 
     Args:
         meant: As in ``verify``.
-        calls: The first call of each module.
+        calls: The first call of each module, and of each function that computes an attention.
         notes: What was not kept, and why.
     """
 
@@ -63,10 +69,16 @@ class Watched:
         """One report for each attention that ran; made when it is first asked for."""
         found = []
         for call in self.calls:
-            for report in verify(call.module, inputs=(call.args, call.kwargs), meant=self.meant):
+            for report in verify(call.function, inputs=(call.args, call.kwargs), meant=self.meant):
                 report.notes += [f"run inside {name}, and checked without it" for name in call.wrapped]
-                found.append(report)
+                if not report.reason.startswith(NO_ATTENTION):
+                    found.append(report)
         return found
+
+    def note(self, text: str) -> None:
+        """Add a note that is not there yet."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def __bool__(self) -> bool:
         """True if there were attentions, and all of them are equal to torch's, but for what is meant so."""
@@ -80,21 +92,26 @@ class Watched:
 
     def __rich__(self) -> Group:
         """Lay all reports out, one below the other."""
-        return Group(*self.reports, *self.notes)
+        return Group(*self.reports, *self._notes())
 
     def __str__(self) -> str:
-        return "\n\n".join([*map(str, self.reports), *self.notes]) or NOTHING
+        return "\n\n".join([*map(str, self.reports), *self._notes()])
 
     def _repr_html_(self) -> str:
-        return "".join(report._repr_html_() for report in self.reports)
+        told = [f"<p>{html.escape(note)}</p>" for note in self._notes()]
+        return "".join([*(report._repr_html_() for report in self.reports), *told])
+
+    def _notes(self) -> list[str]:
+        return self.notes if self.reports or self.notes else [NOTHING]
 
 
 @contextlib.contextmanager
 def watch(*, memory_mib: int = 512, meant: Mapping[str, str] | None = None) -> Iterator[Watched]:
-    """Note every outermost module call in a block, to check the attentions in it afterwards.
+    """Note what is called in a block, modules and plain functions, to check the attentions in it afterwards.
 
-    Outputs, gradients and random numbers of the block are what they would have been without it. Of each module the
-    first call is kept, as long as the arguments fit into ``memory_mib``.
+    Outputs, gradients and random numbers of the block are what they would have been without it. Of each module and
+    function the first call is kept, as long as the arguments fit into ``memory_mib``. Functions are watched in the
+    thread of the block, where they are not compiled.
 
     Args:
         memory_mib: How much the arguments that are set aside may take.
@@ -112,19 +129,25 @@ def watch(*, memory_mib: int = 512, meant: Mapping[str, str] | None = None) -> I
     """
     seen = Watched(meant or {})
     notebook = _Notebook(seen, memory_mib * 1024**2)
+    functions = Functions(notebook.put, notebook.give_back, notebook.note_function, seen.note)
     original = nn.Module.__call__
 
     def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(module, *args, **kwargs)
         with notebook.inside() as outermost:
-            if outermost:
-                notebook.note(module, args, kwargs)
-            return original(module, *args, **kwargs)
+            if not outermost:
+                return original(module, *args, **kwargs)
+            notebook.note(module, args, kwargs)
+            with functions.aside(sys._getframe(1)):
+                result = original(module, *args, **kwargs)
+            functions.follow_module(module, (args, kwargs), result)
+            return result
 
     nn.Module.__call__ = noting  # type: ignore[method-assign]
     try:
-        yield seen
+        with functions:
+            yield seen
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
 
@@ -155,15 +178,31 @@ class _Notebook:
         if id(module) in self.known:
             return
         self.known.add(id(module))
-        size = sum(x.numel() * x.element_size() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        put = self.put((args, kwargs))
+        if put is None:
+            size = _size((args, kwargs)) / 1024**2
+            self.seen.note(f"{type(module).__name__}: its arguments take {size:.0f} MiB and were not kept (memory_mib)")
+        else:
+            self.seen.calls.append(WatchedCall(module, *put[0], wrapped))
+
+    def note_function(self, function: Callable[..., Any], given: Arguments) -> None:
+        """Keep a call of a function that computes an attention; a module's own, as its method."""
+        args, kwargs = given
+        if args and isinstance(args[0], nn.Module) and hasattr(type(args[0]), function.__name__):
+            function, args = MethodType(function, args[0]), args[1:]
+        self.seen.calls.append(WatchedCall(function, args, kwargs))
+
+    def put(self, given: Arguments) -> tuple[Arguments, int] | None:
+        """Copy the arguments of a call; None where there is no room left."""
+        size = _size(given)
         if size > self.room:
-            self.seen.notes.append(
-                f"{type(module).__name__}: its arguments take {size / 1024**2:.0f} MiB and were not kept (memory_mib)"
-            )
-            return
+            return None
         self.room -= size
-        kept_args, kept_kwargs = tree_map(_detached, (args, kwargs))
-        self.seen.calls.append(WatchedCall(module, kept_args, kept_kwargs, wrapped))
+        return tree_map(_detached, given), size
+
+    def give_back(self, size: int) -> None:
+        """Let go of arguments that are not needed."""
+        self.room += size
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
@@ -173,6 +212,10 @@ def _inside(module: nn.Module) -> nn.Module | None:
         if inner is not None and len(module._modules) == 1 and type(module).__module__.startswith("torch."):
             return inner
     return None
+
+
+def _size(given: Arguments) -> int:
+    return sum(x.numel() * x.element_size() for x in tree_leaves(given) if isinstance(x, Tensor))
 
 
 def _detached(x: Any) -> Any:

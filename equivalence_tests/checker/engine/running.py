@@ -55,7 +55,7 @@ class Call:
             read: Whether the elements are to be named.
         """
         args, kwargs, replaced = self._inputs(seed)
-        given = [(f"arg:{name}", x) for name, x in _tensors(args, kwargs)]
+        given = [(f"{self._kind(x)}:{name}", x) for name, x in _tensors(args, kwargs)]
         recorder = Recorder([*self._owned(), *given], patches)
         state = torch.get_rng_state()
         try:
@@ -67,6 +67,11 @@ class Call:
         seeds = {id(replaced[key]): codes for key, codes in self.seeds.items() if key in replaced}
         data = [x for name, x in given if x.is_floating_point() and x.dim() >= 2]
         return Run(recorder, identify(recorder, seeds, data, names or {}) if read else None, output)  # type: ignore[arg-type]
+
+    def _kind(self, x: Tensor) -> str:
+        """A matrix that is handed to a plain function beside tokens is a weight of it."""
+        tokens = any(other.dim() >= 3 and _is_data(other) for _, other in _tensors(self.args, self.kwargs))
+        return "param" if self.module is None and tokens and x.dim() == 2 and _is_data(x) else "arg"
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         if self.module is None:
@@ -123,11 +128,15 @@ def _copied(x: Any) -> Any:
 
 def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
     """Other numbers for what looks like data: real numbers that vary, and none that hides something."""
-    if not x.is_floating_point() or x.dim() < 2 or x.numel() < 2:
-        return x.detach().clone()
-    if not bool(x.isfinite().all()) or float(x.abs().max()) > 1e3 or len(x.unique()) < 0.5 * x.numel():
+    if not _is_data(x):
         return x.detach().clone()
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+
+
+def _is_data(x: Tensor) -> bool:
+    if not x.is_floating_point() or x.dim() < 2 or x.numel() < 2:
+        return False
+    return bool(x.isfinite().all()) and float(x.abs().max()) <= 1e3 and len(x.unique()) >= 0.5 * x.numel()
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:

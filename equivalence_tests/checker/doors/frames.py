@@ -1,0 +1,233 @@
+"""Find the plain functions of a running program that compute an attention, by the data that flows through them.
+
+Torch's functions are looked at as they are called; nothing else is done to the program. A product of two tensors gives
+scores, an exponential of scores gives weights, and where weights meet a third tensor there is an attention: the
+innermost function that all of this happened in is what computes it.
+"""
+
+import contextlib
+import gc
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
+from equivalence_tests.checker.lines import is_users
+
+__all__ = ["Arguments", "Functions"]
+
+FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+EXPONENTIALS = SOFTMAXES | {"exp", "exp_", "exp2", "sigmoid"}
+TRAINS = {"backward", "grad"}
+# Code that stands inside a function and is none that could be called again.
+INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")
+MOST_TRIES = 3  # calls of a function that computes no attention, after which its arguments are not set aside again
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(eq=False)
+class Visit:
+    """One call of a function, while it runs.
+
+    Args:
+        frame: Of the call, while it runs: no other can be taken for it as long as it is held.
+        given: Its arguments when it was first seen, set aside; None if they were not.
+        size: How many bytes they take.
+        attends: Whether this function computes an attention.
+        trains: Whether it also goes backward, so that calling it again would change the program.
+    """
+
+    frame: FrameType | None
+    given: Arguments | None = None
+    size: int = 0
+    attends: bool = False
+    trains: bool = False
+
+
+@dataclass(eq=False)
+class Functions(TorchFunctionMode):
+    """Watches torch's functions, outside of modules.
+
+    Args:
+        keep: Sets arguments aside, and gives them with their size; None where there is no room.
+        release: Receives the size of arguments that are not needed.
+        found: Receives a function that computes an attention, with its arguments.
+        missed: Receives why one that does cannot be called again.
+    """
+
+    keep: Callable[[Arguments], tuple[Arguments, int] | None]
+    release: Callable[[int], None]
+    found: Callable[[Callable[..., Any], Arguments], None]
+    missed: Callable[[str], None]
+    visits: list[Visit] = field(default_factory=list)
+    tries: dict[CodeType, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.scores: Any = WeakTensorKeyDictionary()
+        self.weights: Any = WeakTensorKeyDictionary()
+        self.outermost: FrameType | None = None
+
+    def __enter__(self) -> "Functions":
+        self.outermost = next(_users_frames(sys._getframe(1)), None)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._leave([])
+        self.outermost = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        path = self.visit(sys._getframe(1))
+        result = function(*args, **kwargs)
+        self._follow(getattr(function, "__name__", ""), path, tree_leaves((args, kwargs)), tree_leaves(result))
+        return result
+
+    def visit(self, frame: FrameType) -> tuple[Visit, ...]:
+        """Note the functions that are running, from the outermost in, and let go of those that have ended.
+
+        Args:
+            frame: The innermost one.
+        """
+        frames = [one for one in _users_frames(frame, self.outermost) if one.f_code.co_name not in INNER]
+        running = list(reversed(frames))
+        kept = [visit for visit, one in zip(self.visits, running, strict=False) if visit.frame is one]
+        if len(kept) < len(self.visits):
+            self._leave(kept)
+        self.visits += [self._entered(one) for one in running[len(kept) :]]
+        return tuple(self.visits)
+
+    @contextlib.contextmanager
+    def aside(self, frame: FrameType) -> Iterator[None]:
+        """Stand aside while a module runs: what happens in it is its own.
+
+        Args:
+            frame: What called it.
+        """
+        self.visit(frame)
+        with _pop_mode_temporarily() if _get_current_function_mode() is self else contextlib.nullcontext():
+            yield
+
+    def _entered(self, frame: FrameType) -> Visit:
+        """Set the arguments of a call aside, where those of another call of the same function are not."""
+        visit, code = Visit(frame), frame.f_code
+        given = _arguments(frame) if self.tries.get(code, 0) < MOST_TRIES else None
+        put = self.keep(given) if given is not None else None
+        if put is not None:
+            visit.given, visit.size = put
+            self.tries[code] = self.tries.get(code, 0) + 1
+        return visit
+
+    def _leave(self, kept: list[Visit]) -> None:
+        for visit in self.visits[len(kept) :]:
+            if not (visit.attends and self._told(visit)):
+                self.release(visit.size)
+            visit.frame = visit.given = None
+        self.visits = kept
+
+    def _told(self, visit: Visit) -> bool:
+        """Hand over a function that computes an attention; False where it cannot be called again."""
+        frame, given = visit.frame, visit.given
+        if frame is None or given is None:
+            return False
+        self.tries[frame.f_code] = MOST_TRIES
+        name, function = frame.f_code.co_name, _function_of(frame)
+        if visit.trains:
+            self.missed(
+                f"{name} computes an attention and trains as well; put the attention into a function of its own"
+            )
+        elif function is None or not any(isinstance(x, Tensor) for x in tree_leaves(given)):
+            self.missed(f"{name} computes an attention and takes no tensor; hand its tensors over to have it checked")
+        else:
+            self.found(function, given)
+            return True
+        return False
+
+    def follow_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Carry on what is known of tensors through a module that was called among plain functions.
+
+        Args:
+            module: The module.
+            args: Its arguments.
+            result: What it gave.
+        """
+        name = "softmax" if any(isinstance(m, nn.Softmax) for m in module.modules()) else "a module"
+        self._follow(name, tuple(self.visits), tree_leaves(args), tree_leaves(result))
+
+    def _follow(self, name: str, path: tuple[Visit, ...], given: list[Any], results: list[Any]) -> None:
+        """Carry on which tensors are scores and which are weights, and where they were made."""
+        if name in TRAINS:
+            for visit in path:
+                visit.trains = True
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        weights = next((self.weights[x] for x in tensors if x in self.weights), None)
+        scores = next((self.scores[x] for x in tensors if x in self.scores), None)
+        if name in FUSED:
+            self._attends(path, path)
+        elif name in CONTRACTIONS and weights is not None:
+            self._attends(weights, path)
+        elif name in CONTRACTIONS:
+            data = [x for x in tensors if not isinstance(x, nn.Parameter)]
+            self._mark(self.scores, results, path if len(data) > 1 else scores)
+        elif name in EXPONENTIALS and scores is not None:
+            self._mark(self.weights, results, scores)
+        else:
+            self._mark(self.scores, results, scores)
+            self._mark(self.weights, results, weights)
+
+    def _mark(self, kind: Any, results: list[Any], path: tuple[Visit, ...] | None) -> None:
+        for x in results if path is not None else ():
+            if isinstance(x, Tensor):
+                kind[x] = path
+
+    def _attends(self, first: tuple[Visit, ...], last: tuple[Visit, ...]) -> None:
+        """The innermost function that both products were made in computes the attention."""
+        common = [one for one, other in zip(first, last, strict=False) if one is other]
+        if common:
+            common[-1].attends = True
+        else:
+            self.missed("an attention is computed in no function and no module; put it into a function to check it")
+
+
+def _users_frames(frame: FrameType | None, outermost: FrameType | None = None) -> Iterator[FrameType]:
+    """The running calls of the user's code, from the inside out, as far as the block that watches."""
+    while frame is not None and frame is not outermost:
+        if is_users(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def _arguments(frame: FrameType) -> Arguments | None:
+    """What a function was called with; None if some of it is gone."""
+    info, local = inspect.getargvalues(frame), frame.f_locals
+    count = frame.f_code.co_argcount
+    names = frame.f_code.co_varnames[: count + frame.f_code.co_kwonlyargcount]
+    if any(name not in local for name in names):
+        return None
+    more = local.get(info.varargs, ()) if info.varargs else ()
+    named = {name: local[name] for name in names[count:]} | (local.get(info.keywords, {}) if info.keywords else {})
+    return (*(local[name] for name in names[:count]), *more), named
+
+
+def _function_of(frame: FrameType) -> FunctionType | None:
+    """The function that is called: of those that share its code, the one that closes over the same things."""
+    for function in gc.get_referrers(frame.f_code):
+        if isinstance(function, FunctionType) and function.__code__ is frame.f_code:
+            cells = zip(frame.f_code.co_freevars, function.__closure__ or (), strict=False)
+            if all(frame.f_locals.get(name) is cell.cell_contents for name, cell in cells):
+                return function
+    return None
