@@ -20,7 +20,7 @@ from equivalence_tests.checker.engine.parameters import places_of
 from equivalence_tests.checker.engine.reading import is_causal
 from equivalence_tests.checker.engine.situations import Situation, likeliest, plans_of
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.loading import load, source_of
+from equivalence_tests.checker.loading import load
 from equivalence_tests.checker.masking import MaskForm
 from equivalence_tests.checker.state import preserved_global_state
 from equivalence_tests.checker.subject import Adapter, Subject, subjects
@@ -150,7 +150,7 @@ def _subjects(name: str, sizes: Sizes) -> list[Subject]:
             instance: Any = found(**arguments)
         except Exception:  # a guess at the arguments; the next may fit
             continue
-        return [Subject(name, instance, sizes, source_of(found), Adapter())]
+        return [Subject(name, instance, sizes, Adapter())]
     return []
 
 

@@ -1,9 +1,8 @@
 """Every feed-forward: the activation, where it stands, biases and matrices left out, gates, residual and LayerNorm."""
 
 import itertools
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,6 @@ class Body:
     words: tuple[tuple[str, str, str], ...]
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    clues: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
@@ -99,7 +97,7 @@ def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading
     ]:
         rows = (*body.words, ("includes", words, "linear2(activation(linear1(x)))"))
         formula = _bind(wrap, body.formula, norm or nn.Identity())
-        yield PartReading(formula, rows, (*body.mistakes, *mistakes), body.notes, body.clues)
+        yield PartReading(formula, rows, (*body.mistakes, *mistakes), body.notes)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -121,7 +119,6 @@ def _bodies(module: nn.Module, first: Leaf, second: Leaf, width: int) -> Iterato
     one, two = first.read(module), second.read(module)
     if _out_in(one)[1] != width or (_out_in(two) != _out_in(one)[::-1] and _out_in(one)[0] != width):
         return
-    clues = {"activation_missing": _call_patterns(second)}
     for name, activation in ACTIVATIONS.items():
         rows = (
             ("activation", name, "ReLU, GELU or any function"),
@@ -134,7 +131,7 @@ def _bodies(module: nn.Module, first: Leaf, second: Leaf, width: int) -> Iterato
                 continue
             lost = (("ff_first_bias_unused",) if not bias1 else ()) + (("ff_second_bias_unused",) if not bias2 else ())
             middle, after, both, before = _placed(_with_bias(one, bias1), _with_bias(two, bias2), activation)
-            yield Body(middle, rows, (*known, *lost), clues=clues)
+            yield Body(middle, rows, (*known, *lost))
             if name != "nothing":
                 yield Body(before, rows, ("activation_before_first_linear", *known, *lost))
                 yield Body(after, rows, ("activation_after_second_linear", *known, *lost))
@@ -159,14 +156,6 @@ def _with_bias(linear: Projection, bias: bool) -> Map:
 def _out_in(linear: Projection) -> tuple[int, int]:
     assert linear.weight is not None  # a leaf has a matrix
     return linear.weight.size(0), linear.weight.size(1)
-
-
-def _call_patterns(second: Leaf) -> tuple[str, ...]:
-    """Match the line that applies the second linear; for a child of nn.Sequential, the one that makes the linears."""
-    name = second.name.removesuffix(".weight").rpartition(".")[2]
-    if name.isdigit():
-        return (r"(Linear|Conv1d)\(",)
-    return rf"\b{re.escape(name)}\(", rf"(@|linear|matmul|einsum).*\b{re.escape(name)}\b"
 
 
 def _gated_bodies(module: nn.Module, leaves: list[Leaf], width: int) -> Iterator[Body]:

@@ -1,16 +1,16 @@
 """Judge a part of a Transformer: find the reading with the fewest mistakes that gives its output, and say so."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from equivalence_tests.checker.comparing import FLOAT32_INSIDE, distance
-from equivalence_tests.checker.findings import CheckResult, Finding
-from equivalence_tests.checker.loading import Source, guilty_line
-from equivalence_tests.checker.part_mistakes import PART_MISTAKES
+from equivalence_tests.checker.engine.ran import lines_where, operations_of
+from equivalence_tests.checker.findings import CheckResult
+from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.report import Report
-from equivalence_tests.checker.subject import Subject
 
 __all__ = ["Observation", "PartReading", "judge"]
 
@@ -19,6 +19,7 @@ EXACT = 1e-10
 MEASURED = 5
 Observation = tuple[Tensor, Tensor]
 Row = tuple[str, str, str]
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,14 @@ class PartReading:
     Args:
         formula: What it computes, from what an observation shows of its input.
         words: The settings that are its conventions: (what, in this code, in torch.nn).
-        mistakes: What is wrong in it; names of ``PART_MISTAKES``.
+        mistakes: What is wrong in it, by name.
         notes: What else should be known where this reading is right.
-        clues: For a mistake, patterns of the guilty line that the names in this very code give.
     """
 
     formula: Callable[[Tensor], Tensor]
     words: tuple[Row, ...]
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    clues: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,27 +64,29 @@ class _Tried:
 
 
 def judge(
-    subject: Subject,
+    name: str,
     kind: str,
     where: str,
     readings: Iterable[PartReading],
     observations: Sequence[Observation],
+    calls: Sequence[Call],
 ) -> Report:
     """Take the reading with the fewest mistakes that gives the output, to rounding or to float32.
 
     Every reading meets the first observation, and only those that reproduce it meet the others.
 
     Args:
-        subject: What is checked.
+        name: What it is called.
         kind: What it is, in words.
         where: Path inside a model; "" for the object itself.
         readings: All that are known.
         observations: What was fed to it, or what the formulas want to know of that, and what came back.
+        calls: Run it, to see which lines do.
 
     Returns:
         The report.
     """
-    report = Report(subject.name, kind)
+    report = Report(name, kind)
     ranked = sorted(readings, key=lambda reading: len(reading.mistakes))
     first: list[float] = []
     for reading in ranked:
@@ -94,16 +95,25 @@ def judge(
     for bound in (EXACT, FLOAT32_INSIDE):
         matching = tried.matching(bound)
         if matching:
-            return _matched(report, tried, matching, subject, where)
+            return _matched(report, tried, matching, calls, where)
     report.reason = f"No known form reproduces its output; {len(first)} readings were tried. This is not a verdict."
     return report
 
 
-def _matched(report: Report, tried: _Tried, matching: list[int], subject: Subject, where: str) -> Report:
+def _matched(report: Report, tried: _Tried, matching: list[int], calls: Sequence[Call], where: str) -> Report:
     reading = tried.readings[matching[0]]
     report.conventions, report.notes = list(reading.words), list(reading.notes)
-    report.findings = [_finding(name, tried, matching, subject, where) for name in reading.mistakes]
-    blamed = any(not PART_MISTAKES[name].expressible for name in reading.mistakes)
+    ran = operations_of(*calls) if reading.mistakes else []
+    report.findings = [
+        named_mistake(name).finding(
+            stack=lines_where(named_mistake(name).ran, ran),
+            evidence=_evidence(name, tried, matching[0]),
+            alternatives=_alternatives(tried, matching),
+            where=where,
+        )
+        for name in reading.mistakes
+    ]
+    blamed = any(not named_mistake(name).expressible for name in reading.mistakes)
     report.verdict = "deviates" if blamed else "equal"
     difference = tried.least(()) if blamed else tried.worst(matching[0])
     known = "the output is that of what is said above"
@@ -112,26 +122,8 @@ def _matched(report: Report, tried: _Tried, matching: list[int], subject: Subjec
     return report
 
 
-def _finding(name: str, tried: _Tried, matching: list[int], subject: Subject, where: str) -> Finding:
-    mistake, reading = PART_MISTAKES[name], tried.readings[matching[0]]
-    source = Source() if type(subject.function).__module__.startswith("torch.") else subject.source
-    return Finding(
-        mistake.name,
-        "part",
-        mistake.sentence,
-        mistake.have,
-        mistake.want,
-        mistake.fix,
-        guilty_line(reading.clues.get(name, mistake.patterns), source),
-        on_purpose_in=mistake.choice,
-        evidence=_evidence(name, tried, matching[0]),
-        alternatives=_alternatives(tried, matching),
-        where=where,
-    )
-
-
 def _evidence(name: str, tried: _Tried, chosen: int) -> str:
-    """Say how exact the reading is, and how far off it is with this one mistake mended and all others kept."""
+    """Say how exact the reading is, and how far off it is with this one mistake put right and all others kept."""
     count = sum(len(x) for x, _ in tried.observations)
     exact = f"reproduces your output to {tried.worst(chosen):.0e} of its largest value on {count} inputs"
     without = tried.least(other for other in tried.readings[chosen].mistakes if other != name)
@@ -147,7 +139,7 @@ def _alternatives(tried: _Tried, matching: list[int]) -> tuple[str, ...]:
         if len(tried.readings[index].mistakes) == len(mistakes) and tried.worst(index) <= limit
     ]
     names = dict.fromkeys(name for other in others for name in other if name not in mistakes)
-    return tuple(PART_MISTAKES[name].sentence for name in names)
+    return tuple(named_mistake(name).sentence for name in names)
 
 
 def _error(reading: PartReading, x: Tensor, output: Tensor) -> float:

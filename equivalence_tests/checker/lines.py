@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of", "is_users"]
+__all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of", "inside", "is_users"]
 
 CHECKER = str(Path(__file__).parent)
 ENGINE = str(Path(__file__).parent / "engine")
@@ -67,6 +67,11 @@ def frames_here() -> Frames:
         elif is_users(path):
             found.append((path, frame.f_lineno, frame.f_code.co_name))
     return tuple(found)
+
+
+def inside(frames: Frames, outside: Frames) -> Frames:
+    """Leave out the lines that led to the checker."""
+    return frames[: -len(outside)] if outside and frames[-len(outside) :] == outside else frames
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

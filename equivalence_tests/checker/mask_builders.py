@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.builder_mistakes import BUILDER_MISTAKES
 from equivalence_tests.checker.construction import build
+from equivalence_tests.checker.engine.ran import lines_where, operations_of
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.findings import CheckResult, Finding
-from equivalence_tests.checker.loading import Source, guilty_line, source_of
+from equivalence_tests.checker.findings import CheckResult
 from equivalence_tests.checker.mask_meanings import OF_BOOLS, BuilderPlan, Drawn, Meaning, draws_of, meanings
 from equivalence_tests.checker.masking import ENCODINGS, KEY_SHAPES, SHAPES, SHARED_SHAPES
+from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.report import Report
 
 __all__ = ["builds_masks", "examine_mask_builder", "mask_methods"]
@@ -143,7 +144,8 @@ def examine_mask_builder(found: Any, name: str) -> Report:
     if best is None:
         said = "; ".join(dict.fromkeys(errors)) or "it takes nothing that a mask is built from"
         raise CannotCheckError(f"no way to call {name} as a mask builder was found: {said}")
-    return _reported(report, best, draws[0], source_of(function))
+    ran = operations_of(lambda: best.plan.call(function, draws[0]))
+    return _reported(report, best, draws[0], ran)
 
 
 def _bound(found: Any) -> Callable[..., Any]:
@@ -281,7 +283,7 @@ def _expressible(m: Tensor, shape: str) -> bool:
     return all(shape not in shapes or bool((m == m.narrow(axis, 0, 1)).all()) for axis, shapes in alike.items())
 
 
-def _reported(report: Report, attempt: Attempt, drawn: Drawn, source: Source) -> Report:
+def _reported(report: Report, attempt: Attempt, drawn: Drawn, ran: list[Operation]) -> Report:
     plan, masks = attempt.plan, attempt.masks
     ids = f"token ids {plan.layout}"
     kept = f"{'True and False' if OF_BOOLS in plan.layout else '0 and 1'}, {plan.layout.removesuffix(OF_BOOLS)}"
@@ -293,32 +295,25 @@ def _reported(report: Report, attempt: Attempt, drawn: Drawn, source: Source) ->
         if mask is None or (len(masks) == 1 and mask.meaning.words == "hides nothing"):
             report.checks.append(CheckResult(label, "skipped", _closest(plan, drawn, output)))
         else:
-            _report_one(report, label, mask, output, source)
+            _report_one(report, label, mask, output, ran)
     unread = [f"{c.name}: {c.detail}" for c in report.checks if c.outcome == "skipped"]
     report.verdict = "deviates" if report.findings else "unchecked" if unread else "equal"
     report.reason = "" if report.verdict != "unchecked" else "; ".join(unread)
     return report
 
 
-def _report_one(report: Report, label: str, mask: ReadMask, output: Tensor, source: Source) -> None:
+def _report_one(report: Report, label: str, mask: ReadMask, output: Tensor, ran: list[Operation]) -> None:
     fill = float(output.min()) if mask.encoding == "additive" else -math.inf
     meaning = f"{mask.shape}, {ENCODINGS[mask.encoding]}" + (f" (here {fill:g})" if math.isfinite(fill) else "")
     report.conventions += [(label, mask.meaning.words, ""), ("", meaning, TORCH_WORDS)]
     report.checks.append(CheckResult(label, "failed" if mask.mistakes else "passed", ", ".join(mask.mistakes)))
     alternatives = tuple(
-        " ".join(BUILDER_MISTAKES[name].sentence for name in names) for names in mask.alternatives if names
+        " ".join(named_mistake(name).sentence for name in names) for names in mask.alternatives if names
     )
     for name in mask.mistakes:
-        mistake = BUILDER_MISTAKES[name]
         report.findings.append(
-            Finding(
-                name,
-                "mask",
-                mistake.sentence,
-                mistake.have,
-                mistake.want,
-                mistake.fix,
-                guilty_line(mistake.patterns, source),
+            named_mistake(name).finding(
+                stack=lines_where(named_mistake(name).ran, ran),
                 evidence="gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake "
                 "does",
                 alternatives=alternatives,

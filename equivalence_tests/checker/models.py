@@ -33,7 +33,7 @@ def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
 
 
 def _judge_order(module: nn.Module, run: ModelRun) -> Iterator[Row]:
-    seen = trace(module, lambda: run.call(run.source, run.target)).calls
+    seen = trace(module, lambda: run.call(run.source, run.target))
     stacks = list(_stacks(module))
     for path, layers in stacks:
         yield "layers of their own", "layers_share_parameters" if _shared(layers) else "", path
@@ -124,7 +124,7 @@ def _order_is_lost(module: nn.Module, run: ModelRun, stacks: list[str]) -> bool:
     last = run.source if run.target is None else run.target
 
     def first_layer(x: Tensor) -> Tensor:
-        calls = trace(module, lambda: _with(run, x)).calls
+        calls = trace(module, lambda: _with(run, x))
         output = _outputs(calls, f"{stacks[-1]}.0")
         return _with(run, x) if output is None else _upright(output, run)
 

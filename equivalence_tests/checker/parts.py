@@ -3,6 +3,7 @@
 A layer or a model is checked by walking its sub-modules (``walking``), code that builds masks in ``mask_builders``.
 """
 
+import contextlib
 import copy
 import itertools
 import re
@@ -11,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from equivalence_tests.checker.construction import SIZES, prepare
+from equivalence_tests.checker.construction import SIZES, build, prepare
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.feed_forwards import ACTIVATIONS, feed_forward_readings
 from equivalence_tests.checker.functions import function_modules
@@ -159,12 +160,16 @@ def _examine_module(module: nn.Module, width: int, subject: Subject, kind: str, 
     if not observations:
         return None
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
+
+    def again() -> Any:
+        return module(_as_given(observations[0][0], turned))
+
     readings = norm_readings(module, width) if kind == "layer_norm" else feed_forward_readings(module, width)
     readings = (replace(r, words=(*r.words, *rows)) for r in readings)
     if kind == "layer_norm":
         words = "RMSNorm" if is_rms_norm(module) else "layer norm"
-        return judge(subject, words, where, readings, observations)
-    report = judge(subject, "feed forward", where, readings, observations)
+        return judge(subject.name, words, where, readings, observations, [again])
+    report = judge(subject.name, "feed forward", where, readings, observations, [again])
     seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
     if report.verdict == "unchecked" and seen > 1:
         report.reason = f"A convolution in it looks at {seen} tokens at once: it is no position-wise feed-forward."
@@ -186,11 +191,18 @@ def _examine_positions(subject: Subject, where: str) -> Report | None:
             )
             for reading in position_readings(module, width)
         )
-        report = judge(subject, "positional encoding", where, readings, placement.observations)
+        calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
+        report = judge(subject.name, "positional encoding", where, readings, placement.observations, calls)
         if report.verdict != "unchecked":
             return report
         unmatched = unmatched or report
     return unmatched
+
+
+def _constructed(module: nn.Module) -> None:
+    """Construct another one: a table that is kept was made there."""
+    with contextlib.suppress(CannotCheckError):
+        next(build(type(module)))
 
 
 def _own_copy(module: nn.Module, trained: bool) -> nn.Module:
@@ -211,6 +223,11 @@ def _fed(module: nn.Module, width: int, kind: str) -> tuple[bool, list[Observati
     return True, list(_observe(module, width, kind, turned=True))
 
 
+def _as_given(x: Tensor, turned: bool) -> Tensor:
+    """Lay tokens out as the module takes them; a copy, for residuals may be added in place."""
+    return x.mT.contiguous() if turned else x.clone()
+
+
 def _observe(module: nn.Module, width: int, kind: str, turned: bool) -> Iterator[Observation]:
     """Feed it tokens of a normal and, where eps counts, of a small size."""
     generator = torch.Generator().manual_seed(0)
@@ -219,8 +236,7 @@ def _observe(module: nn.Module, width: int, kind: str, turned: bool) -> Iterator
         x = x + 0.3 * size if kind == "layer_norm" else x
         try:
             with torch.no_grad():
-                given = x.mT.contiguous() if turned else x.clone()  # residuals may be added in place
-                output = next(tensors_in((module(given),)), None)
+                output = next(tensors_in((module(_as_given(x, turned)),)), None)
         except Exception:
             continue
         output = output.mT if turned and output is not None and output.dim() == 3 else output

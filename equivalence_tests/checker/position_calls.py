@@ -33,22 +33,25 @@ class Placement:
         observations: The numbers of the positions, and the rows of the table.
         mistakes: What is wrong with the way it is indexed.
         notes: What should be known about it.
+        again: Makes the first of the calls once more.
     """
 
     words: tuple[tuple[str, str, str], ...]
     observations: list[Observation]
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    again: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
 class _Called:
-    """One call: vectors that the table may have been added to, and what came back."""
+    """One call: vectors that the table may have been added to, what came back, and the call itself."""
 
     batch: int
     length: int
     x: Tensor | None
     output: Tensor
+    again: Callable[[], Any]
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
@@ -168,14 +171,18 @@ def _attempt(call: _Call, batch: int, length: int, width: int) -> _Called | None
     try:
         with torch.no_grad():
             arguments = call.arguments(batch, length, width)
-            returned = call.function(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
+
+            def again() -> Any:
+                return call.function(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
+
+            returned = again()
             x = arguments[0] if arguments and isinstance(arguments[0], Tensor) else None
             if x is not None and not x.is_floating_point():
                 x = None if call.embedding is None else call.embedding(x)
             output = _as_tensor(returned)
     except Exception:  # the user's code may raise anything where it is called in another way than it is meant to be
         return None
-    return None if output is None or output.dim() not in (2, 3) else _Called(batch, length, x, output)
+    return None if output is None or output.dim() not in (2, 3) else _Called(batch, length, x, output, again)
 
 
 def _as_tensor(returned: Any) -> Tensor | None:
@@ -199,7 +206,7 @@ def _placed(called: list[_Called], call: _Call) -> Iterator[Placement]:
         given = scaling if call.embedding is None else scaling.replace("x", "embedding(ids)")
         for found in _along_axes(called, tables, (("takes", call.words, ""), ("gives", given, ""))):
             multiplied = ("position_multiplied",) if scaling == "x * pe" else ()
-            yield replace(found, mistakes=(*multiplied, *found.mistakes))
+            yield replace(found, mistakes=(*multiplied, *found.mistakes), again=called[0].again)
 
 
 def _rest(called: _Called, scaling: str) -> Tensor | None:

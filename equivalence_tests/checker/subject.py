@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from equivalence_tests.checker.calling import Caller, CallPlan, Inputs
 from equivalence_tests.checker.construction import SIZES, Sizes, build
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.loading import Source, source_of
 from equivalence_tests.checker.masking import MaskForm
 from equivalence_tests.checker.tracing import tensors_in
 
@@ -48,7 +47,6 @@ class Subject:
         name: What the user calls it.
         function: The module or function.
         sizes: The sizes that it was built with, as far as they are known.
-        source: Its source text.
         adapter: What the user said about it.
         trained: Whether it came as an instance, whose weights must come back as they were.
         signature: The forward whose argument names count.
@@ -58,7 +56,6 @@ class Subject:
     name: str
     function: Callable[..., Any]
     sizes: Sizes
-    source: Source
     adapter: Adapter
     trained: bool = False
     dtype: torch.dtype = torch.float64
@@ -102,24 +99,22 @@ def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
     Raises:
         CannotCheckError: If nothing could be built.
     """
-    source = source_of(target)
     if adapter.build is not None:
         instance = adapter.build()
-        yield _instance(instance, name, source, adapter, trained=False)
+        yield _instance(instance, name, adapter, trained=False)
     elif inspect.isclass(getattr(target, "func", target)):  # a class, or functools.partial of one
         for instance, sizes in build(target):
-            found = source if source.text else source_of(instance)
             if callable(instance):
-                yield Subject(name, instance, sizes_of(instance, sizes, adapter), found, adapter)
+                yield Subject(name, instance, sizes_of(instance, sizes, adapter), adapter)
     elif isinstance(target, nn.Module):
-        yield _instance(target, name, source, adapter, trained=True)
+        yield _instance(target, name, adapter, trained=True)
     elif callable(target) and not _parameters(target):
         instance = target()
-        yield _instance(instance, name, source_of(instance), adapter, trained=False)
+        yield _instance(instance, name, adapter, trained=False)
     elif callable(target):
         yield from _factory_products(target, name, adapter)
         for sizes in SIZES[:2]:
-            yield Subject(name, target, sizes, source, adapter)
+            yield Subject(name, target, sizes, adapter)
     else:
         raise CannotCheckError(f"{name} is {type(target).__name__}, neither a class, nor a function, nor a module")
 
@@ -138,13 +133,13 @@ def _factory_products(target: Any, name: str, adapter: Adapter) -> Iterator[Subj
     try:
         for instance, sizes in build(target):
             if isinstance(instance, nn.Module):
-                yield Subject(name, instance, sizes_of(instance, sizes, adapter), source_of(instance), adapter)
+                yield Subject(name, instance, sizes_of(instance, sizes, adapter), adapter)
     except CannotCheckError:
         return
 
 
-def _instance(instance: Any, name: str, source: Source, adapter: Adapter, trained: bool) -> Subject:
-    return Subject(name, instance, sizes_of(instance, Sizes(), adapter), source, adapter, trained)
+def _instance(instance: Any, name: str, adapter: Adapter, trained: bool) -> Subject:
+    return Subject(name, instance, sizes_of(instance, Sizes(), adapter), adapter, trained)
 
 
 def sizes_of(instance: Any, asked: Sizes, adapter: Adapter) -> Sizes:

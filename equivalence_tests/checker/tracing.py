@@ -1,41 +1,30 @@
-"""Watch a forward pass: which sub-module is called with what.
-
-What is seen here only guides the search. No verdict rests on it.
-"""
+"""Watch a forward pass: which sub-module is called with what, and which layers it constructs."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "ModuleCall",
-    "Trace",
-    "modules_created",
-    "tensors_in",
-    "trace",
-]
+from equivalence_tests.checker.lines import Frames, frames_here, inside
+
+__all__ = ["ModuleCall", "layers_made", "tensors_in", "trace"]
+
+TRAINED = ("Linear", "LayerNorm", "Embedding", "Conv1d")
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a sub-module."""
+    """One call of a sub-module, and the user's lines that led to it."""
 
     path: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
-
-
-@dataclass
-class Trace:
-    """What was seen in one forward pass, in order."""
-
-    calls: list[ModuleCall] = field(default_factory=list)
+    frames: Frames
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -51,35 +40,37 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def trace(module: nn.Module, call: Callable[[], Any]) -> Trace:
+def trace(module: nn.Module, call: Callable[[], Any]) -> list[ModuleCall]:
     """Run a call of a module and note every sub-module that takes part.
 
     Args:
         module: The module that ``call`` calls.
-        call: Runs its forward pass.
+        call: Runs its forward pass; it is known to run.
 
     Returns:
-        What was seen; empty where the call raised at once.
+        The calls, in the order in which they ended.
     """
-    seen = Trace()
+    seen: list[ModuleCall] = []
+    outside = frames_here()
     with contextlib.ExitStack() as stack:
         for path, child in module.named_modules():
             if path and type(child).forward is not nn.Module.forward:
-                stack.enter_context(_noting(child, path, seen))
-        with contextlib.suppress(Exception), torch.no_grad():
+                stack.enter_context(_noting(child, path, seen, outside))
+        with torch.no_grad():
             call()
     return seen
 
 
 @contextlib.contextmanager
-def _noting(child: nn.Module, path: str, seen: Trace) -> Iterator[None]:
+def _noting(child: nn.Module, path: str, seen: list[ModuleCall], outside: Frames) -> Iterator[None]:
     """Note the calls of a sub-module, also where its forward is called by name, which passes hooks by."""
     own, forward = "forward" in vars(child), child.forward
 
     @functools.wraps(forward)
     def noted(*args: Any, **kwargs: Any) -> Any:
+        frames = inside(frames_here(), outside)
         output = forward(*args, **kwargs)
-        seen.calls.append(ModuleCall(path, args, kwargs, output))
+        seen.append(ModuleCall(path, args, kwargs, output, frames))
         return output
 
     vars(child)["forward"] = noted
@@ -91,24 +82,24 @@ def _noting(child: nn.Module, path: str, seen: Trace) -> Iterator[None]:
             vars(child)["forward"] = forward
 
 
-@contextlib.contextmanager
-def modules_created() -> Iterator[list[str]]:
-    """List the classes of all layers that are constructed inside the block.
+def layers_made(call: Callable[[], Any]) -> dict[str, Frames]:
+    """Name the kinds of layers with weights that a call constructs, each with the lines where it first does.
 
-    >>> with modules_created() as created:
-    ...     _ = nn.Linear(2, 3)
-    >>> created
+    >>> list(layers_made(lambda: nn.Linear(2, 3)(torch.ones(2))))
     ['Linear']
     """
-    created: list[str] = []
-    original = nn.Module.__init__
+    made: dict[str, Frames] = {}
+    original, outside = nn.Module.__init__, frames_here()
 
     def noting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        created.append(type(self).__name__)
+        if type(self).__name__ in TRAINED:
+            made.setdefault(type(self).__name__, inside(frames_here(), outside))
         original(self, *args, **kwargs)
 
     nn.Module.__init__ = noting  # type: ignore[method-assign]
     try:
-        yield created
+        with torch.no_grad():
+            call()
     finally:
         nn.Module.__init__ = original  # type: ignore[method-assign]
+    return made

@@ -8,7 +8,7 @@ token ids (``models``). What could not be looked at is said, and nothing is call
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,21 +20,19 @@ from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, inde
 from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.findings import CheckResult, Exercise, Finding, Verdict
-from equivalence_tests.checker.layer_masks import LayerMask, read_layer_masks
-from equivalence_tests.checker.loading import Source, guilty_line, source_of
+from equivalence_tests.checker.findings import CheckResult, Exercise, Verdict
+from equivalence_tests.checker.layer_masks import OF_SOURCE, LayerMask, read_layer_masks
+from equivalence_tests.checker.lines import Frames, code_lines
 from equivalence_tests.checker.mask_builders import examine_mask_builder, mask_methods
-from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.mistakes import MISTAKES, named_mistake
 from equivalence_tests.checker.model_calls import Attempts, ModelRun, run_model, run_stack
 from equivalence_tests.checker.model_masks import judge_model_masks
 from equivalence_tests.checker.models import judge_model, reads_later_tokens
-from equivalence_tests.checker.part_mistakes import PART_MISTAKES, PartMistake
 from equivalence_tests.checker.parts import BY_DATA_FLOW, examine_part, guess_kind, kind_of_name
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.subject import Adapter, Subject, sizes_of, subjects
-from equivalence_tests.checker.tracing import modules_created, tensors_in
+from equivalence_tests.checker.tracing import layers_made, tensors_in, trace
 from equivalence_tests.checker.wiring import Wiring, read_wiring
-from equivalence_tests.checker.wiring_mistakes import WIRING_MISTAKES
 
 __all__ = ["examine_layers", "kind_of"]
 
@@ -66,13 +64,14 @@ class Walk:
     masks: dict[type[nn.Module], list[LayerMask]] = field(default_factory=dict)
     watched: dict[str, Report] = field(default_factory=dict)
 
-    def check(self, name: str, mistakes: list[str], place: str, evidence: str, source: Source) -> None:
-        """Add a row, and a finding for each mistake."""
+    def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str) -> None:
+        """Add a row, and a finding for each mistake, with its lines."""
         outcome: Literal["passed", "failed"] = "failed" if mistakes else "passed"
         self.report.checks.append(CheckResult(name, outcome, ", ".join(mistakes)))
-        for mistake in mistakes:
+        for mistake, frames in mistakes.items():
             if (mistake, place) not in [(f.name, f.where) for f in self.report.findings]:
-                self.report.findings.append(_finding(mistake, place, evidence, source))
+                finding = named_mistake(mistake).finding(stack=code_lines(frames), evidence=evidence, where=place)
+                self.report.findings.append(finding)
 
     def skip(self, name: str, reason: str) -> None:
         """Say what could not be looked at."""
@@ -139,9 +138,12 @@ def _watch(walk: Walk) -> None:
     if run is None:
         return
     module = walk.module
-    with contextlib.suppress(Exception):  # the user's code; its parts are looked at one by one all the same
+    try:
         for report in diagnose_call(run.call, (run.source, run.target), module=module, name=walk.report.target):
             walk.watched[report.place] = _joined(walk.watched.get(report.place), report)
+    except Exception as error:  # its parts are looked at one by one all the same
+        said = f"watching the whole run raised {type(error).__name__}: {error}"
+        walk.report.coverage.append(Exercise("attentions where they stand", False, said))
     for path in walk.watched:
         child = module.get_submodule(path)
         if path and not kind_of(path, child) and not any(kind_of(path, m) == "attention" for m in child.modules()):
@@ -211,7 +213,7 @@ def _concluded(report: Report, subject: Subject) -> Report:
 
 
 def _expressible(name: str) -> bool:
-    return name in PART_MISTAKES and PART_MISTAKES[name].expressible
+    return name in MISTAKES and MISTAKES[name].expressible
 
 
 def kind_of(path: str, child: nn.Module) -> str:
@@ -358,8 +360,7 @@ def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
 def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     """Follow the wiring of one layer, and try its masks and the maps it returns."""
     label = path or "layer"
-    source = source_of(type(layer).forward)
-    caller = Subject(label, layer, sizes_of(layer, walk.sizes, Adapter()), source, Adapter()).caller()
+    caller = Subject(label, layer, sizes_of(layer, walk.sizes, Adapter()), Adapter()).caller()
     errors: list[str] = []
     plans = list(call_plans(caller, sizes_of(layer, walk.sizes, Adapter()), errors))
     found = next((item for item in plans if independent_samples(caller, *item)), plans[0] if plans else None)
@@ -368,14 +369,13 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
         return
     (plan, lengths), wiring = _followed(walk, caller, [found, *_exchanged(found, plans)], layer)
-    _add_fresh_parts(walk, path, caller, plan, lengths, source)
+    _add_fresh_parts(walk, path, caller, plan, lengths)
     if wiring.mistakes or not wiring.unread:
-        walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, source)
+        walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED)
     else:
         walk.skip(f"{label} (wiring)", "; ".join(wiring.unread))
-    crossed = any(name.startswith("cross_") for name in wiring.mistakes)
-    _add_layer_masks(walk, label, path, caller, plan, lengths, source, crossed)
-    _add_maps(walk, label, path, caller, plan, lengths, source)
+    _add_layer_masks(walk, label, path, caller, plan, lengths, wiring)
+    _add_maps(walk, label, path, caller, plan, lengths)
 
 
 def _exchanged(found: tuple[CallPlan, Sizes], plans: list[tuple[CallPlan, Sizes]]) -> list[tuple[CallPlan, Sizes]]:
@@ -401,27 +401,12 @@ def _doubts(wiring: Wiring) -> tuple[int, bool]:
     return len(wiring.mistakes) + len(wiring.unread), "sublayers_in_another_order" in wiring.mistakes
 
 
-def _add_fresh_parts(walk: Walk, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, source: Source) -> None:
-    with modules_created() as created, torch.no_grad():
-        caller.returned(plan, random_inputs(lengths, plan, 9, caller.dtype))
-    trained = sorted(set(created) & {"Linear", "LayerNorm", "Embedding", "Conv1d"})
-    if trained and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
+def _add_fresh_parts(walk: Walk, path: str, caller: Caller, plan: CallPlan, lengths: Sizes) -> None:
+    made = layers_made(lambda: caller.returned(plan, random_inputs(lengths, plan, 9, caller.dtype)))
+    if made and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
+        stack, evidence = code_lines(next(iter(made.values()))), f"each call constructs {', '.join(sorted(made))}"
         mistake = named_mistake("layer_made_in_forward")
-        line = guilty_line((r"nn\.(Linear|LayerNorm|Embedding)\([^)]*\)(\.to\([^)]*\))?\(",), source)
-        evidence = f"each call constructs {', '.join(trained)}"
-        walk.report.findings.append(
-            Finding(
-                mistake.name,
-                "structure",
-                mistake.sentence,
-                mistake.have,
-                mistake.want,
-                mistake.fix,
-                line,
-                evidence=evidence,
-                where=path,
-            )
-        )
+        walk.report.findings.append(mistake.finding(stack=stack, evidence=evidence, where=path))
 
 
 def _wiring(walk: Walk, caller: Caller, plan: CallPlan, lengths: Sizes, layer: nn.Module) -> Wiring:
@@ -431,33 +416,34 @@ def _wiring(walk: Walk, caller: Caller, plan: CallPlan, lengths: Sizes, layer: n
     called = {step.path for step in wiring.steps}
     norms = [path for path, kind in atoms.items() if kind == "layer_norm"]
     if any(norm in called for norm in norms) and any(norm not in called for norm in norms):
-        wiring.blame("norm_missing")
+        wiring.blame("norm_missing", ())
     return wiring
 
 
 def _add_layer_masks(
-    walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, source: Source, crossed: bool
+    walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, wiring: Wiring
 ) -> None:
     within = [f.stage for f in walk.report.findings if f.where.startswith(f"{path}." if path else "")]
     if {"softmax", "mask"} & set(within):
         return  # what the layer does with a mask cannot be told where its attention goes wrong over it
     read = list(read_layer_masks(caller, plan, lengths))
+    crossed = any(name.startswith("cross_") for name in wiring.mistakes)
+    attentions = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
     walk.masks[type(caller.function)] = read  # type: ignore[index]  # layers are modules
     for mask in read:
         if crossed and not mask.hides:
             continue  # without a cross-attention that works, its mask has nothing to hide
         hidden = {"x": "the layer's own tokens", "memory": "tokens of the memory"}.get(mask.hides, "")
         evidence = f"a mask that hides one token was given as {mask.parameter} in {mask.tried} forms"
-        walk.check(f"{label} ({mask.parameter})", [mask.mistake] if mask.mistake else [], path, evidence, source)
+        frames = attentions[-1 if OF_SOURCE.search(mask.parameter.lower()) else 0]
+        walk.check(f"{label} ({mask.parameter})", {mask.mistake: frames} if mask.mistake else {}, path, evidence)
         if mask.form is not None:
             walk.report.conventions.append(
                 (f"{label}: {mask.parameter}", f"hides {hidden}: {mask.form}", "True = may not look, or added")
             )
 
 
-def _add_maps(
-    walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, source: Source
-) -> None:
+def _add_maps(walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes) -> None:
     """A layer that returns the maps of its self-attention twice forgets those of the cross-attention."""
     if plan.self_attention or lengths.query_len == lengths.key_len:
         return
@@ -468,8 +454,8 @@ def _add_maps(
     crossed = [x for x in maps if x.size(-1) == lengths.key_len]
     if own or crossed:
         twice = not crossed and any(_same(x, y) for i, x in enumerate(own) for y in own[:i])
-        mistakes = ["cross_maps_are_self_maps"] if twice else []
-        walk.check(f"{label} (attention maps)", mistakes, path, "the same map comes back twice", source)
+        mistakes: dict[str, Frames] = {"cross_maps_are_self_maps": ()} if twice else {}
+        walk.check(f"{label} (attention maps)", mistakes, path, "the same map comes back twice")
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -495,8 +481,8 @@ def _add_model(walk: Walk) -> None:
     if run is None:
         _say_that_it_does_not_run(walk, attempts)
         return
-    source = source_of(type(walk.module).forward)
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
+    called = {call.path: call.frames for call in reversed(trace(walk.module, lambda: run.call(run.source, run.target)))}
     judged = itertools.chain(judge_model(walk.module, run), judge_model_masks(walk.module, run, walk.masks))
     misplaced = any(finding.name.startswith("position_") for finding in walk.report.findings)
     mismasked = any(finding.name.startswith("causal_") for finding in walk.report.findings)
@@ -504,17 +490,23 @@ def _add_model(walk: Walk) -> None:
         for what, mistake, where in judged:
             if (misplaced and mistake == "no_positions") or (mismasked and mistake == "future_is_seen"):
                 continue  # what is wrong with its positions or its mask was said where they are made
-            walk.check(f"{what}{f' ({where})' if where else ''}", [mistake] if mistake else [], where, evidence, source)
+            mistakes = {mistake: _called_at(called, mistake, where)} if mistake else {}
+            walk.check(f"{what}{f' ({where})' if where else ''}", mistakes, where, evidence)
     except Exception as error:  # the user's code may refuse other tokens than those it ran on
         walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")
     walk.report.conventions += list(_model_rows(run))
+
+
+def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames:
+    """The lines that call a sub-module, or the first layer of a stack, where a mistake shows in the call."""
+    return called.get(where, called.get(f"{where}.0", ())) if named_mistake(mistake).ran == "call" else ()
 
 
 def _run(walk: Walk) -> tuple[ModelRun | None, Attempts]:
     """A stack is called as a layer is; what is no stack has a way in: embeddings, patches or a projection."""
     embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in walk.module.modules())
     if not embeds:
-        caller = Subject("it", walk.module, walk.sizes, Source(), Adapter()).caller()
+        caller = Subject("it", walk.module, walk.sizes, Adapter()).caller()
         stack = run_stack(caller, walk.sizes)
         if stack is not None:
             return stack, Attempts()
@@ -524,7 +516,7 @@ def _run(walk: Walk) -> tuple[ModelRun | None, Attempts]:
 def _say_that_it_does_not_run(walk: Walk, attempts: Attempts) -> None:
     if attempts.wrong:
         evidence = "seen when one sample of the batch is changed, in every way in which the model runs"
-        walk.check("samples are independent", [attempts.wrong], "", evidence, source_of(type(walk.module)))
+        walk.check("samples are independent", {attempts.wrong: ()}, "", evidence)
         return
     said = f"; it said {attempts.said[-1]}" if attempts.said else ""
     walk.report.notes.append(
@@ -550,9 +542,7 @@ def _add_layout_clash(walk: Walk) -> None:
     places = _position_axes(walk.module)
     if batch_first and (along_first or places):
         evidence = "the table runs along axis 0, and the attention of the same model is batch first"
-        place = places[0] if places else ""
-        source = source_of(walk.module.get_submodule(place)) if place else source_of(walk.module)
-        walk.check("positional layout", ["position_indexed_by_batch"], place, evidence, source)
+        walk.check("positional layout", {"position_indexed_by_batch": ()}, places[0] if places else "", evidence)
 
 
 def _position_axes(module: nn.Module) -> list[str]:
@@ -571,20 +561,3 @@ def _position_axes(module: nn.Module) -> list[str]:
         if same_tokens and not torch.equal(table[0], table[1]):
             found.append(path)
     return found
-
-
-def _finding(name: str, where: str, evidence: str, source: Source) -> Finding:
-    mistake: PartMistake = PART_MISTAKES.get(name) or WIRING_MISTAKES[name]
-    line = guilty_line(mistake.patterns, source)
-    return Finding(
-        name,
-        "wiring",
-        mistake.sentence,
-        mistake.have,
-        mistake.want,
-        mistake.fix,
-        line,
-        on_purpose_in=mistake.choice,
-        evidence=evidence,
-        where=where,
-    )

@@ -7,7 +7,7 @@ is said, and nothing is claimed.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from equivalence_tests.checker.calling import Caller, CallPlan, random_inputs
 from equivalence_tests.checker.comparing import distance
 from equivalence_tests.checker.construction import Sizes
+from equivalence_tests.checker.engine.ran import operations_of
+from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.lines import Frames
 from equivalence_tests.checker.parts import ACTIVATIONS
 from equivalence_tests.checker.tracing import ModuleCall, tensors_in, trace
 
@@ -37,6 +40,8 @@ class Step:
         inputs: What went in, each as a sum of labels; None where it is no sum.
         output: The label of what came out.
         contained: Whether it adds its own residual; None if that is not known.
+        frames: The lines that called it.
+        summed: The lines that first add what came out to something.
     """
 
     path: str
@@ -44,20 +49,21 @@ class Step:
     inputs: tuple[Sum | None, ...]
     output: str
     contained: bool | None = False
+    frames: Frames = ()
+    summed: Frames = ()
 
 
 @dataclass
 class Wiring:
-    """What was read: the mistakes, what could not be read, and the steps."""
+    """What was read: the mistakes with their lines, what could not be read, and the steps."""
 
-    mistakes: list[str] = field(default_factory=list)
+    mistakes: dict[str, Frames] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
-    def blame(self, name: str) -> None:
-        """Note a mistake once."""
-        if name not in self.mistakes:
-            self.mistakes.append(name)
+    def blame(self, name: str, frames: Frames) -> None:
+        """Note a mistake once, and the lines where it shows."""
+        self.mistakes.setdefault(name, frames)
 
 
 class Values:
@@ -145,18 +151,23 @@ def read_wiring(
     if not plan.self_attention:
         values.add("memory", inputs.key)
         values.add("memory", inputs.value)
-    assert isinstance(caller.function, nn.Module)  # layers are modules
-    seen = trace(caller.function, lambda: caller.returned(plan, inputs))
-    calls = [call for call in seen.calls if call.path in atoms]
+    module, seen = caller.function, list[ModuleCall]()
+    assert isinstance(module, nn.Module)  # layers are modules
+    ran = operations_of(lambda: seen.extend(trace(module, lambda: caller.returned(plan, inputs))))
+    calls = [call for call in seen if call.path in atoms]
+    sums = [operation for operation in ran if operation.name.strip("_") in ("add", "iadd", "radd")]
     wiring = Wiring()
-    steps = list(_steps(calls, values, atoms, contained, lengths.embed_dim))
+    steps = [
+        replace(step, summed=_where_summed(step, values, sums))
+        for step in _steps(calls, values, atoms, contained, lengths.embed_dim)
+    ]
     wiring.steps = list(_feed_forwards_joined(steps, values, calls, wiring))
     with torch.no_grad():
         final = values.as_sum(caller.output(plan, inputs))
     _Stream(wiring, final, plan).follow()
     _judge_norms(wiring, final)
     if not plan.self_attention:
-        _judge_cross(caller.function, wiring, atoms)
+        _judge_cross(wiring, atoms)
     return wiring
 
 
@@ -178,7 +189,14 @@ def _steps(
         label = f"{call.path}#{index}"
         values.add(label, output)
         kind = atoms[call.path]
-        yield Step(call.path, kind, inputs, label, contained.get(call.path, False))
+        yield Step(call.path, kind, inputs, label, contained.get(call.path, False), call.frames)
+
+
+def _where_summed(step: Step, values: Values, sums: list[Operation]) -> Frames:
+    """Give the lines that first add what a step gave to something; those that called it where none do."""
+    memory = values.tensor(step.output).untyped_storage().data_ptr()
+    adding = (op for op in sums if any(slot.tensor.untyped_storage().data_ptr() == memory for slot in op.inputs))
+    return next((operation.frames for operation in adding), step.frames)
 
 
 def _feed_forwards_joined(steps: list[Step], values: Values, calls: list[ModuleCall], wiring: Wiring) -> Iterator[Step]:
@@ -191,7 +209,7 @@ def _feed_forwards_joined(steps: list[Step], values: Values, calls: list[ModuleC
             activation = _activation_between(values.tensor(waiting.output), entered)
             if activation:
                 if activation == "nothing":
-                    wiring.blame("activation_missing")
+                    wiring.blame("activation_missing", step.frames)
                 yield replace(step, path=f"{waiting.path}, {step.path}", kind="feed_forward", inputs=waiting.inputs)
                 waiting = None
                 continue
@@ -251,11 +269,11 @@ class _Stream:
         if Counter(rest) == Counter(self.now):
             self._advance(used)
         elif Counter(rest) == Counter(self.now + self.now) or (len(set(rest)) < len(rest)):
-            self.wiring.blame("residual_added_twice")
+            self.wiring.blame("residual_added_twice", step.summed)
             self._advance(used)
         elif rest == entered:
             if self.pre_norm:  # else one more LayerNorm stands on the stream itself
-                self.wiring.blame("residual_from_normalised")
+                self.wiring.blame("residual_from_normalised", step.summed)
             self._advance(used)
         else:
             return self._other_residual(step, rest, used)
@@ -280,17 +298,17 @@ class _Stream:
             from_norm = self.pre_norm and rest == self._query(step)
             if Counter(rest) == Counter(self.now) or from_norm:
                 if from_norm:
-                    self.wiring.blame("residual_from_normalised")
+                    self.wiring.blame("residual_from_normalised", follower.summed)
                 elif follower.kind == "layer_norm":
-                    self.wiring.blame("norm_on_the_branch")
+                    self.wiring.blame("norm_on_the_branch", follower.frames)
                 self._advance(summed)
                 return True
         if follower is not None and follower.kind in SUBLAYERS and self._is_summed_later(step.output):
-            self.wiring.blame("sublayer_reads_another_tensor")
+            self.wiring.blame("sublayer_reads_another_tensor", follower.frames)
             return False
         if step.contained is None:
             return self._lost(f"whether {step.path} adds a residual of its own is not known")
-        self.wiring.blame("residual_missing")
+        self.wiring.blame("residual_missing", step.frames)
         self.now = (step.output,)
         if follower is not None and follower.kind == "layer_norm" and not self.pre_norm:
             self.now = (follower.output,)
@@ -300,7 +318,7 @@ class _Stream:
         before = [s.output for s in self.steps if s.kind in SUBLAYERS]
         known = set(entered) <= {"x", "memory", *before, *self.norms}
         if known:
-            self.wiring.blame("sublayer_reads_another_tensor")
+            self.wiring.blame("sublayer_reads_another_tensor", step.frames)
             return False
         return self._lost(f"what goes into {step.path} is not the residual stream")
 
@@ -308,11 +326,11 @@ class _Stream:
         others = [s for s in self.steps if s.kind in SUBLAYERS and s.output in rest and s.output not in self.done]
         beside = [s for s in others if s is not step and self._raw(s) == self._raw(step)]
         if beside and Counter(rest) == Counter((*self.now, beside[0].output)):
-            self.wiring.blame("sublayers_side_by_side")
+            self.wiring.blame("sublayers_side_by_side", step.summed)
             self.done.add(beside[0].output)
             self._advance(used)
             return True
-        self.wiring.blame("residual_from_elsewhere")
+        self.wiring.blame("residual_from_elsewhere", step.summed)
         return False
 
     def _judge_end(self, attentions: int) -> None:
@@ -322,7 +340,7 @@ class _Stream:
             return
         elif self.pre_norm and self._normalised(self.final) == self.now:
             if attentions <= (1 if self.plan.self_attention else 2):
-                self.wiring.blame("norm_final_extra")
+                self.wiring.blame("norm_final_extra", self.norms[self.final[0]].frames)
         else:
             self.wiring.unread.append("the output is not where the residual stream ends")
 
@@ -367,18 +385,17 @@ def _judge_norms(wiring: Wiring, final: Sum | None) -> None:
     """Name a LayerNorm that stands in two places, and one whose result nothing reads."""
     read = [x for step in wiring.steps for x in step.inputs] + [final]
     labels = {label for x in read if x is not None for label in x}
-    norms = [step.output for step in wiring.steps if step.kind == "layer_norm"]
-    if None not in read and any(label not in labels for label in norms):
-        wiring.blame("norm_missing")
-    places: dict[str, set[Sum | None]] = {}
-    for step in wiring.steps:
-        if step.kind == "layer_norm" and step.inputs and step.inputs[0] != ("memory",):
-            places.setdefault(step.path, set()).add(step.inputs[0])
-    if any(len(inputs) > 1 for inputs in places.values()):
-        wiring.blame("norm_shared")
+    norms = [step for step in wiring.steps if step.kind == "layer_norm"]
+    for unread in (step for step in norms if None not in read and step.output not in labels):
+        wiring.blame("norm_missing", unread.frames)
+    first: dict[str, Sum | None] = {}
+    for step in norms:
+        given = step.inputs[0] if step.inputs else ("memory",)
+        if given != ("memory",) and first.setdefault(step.path, given) != given:
+            wiring.blame("norm_shared", step.frames)
 
 
-def _judge_cross(module: Callable[..., object], wiring: Wiring, atoms: Mapping[str, str]) -> None:
+def _judge_cross(wiring: Wiring, atoms: Mapping[str, str]) -> None:
     """Say whether the cross-attention is there, comes second, and takes keys and values from the memory."""
     norms = {step.output: step.inputs[0] for step in wiring.steps if step.kind == "layer_norm" and step.inputs}
     attentions = [step for step in wiring.steps if step.kind == "attention"]
@@ -389,12 +406,12 @@ def _judge_cross(module: Callable[..., object], wiring: Wiring, atoms: Mapping[s
     counts = [(sum(of_memory(x) for x in step.inputs), len(step.inputs)) for step in attentions]
     called = {step.path for step in attentions}
     uncalled = [path for path, kind in atoms.items() if kind == "attention" and path not in called]
-    if uncalled and isinstance(module, nn.Module):
-        wiring.blame("cross_attention_left_out")
+    if uncalled:
+        wiring.blame("cross_attention_left_out", ())
     elif counts and not any(memory for memory, _ in counts):
         if all(x is not None for step in attentions for x in step.inputs):
-            wiring.blame("cross_attention_from_decoder")
-    elif any(0 < memory < given - 1 for memory, given in counts):
-        wiring.blame("cross_values_from_decoder")
+            wiring.blame("cross_attention_from_decoder", attentions[-1].frames)
+    elif halves := [s for s, (memory, given) in zip(attentions, counts, strict=True) if 0 < memory < given - 1]:
+        wiring.blame("cross_values_from_decoder", halves[0].frames)
     elif len(counts) > 1 and counts[0][0]:
-        wiring.blame("sublayers_in_another_order")
+        wiring.blame("sublayers_in_another_order", attentions[0].frames)

@@ -17,19 +17,13 @@ def finding_of(departure: Departure, proof: Proof | None = None, where: str = ""
         where: Path of the sub-module.
     """
     told = _changed(departure) if "changed_by_" in departure.name else named_mistake(departure.name)
-    facts = {"factor": float("nan"), "fill": float("nan"), "cap": float("nan"), **departure.facts}
-    return Finding(
-        told.name,
-        departure.stage,
-        told.sentence.format(**facts),
-        told.have.format(**facts),
-        told.want,
-        told.fix,
-        code_lines(departure.lines),
+    return told.finding(
+        departure.facts,
+        stage=departure.stage,
+        stack=code_lines(departure.lines),
         example=Example(departure.quantity, departure.have, departure.want) if departure.have else None,
         proof=proof,
         evidence=departure.facts.get("claim", ""),
-        on_purpose_in=told.on_purpose_in,
         meant=departure.evidence,
         where=where,
     )

@@ -10,8 +10,8 @@ from equivalence_tests.checker.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.situations import Situation, situation_of
-from equivalence_tests.checker.lines import Frames, frames_of
-from equivalence_tests.checker.tracing import modules_created
+from equivalence_tests.checker.lines import frames_of
+from equivalence_tests.checker.tracing import layers_made
 
 LOUD = 30.0
 
@@ -102,26 +102,11 @@ def crossing(situation: Situation, caller: Caller) -> list[Departure]:
 
 def made_in_forward(situation: Situation, caller: Caller) -> list[Departure]:
     """Layers with weights that every call makes anew."""
-    with modules_created() as created, torch.no_grad():
-        caller.returned(situation.plan, situation.inputs)
-    made = [name for name in created if name in TRAINED]
+    made = layers_made(lambda: caller.returned(situation.plan, situation.inputs))
     if not made:
         return []
     name = "norm_fresh_in_forward" if set(made) == {"LayerNorm"} else "layer_made_in_forward"
-    return [Departure(name, "project", None, {"made": made}, frames=_where_made(situation, made[0]))]
-
-
-TRAINED = ("Linear", "LayerNorm", "Embedding", "Conv1d")
-
-
-def _where_made(situation: Situation, made: str) -> Frames:
-    """The lines of the call that a fresh layer takes part in: its weight is neither a parameter nor an argument."""
-    product = "layer_norm" if made == "LayerNorm" else "linear"
-    recorder = situation.found.run.recorder
-    for operation in situation.found.run.operations:
-        if operation.name == product and len(operation.origins) > 1 and not recorder.named(operation.origins[1]):
-            return operation.frames
-    return ()
+    return [Departure(name, "project", None, {"made": list(made)}, frames=next(iter(made.values())))]
 
 
 def never_causal(situation: Situation, caller: Caller) -> list[Departure]:

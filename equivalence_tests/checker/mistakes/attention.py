@@ -1,58 +1,10 @@
-"""Every known mistake of an attention: what it is in a sentence, the formula it makes, the right one, and the fix.
+"""The known mistakes of attentions, each with the change that makes it of a right one."""
 
-A mistake is one row here. How it is told from others stands in the contract of its stage (``engine/contracts``); which
-change makes it of a right attention stands in its row, and a test makes that change and asks for the name.
-"""
+from dataclasses import replace
 
-from dataclasses import dataclass, replace
+from equivalence_tests.checker.mistakes.mistake import Change, Mistake
 
-__all__ = ["MISTAKES", "Mistake", "named_mistake"]
-
-Change = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """One way to get it wrong.
-
-    Args:
-        name: A short stable identifier.
-        stage: Where it stands.
-        sentence: What is wrong, in one plain sentence.
-        have: The formula that the code computes; may hold numbers of the departure, as {fill:g}.
-        want: The formula that it should compute.
-        fix: What to change.
-        on_purpose_in: Which well-known models do this on purpose, and why; "" if none does.
-        right: The right attention of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it.
-        changes: What to replace in that by what.
-    """
-
-    name: str
-    stage: str
-    sentence: str
-    have: str
-    want: str
-    fix: str
-    on_purpose_in: str = ""
-    right: str = ""
-    changes: tuple[Change, ...] = ()
-
-    def made_of(self, right: str, *changes: Change) -> "Mistake":
-        """Say which changes make this mistake."""
-        return replace(self, right=right, changes=changes)
-
-
-def named_mistake(name: str) -> Mistake:
-    """Look a mistake up by its name.
-
-    Raises:
-        KeyError: If there is none.
-
-    >>> named_mistake("softmax_missing").fix
-    'Apply softmax over the keys before multiplying by the values.'
-    """
-    return MISTAKES[name]
-
+__all__ = ["ROWS"]
 
 # ---------------------------------------------------------------------------------------------- scale
 SCALE = "scores = q kᵀ / sqrt(head_dim)"
@@ -598,13 +550,13 @@ ROLES = (
 )
 
 # ---------------------------------------------------------------------------------------------- residual and norm
-WRAP = "LayerNorm(x + Attention(x)), or x + Attention(LayerNorm(x))"
+WRAP = "LayerNorm(x + f(x)), or x + f(LayerNorm(x))"  # f is the attention, or another sub-layer
 POST = "return self.norm(x + attended)"
 PRE = "return x + attended"
 
 
 def _wrap(name: str, sentence: str, have: str, fix: str, change: Change, on_purpose_in: str = "") -> Mistake:
-    found = Mistake(name, "wrap", sentence, f"output = {have}", WRAP, fix, on_purpose_in)
+    found = Mistake(name, "wrap", sentence, f"output = {have}", WRAP, fix, on_purpose_in, ran="end")
     return found.made_of("post_norm" if change[0] == POST else "pre_norm", change)
 
 
@@ -612,7 +564,7 @@ WRAPS = (
     _wrap(
         "residual_from_normalised",
         "The residual is taken from the normalised input.",
-        "LayerNorm(x) + Attention(LayerNorm(x))",
+        "LayerNorm(x) + f(LayerNorm(x))",
         "Keep x from before the LayerNorm and add that.",
         (PRE, "return y + attended"),
     ),
@@ -633,43 +585,43 @@ WRAPS = (
     _wrap(
         "residual_added_twice",
         "The residual is added twice.",
-        "LayerNorm(x + x + Attention(x))",
+        "LayerNorm(x + x + f(x))",
         "Add x once.",
         (POST, "return self.norm(x + x + attended)"),
     ),
     _wrap(
         "residual_missing",
         "The residual is missing.",
-        "LayerNorm(Attention(x))",
+        "LayerNorm(f(x))",
         "Add x before the LayerNorm.",
         (POST, "return self.norm(attended)"),
     ),
     _wrap(
         "residual_after_norm",
         "The residual is added after the LayerNorm.",
-        "x + LayerNorm(Attention(x))",
-        "Add x before the LayerNorm: LayerNorm(x + Attention(x)).",
+        "x + LayerNorm(f(x))",
+        "Add x before the LayerNorm: LayerNorm(x + f(x)).",
         (POST, "return x + self.norm(attended)"),
         "Swin v2 does this on purpose (res-post-norm).",
     ),
     _wrap(
         "norm_fresh_in_forward",
         "The LayerNorm is created anew in every forward: its gain and bias are never trained.",
-        "LayerNorm_with_gain_1_and_bias_0(x + Attention(x))",
+        "LayerNorm_with_gain_1_and_bias_0(x + f(x))",
         "Make the LayerNorm in __init__ and call it here.",
         (POST, "return nn.LayerNorm(x.size(-1))(x + attended)"),
     ),
     _wrap(
         "residual_subtracted",
         "The attention is subtracted from the residual.",
-        "x - Attention(x)",
+        "x - f(x)",
         "Add it.",
         (PRE, "return x - attended"),
     ),
     _wrap(
         "norm_never_used",
         "A LayerNorm exists but is never called.",
-        "x + Attention(x), or less",
+        "x + f(x), or less",
         "Call the LayerNorm, or remove it.",
         (POST, "return x + attended"),
     ),
@@ -985,7 +937,4 @@ MEANT = (
     ),
 )
 
-MISTAKES = {
-    mistake.name: mistake
-    for mistake in (*SCALES, *LAYOUTS, *SOFTMAXES, *ROTARY, *ROLES, *WRAPS, *NORMS, *MASKS, *CALLS, *MEANT)
-}
+ROWS = (*SCALES, *LAYOUTS, *SOFTMAXES, *ROTARY, *ROLES, *WRAPS, *NORMS, *MASKS, *CALLS, *MEANT)

@@ -1,0 +1,55 @@
+"""Which line ran what: the place of a mistake that shows in the output and not in any single operation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from equivalence_tests.checker.engine.watching import Operation, Recorder
+from equivalence_tests.checker.lines import CodeLine, code_lines, frames_here, inside
+
+__all__ = ["lines_where", "operations_of"]
+
+
+def operations_of(*calls: Callable[[], Any]) -> list[Operation]:
+    """Watch calls that are known to run, and give the operations that have a line of the user's."""
+    outside, found = frames_here(), list[Operation]()
+    for call in calls:
+        recorder = Recorder()
+        with torch.no_grad(), recorder:
+            call()
+        found += recorder.operations
+    for operation in found:
+        operation.frames = inside(operation.frames, outside)
+    return [operation for operation in found if operation.frames]
+
+
+def lines_where(ran: str, operations: Sequence[Operation]) -> tuple[CodeLine, ...]:
+    """Give the line at which something ran, with those that led there, the outermost first.
+
+    Args:
+        ran: What, as ``Mistake.ran`` has it.
+        operations: All that ran.
+
+    Returns:
+        Nothing where none of it ran.
+    """
+    for wanted in ran.split(", "):
+        if wanted == "end":
+            return code_lines(operations[-1].frames[-1:]) if operations else ()
+        place, name = (-1, wanted.removeprefix("last ")) if wanted.startswith("last ") else (0, wanted)
+        matching = [operation for operation in operations if _plain(operation.name) == name]
+        if matching:
+            return code_lines(matching[place].frames)
+    return ()
+
+
+def _plain(name: str) -> str:
+    """Give the one name of an operation, its operator and its form in place.
+
+    >>> [_plain(name) for name in ("add", "__radd__", "add_", "__getitem__", "rsqrt", "__truediv__")]
+    ['add', 'add', 'add', 'getitem', 'rsqrt', 'div']
+    """
+    inner = name.strip("_").replace("true", "")
+    mirrored = name.startswith("__") and inner[1:] in ("add", "sub", "mul", "div", "pow", "and", "or", "matmul")
+    return inner[1:] if mirrored else inner

@@ -1,0 +1,60 @@
+"""A mistake: its words, where its line is found, and the finding that it becomes."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from equivalence_tests.checker.findings import Finding
+
+__all__ = ["Change", "Mistake"]
+
+Change = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One way to get it wrong.
+
+    Args:
+        name: A short stable identifier.
+        stage: Where it stands.
+        sentence: What is wrong, in one plain sentence.
+        have: The formula that the code computes; may hold numbers, as {fill:g}.
+        want: The formula that it should compute.
+        fix: What to change.
+        on_purpose_in: Which well-known models do this on purpose, and why; "" if none does.
+        ran: What runs at its line, the likeliest first, where the output shows the mistake and no single operation
+            does: "std", "last mul", "end" for the line that gives the output, "call" for that which calls the part.
+        expressible: Whether torch.nn has an argument for it, so that it is no deviation.
+        right: The right attention of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it.
+        changes: What to replace in that by what.
+    """
+
+    name: str
+    stage: str
+    sentence: str
+    have: str
+    want: str
+    fix: str
+    on_purpose_in: str = ""
+    ran: str = ""
+    expressible: bool = False
+    right: str = ""
+    changes: tuple[Change, ...] = ()
+
+    def made_of(self, right: str, *changes: Change) -> "Mistake":
+        """Say which changes make this mistake."""
+        return replace(self, right=right, changes=changes)
+
+    def finding(self, facts: Mapping[str, Any] | None = None, **shown: Any) -> Finding:
+        """Say it of somebody's code.
+
+        Args:
+            facts: The numbers that its words speak of.
+            shown: What else the finding shows: its lines, proof or evidence.
+        """
+        facts = {"factor": math.nan, "fill": math.nan, "cap": math.nan} | dict(facts or {})
+        sentence, have = self.sentence.format(**facts), self.have.format(**facts)
+        known = {"stage": self.stage, "on_purpose_in": self.on_purpose_in}
+        return Finding(name=self.name, sentence=sentence, have=have, want=self.want, fix=self.fix, **known | shown)
