@@ -100,7 +100,7 @@ def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Depa
     found = list(projection_departures(attention, operands, {}, module)) if len(operands) == 3 else []
     found += norm_departures(attention, module)
     idle = unused_departures(attention, module, [*known, *found])
-    found += [departure for departure in idle if departure.operation is not None]  # one call may not reach all norms
+    found += [departure for departure in idle if departure.lines]  # one call may not reach all norms
     return [*found, *output_departures(attention)] if not judgement.blocked() else found
 
 

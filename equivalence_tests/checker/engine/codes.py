@@ -96,7 +96,7 @@ def retagged(codes: Tensor, source: int) -> Tensor:
 
 
 def unified(codes: Tensor) -> Tensor:
-    """Give one source to names of other tokens with the same features, as where two streams are joined.
+    """Give one source to names of other tokens with as many features, as where two streams are joined.
 
     >>> two = torch.stack([coded(1, torch.tensor(0), torch.arange(2)), coded(2, torch.tensor(1), torch.arange(2))])
     >>> source_of(unified(two)).unique().tolist()
@@ -112,12 +112,14 @@ def unified(codes: Tensor) -> Tensor:
         if first is None:
             kept.append(number)
         else:
-            codes = torch.where(source_of(codes) == number, retagged(codes, first), codes)
-            mine[first] = torch.cat([mine[first], retagged(mine[number], first)])
+            own, others = (feature_of(mine[x]).unique() for x in (number, first))
+            place = torch.searchsorted(own, feature_of(codes)).clamp_max(len(own) - 1)
+            codes = torch.where(source_of(codes) == number, coded(first, token_of(codes), others[place]), codes)
+            mine[first] = codes[source_of(codes) == first]
     return codes
 
 
 def _are_streams(one: Tensor, other: Tensor) -> bool:
-    """Whether two sets of names hold the same features of tokens that are not the same."""
-    same = torch.equal(feature_of(one).unique(), feature_of(other).unique())
+    """Whether two sets of names hold as many features of tokens that are not the same."""
+    same = len(feature_of(one).unique()) == len(feature_of(other).unique())
     return same and not bool(torch.isin(token_of(one).unique(), token_of(other).unique()).any())

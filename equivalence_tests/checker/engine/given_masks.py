@@ -1,5 +1,6 @@
 """What the arguments of a call say about its masks: which keys each query may look at."""
 
+import contextlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,14 @@ from equivalence_tests.checker.engine.running import Call
 
 __all__ = ["GivenMasks"]
 
+ALL = slice(None)
+# How a mask may stand over (samples, heads, queries, keys), by the number of its axes.
+AXES: dict[int, list[tuple[slice | None, ...]]] = {
+    2: [(ALL, None, None), (None, None)],
+    3: [(ALL, None), (None,)],
+    4: [(ALL,)],
+}
+HIDING = "key_padding_mask"  # True hides, as its name says
 HIDES = -1e3  # what is added to a score below this leaves nothing of it
 
 
@@ -27,8 +36,10 @@ class GivenMasks(ExpectedFor):
     """
 
     def __init__(self, call: Call) -> None:
-        self.masks = [mask for name, mask in _named_arguments(call) if "mask" in name and isinstance(mask, Tensor)]
-        causal = call.kwargs.get("is_causal", getattr(call.module, "is_causal", None))
+        named = _named_arguments(call)
+        self.masks = [(mask, name == HIDING) for name, mask in named if "mask" in name and isinstance(mask, Tensor)]
+        said = getattr(call.module, "is_causal", _default(call, "is_causal"))
+        causal = call.kwargs.get("is_causal", said)
         self.causal = causal if isinstance(causal, bool) else None
 
     def of(self, attention: Attention) -> dict[int, Expectation]:
@@ -42,7 +53,8 @@ class GivenMasks(ExpectedFor):
 
     def _broken_rule(self, attention: Attention, part: Part) -> Tensor | None:
         """Which keys may be seen, where the code lets others be seen; None where a rule is kept, or none is given."""
-        rules = [may for mask in self.masks for may in _readings(mask, part)] or list(self._by_the_module(part))
+        rules = [may for mask, hides in self.masks for may in _readings(mask, part, hides)]
+        rules = rules or list(self._by_the_module(part))
         if not rules:
             return None
         model = read_weights(attention.run, part, part.contexts[0])
@@ -65,45 +77,46 @@ class GivenMasks(ExpectedFor):
             yield ~future if self.causal else torch.ones_like(future)
 
 
-def _named_arguments(call: Call) -> Iterator[tuple[str, Any]]:
-    yield from call.kwargs.items()
+def _parameters(call: Call) -> list[inspect.Parameter]:
     forward = call.function.forward if isinstance(call.function, nn.Module) else call.function
     try:
-        names = [name for name, p in inspect.signature(forward).parameters.items() if p.kind != p.VAR_POSITIONAL]
+        found = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
-        return
-    yield from zip(names, call.args, strict=False)
+        return []
+    return [parameter for parameter in found if parameter.kind != parameter.VAR_POSITIONAL]
 
 
-def _readings(mask: Tensor, part: Part) -> Iterator[Tensor]:
+def _default(call: Call, name: str) -> Any:
+    return next((parameter.default for parameter in _parameters(call) if parameter.name == name), None)
+
+
+def _named_arguments(call: Call) -> Iterator[tuple[str, Any]]:
+    yield from call.kwargs.items()
+    yield from zip((parameter.name for parameter in _parameters(call)), call.args, strict=False)
+
+
+def _readings(mask: Tensor, part: Part, hides: bool) -> Iterator[Tensor]:
     """What a mask allows, flat as the scores are; in each way in which it can be meant."""
-    laid = _laid_out(mask, part)
-    if laid is None:
-        return
-    if laid.dtype == torch.bool:
-        yield from (laid, ~laid)
-    elif laid.is_floating_point() and bool((laid < HIDES).any()):
-        yield laid >= HIDES
+    for laid in _laid_out(mask, part):
+        if laid.dtype == torch.bool:
+            yield from (~laid,) if hides else (laid, ~laid)
+        elif laid.is_floating_point() and bool((laid < HIDES).any()):
+            yield laid >= HIDES
 
 
-def _laid_out(mask: Tensor, part: Part) -> Tensor | None:
-    """A mask at the place of each score; None where its shape is none of scores."""
+def _laid_out(mask: Tensor, part: Part) -> Iterator[Tensor]:
+    """A mask at the place of each score, for each meaning that its axes can have."""
     shape = part.product.operation.outputs[0].value.shape
-    if mask.dim() == 4 and len(shape) == 3 and mask.size(0) > 0 and shape[0] % mask.size(0) == 0:
-        heads = shape[0] // mask.size(0)
-        if mask.size(1) not in (1, heads):
-            return None
-        mask = mask.expand(-1, heads, -1, -1).flatten(0, 1)
-    elif mask.dim() == 3 and len(shape) == 4:
-        mask = mask[:, None]
-    elif mask.dim() == 2 and len(shape) == 4 and mask.size(0) == shape[0] != shape[2]:
-        mask = mask[:, None, None]
-    if mask.dim() != len(shape) or mask.size(-1) < shape[-1]:
-        return None
-    try:
-        return mask[..., : shape[-1]].detach().expand(shape).reshape(-1)
-    except RuntimeError:
-        return None
+    if mask.dim() not in AXES or mask.dim() > 4 or mask.size(-1) < shape[-1] or 0 in mask.shape:
+        return
+    for axes in AXES[mask.dim()]:
+        whole = mask[axes][..., : shape[-1]].detach()
+        heads = shape[0] // len(whole) if len(shape) == 3 else 1
+        scores = (len(whole), heads, *shape[1:]) if len(shape) == 3 else shape
+        if len(shape) == 3 and len(whole) * heads != shape[0]:
+            continue
+        with contextlib.suppress(RuntimeError):  # sizes that are others
+            yield whole.expand(scores).reshape(-1)
 
 
 def _alike_for_all(part: Part, own: Tensor) -> bool:

@@ -28,6 +28,7 @@ from equivalence_tests.checker.engine.codes import (
 )
 from equivalence_tests.checker.engine.contraction import Contraction, contraction_of, multiplied_and_summed
 from equivalence_tests.checker.engine.vocabulary import (
+    CASTS,
     CONTRACTIONS,
     CREATES,
     ELEMENTWISE,
@@ -385,9 +386,10 @@ class _Follower:
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
         """Names that pass through an operation which works on each element, or on a whole axis."""
         shape = slot.value.shape
+        taken = before[:1] if operation.name in CASTS else before
         fitting = [
             (place, codes)
-            for place, given in enumerate(before)
+            for place, given in enumerate(taken)
             if given is not None and (codes := _fitted(operation, given, shape)) is not None
         ]
         fitting = [(i, codes) for i, codes in fitting if codes.is_complex() == slot.value.is_complex()]
@@ -445,7 +447,7 @@ class _Follower:
 
     def _retag(self, kind: str, operation: Operation, slot: Slot, codes: Tensor, rest: list[Tensor]) -> Tensor:
         parents = {x for names in (codes, *rest) for x in sources_in(names)}
-        return self._new(kind, operation, slot, codes, tuple(sorted(parents))).codes
+        return self._new(kind, operation, slot, unified(codes), tuple(sorted(parents))).codes
 
     def _rank(self, codes: Tensor) -> int:
         """Scores come before what else has a name, what has a name everywhere before what has one here and there."""
@@ -660,10 +662,10 @@ class _Follower:
         """Names for an operand some or all of whose elements have none: rows are tokens, as they lie there."""
         if codes is not None and bool(known(codes).all()):
             return codes
-        n, rows, width = places.shape
+        n, rows, _ = places.shape
         order = torch.arange(n * rows).view(n, rows, 1) + self._base(slot.tensor, n * rows)
         names = torch.full((slot.value.numel(),), UNKNOWN, dtype=torch.float64)
-        names[places] = coded(1, order, torch.arange(width))
+        names[places] = coded(1, order, _features_beside(codes, places))
         given = self._new("given", None, slot, names.view(slot.value.shape))
         if codes is not None:
             return torch.where(known(codes), codes, given.codes)
@@ -808,6 +810,16 @@ def _features_of_rows(codes: Tensor) -> Tensor | None:
     feature = (source_of(codes) * FEATURES + feature_of(codes)).masked_fill(~has, -1)
     lead = feature.amax(-1, keepdim=True)
     return lead.squeeze(-1) if bool(((feature == lead) | ~has).all()) else None
+
+
+def _features_beside(codes: Tensor | None, places: Tensor) -> Tensor:
+    """The features of rows that have none: those of the rows beside them, or their order."""
+    plain = torch.arange(places.size(-1))
+    if codes is None:
+        return plain
+    laid = codes.reshape(-1)[places]
+    most = feature_of(laid).masked_fill(~known(laid), -1).amax(1, keepdim=True)
+    return torch.where(most >= 0, most, plain)
 
 
 def _one_feature(codes: Tensor) -> bool:

@@ -150,15 +150,41 @@ class _Evidence:
         if names:
             return f"the parameter {names[0]} scales the scores"
         for operands in self.judgement.operands:
-            sides = [self._is_normed(operand) for operand in operands[:2]]
-            if all(sides) and departure.name in ("scale_missing", "scale_other"):
-                return "queries and keys are normalised"
+            if self._needs_no_scale(departure, operands[:2]):
+                return "queries and keys are normalised, with gains that are learnt"
             turns = [self._own_scale(operand) for operand in operands[:2] if operand.change == "rotated"]
             if len(turns) == 2 and abs(turns[0] - turns[1]) < 1e-3 and abs(turns[0] - 1) > 1e-3:
                 total = departure.facts["factor"] * math.sqrt(departure.facts["width"])
                 if abs(total / turns[0] / turns[1] - 1) < 1e-3:
                     return "the angles of the rotation carry a scale of their own"
         return self._configured(departure.facts["factor"])
+
+    def _needs_no_scale(self, departure: Departure, operands: list[Operand]) -> bool:
+        """Whether gains that are learnt stand for the scale, and the module does not say that there is one."""
+        if departure.name != "scale_missing":
+            return False
+        learnt = [name for operand in operands for name in self._gains(operand)]
+        return len(learnt) >= len(operands) and not self._stated_scale()
+
+    def _gains(self, operand: Operand) -> list[str]:
+        """The parameters of the norms that an operand went through, one a norm."""
+        names, left, found = self.judgement.attention.run.names, list(operand.sources), []
+        while left:
+            source = left.pop()
+            if source.kind in NORMED and source.operation is not None and source.operation.name != "batch_norm":
+                before = names.before[source.operation.index]
+                beside = [bits for bits, codes in zip(source.operation.origins, before, strict=True) if codes is None]
+                taken = [name for bits in beside for name in self.recorder.named(bits)]
+                found += [name for name in taken if name.startswith("param:")][:1]
+            left += [names.sources[n] for n in source.parents] if source.kind != "projection" else []
+        return found[:1]
+
+    def _stated_scale(self) -> bool:
+        """Whether the module in which the product runs holds a scale other than one."""
+        place = self.judgement.attention.first.place
+        owner = self.module.get_submodule(place) if self.module is not None else None
+        own = vars(owner).items() if owner is not None else ()
+        return any(SCALES.fullmatch(name) and isinstance(x, float) and x != 1 for name, x in own)
 
     def _own_scale(self, operand: Operand) -> float:
         """What a rotation multiplies by, without what numbers multiply before it and after it."""
@@ -211,8 +237,8 @@ class _Evidence:
         return operand.change == "normed" or any(self._made_by_norm(source) for source in operand.sources)
 
     def _made_by_norm(self, source: Source) -> bool:
-        if source.kind in ("normed", "gain"):
-            return True
+        if source.kind in NORMED:
+            return source.operation is None or source.operation.name != "batch_norm"
         if source.kind in ("added", "gated"):
             return any(self._made_by_norm(self.judgement.attention.run.names.sources[n]) for n in source.parents)
         return False
@@ -281,9 +307,10 @@ class _Evidence:
     def _hiding(self) -> tuple[Operation | None, list[str]]:
         """The first operation that scores meet something else in, and what that is made from."""
         first: Operation | None = None
-        for operation, _ in self._between():
+        for operation, part in self._between():
             codes = self.judgement.attention.run.names.before[operation.index]
-            others = [bits for bits, names in zip(operation.origins, codes, strict=True) if names is None]
+            pairs = zip(operation.origins, codes, strict=True)
+            others = [bits for bits, names in pairs if not _is_of(names, {part.number})]
             first = first or (operation if others else None)
             if any(others):
                 return operation, [name for bits in others for name in self.recorder.named(bits)]
@@ -337,6 +364,7 @@ class _Evidence:
 
 # Values of a configuration that are the scale of the scores, whatever the value.
 SCALES = re.compile(r"(attention|attn|query|qk|score|softmax)\w*(multiplier|scal\w*)|scal(e|ing)")
+NORMED = ("normed", "gain")
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat concat concatenate hstack")
 MULTIPLIES = words("mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ divide true_divide")

@@ -638,3 +638,167 @@ class AddsWhatCameBefore(Base):
 
 def test_a_residual_from_anywhere_may_be_added() -> None:
     assert judged(AddsWhatCameBefore).verdict == "equal"
+
+
+class TurnsBothToTheTypeOfValues(TurnedByMatrices):
+    """Takes the values for their type alone, then exchanges queries and keys."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return k.type_as(v), q.type_as(v), v
+
+
+def test_a_tensor_taken_for_its_type_says_nothing() -> None:
+    assert judged(TurnsBothToTheTypeOfValues).mistakes == ("query_key_swapped",)
+
+
+class NormedWithoutScale(NormedBoth):
+    scale = 1.0
+
+
+class NormedAndScaledTwice(NormedBoth):
+    scale = 1 / 4
+
+
+class StatesAScale(NormedWithoutScale):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = 0.5
+
+
+class NormedWithoutGains(Base):
+    scale = 1.0
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v
+
+
+class NormedOverTheBatch(NormedWithoutScale):
+    norm = type("Norm", (nn.BatchNorm2d,), {"__init__": lambda self: nn.BatchNorm2d.__init__(self, HEADS)})
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (NormedWithoutScale, ()),
+        (NormedAndScaledTwice, ("scale_twice",)),
+        (StatesAScale, ("scale_missing",)),
+        (NormedWithoutGains, ("scale_missing",)),
+        (NormedOverTheBatch, ("scale_missing",)),
+    ],
+)
+def test_only_norms_with_gains_stand_for_the_scale_where_none_is_stated(
+    target: type[nn.Module], names: tuple[str, ...]
+) -> None:
+    assert judged(target).mistakes == names
+
+
+class ForgetsOneNorm(NormedBoth):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Base.operands(self, x)
+        q = self.q_norm(q)
+        return q.contiguous(), k.contiguous(), v
+
+
+class ForgetsItsTable(LearntScales):
+    def weigh(self, scores: Tensor) -> Tensor:
+        self.table[None]
+        scores = scores * self.logit_scale.exp()
+        return scores.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "line"),
+    [
+        (ForgetsOneNorm, "norm_never_used", "return q.contiguous(), k.contiguous(), v"),
+        (ForgetsItsTable, "weight_never_used", "scores = scores * self.logit_scale.exp()"),
+    ],
+)
+def test_what_is_never_used_is_missed_where_it_could_be_used(target: type[nn.Module], name: str, line: str) -> None:
+    finding = next(finding for finding in judged(target).findings if finding.name == name)
+    assert finding.line is not None
+    assert finding.line.text == line
+
+
+class TakesAPaddingMask(Base):
+    """Scores of samples and heads in one axis."""
+
+    def attend(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (one.flatten(0, 1) for one in self.operands(x))
+        scores = torch.bmm(q, k.mT) * self.scale
+        if key_padding_mask is not None:
+            scores = scores.masked_fill(self.hidden(key_padding_mask).repeat_interleave(HEADS, 0)[:, None], -torch.inf)
+        return torch.bmm(scores.softmax(-1), v).unflatten(0, (-1, HEADS)).transpose(1, 2).flatten(2)
+
+    def hidden(self, mask: Tensor) -> Tensor:
+        return mask
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor) -> Tensor:  # type: ignore[override]
+        return self.o_proj(self.attend(x, key_padding_mask))
+
+
+class TurnsItRound(TakesAPaddingMask):
+    def hidden(self, mask: Tensor) -> Tensor:
+        return ~mask
+
+
+class RollsIt(TakesAPaddingMask):
+    def hidden(self, mask: Tensor) -> Tensor:
+        return mask.roll(1, -1)
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [(TakesAPaddingMask, ()), (TurnsItRound, ("mask_inverted",)), (RollsIt, ("mask_hides_other_entries",))],
+)
+def test_a_padding_mask_is_read_where_heads_share_an_axis_with_samples(
+    target: type[nn.Module], names: tuple[str, ...]
+) -> None:
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    assert judged(target, mask).mistakes == names
+
+
+class PooledBesideAToken(Base):
+    """Pools keys and values, but for the first token, and pads with keys that no weight has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.pools = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 2, 2) for _ in range(2))
+        del self.q_proj, self.k_proj, self.v_proj
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, *pair = (self.split(one) for one in self.qkv(x).chunk(3, -1))
+        k, v = (F.pad(self.pooled(one, pool), (0, 0, 0, 1)) for one, pool in zip(pair, self.pools, strict=True))
+        return q, k, v
+
+    def pooled(self, x: Tensor, pool: nn.Module) -> Tensor:
+        rest = self.split(pool(x[:, :, 1:].transpose(1, 2).flatten(2).mT).mT)
+        return torch.cat([x[:, :, :1], rest], 2)
+
+
+class SoftmaxOverPooledQueries(PooledBesideAToken):
+    def weigh(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-2)
+
+
+def test_tokens_of_two_kinds_may_stand_side_by_side() -> None:
+    assert judged(PooledBesideAToken).mistakes == ()
+    assert judged(SoftmaxOverPooledQueries).mistakes == ("softmax_over_queries",)
+
+
+class MergesByAView(Base):
+    """Heads and queries of equal number, so that no size tells which axis is which."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        context = self.weigh(q @ k.mT * self.scale) @ v
+        context = context.reshape(context.transpose(1, 2).shape)
+        return context.flatten(2)
+
+
+def test_the_first_view_that_stands_for_a_transpose_is_blamed() -> None:
+    finding = judged(MergesByAView, length=2).findings[0]
+    assert finding.line is not None
+    assert (finding.name, "transpose(1, 2).shape" in finding.line.text) == ("heads_merged_without_transpose", True)

@@ -2,6 +2,7 @@
 
 __all__ = [
     "ASKS",
+    "CASTS",
     "CONTRACTIONS",
     "ELEMENTWISE",
     "GETTERS",
@@ -55,7 +56,8 @@ ELEMENTWISE = words(
     "maximum minimum pow __pow__ __ipow__ pow_ lerp addcmul addcdiv fmod remainder masked_scatter masked_scatter_ "
     "rsub fill_ copy_ atan2 copysign hypot logaddexp nextafter xlogy"
 )
-# What takes a tensor for its shape alone, and what folds an axis.
+# What takes a second tensor for its type alone, one for its shape alone, and what folds an axis.
+CASTS = words("to type_as")
 CREATES = words(
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
     "new_tensor bernoulli zero_"

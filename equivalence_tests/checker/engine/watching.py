@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from equivalence_tests.checker.engine.vocabulary import ASKS, CREATES, GETTERS, INPLACE
+from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, INPLACE
 from equivalence_tests.checker.lines import Frames, frames_here
 
 __all__ = ["Operation", "Recorder", "Slot", "tensors_of"]
@@ -184,7 +184,7 @@ class Recorder(TorchFunctionMode):
         given = [tensors[0]] if inplace and tensors else list(tensors_of(result))
         operation.outputs = [self._slot(tensor, 0 if inplace else 1) for tensor in given]
         origins = 0
-        for bits in operation.origins[: 1 if name in ("to", "type_as") else None] if name not in CREATES else ():
+        for bits in operation.origins[: 1 if name in CASTS else None] if name not in CREATES else ():
             origins |= bits
         for tensor in given:
             place = _storage(tensor)

@@ -531,6 +531,17 @@ ROLES = (
         "output = merged Wo + bo",
         "Apply the output projection to the merged heads.",
     ).made_of("cross", ("return self.out_proj(merged)", "return merged")),
+    *(
+        Mistake(
+            f"{kind}_never_used",
+            "project",
+            f"The {kind} {{parameter}} is worked with, but nothing that comes back depends on it.",
+            "output, whatever {parameter} is",
+            f"output, by the {kind} too",
+            f"Use what is made from the {kind}, or remove it.",
+        )
+        for kind in ("bias", "weight")
+    ),
     Mistake(
         "projection_shared_by_heads",
         "project",

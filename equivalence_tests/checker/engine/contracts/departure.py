@@ -32,7 +32,7 @@ class Departure:
         quantity: What those numbers are.
         evidence: Why it is meant so; "" if nothing says that.
         blocks: Whether later stages cannot be read before it is put right.
-        frames: The lines, where no operation shows them.
+        frames: The lines, where they are not those of the operation.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Departure:
     @property
     def lines(self) -> Frames:
         """The user's lines that led there, the innermost first."""
-        return self.operation.frames if self.operation is not None else self.frames
+        return self.frames or (self.operation.frames if self.operation is not None else ())
 
 
 def near(x: Tensor, y: Tensor, tolerance: float = TOLERANCE) -> bool:

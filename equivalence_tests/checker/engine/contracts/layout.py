@@ -51,7 +51,10 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
         yield from among
         if among:
             return
-        yield from _paired_heads(attention, part)
+        paired = list(_paired_heads(attention, part))
+        yield from paired
+        if any(departure.blocks for departure in paired):
+            return
         for context in part.contexts:
             if context.source is None:
                 yield from _unread_context(attention, part, context)
@@ -249,20 +252,16 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     times = heads // key_heads
     wrong = [(int(h), int(k)) for h, k in pairs if int(h) // times != int(k)]
     if wrong and len(pairs) == heads:
-        tiled = all(int(h) % key_heads == int(k) for h, k in pairs)
-        name = "grouped_heads_tiled" if times > 1 and tiled else "heads_paired_wrongly"
-        yield Departure(
-            name,
-            "split",
-            _repeater(attention, part.product.right, part.product.operation),
-            {"pairs": wrong},
-            blocks=False,
-        )
+        tiled = times > 1 and all(int(h) % key_heads == int(k) for h, k in pairs)
+        repeater = _repeater(attention, part.product.right, part.product.operation)
+        plain = Departure("grouped_heads_tiled" if tiled else "heads_paired_wrongly", "split", repeater)
+        yield plain if tiled else _turned_wrongly(attention, part) or plain
     elif wrong or len(pairs) > heads:
         misplaced = list(_misplaced_operands(attention, part))
         yield from misplaced
         if not misplaced:
-            yield Departure("heads_paired_wrongly", "product", part.product.operation, {"pairs": wrong}, blocks=True)
+            plain = Departure("heads_paired_wrongly", "product", part.product.operation, blocks=True)
+            yield _turned_wrongly(attention, part) or plain
 
 
 def _repeater(attention: Attention, codes: Tensor, until: Operation) -> Operation:
@@ -325,8 +324,9 @@ def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterat
     if any(source.kind in ("given",) for source in sources):
         return
     value = token_of(context.values)
-    met = has[:, :, None, :] & (key[:, :, None, :] != value[:, None, :, :])
-    if bool(met.any()) and bool(torch.isin(value, key).any()):
+    followed = torch.isin(value, key)  # what is pooled has tokens of its own
+    met = has[:, :, None, :] & followed[:, None] & (key[:, :, None, :] != value[:, None, :, :])
+    if bool(met.any()):
         moved = _shuffled(attention, part, context)
         yield _exchange("values_meet_other_keys", "context", moved, context.operation, blocks=True)
 
@@ -484,15 +484,15 @@ def _unmerged(attention: Attention, numbers: list[int], consumer: Operation) -> 
     """The first operation after the context that leaves tokens where they should not be."""
     run = attention.run
     context = attention.parts[0].contexts[0].operation
-    first = attention.parts[0].product
     lead = _lead_sizes(attention)
     candidates = []
     for number in numbers:
         for operation, codes, _ in run.names.carrying(number, consumer.index - 1):
             if operation.index > context.index:
                 candidates.append((operation, codes))
-    del first
-    for operation, codes in candidates:
+    turned = reshaped_for_transposed(run, numbers, context.index, consumer.index)
+    earlier = [item for item in candidates if turned is None or item[0].index < turned.index]
+    for operation, codes in earlier:
         wanted = _merged_as_axes_say(attention, codes, lead)
         if wanted is None or torch.equal(token_of(wanted), token_of(codes)):
             continue
@@ -508,7 +508,7 @@ def _unmerged(attention: Attention, numbers: list[int], consumer: Operation) -> 
             {operation.index: wanted},
             blocks=True,
         )
-    guilty = candidates[-1][0] if candidates else consumer
+    guilty = turned or (candidates[-1][0] if candidates else consumer)
     return Departure("heads_merged_without_transpose", "merge", guilty, blocks=True)
 
 

@@ -14,6 +14,7 @@ from equivalence_tests.checker.engine.contracts.operands import Operand
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+from equivalence_tests.checker.lines import Frames
 
 __all__ = ["output_weight", "projection_departures", "unused_departures", "weight_of"]
 
@@ -304,7 +305,10 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
                 continue
         if "norm" in name.lower() or (stem and isinstance(_owner(module, stem), nn.LayerNorm | nn.RMSNorm)):
             if last == "weight":
-                yield Departure("norm_never_used", "wrap", _left_plain(attention, stem), {"unused": [name]})
+                yield _norm_never_used(attention, name)
+        elif worked := _worked_in_vain(attention, name):
+            kind = "bias" if "bias" in name else "weight"
+            yield Departure(f"{kind}_never_used", "project", worked, {"unused": [name], "parameter": name})
         elif last == "weight" or not stem:
             parameter = dict(module.named_parameters())[name] if module is not None else None
             after = not any(_projections_of_context(attention))
@@ -320,14 +324,37 @@ def _of_idle_part(stem: str, idle: list[str], module: nn.Module | None) -> bool:
     return bool(own) and set(own) <= set(idle)
 
 
-def _left_plain(attention: Attention, norm: str) -> Operation | None:
-    """The projection that a norm should follow, told by its name."""
-    part = attention.parts[0]
-    for role, codes in (("query", part.product.left), ("key", part.product.right)):
-        if SAID_NORM[role].search(norm):
-            made = (attention.run.names.sources[number].operation for number in sources_in(codes))
-            return next(filter(None, made), None)
-    return None
+def _worked_in_vain(attention: Attention, parameter: str) -> Operation | None:
+    """What could have taken what was made from a parameter, where nothing did; None where nothing was made from it."""
+    recorder, live = attention.run.recorder, live_operations(attention.run)
+    bit = 1 << recorder.names.index(f"param:{parameter}")
+    made = [op.index for op in attention.run.operations if op.index not in live and any(x & bit for x in op.origins)]
+    later = (op for op in attention.run.operations if made and op.index > made[-1] and op.index in live)
+    return next(later, None)
+
+
+def _norm_never_used(attention: Attention, weight: str) -> Departure:
+    """A norm by whose name it should follow the projection of queries or keys: what comes where the other's is."""
+    part, names = attention.parts[0], attention.run.names
+    facts = {"unused": [weight]}
+    sides = {"query": part.product.left, "key": part.product.right}
+    role = next((role for role in sides if SAID_NORM[role].search(weight.rpartition(".")[0])), "")
+    if not role:
+        return Departure("norm_never_used", "wrap", None, facts)
+    own, other = (sources_in(sides[r]) for r in (role, "key" if role == "query" else "query"))
+    made = next((op for op in (names.sources[number].operation for number in own) if op is not None), None)
+    normed = [names.sources[n].operation for n in other if names.sources[n].kind in ("normed", "gain")]
+    after = max((op.index for op in normed if op is not None), default=-1)
+    steps = [op for n in own for op, _, _ in names.carrying(n, part.product.operation.index) if op.index > after]
+    beside = (_beside(op, made) for op in steps if made is not None)
+    return Departure("norm_never_used", "wrap", made, facts, frames=next(filter(None, beside), ()))
+
+
+def _beside(operation: Operation, other: Operation) -> Frames:
+    """The lines that led to an operation, down to the function in which another line led to the other one."""
+    pairs = zip(reversed(operation.frames), reversed(other.frames), strict=False)
+    apart = next((place for place, (own, its) in enumerate(pairs) if own != its), None)
+    return operation.frames[len(operation.frames) - 1 - apart :] if apart is not None else ()
 
 
 def _owner(module: nn.Module | None, stem: str) -> nn.Module | None:
