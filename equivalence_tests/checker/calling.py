@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.angles import AngleForm, base_of, takes_angles
 from equivalence_tests.checker.construction import MAX_LEN, Sizes, exact_lengths, value_for
+from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.masking import HeldMask, MaskForm
 from equivalence_tests.checker.tracing import tensors_in
@@ -487,7 +488,7 @@ def _try(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> Cal
         with torch.no_grad():
             tensors = caller.returned(plan, inputs)
     except Exception as error:
-        errors.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        errors.append(said(error))
         return None
     found = [index for index, x in enumerate(tensors) if _is_output(x, plan, inputs, caller.num_heads)]
     if found:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.judging import PartReading
 from equivalence_tests.checker.matrices import Leaf, Projection, leaves_of
+from equivalence_tests.checker.part_readings import PartReading
 
 __all__ = ["feed_forward_readings"]
 

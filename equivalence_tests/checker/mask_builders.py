@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.construction import build
 from equivalence_tests.checker.engine.ran import lines_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.errors import CannotCheckError, said
 from equivalence_tests.checker.findings import CheckResult
 from equivalence_tests.checker.mask_meanings import OF_BOOLS, BuilderPlan, Drawn, Meaning, draws_of, meanings
 from equivalence_tests.checker.masking import ENCODINGS, KEY_SHAPES, SHAPES, SHARED_SHAPES
@@ -142,8 +142,8 @@ def examine_mask_builder(found: Any, name: str) -> Report:
             break
         best = best or found
     if best is None:
-        said = "; ".join(dict.fromkeys(errors)) or "it takes nothing that a mask is built from"
-        raise CannotCheckError(f"no way to call {name} as a mask builder was found: {said}")
+        answers = "; ".join(dict.fromkeys(errors)) or "it takes nothing that a mask is built from"
+        raise CannotCheckError(f"no way to call {name} as a mask builder was found: {answers}")
     ran = operations_of(lambda: best.plan.call(function, draws[0]))
     return _reported(report, best, draws[0], ran)
 
@@ -194,7 +194,7 @@ def _attempt(
     try:
         outputs = [plan.call(function, drawn) for drawn in draws]
     except Exception as error:
-        errors.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        errors.append(said(error))
         return None
     if not outputs[0] or len({len(o) for o in outputs}) > 1:
         return None

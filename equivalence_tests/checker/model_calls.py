@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import Caller, Inputs, call_plans, forward_parameters, role_of_parameter
 from equivalence_tests.checker.construction import Sizes, exact_lengths
+from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.masking import MaskForm
 from equivalence_tests.checker.tracing import tensors_in
 
@@ -216,7 +217,7 @@ class _Way:
         try:
             run(source, target, {})
         except Exception as error:  # not the way in which it is called
-            attempts.said.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            attempts.said.append(said(error))
             return None
         return ModelRun(run, source, target, self.masks, kind, turned, patch)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.functions import FunctionModule
-from equivalence_tests.checker.judging import PartReading
+from equivalence_tests.checker.part_readings import PartReading
 
 __all__ = ["is_rms_norm", "norm_readings"]
 

@@ -4,7 +4,6 @@ A layer or a model is checked by walking its sub-modules (``walking``), code tha
 """
 
 import contextlib
-import copy
 import itertools
 import re
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ from equivalence_tests.checker.construction import SIZES, build, prepare
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.feed_forwards import ACTIVATIONS, feed_forward_readings
 from equivalence_tests.checker.functions import function_modules
-from equivalence_tests.checker.judging import Observation, judge
 from equivalence_tests.checker.mask_builders import builds_masks, examine_mask_builder
 from equivalence_tests.checker.norms import is_rms_norm, norm_readings
+from equivalence_tests.checker.part_readings import Observation, judge
 from equivalence_tests.checker.position_calls import holds_sinusoids, placements
 from equivalence_tests.checker.positions import position_readings
 from equivalence_tests.checker.report import Report
@@ -146,7 +145,7 @@ def _examine_instance(subject: Subject, kind: str, where: str) -> Report | None:
         return _examine_positions(subject, where)
     width = subject.sizes.embed_dim
     if subject.module is not None:
-        return _examine_module(_own_copy(subject.module, subject.trained), width, subject, kind, where)
+        return _examine_module(subject.copied(), width, subject, kind, where)
     made = function_modules(subject.function, kind, width, subject.sizes.ff_dim)
     reports = [r for one in made if (r := _examine_module(one, width, subject, kind, where)) is not None]
     return next((report for report in reports if report.verdict != "unchecked"), (*reports, None)[0])
@@ -178,7 +177,7 @@ def _examine_module(module: nn.Module, width: int, subject: Subject, kind: str, 
 
 def _examine_positions(subject: Subject, where: str) -> Report | None:
     """Try every place where its table can be found."""
-    module = None if subject.module is None else prepare(_own_copy(subject.module, subject.trained))
+    module = None if subject.module is None else prepare(subject.copied())
     unmatched = None
     for placement in placements(subject, module or subject.function):
         width = placement.observations[0][1].size(-1)
@@ -203,16 +202,6 @@ def _constructed(module: nn.Module) -> None:
     """Construct another one: a table that is kept was made there."""
     with contextlib.suppress(CannotCheckError):
         next(build(type(module)))
-
-
-def _own_copy(module: nn.Module, trained: bool) -> nn.Module:
-    """Leave the user's own instance alone, and what a factory hands out, which may be one."""
-    try:
-        return copy.deepcopy(module)
-    except Exception:  # some modules cannot be copied
-        if not trained:
-            return module
-        raise CannotCheckError("the instance cannot be deep-copied; pass its class or a factory instead") from None
 
 
 def _fed(module: nn.Module, width: int, kind: str) -> tuple[bool, list[Observation]]:

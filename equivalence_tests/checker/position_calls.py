@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.construction import MAX_LEN, VOCABULARY, value_for
-from equivalence_tests.checker.judging import Observation
+from equivalence_tests.checker.part_readings import Observation
 from equivalence_tests.checker.subject import Subject
 
 __all__ = ["Placement", "holds_sinusoids", "placements", "tensors_of"]

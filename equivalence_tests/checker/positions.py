@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.judging import PartReading
+from equivalence_tests.checker.part_readings import PartReading
 from equivalence_tests.checker.position_calls import tensors_of
 
 __all__ = ["position_readings"]

@@ -1,5 +1,6 @@
 """What is being checked: the built object, its sizes, its source, and what the user said about it."""
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -59,6 +60,17 @@ class Subject:
     adapter: Adapter
     trained: bool = False
     dtype: torch.dtype = torch.float64
+
+    def copied(self) -> Any:
+        """Leave the user's own instance alone, and what a factory hands out, which may be one."""
+        if self.module is None:
+            return self.function
+        try:
+            return copy.deepcopy(self.module)
+        except Exception:  # some modules cannot be copied
+            if not self.trained:
+                return self.module
+            raise CannotCheckError("the instance cannot be deep-copied; pass its class or a factory instead") from None
 
     @property
     def module(self) -> nn.Module | None:

@@ -8,8 +8,8 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from equivalence_tests.checker.attention import examine_attention
 from equivalence_tests.checker.engine.checks import NOT_JUDGED
+from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.findings import KINDS, CheckResult
 from equivalence_tests.checker.loading import load, with_signature

@@ -6,7 +6,6 @@ token ids (``models``). What could not be looked at is said, and nothing is call
 """
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,10 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.attention import examine_attention
 from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, independent_samples, random_inputs
 from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.findings import CheckResult, Exercise, Verdict
 from equivalence_tests.checker.layer_masks import OF_SOURCE, LayerMask, read_layer_masks
@@ -112,7 +111,7 @@ def _skipped(report: Report) -> int:
 def _examine_subject(subject: Subject, name: str) -> Report:
     if subject.module is None:
         raise CannotCheckError(f"{name} is no module")
-    module = copy.deepcopy(subject.module)
+    module = subject.copied()
     torch.set_default_dtype(torch.float64)
     prepare(module)
     walk = Walk(Report(name, "layers"), module, subject.sizes)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import Caller, CallPlan, random_inputs
-from equivalence_tests.checker.comparing import distance
 from equivalence_tests.checker.construction import Sizes
+from equivalence_tests.checker.distance import distance
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.lines import Frames

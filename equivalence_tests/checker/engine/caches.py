@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import Inputs, forward_parameters
-from equivalence_tests.checker.engine.trying import Trial, said
+from equivalence_tests.checker.engine.trying import Trial
+from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.findings import Exercise, Finding
 from equivalence_tests.checker.kept_state import CACHE
 from equivalence_tests.checker.lines import code_lines, frames_of
 from equivalence_tests.checker.masking import MaskForm, mask_forms
+from equivalence_tests.checker.mistakes import named_mistake
 
 __all__ = ["POSITION", "cache_arguments", "exercised_cache"]
 
@@ -91,7 +93,10 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
             try:
                 findings = _compared(trial, protocol, causal)
             except CacheFailedError as failure:
-                return [Exercise(name, True, protocol.detail) for name in names], [_crash(failure, protocol)]
+                finding = named_mistake("cache_fails").finding(
+                    {"said": failure}, stack=code_lines(frames_of(failure.cause)), evidence=protocol.detail
+                )
+                return [Exercise(name, True, protocol.detail) for name in names], [finding]
             except Exception as error:  # this is not how this cache is used; another way may be
                 reasons.append(said(error))
                 continue
@@ -180,7 +185,13 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding
             raise ValueError(f"the steps give {tuple(steps.shape)}, one pass {tuple(whole.shape)}")
         differs = (steps - whole).abs().flatten(2).amax((0, 2)) > 1e-6 * whole.abs().max()
         if differs.any():
-            findings.append(_difference(how, int(differs.nonzero()[0]), protocol, lengths))
+            facts = {"how": how, "token": int(differs.nonzero()[0]), "detail": protocol.detail}
+            findings.append(
+                named_mistake("cache_differs_from_one_pass").finding(
+                    facts | {"lengths": ", ".join(map(str, lengths))},
+                    evidence=f"{TOKENS} tokens, the future hidden in both",
+                )
+            )
     return findings[:1]
 
 
@@ -245,29 +256,3 @@ def _extra(trial: Trial, protocol: Protocol, start: int, length: int, handed: An
             many = "int" not in str(parameters[name].annotation) and name in ("cache_position", "input_pos")
             given[name] = torch.arange(start, start + length) if many else start
     return given
-
-
-def _difference(how: str, token: int, protocol: Protocol, lengths: tuple[int, ...]) -> Finding:
-    return Finding(
-        "cache_differs_from_one_pass",
-        "cache",
-        f"Decoded {how} with its cache, token {token} and those after it come out otherwise than in one pass.",
-        have=f"steps of {', '.join(map(str, lengths))} tokens ({protocol.detail})",
-        want="the same numbers as one pass over all tokens that hides the future",
-        fix="Append the new keys and values behind the kept ones, count positions from the number of kept tokens, "
-        "and let query i of a step see the keys up to kept + i.",
-        evidence=f"{TOKENS} tokens, the future hidden in both",
-    )
-
-
-def _crash(failure: CacheFailedError, protocol: Protocol) -> Finding:
-    return Finding(
-        "cache_fails",
-        "cache",
-        f"The step after the first fails with the cache that the code gave back: {failure}.",
-        have=str(failure),
-        want="a second step that sees the tokens of the first",
-        fix="Call it once with the cache that it returns, and put the line right that fails.",
-        stack=code_lines(frames_of(failure.cause)),
-        evidence=protocol.detail,
-    )

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import Caller, CallPlan, Inputs, random_inputs
-from equivalence_tests.checker.comparing import distance
 from equivalence_tests.checker.construction import retype
+from equivalence_tests.checker.distance import distance
 from equivalence_tests.checker.engine.anchors import Run
 from equivalence_tests.checker.engine.contracts.context import is_tiled
 from equivalence_tests.checker.engine.intervening import reference
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation
-from equivalence_tests.checker.engine.trying import said
 from equivalence_tests.checker.engine.watching import Patch
+from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.findings import CheckResult
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.report import Report

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.calling import forward_parameters, role_of_parameter
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
-from equivalence_tests.checker.engine.trying import Trial, said
+from equivalence_tests.checker.engine.trying import Trial
+from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.findings import Exercise, Finding
 from equivalence_tests.checker.lines import code_lines, frames_of
+from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.report import Report
 
 __all__ = ["Covered", "cover"]
@@ -53,7 +55,8 @@ class Covered:
         if refused or not stack or isinstance(error, (ImportError, NotImplementedError, MemoryError)):
             self.leave_out(what, said(error))
         else:
-            self.add(what, [_fails(what, error)])
+            facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"
+            self.add(what, [named_mistake("fails_with_what_it_offers").finding(facts, stack=stack, evidence=evidence)])
 
 
 def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covered:
@@ -150,13 +153,9 @@ def _not_causal(what: str, reach: Tensor, wanted: Tensor) -> Finding:
     shown = "sees the future" if seen else "does not see the past"
     inverted = torch.equal(reach, wanted.T)
     seen_keys = "the keys j >= i" if inverted else "all keys" if bool(reach.all()) else "other keys"
-    return Finding(
-        "causal_switch_inverted" if inverted else "causal_switch_wrong",
-        "mask",
-        f"With {what} output {output} {shown}: token {token} {'changes' if seen else 'does not change'} it.",
-        have=f"with {what} query i sees {seen_keys}",
-        want="query i sees the keys j <= i",
-        fix="Hide what lies above the diagonal: torch.ones(q, k).triu(1).bool() is True where the score becomes -inf.",
+    facts = {"what": what, "output": output, "shown": shown, "token": token, "seen": seen_keys}
+    return named_mistake("causal_switch_inverted" if inverted else "causal_switch_wrong").finding(
+        facts | {"effect": "changes" if seen else "does not change"},
         evidence=f"tokens changed one at a time, {len(wanted)} tokens",
     )
 
@@ -171,19 +170,11 @@ def _scale(trial: Trial, name: str, covered: Covered) -> None:
         covered.add_failure(what, error)
         return
     same = bool(((have - want).abs() <= 1e-6 * want.abs().max()).all())
-    covered.add(what, [] if same else [_wrong_scale(what, name)], "held against queries that are multiplied instead")
-
-
-def _wrong_scale(what: str, name: str) -> Finding:
-    return Finding(
-        "scale_argument_wrong",
-        "scale",
-        f"With {what} the scores are not the products of queries and keys times that number.",
-        have=f"another output than with queries multiplied by {OTHER_SCALE} sqrt(head_dim)",
-        want=f"scores = {name} * q kᵀ",
-        fix=f"Multiply the scores by {name} where it is given, and by 1 / sqrt(head_dim) where it is None.",
+    wrong = named_mistake("scale_argument_wrong").finding(
+        {"what": what, "number": scale, "argument": name},
         evidence=f"called with {what}, and without it on scaled queries",
     )
+    covered.add(what, [] if same else [wrong], "held against queries that are multiplied instead")
 
 
 def _switch(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered: Covered) -> None:
@@ -273,26 +264,8 @@ def _window_findings(trial: Trial, name: str, limit: int, length: int) -> list[F
     if (whole - other)[:, -1].abs().max() <= 1e-7 * whole.abs().max():
         return []
     return [
-        Finding(
-            "window_without_effect",
-            "mask",
-            f"The window of {limit} tokens ({name}) hides nothing: of {length} tokens the first reaches the last.",
-            have="every query sees every key, however far away",
-            want=f"a query sees the keys less than {limit} tokens away",
-            fix=f"Use {name} where the mask is made.",
+        named_mistake("window_without_effect").finding(
+            {"limit": limit, "argument": name, "length": length},
             evidence=f"token 0 changed, output {length - 1} of {length} tokens looked at",
         )
     ]
-
-
-def _fails(what: str, error: Exception) -> Finding:
-    return Finding(
-        "fails_with_what_it_offers",
-        "call",
-        f"It fails with {what}: {said(error)}.",
-        have=said(error),
-        want="an output, as without it",
-        fix="Put the line right that fails, or do not offer the argument.",
-        stack=code_lines(frames_of(error)),
-        evidence="the same call without it works",
-    )

@@ -13,9 +13,9 @@ from equivalence_tests.checker.engine.contracts.departure import Departure, near
 from equivalence_tests.checker.engine.contracts.scores import Expectation
 from equivalence_tests.checker.engine.intervening import Examination, ExpectedFor
 from equivalence_tests.checker.engine.situations import DROWNED, Situation, new_departures, situation_of
-from equivalence_tests.checker.engine.trying import said
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.findings import Exercise
 from equivalence_tests.checker.lines import frames_of
 from equivalence_tests.checker.masking import MaskForm, draw_masks, mask_forms

@@ -10,6 +10,7 @@ from equivalence_tests.checker.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.situations import Situation, situation_of
+from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.lines import frames_of
 from equivalence_tests.checker.tracing import layers_made
 
@@ -62,8 +63,7 @@ def other_length_departures(situation: Situation, caller: Caller) -> list[Depart
             caller.returned(situation.plan, inputs)
     except Exception as error:  # that is what is asked
         frames = frames_of(error)
-        said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return [Departure("other_lengths_crash", "project", None, {"said": said}, frames=frames)]
+        return [Departure("other_lengths_crash", "project", None, {"said": said(error)}, frames=frames)]
     return []
 
 

@@ -1,12 +1,14 @@
 """The door to one attention: a class or function that is built, called, and held against torch in all it offers."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from equivalence_tests.checker.calling import Caller, other_mask_plans
+from equivalence_tests.checker.construction import prepare
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.checks import NOT_JUDGED, Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
@@ -27,9 +29,73 @@ from equivalence_tests.checker.engine.probing import (
 from equivalence_tests.checker.engine.reading import notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, plans_of
 from equivalence_tests.checker.engine.trying import Trial
+from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.findings import Exercise
 from equivalence_tests.checker.report import Report
-from equivalence_tests.checker.subject import Subject
+from equivalence_tests.checker.state import default_dtype
+from equivalence_tests.checker.subject import Adapter, Subject, subjects
+
+__all__ = ["diagnose_subject", "examine_attention"]
+
+MOST_SIZES = 3  # after which what could not be read at any is not tried at others
+
+
+def examine_attention(
+    found: Any,
+    name: str,
+    adapter: Adapter | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Check an attention that has been imported already; the caller preserves the global state.
+
+    Args:
+        found: A class, an instance, a function or a factory.
+        name: What to call it.
+        adapter: What cannot be found out.
+        progress: Receives a line of text now and then.
+
+    Returns:
+        The report on the first sizes at which it could be read; what can be called is not excused at easier ones.
+
+    Raises:
+        CannotCheckError: If it cannot be built, or called as an attention.
+    """
+    errors: list[str] = []
+    unread: list[Report] = []
+    for subject in subjects(found, name, adapter or Adapter()):
+        progress(f"built {name} with {subject.sizes.num_heads} heads of {subject.sizes.head_dim}")
+        report = _watched(subject, errors)
+        if report is not None and report.verdict != "unchecked":
+            return report
+        unread += [report] if report is not None else []
+        if len(unread) == MOST_SIZES:
+            break
+    if not unread:
+        raise CannotCheckError(_cannot_call(errors))
+    return unread[0]
+
+
+def _watched(subject: Subject, errors: list[str]) -> Report | None:
+    """Watch one built subject run, in float64; in float32 where float64 cannot be called."""
+    subject.function = subject.copied()
+    for dtype in (torch.float64, torch.float32):
+        subject.dtype = dtype
+        if subject.module is not None:
+            prepare(subject.module, dtype)
+        with default_dtype(dtype):  # a mask made inside is then of the scores' dtype
+            report = diagnose_subject(subject, errors)
+        if report is not None:
+            return report
+    return None
+
+
+def _cannot_call(errors: list[str]) -> str:
+    shown = "\n".join(f"  {text}" for text in list(dict.fromkeys(errors))[:4])
+    answered = f"Its forward answered:\n{shown}\n" if shown else "Its forward names no argument to pass tensors to. "
+    return (
+        f"No way to call it as an attention was found. {answered}"
+        "Give Adapter(call=lambda module, query, key, value, may_attend: ...), or --kind if it is something else."
+    )
 
 
 def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Report | None:

@@ -13,7 +13,7 @@ from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.tracing import tensors_in
 
-__all__ = ["Trial", "said"]
+__all__ = ["Trial"]
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,3 @@ class Trial:
         value = inputs.value.clone()
         value[:, token] = others.value[:, token]
         return Inputs(inputs.query, key, value)
-
-
-def said(error: Exception) -> str:
-    """Give the first line of what an exception says, with its type.
-
-    >>> said(ValueError("no heads"))
-    'ValueError: no heads'
-    """
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

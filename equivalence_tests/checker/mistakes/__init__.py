@@ -5,12 +5,14 @@ in the readings of its part; which change makes it of a right attention stands i
 change and asks for the name.
 """
 
-from equivalence_tests.checker.mistakes import attention, masks, parts, wiring
+from equivalence_tests.checker.mistakes import attention, masks, offers, parts, wiring
 from equivalence_tests.checker.mistakes.mistake import Mistake
 
 __all__ = ["MISTAKES", "Mistake", "named_mistake"]
 
-MISTAKES = {mistake.name: mistake for mistake in (*attention.ROWS, *parts.ROWS, *wiring.ROWS, *masks.ROWS)}
+MISTAKES = {
+    mistake.name: mistake for mistake in (*attention.ROWS, *offers.ROWS, *parts.ROWS, *wiring.ROWS, *masks.ROWS)
+}
 
 
 def named_mistake(name: str) -> Mistake:

@@ -19,8 +19,8 @@ class Mistake:
     Args:
         name: A short stable identifier.
         stage: Where it stands.
-        sentence: What is wrong, in one plain sentence.
-        have: The formula that the code computes; may hold numbers, as {fill:g}.
+        sentence: What is wrong, in one plain sentence. This and the next three may hold numbers, as {fill:g}.
+        have: The formula that the code computes.
         want: The formula that it should compute.
         fix: What to change.
         on_purpose_in: Which well-known models do this on purpose, and why; "" if none does.
@@ -55,6 +55,6 @@ class Mistake:
             shown: What else the finding shows: its lines, proof or evidence.
         """
         facts = {"factor": math.nan, "fill": math.nan, "cap": math.nan} | dict(facts or {})
-        sentence, have = self.sentence.format(**facts), self.have.format(**facts)
-        known = {"stage": self.stage, "on_purpose_in": self.on_purpose_in}
-        return Finding(name=self.name, sentence=sentence, have=have, want=self.want, fix=self.fix, **known | shown)
+        said = {words: getattr(self, words).format(**facts) for words in ("sentence", "have", "want", "fix")}
+        known = {"name": self.name, "stage": self.stage, "on_purpose_in": self.on_purpose_in}
+        return Finding(**known | said | shown)

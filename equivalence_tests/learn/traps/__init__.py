@@ -2,12 +2,12 @@
 
 from equivalence_tests.learn.traps.entry import Severity, Trap
 from equivalence_tests.learn.traps.registry import CHECKED_ON, TRAPS, find_trap, traps_about
-from equivalence_tests.learn.traps.running import Finding, Outcome, State, examine, run
+from equivalence_tests.learn.traps.running import Examined, Outcome, State, examine, run
 
 __all__ = [
     "CHECKED_ON",
     "TRAPS",
-    "Finding",
+    "Examined",
     "Outcome",
     "Severity",
     "State",

@@ -13,7 +13,7 @@ from equivalence_tests.learn import terminal
 from equivalence_tests.learn.traps.entry import Trap
 from equivalence_tests.learn.traps.registry import TRAPS, find_trap
 from equivalence_tests.learn.traps.rendering import as_data, in_full, listing
-from equivalence_tests.learn.traps.running import Finding, examine
+from equivalence_tests.learn.traps.running import Examined, examine
 
 __all__ = ["traps"]
 
@@ -32,20 +32,20 @@ def traps(
         chosen = TRAPS if name_or_number is None else (find_trap(name_or_number),)
     except LookupError as error:
         raise typer.BadParameter(str(error)) from None
-    findings = _examine_all(chosen)
+    examined = _examine_all(chosen)
     if as_json:
-        data = [as_data(finding) for finding in findings]
+        data = [as_data(one) for one in examined]
         typer.echo(json.dumps(data if name_or_number is None else data[0], indent=2))
         return
     page = terminal.console()
     if name_or_number is None and not everything:
-        page.print(listing(findings))
+        page.print(listing(examined))
         return
-    for finding in findings:
-        page.print(in_full(finding))
+    for one in examined:
+        page.print(in_full(one))
 
 
-def _examine_all(chosen: Sequence[Trap]) -> list[Finding]:
+def _examine_all(chosen: Sequence[Trap]) -> list[Examined]:
     screen = Console(stderr=True)
     hidden = len(chosen) == 1 or not sys.stderr.isatty()
     return [examine(trap) for trap in track(chosen, "Running", console=screen, transient=True, disable=hidden)]

@@ -12,7 +12,7 @@ from equivalence_tests.learn import terminal
 from equivalence_tests.learn.excerpts import as_typed
 from equivalence_tests.learn.traps.entry import Severity, Trap
 from equivalence_tests.learn.traps.registry import CHECKED_ON
-from equivalence_tests.learn.traps.running import Finding, State
+from equivalence_tests.learn.traps.running import Examined, State
 
 __all__ = ["as_data", "in_full", "listing", "typed_code"]
 
@@ -20,11 +20,11 @@ COLOURS = {State.HOLDS: "red", State.MENDED: "green", State.ADVICE_FAILS: "yello
 COUNTED = {State.HOLDS: "hold", State.MENDED: "mended", State.ADVICE_FAILS: "with advice that fails"}
 
 
-def listing(findings: Sequence[Finding]) -> Group:
+def listing(examined: Sequence[Examined]) -> Group:
     """List traps in one table for each severity, worst first.
 
     Args:
-        findings: The traps and what they did.
+        examined: The traps and what they did.
 
     Returns:
         Something to print.
@@ -33,44 +33,44 @@ def listing(findings: Sequence[Finding]) -> Group:
     for severity in Severity:
         table = Table(title=severity.value.capitalize(), title_justify="left", box=None, expand=True, show_header=False)
         table.add_column("number", justify="right", width=2)
-        table.add_column("name", no_wrap=True, width=max(len(finding.trap.name) for finding in findings))
+        table.add_column("name", no_wrap=True, width=max(len(one.trap.name) for one in examined))
         table.add_column("trap", ratio=1)
         table.add_column("state")
-        for finding in findings:
-            if finding.trap.severity is severity:
-                state = Text(finding.state.value, style=COLOURS[finding.state])
-                table.add_row(str(finding.trap.number), finding.trap.name, finding.trap.title, state)
+        for one in examined:
+            if one.trap.severity is severity:
+                state = Text(one.state.value, style=COLOURS[one.state])
+                table.add_row(str(one.trap.number), one.trap.name, one.trap.title, state)
         if table.row_count:
             tables += [table, ""]
-    states = [finding.state for finding in findings]
+    states = [one.state for one in examined]
     counts = [f"{states.count(state)} {words}" for state, words in COUNTED.items() if state in states]
-    summary = f"{len(findings)} traps, run on torch {torch.__version__}: {', '.join(counts)}."
+    summary = f"{len(examined)} traps, run on torch {torch.__version__}: {', '.join(counts)}."
     meaning = "A trap holds if the code that people write does here what the entry says, and the advice helps."
     hint = "One in full: sidebyside traps NAME. All in full: sidebyside traps --all."
     return Group(*tables, *map(Text, (summary, meaning, hint)))
 
 
-def in_full(finding: Finding) -> Group:
+def in_full(one: Examined) -> Group:
     """Show one trap from end to end.
 
     Args:
-        finding: The trap and what it did.
+        one: The trap and what it did.
 
     Returns:
         Something to print.
     """
-    trap, here = finding.trap, f"torch {torch.__version__}"
+    trap, here = one.trap, f"torch {torch.__version__}"
     first, second = typed_code(trap)
-    gone = f"It is no longer so in {here}. What it was: " if finding.state is State.MENDED else ""
+    gone = f"It is no longer so in {here}. What it was: " if one.state is State.MENDED else ""
     return Group(
-        _head(finding),
+        _head(one),
         Text(trap.title),
         "",
         terminal.section("What a person writes", terminal.code_block(first)),
         terminal.section("What they expect", terminal.paragraph(trap.expects)),
         terminal.section(
             f"What happens here, now ({here}, on CPU)",
-            terminal.output_block(finding.wrong.lines),
+            terminal.output_block(one.wrong.lines),
             terminal.paragraph(gone + trap.happens),
         ),
         terminal.section("Why", terminal.paragraph(trap.why), terminal.quote(place.excerpt() for place in trap.places)),
@@ -78,15 +78,15 @@ def in_full(finding: Finding) -> Group:
             "What to write instead",
             terminal.paragraph(trap.instead),
             terminal.code_block(second),
-            terminal.output_block(finding.right.lines),
+            terminal.output_block(one.right.lines),
         ),
         *_discussed(trap),
         terminal.section("Versions", terminal.paragraph(versions(trap))),
     )
 
 
-def _head(finding: Finding) -> Text:
-    trap, state = finding.trap, finding.state
+def _head(one: Examined) -> Text:
+    trap, state = one.trap, one.state
     named = (f"Trap {trap.number}: {trap.name}", "bold")
     return Text.assemble(named, f"  {trap.severity.value}, ", (state.value, COLOURS[state]))
 
@@ -125,32 +125,32 @@ def issue_url(issue: str) -> str:
     return f"https://github.com/{repository}/issues/{number}"
 
 
-def as_data(finding: Finding) -> dict[str, Any]:
+def as_data(one: Examined) -> dict[str, Any]:
     """Give all that is known of a trap as plain data, for JSON.
 
     Args:
-        finding: The trap and what it did.
+        one: The trap and what it did.
 
     Returns:
         Strings, numbers, lists and dictionaries.
     """
-    trap = finding.trap
+    trap = one.trap
     wrong_code, right_code = typed_code(trap)
     return {
         "number": trap.number,
         "name": trap.name,
         "trap": trap.title,
         "severity": trap.severity.value,
-        "state": finding.state.value,
+        "state": one.state.value,
         "torch": str(torch.__version__),
         "concerns": list(trap.concerns),
         "expects": trap.expects,
-        "wrong": {"code": wrong_code, **finding.wrong.data},
+        "wrong": {"code": wrong_code, **one.wrong.data},
         "happens": trap.happens,
         "why": trap.why,
         "scratch": [place.excerpt().data for place in trap.places],
         "instead": trap.instead,
-        "right": {"code": right_code, **finding.right.data},
+        "right": {"code": right_code, **one.right.data},
         "issues": [issue_url(issue) for issue in trap.issues],
         "since": trap.since or None,
         "mended_in": trap.mended_in or None,

@@ -13,7 +13,7 @@ import torch
 
 from equivalence_tests.learn.traps.entry import Trap
 
-__all__ = ["Finding", "Outcome", "State", "examine", "run"]
+__all__ = ["Examined", "Outcome", "State", "examine", "run"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Examined:
     """A trap, and what its two pieces of code did."""
 
     trap: Trap
@@ -73,7 +73,7 @@ def _as_told(outcome: Outcome, raises: str, warns: str, check: Callable[[Any], b
     return ended and warned and bool(check(outcome.value))
 
 
-def examine(trap: Trap) -> Finding:
+def examine(trap: Trap) -> Examined:
     """Run both pieces of code of a trap, here and now.
 
     Args:
@@ -82,7 +82,7 @@ def examine(trap: Trap) -> Finding:
     Returns:
         The trap with both outcomes.
     """
-    return Finding(trap, run(trap.wrong), run(trap.right))
+    return Examined(trap, run(trap.wrong), run(trap.right))
 
 
 def run(code: Callable[[], Any]) -> Outcome:

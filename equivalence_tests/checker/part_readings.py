@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from equivalence_tests.checker.comparing import FLOAT32_INSIDE, distance
+from equivalence_tests.checker.distance import FLOAT32_INSIDE, distance
 from equivalence_tests.checker.engine.ran import lines_where, operations_of
 from equivalence_tests.checker.findings import CheckResult
 from equivalence_tests.checker.mistakes import named_mistake
