@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from scratch import validation
+from scratch import tiling, validation
 from scratch.attention import MultiheadAttention, project, projection_weights
 from scratch.rounding import upcast_half
 
@@ -42,7 +42,8 @@ class GrowingCache:
     """Keys and values of all tokens so far, for self-attention: each call adds its own.
 
     They are kept as the attention projects them, sequence first and not yet split into heads, so that a call costs the
-    projections of its new tokens only.
+    projections of its new tokens only. There is room for twice as many: new ones are written behind the earlier ones,
+    where a new tensor for all of them would make every call copy them.
 
     In torch.nn: ``nn.MultiheadAttention`` projects all tokens at every call.
 
@@ -52,15 +53,14 @@ class GrowingCache:
     >>> last, _ = attention(x[4:], x[4:], x[4:], cache=cache)
     >>> torch.allclose(last, attention(x, x, x)[0][4:], atol=1e-6)
     True
+
+    Attributes:
+        length: Number of tokens so far.
     """
 
     def __init__(self) -> None:
-        self._keys_values: tuple[Tensor, Tensor] | None = None  # (len, b, h * d) each
-
-    @property
-    def length(self) -> int:
-        """Number of tokens so far."""
-        return 0 if self._keys_values is None else self._keys_values[0].size(0)
+        self._keys_values: tuple[Tensor, Tensor] | None = None  # (room, b, h * d) each, of which length are used
+        self.length = 0
 
     def extended_len(self, key_len: int) -> int:
         """Say how many keys ``extend`` will hand back when it is given ``key_len`` of them."""
@@ -84,18 +84,37 @@ class GrowingCache:
             ValueError: If the batch is not the one of the earlier calls.
         """
         q, k, v = project(attention, query, key, value)
+        new_len = k.size(0)
         if self._keys_values is not None:
             earlier_k, earlier_v = self._keys_values
             validation.check_cache_batch(earlier_k.size(1), k.size(1))
-            k, v = torch.cat([earlier_k, k]), torch.cat([earlier_v, v])
+            k, v = _written_behind(earlier_k, self.length, k), _written_behind(earlier_v, self.length, v)
         self._keys_values = k, v
-        return q, k, v
+        self.length += new_len
+        return q, k[: self.length], v[: self.length]
 
     def reorder(self, rows: Int[Tensor, " batch"]) -> None:
         """Let row i of the batch go on from what row ``rows[i]`` has seen so far."""
         if self._keys_values is not None:
             k, v = self._keys_values
             self._keys_values = k.index_select(1, rows), v.index_select(1, rows)
+
+
+def _written_behind(kept: Tensor, length: int, new: Tensor) -> Tensor:
+    """Give a tensor that begins with ``length`` kept places and goes on with the new ones: the same if it has room."""
+    if (torch.is_grad_enabled() and (kept.requires_grad or new.requires_grad)) or not tiling.are_plain(kept, new):
+        return torch.cat([kept[:length], new])  # a backward pass needs what is kept as it is
+    end = length + new.size(0)
+    if kept.size(0) < end or kept.dtype != new.dtype or _is_frozen(kept):
+        kept = torch.cat([kept[:length], new, torch.empty_like(kept[:length])])
+    else:
+        kept[length:end] = new
+    return kept
+
+
+def _is_frozen(x: Tensor) -> bool:
+    """Say whether x was made in inference mode and may not be changed now, outside of it."""
+    return x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class FixedCache:

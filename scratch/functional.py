@@ -123,7 +123,7 @@ def attention(
     row_sees = None
     if score_bias is not None and not need_weights:
         score_bias, row_sees = open_blind_rows(score_bias)
-    context, weights = weigh(masked_scores(q, k, score_bias), v, row_sees, dropout_p)
+    context, weights = weigh(masked_scores(q, k, score_bias), v, row_sees, dropout_p, overwrite=True)
     return context, weights if need_weights else None
 
 
@@ -157,6 +157,8 @@ def weigh(
     v: Float[Tensor, "*#heads key_len v_head_dim"],
     row_sees: Bool[Tensor, "..."] | None = None,
     dropout_p: float = 0.0,
+    *,
+    overwrite: bool = False,
 ) -> tuple[Float[Tensor, "*#heads query_len v_head_dim"], Float[Tensor, "*#heads query_len key_len"]]:
     """Turn scores into weights, and take the mean of the values that they give.
 
@@ -167,6 +169,7 @@ def weigh(
         v: Values.
         row_sees: Which queries may look at any key; the others get weights of 0. None if all may.
         dropout_p: Probability with which a weight is dropped.
+        overwrite: Nobody else reads the scores: without gradients, the weights take their memory.
 
     Returns:
         The context, and the weights after dropout.
@@ -175,7 +178,9 @@ def weigh(
 
     Source: Vaswani et al. 2017, section 3.2.1, equation 1.
     """
-    weights = torch.softmax(scores, dim=-1)  # (..., q, k)
+    # Fresh memory for as many numbers costs as much time as the softmax itself.
+    reused = overwrite and tiling.are_plain(scores) and not (scores.requires_grad and torch.is_grad_enabled())
+    weights = torch.softmax(scores, dim=-1, out=scores if reused else None)  # (..., q, k)
     if row_sees is not None:
         weights = weights * row_sees
     if dropout_p > 0.0:

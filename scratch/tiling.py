@@ -35,7 +35,7 @@ from torch.autograd import forward_ad
 
 from scratch.rounding import upcast_half
 
-__all__ = ["KERNELS", "aligned", "take_over", "tiled_attention"]
+__all__ = ["KERNELS", "aligned", "are_plain", "take_over", "tiled_attention"]
 
 # From this many scores for each head, tiles take over from the textbook where nobody asks for weights. Below it they
 # save no time: at 8 heads of 64, float32, they take up to 1.25 times the textbook's at length 256, 0.6 to 0.95 times at
@@ -76,19 +76,30 @@ def take_over(q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, dropou
     >>> take_over(short, short, short, None, 0.0), take_over(long, long, long, None, 0.0)
     (False, True)
     """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _is_transformed(q):
-        return False
     tensors = [x for x in (q, k, v, score_bias) if x is not None]
-    if dropout_p > 0.0 or not all(type(x) in (Tensor, nn.Parameter) and x.device.type in KERNELS for x in tensors):
-        return False
-    if score_bias is not None and q.device.type != "cpu":
+    if dropout_p > 0.0 or not are_plain(*tensors) or not all(x.device.type in KERNELS for x in tensors):
         return False
     if q.size(-2) * k.size(-2) < TILES_FROM or not _are_heads(q, k, v):
         return False
-    if score_bias is not None and score_bias.requires_grad and torch.is_grad_enabled():
+    if score_bias is not None and (q.device.type != "cpu" or (score_bias.requires_grad and torch.is_grad_enabled())):
         return False
-    forward = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-    return not forward and torch.backends.cuda.flash_sdp_enabled()
+    return torch.backends.cuda.flash_sdp_enabled()
+
+
+def are_plain(*tensors: Tensor) -> bool:
+    """Say whether operations on tensors do what they say and nothing else.
+
+    Args:
+        *tensors: Any tensors.
+
+    Returns:
+        False under ``torch.func``, where they are traced or compiled or differentiated forward, and for subclasses.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if any(type(x) not in (Tensor, nn.Parameter) or _is_transformed(x) for x in tensors):
+        return False
+    return all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
 
 
 def _is_transformed(x: Tensor) -> bool:

@@ -74,6 +74,55 @@ def cut(inputs: Sequence[Tensor], part: slice) -> tuple[Tensor, ...]:
     return tuple(pieces[id(x)] for x in inputs)
 
 
+class TestRoom:
+    """Without gradients, new keys and values are written into memory that is there already."""
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_token_by_token_gives_what_the_whole_gives_and_few_tensors_are_made(self, mode: Any) -> None:
+        module, cache = scratch.MultiheadAttention(EMBED_DIM, HEADS).double(), GrowingCache()
+        x, places = random_tensor(LENGTH, BATCH, EMBED_DIM), set()
+        expected, _ = module(x, x, x, attn_mask=~masks.causal(LENGTH))
+        with mode():
+            for i in range(LENGTH):
+                output, _ = module(x[i : i + 1], x[i : i + 1], x[i : i + 1], cache=cache)
+                assert_close(output, expected[i : i + 1])
+                assert cache._keys_values is not None
+                places.add(cache._keys_values[0].data_ptr())
+        assert cache.length == LENGTH
+        assert len(places) <= 2 + math.log2(LENGTH)
+
+    def test_rows_go_on_from_others_in_the_middle(self) -> None:
+        module, cache, rows = scratch.MultiheadAttention(EMBED_DIM, HEADS).double(), GrowingCache(), [1, 1, 0]
+        x = random_tensor(5, 3, EMBED_DIM)
+        moved = torch.cat([x[:3, rows], x[3:]])
+        with torch.no_grad():
+            for i in range(3):
+                module(x[i : i + 1], x[i : i + 1], x[i : i + 1], cache=cache)
+            cache.reorder(torch.tensor(rows))
+            output, _ = module(x[3:], x[3:], x[3:], attn_mask=~masks.causal(2, 5, align="lower_right"), cache=cache)
+        assert_close(output, module(moved, moved, moved, attn_mask=~masks.causal(5))[0][3:])
+
+    @pytest.mark.parametrize("later", [torch.no_grad, torch.enable_grad])
+    def test_what_inference_mode_left_is_extended_outside_of_it(self, later: Any) -> None:
+        module, cache = scratch.MultiheadAttention(EMBED_DIM, HEADS).double(), GrowingCache()
+        x = random_tensor(4, BATCH, EMBED_DIM)
+        for i, mode in enumerate([torch.inference_mode, torch.inference_mode, later, later]):
+            with mode():
+                output, _ = module(x[i : i + 1], x[i : i + 1], x[i : i + 1], cache=cache)
+        assert_close(output, module(x, x, x)[0][3:])
+
+    def test_what_a_backward_pass_needs_is_left_alone(self) -> None:
+        module, cache = scratch.MultiheadAttention(EMBED_DIM, HEADS).double(), GrowingCache()
+        x = random_tensor(4, BATCH, EMBED_DIM)
+        with torch.no_grad():
+            module(x[:1], x[:1], x[:1], cache=cache)
+            module(x[1:2], x[1:2], x[1:2], cache=cache)
+        outputs = [module(x[i : i + 1], x[i : i + 1], x[i : i + 1], cache=cache)[0] for i in (2, 3)]
+        torch.cat(outputs).sum().backward()
+        assert module.in_proj_weight is not None
+        assert module.in_proj_weight.grad is not None
+
+
 @pytest.mark.parametrize("pieces", PIECES, ids=str)
 @pytest.mark.parametrize("options", MHA_OPTIONS)
 class TestGrowingCache:

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import scratch
 from equivalence_tests.instruments.side_by_side import PACKAGES, assert_equal, outputs_and_gradients, random_tensor
-from scratch.functional import attention, masked_scores, merge_heads, open_blind_rows, split_heads
+from scratch.functional import attention, masked_scores, merge_heads, open_blind_rows, split_heads, weigh
 from scratch.rounding import sequence_first, upcast_half
 
 EACH_PACKAGE = pytest.mark.parametrize(
@@ -363,6 +363,24 @@ class TestSteps:
         assert row_sees.squeeze(-1).tolist() == [True, True, False, True, True]
         assert torch.equal(opened[row_sees.squeeze(-1)], score_bias[row_sees.squeeze(-1)])
         assert not opened[2].any()
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_weights_take_the_memory_of_scores_that_nobody_else_reads(self, dtype: torch.dtype) -> None:
+        v = random_tensor(3, 7, 13, seed=2, dtype=dtype)
+        scores = random_tensor(3, 5, 7, seed=1, dtype=dtype).index_fill(-1, torch.tensor(3), -math.inf)
+        scores[0, 0, 0], scores[1, 1] = math.nan, -math.inf
+        context, weights = weigh(scores, v)
+        overwritten = scores.clone()
+        again, same = weigh(overwritten, v, overwrite=True)
+        assert same.data_ptr() == overwritten.data_ptr()
+        assert_equal({"c": context, "w": weights}, {"c": again, "w": same}, relative_bound=0)
+
+    def test_scores_with_a_gradient_are_left_alone(self) -> None:
+        scores = random_tensor(3, 5, 7, seed=1).requires_grad_()
+        before = scores.detach().clone()
+        context, _ = weigh(scores, random_tensor(3, 7, 13, seed=2), overwrite=True)
+        context.sum().backward()
+        assert torch.equal(scores, before)
 
     def test_weights_are_returned_if_asked_for_and_are_then_nan_in_blind_rows(self) -> None:
         q, k, v = (x[0] for x in heads().values())
