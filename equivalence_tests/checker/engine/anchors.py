@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from equivalence_tests.checker.engine.codes import known, place_of, source_of, sources_in
+from equivalence_tests.checker.engine.codes import FEATURES, known, place_of, source_of, sources_in
 from equivalence_tests.checker.engine.identities import Context, Identities, Product, ScoreTable, Source
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
@@ -55,6 +55,17 @@ class Part:
         """Of the names of its scores."""
         assert self.product.source is not None  # every product that is kept has names
         return self.product.source.number
+
+    @property
+    def places_of_heads(self) -> Tensor:
+        """Where each head lies: from which projection its queries come, and where among that one's features."""
+        least = int(source_of(self.product.left).amin())
+        return least * FEATURES + self.table.place_of_head
+
+    @property
+    def rows(self) -> Tensor:
+        """Names the query and head of each score: the same in all parts that weigh keys for one query."""
+        return self.places_of_heads[self.table.head] * FEATURES + self.table.query
 
 
 @dataclass(eq=False)

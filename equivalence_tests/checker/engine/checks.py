@@ -249,7 +249,7 @@ def _used_weights(situation: Situation) -> Tensor:
     assert judgement is not None  # one was judged
     inputs, parts = situation.inputs, judgement.attention.parts
     batch, queries, keys = len(inputs.query), inputs.query.size(1), inputs.key.size(1)
-    places = torch.cat([part.table.place_of_head[part.table.head] for part in parts])
+    places = torch.cat([part.places_of_heads[part.table.head] for part in parts])
     head = places.unique(return_inverse=True)[1]
     query, key = (torch.cat([getattr(part.table, name) for part in parts]) for name in ("query", "key"))
     weights = torch.cat([model.weights for model in judgement.models])

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,6 +101,8 @@ def _argument(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered:
         _switch(trial, judge, parameter, covered)
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(trial, judge, name, covered)
+    elif LIMITED.search(name) and type(parameter.default) is int:
+        return  # lengths beyond it are run
     elif SCALE.search(name) and not isinstance(trial.caller.function, nn.Module):
         _scale(trial, name, covered)
     elif DROPS.search(name) and parameter.default in (0, 0.0, None):
@@ -244,12 +246,20 @@ def _long_lengths(trial: Trial, judge: Judge, covered: Covered) -> None:
 
 
 def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
-    """Whole numbers that an instance holds, or that are defaults of its forward."""
+    """Whole numbers that an instance, its class or its file holds, or that are defaults of its forward."""
     found: dict[str, int] = {}
+    code = function.forward if isinstance(function, nn.Module) else function
+    found |= _whole_numbers(getattr(code, "__globals__", {}))
     for child in function.modules() if isinstance(function, nn.Module) else ():
-        found |= {name: value for name, value in vars(child).items() if type(value) is int}
+        for owner in () if type(child).__module__.startswith("torch.") else reversed(type(child).__mro__):
+            found |= _whole_numbers(vars(owner))
+        found |= _whole_numbers(vars(child))
     found |= {p.name: p.default for p in forward_parameters(function) if type(p.default) is int}
     yield from ((name, value) for name, value in sorted(found.items()) if LIMITED.search(name) and value > 1)
+
+
+def _whole_numbers(held: Mapping[str, Any]) -> dict[str, int]:
+    return {name: value for name, value in held.items() if type(value) is int}
 
 
 def _window_findings(trial: Trial, name: str, limit: int, length: int) -> list[Finding]:

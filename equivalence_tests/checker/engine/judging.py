@@ -17,6 +17,9 @@ from equivalence_tests.checker.engine.contracts.weights import WeightsModel, rea
 
 __all__ = ["Judgement", "judge"]
 
+# The stages between the product of queries and keys and what the values are averaged to.
+WEIGHING = ("scale", "scores", "mask", "softmax", "context")
+
 
 @dataclass(eq=False)
 class Judgement:
@@ -62,9 +65,16 @@ def judge(attention: Attention, expected: dict[int, Expectation] | None = None) 
     if found.blocked():
         return found
     found.departures += context_departures(attention)
+    if _divided_later(found) and not any(tile_departures(attention, found.operands, expected or {})):
+        found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
     found.departures += merge_departures(attention)
     found.departures = _once(found.departures)
     return found
+
+
+def _divided_later(found: Judgement) -> bool:
+    """Whether exponentials are averaged with, and divided by their sum afterwards: then only what comes out tells."""
+    return any(model.kind == "softmax" and not model.axis for model in found.models)
 
 
 def _judge_tiles(found: Judgement, expected: dict[int, Expectation]) -> Judgement:

@@ -77,7 +77,7 @@ def _arguments(plan: CallPlan) -> str:
 
 def _heads(judgement: Judgement) -> Row:
     parts = judgement.attention.parts
-    heads = len(torch.cat([part.table.place_of_head.unique() for part in parts]).unique())
+    heads = len(torch.cat([part.places_of_heads.unique() for part in parts]).unique())
     keys = len(torch.cat([part.table.key_heads for part in parts]).unique(dim=0))
     if keys == heads:
         return "heads", str(heads), "num_heads"

@@ -17,7 +17,7 @@ def is_tiled(attention: Attention) -> bool:
     """Whether several parts add up to the weights of one query: tiles, or keys of two kinds."""
     seen: set[int] = set()
     for part in attention.parts:
-        rows = {int(x) for x in (part.table.query * 4096 + part.table.place_of_head[part.table.head]).unique()}
+        rows = {int(x) for x in part.rows.unique()}
         if rows & seen:
             return True
         seen |= rows

@@ -57,7 +57,8 @@ def ending_departures(
     source = _source_of_all(attention, codes)
     if source is None:
         return
-    if not near(output, values_at(source, codes), 1e-6):
+    judged = source.number in attention.context_sources  # as far as the end of the attention, divided or not
+    if not judged and not near(output, values_at(source, codes), 1e-6):
         yield _changed(attention, source)
         return
     expression = _read(attention, source, 0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention, Part
+from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
 from equivalence_tests.checker.engine.contracts.operands import Operand
@@ -42,7 +42,7 @@ def _context(
     attention: Attention, operands: list[list[Operand]], expected: Mapping[int, Expectation], causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Names and numbers of what should come out."""
-    rows = [_row_keys(part) for part in attention.parts]
+    rows = [part.rows for part in attention.parts]
     every = torch.cat(rows)
     _, row = every.unique(return_inverse=True)
     scores, hidden = [], []
@@ -62,10 +62,6 @@ def _context(
     e = (flat - best[row]).exp().nan_to_num(0.0)
     weights = e / torch.zeros(count, dtype=torch.float64).index_add_(0, row, e)[row]
     return _averaged(attention, operands, weights.split([len(x) for x in rows]))
-
-
-def _row_keys(part: Part) -> Tensor:
-    return part.table.query * 4096 + part.table.place_of_head[part.table.head]
 
 
 def _averaged(
