@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.anchors import Attention, Part
-from equivalence_tests.checker.engine.contracts.scores import Expectation
+from equivalence_tests.checker.engine.contracts.expectation import Expectation, ExpectedFor
 from equivalence_tests.checker.engine.contracts.scores_table import future_of, ranks_of, with_some
 from equivalence_tests.checker.engine.contracts.weights import read_weights
-from equivalence_tests.checker.engine.intervening import ExpectedFor
 from equivalence_tests.checker.engine.running import Call
 
 __all__ = ["GivenMasks"]

@@ -5,30 +5,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention, Run, attentions_of
+from equivalence_tests.checker.engine.anchors import Run, attentions_of
 from equivalence_tests.checker.engine.codes import place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.expectation import ExpectedFor
 from equivalence_tests.checker.engine.contracts.formula import context_by_formula
-from equivalence_tests.checker.engine.contracts.scores import Expectation
 from equivalence_tests.checker.engine.judging import Judgement, judge
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.findings import Proof
 from equivalence_tests.checker.tracing import tensors_in
 
-__all__ = ["Examination", "ExpectedFor", "examine", "prove", "reference"]
+__all__ = ["Examination", "examine", "prove", "reference"]
 
 ROUNDS = 8
 INPUTS = 20
 MANY = 1500  # operations: a run of more is repeated on fewer inputs
-
-
-class ExpectedFor:
-    """Says what is known about the mask of an attention; overridden by who knows more."""
-
-    def of(self, attention: Attention) -> dict[int, Expectation]:
-        """Give what is known, by the number of each part."""
-        return {}
 
 
 @dataclass(eq=False)

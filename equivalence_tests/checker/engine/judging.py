@@ -7,10 +7,11 @@ from torch import Tensor
 from equivalence_tests.checker.engine.anchors import Attention, Part
 from equivalence_tests.checker.engine.contracts.context import context_departures, is_tiled
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.expectation import Expectation
 from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula
 from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
 from equivalence_tests.checker.engine.contracts.operands import Operand, operand_departures, read_operands
-from equivalence_tests.checker.engine.contracts.scores import Expectation, score_departures
+from equivalence_tests.checker.engine.contracts.scores import score_departures
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern
 from equivalence_tests.checker.engine.contracts.tiles import tile_departures
 from equivalence_tests.checker.engine.contracts.weights import WeightsModel, read_weights

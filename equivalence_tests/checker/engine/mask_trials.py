@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from equivalence_tests.checker.calling import Caller
 from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
-from equivalence_tests.checker.engine.contracts.scores import Expectation
-from equivalence_tests.checker.engine.intervening import Examination, ExpectedFor
+from equivalence_tests.checker.engine.contracts.expectation import Expectation, ExpectedFor
+from equivalence_tests.checker.engine.intervening import Examination
 from equivalence_tests.checker.engine.situations import DROWNED, Situation, new_departures, situation_of
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation

@@ -14,8 +14,9 @@ from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import coded, known
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.ending import ending_departures
+from equivalence_tests.checker.engine.contracts.expectation import ExpectedFor
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
-from equivalence_tests.checker.engine.intervening import Examination, ExpectedFor, examine
+from equivalence_tests.checker.engine.intervening import Examination, examine
 from equivalence_tests.checker.engine.judging import Judgement
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES

@@ -12,6 +12,7 @@ from equivalence_tests.checker.engine.anchors import Attention, Part
 from equivalence_tests.checker.engine.codes import known, place_of
 from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
+from equivalence_tests.checker.engine.contracts.expectation import Expectation
 from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula, weights_by_formula
 from equivalence_tests.checker.engine.contracts.operands import Operand
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of, with_some
@@ -19,26 +20,13 @@ from equivalence_tests.checker.engine.contracts.weights import WeightsModel
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
-__all__ = ["Expectation", "score_departures"]
+__all__ = ["score_departures"]
 
 LOOSE = 1e-3
 PLAIN = 1e-6
 SOFT = -700.0  # what is below is hidden for good
 FACTORS = words("mul imul rmul multiply div itruediv truediv divide")
 MASKS = words("masked_fill masked_fill_ where __setitem__ add __add__ __iadd__ add_ __radd__ sub __sub__")
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """What is known about a call from outside.
-
-    Args:
-        may: Which key each score's query may look at, flat as the scores are; None if nothing is known.
-        masked: Whether a mask was handed over that hides something.
-    """
-
-    may: Tensor | None = None
-    masked: bool = False
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ from torch import Tensor
 from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
+from equivalence_tests.checker.engine.contracts.expectation import Expectation
 from equivalence_tests.checker.engine.contracts.operands import Operand
-from equivalence_tests.checker.engine.contracts.scores import Expectation
 
 __all__ = ["tile_departures"]
 
