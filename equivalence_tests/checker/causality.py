@@ -11,31 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from equivalence_tests.checker.calling import forward_parameters
+from equivalence_tests.checker.engine.ran import operations_of
 
 __all__ = ["causal_claim"]
 
 CLAIM = re.compile(r"causal|masked|auto_?regressive", re.IGNORECASE)
 SWITCH = re.compile(r"mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)
 LEFT_TO_THE_CALLER = re.compile(r"mask|causal|bias|tril|triu|future|decoder|auto_?regressive", re.IGNORECASE)
-
-
-class _TriangleWatch(TorchFunctionMode):
-    """Notes whether a triangle is cut out of a square."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "").strip("_") in ("tril", "triu") and isinstance(output, Tensor):
-            self.seen = self.seen or _is_triangle(output)
-        return output
 
 
 def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
@@ -53,9 +37,8 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     kept = next((name for name, x in _tensors_kept(module) if _is_triangle(x)), "")
     if kept:
         return f"self.{kept} is a triangle"
-    with _TriangleWatch() as watch:
-        call()
-    if watch.seen:
+    cut = (op for op in operations_of(call) if op.name.strip("_") in ("tril", "triu"))
+    if any(_is_triangle(slot.value) for op in cut for slot in op.outputs):
         return "forward makes a triangle"
     name = type(module).__name__
     return f"it is called {name}" if CLAIM.search(name) else ""

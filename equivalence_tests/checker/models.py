@@ -86,7 +86,7 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
     later = None if run.masked or run.kind == "stack" else reads_later_tokens(run)
     asked = run.target is not None or GENERATES.search(type(module).__name__)
     if later is not None and (asked or not later or _claims_to_be_causal(module, run)):
-        yield "the future is unseen", "future_is_seen" if later else "", ""
+        yield "the future is unseen", "future_is_seen" if later else "", stacks[-1] if stacks else ""
     # Without ids, tokens may be a set, unless the model holds positions.
     if run.kind not in ("ids", "memory") and not _holds_positions(module):
         return

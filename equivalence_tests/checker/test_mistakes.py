@@ -1,5 +1,6 @@
-"""Every mistake of the catalogue is made of a right attention, and the checker names it."""
+"""Every mistake of the catalogue is made of right code, and the checker names it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ OPEN = ("softmax_missing", "mask_transposed", "mask_fill_positive", "causal_fill
 
 def written(tmp_path: Path, text: str) -> str:
     (tmp_path / "mine.py").write_text(text)
-    return f"{tmp_path / 'mine.py'}:Attention"
+    (name,) = re.findall(r"^class (\w+)", text, re.MULTILINE)
+    return f"{tmp_path / 'mine.py'}:{name}"
 
 
 @pytest.mark.parametrize("name", RIGHT)

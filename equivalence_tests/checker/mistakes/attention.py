@@ -173,14 +173,6 @@ LAYOUTS = (
         "Use view(batch, length, num_heads, head_dim).transpose(1, 2).",
     ).made_of("cross", (SPLIT_LINE, "x.view(x.size(0), self.num_heads, x.size(1), -1)")),
     Mistake(
-        "packed_parts_mixed",
-        "split",
-        "The packed projection is split by reshaping without a transpose, so that queries, keys and values mix.",
-        "qkv.reshape(3, b, h, l, d)",
-        "(b, l, 3 * h * d) -> reshape (b, l, 3, h, d) -> permute (3, b, h, l, d)",
-        "Use qkv.reshape(batch, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4).",
-    ),
-    Mistake(
         "key_viewed_for_transposed",
         "split",
         "The keys are reshaped where they should be transposed.",
@@ -541,14 +533,6 @@ ROLES = (
             f"Use what is made from the {kind}, or remove it.",
         )
         for kind in ("bias", "weight")
-    ),
-    Mistake(
-        "projection_shared_by_heads",
-        "project",
-        "The heads are split before projecting, and all of them share one small projection.",
-        "head_i = x_i W with one W of (head_dim, head_dim)",
-        "head_i = x W_i with W of (embed_dim, embed_dim)",
-        "Project with nn.Linear(embed_dim, embed_dim) first, then split into heads.",
     ),
     Mistake(
         "other_lengths_crash",

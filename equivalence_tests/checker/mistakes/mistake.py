@@ -27,7 +27,7 @@ class Mistake:
         ran: What runs at its line, the likeliest first, where the output shows the mistake and no single operation
             does: "std", "last mul", "end" for the line that gives the output, "call" for that which calls the part.
         expressible: Whether torch.nn has an argument for it, so that it is no deviation.
-        right: The right attention of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it.
+        right: The right code of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it.
         changes: What to replace in that by what.
     """
 

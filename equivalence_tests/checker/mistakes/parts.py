@@ -99,14 +99,14 @@ NORMS = (
         "(x - mean) / sqrt(var + eps)",
         "Multiply by the gain and add the bias.",
         "end",
-    ),
+    ).made_of("layer_norm", ("self.gain * normal + self.bias", "normal")),
     _norm(
         "norm_bias_unused",
         "The bias of the LayerNorm exists but is not used.",
         "gain * (x - mean) / sqrt(var + eps)",
         "Add the bias.",
         "end",
-    ),
+    ).made_of("layer_norm", (" + self.bias", "")),
 )
 
 
@@ -169,14 +169,14 @@ FEED_FORWARDS = (
         "activation(linear2(activation(linear1(x))))",
         "Apply it once, between the two.",
         LAST_ACTIVATION,
-    ),
+    ).made_of("feed_forward", ("return self.w_2(F.relu(self.w_1(x)))", "return F.relu(self.w_2(F.relu(self.w_1(x))))")),
     _feed_forward(
         "ff_first_bias_unused",
         "The bias of the first linear layer exists but is not used.",
         "linear2(activation(x W1ᵀ))",
         "Call the layer, or pass its bias to F.linear.",
         "linear, matmul",
-    ),
+    ).made_of("feed_forward", ("self.w_1(x)", "F.linear(x, self.w_1.weight)")),
     _feed_forward(
         "ff_second_bias_unused",
         "The bias of the second linear layer exists but is not used.",
@@ -190,6 +190,13 @@ FEED_FORWARDS = (
         "activation(linear1(x))",
         "Apply the second linear layer.",
         "end",
+    ).made_of(
+        "feed_forward",
+        (
+            "nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)",
+            "nn.Linear(d_model, d_model), nn.Linear(d_model, d_model)",
+        ),
+        ("return self.w_2(F.relu(self.w_1(x)))", "return F.relu(self.w_1(x))"),
     ),
 )
 
@@ -224,20 +231,20 @@ POSITIONS = (
         "The cosines use the exponent of their own odd index.",
         "cos(pos / 10000^((2i + 1) / d))",
         "Use one exponent, 2i / d, for both members of a pair.",
-    ),
+    ).made_of("positions", ("cosines = even", "cosines = (even + 1)")),
     _position(
         "position_cosine_exponent_doubled",
         "The exponents are doubled, and shifted for the cosines.",
         "sin(pos / 10000^(4i / d)), cos(pos / 10000^(2(2i + 1) / d))",
         "Use one exponent, 2i / d, for both members of a pair; 2i is already the even index.",
-    ),
+    ).made_of("positions", ("sines = even", "sines = 2 * even"), ("cosines = 2 * even", "cosines = 2 * (even + 1)")),
     _position(
         "position_timescale_of_tensor2tensor",
         "The frequencies end at exactly 1 / 10000.",
         "pos / 10000^(i / (d / 2 - 1))",
         "Divide by 10000^(2i / d).",
         on_purpose_in="tensor2tensor and fairseq space the frequencies so.",
-    ),
+    ).made_of("positions", ("even / d_model", "(even / 2) / (d_model // 2 - 1)")),
     _position(
         "position_sine_cosine_swapped",
         "Sine and cosine are swapped.",

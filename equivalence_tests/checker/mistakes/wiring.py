@@ -34,6 +34,10 @@ ROWS = (
         "A LayerNorm follows the last residual of a pre-norm layer as well.",
         "LayerNorm(x + f(LayerNorm(x)))",
         "Keep it for the end of the stack.",
+    ).made_of(
+        "layer",
+        ("nn.LayerNorm(d_model), None", "nn.LayerNorm(d_model), nn.LayerNorm(d_model)"),
+        ("return x", "return self.norm3(x)"),
     ),
     _layer(
         "cross_attention_from_decoder",
@@ -186,6 +190,7 @@ ROWS = (
         "position i reads the targets j > i",
         "position i reads the targets j <= i",
         "Give the decoder's self-attention a causal mask.",
+        ran="call",
     ),
     _layer(
         "no_positions",

@@ -1,4 +1,4 @@
-"""Right attentions as text, for the changes that ``mistakes`` lists: each breaks one of them in one way."""
+"""Right attentions and parts as text, for the changes that ``mistakes`` lists: each breaks one of them in one way."""
 
 __all__ = ["RIGHT", "broken"]
 
@@ -127,6 +127,57 @@ PRE_NORM = NORMED.replace(
     "y = self.norm(x)\n        q, k, v = self.q_proj(y), self.k_proj(y), self.v_proj(y)",
 ).replace("return self.out_proj(merged)", "attended = self.out_proj(merged)\n        return x + attended")
 
+LAYER_NORM = """
+class LayerNorm(nn.Module):
+    def __init__(self, features, eps=1e-5):
+        super().__init__()
+        self.gain, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+        self.eps = eps
+
+    def forward(self, x):
+        var, mean = torch.var_mean(x, -1, unbiased=False, keepdim=True)
+        normal = (x - mean) / (var + self.eps).sqrt()
+        return self.gain * normal + self.bias
+"""
+FEED_FORWARD = """
+class FeedForward(nn.Module):
+    def __init__(self, d_model, d_ff):
+        super().__init__()
+        self.w_1, self.w_2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+
+    def forward(self, x):
+        return self.w_2(F.relu(self.w_1(x)))
+"""
+POSITIONS = """
+class PositionalEncoding(nn.Module):
+    def __init__(self, d_model, max_len=64):
+        super().__init__()
+        pos, even = torch.arange(max_len, dtype=torch.float64)[:, None], torch.arange(0, d_model, 2)
+        sines = even / d_model
+        cosines = even / d_model
+        pe = torch.zeros(max_len, d_model, dtype=torch.float64)
+        pe[:, 0::2] = torch.sin(pos / 10000**sines)
+        pe[:, 1::2] = torch.cos(pos / 10000**cosines)[:, : d_model // 2]
+        self.register_buffer("pe", pe)
+
+    def forward(self, x):
+        return x + self.pe[: x.size(1)]
+"""
+LAYER = """
+class EncoderLayer(nn.Module):
+    def __init__(self, d_model, num_heads, d_ff):
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(d_model, num_heads, batch_first=True)
+        self.linear1, self.linear2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(d_model), nn.LayerNorm(d_model), None
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.self_attn(y, y, y)[0]
+        x = x + self.linear2(F.relu(self.linear1(self.norm2(x))))
+        return x
+"""
+
 RIGHT = {
     "cross": CROSS,
     "itself": ITSELF,
@@ -139,11 +190,15 @@ RIGHT = {
     "tiled": TILED,
     "post_norm": POST_NORM,
     "pre_norm": PRE_NORM,
+    "layer_norm": LAYER_NORM,
+    "feed_forward": FEED_FORWARD,
+    "positions": POSITIONS,
+    "layer": LAYER,
 }
 
 
 def broken(right: str, changes: tuple[tuple[str, str], ...] = ()) -> str:
-    """Give the text of a module with a right attention, changed.
+    """Give the text of a module with a right class, changed.
 
     Args:
         right: Which of ``RIGHT``.
@@ -155,6 +210,6 @@ def broken(right: str, changes: tuple[tuple[str, str], ...] = ()) -> str:
     text = RIGHT[right]
     for old, new in changes:
         if old not in text:
-            raise ValueError(f"changes must be found in the attention {right!r}, got {old!r}")
+            raise ValueError(f"changes must be found in {right!r}, got {old!r}")
         text = text.replace(old, new)
     return HEAD + text
