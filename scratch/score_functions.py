@@ -304,7 +304,7 @@ def relative_bias(table: Float[Tensor, "num_heads distances"]) -> ScoreMod:
             [1., 1., 5.]])
     """
     validation.check_relative_bias(table)
-    farthest = table.size(-1) // 2
+    farthest = table.size(1) // 2
     return lambda score, batch, head, q_idx, kv_idx: (
         score + table[head, (kv_idx - q_idx).clamp(-farthest, farthest) + farthest]
     )
