@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from equivalence_tests.checker.findings import CheckResult, Example, Exercise, Finding, Proof, Verdict
+from equivalence_tests.checker.findings import ABOVE_ROUNDING, CheckResult, Example, Exercise, Finding, Proof, Verdict
 from equivalence_tests.checker.lines import CodeLine
 
 __all__ = [
@@ -173,6 +173,8 @@ def _proof(proof: Proof | None) -> str:
         return ""
     if proof.error > proof.without * ROUNDED:
         return f"None: with this put right, the output still differs from torch's by {proof.error:.2g}."
+    if proof.without < ABOVE_ROUNDING:
+        return "None: the output is the same with this put right and without."
     return (
         f"With this put right, your own code returns torch's numbers to {proof.error:.0e} on {proof.inputs} fresh "
         f"inputs; without it the difference is {proof.without:.2g}."

@@ -84,7 +84,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     names = [name for name in cache_arguments(trial.caller.function) if name not in given]
     if not names:
         return [], []
-    if not trial.plan.self_attention or trial.plan.positional or trial.plan.takes_angles:
+    if not _attends_to_itself(trial) or trial.plan.positional or trial.plan.takes_angles:
         why = "the positions come from outside" if trial.plan.takes_angles else "what is kept is not told from its call"
         return [Exercise(name, False, why) for name in names], []
     reasons: list[str] = []
@@ -103,6 +103,11 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
             return [Exercise(name, True, protocol.detail) for name in names], findings
     why = next(iter(dict.fromkeys(reasons)), "no full pass hides the future, so that steps cannot be held against it")
     return [Exercise(name, False, why) for name in names], []
+
+
+def _attends_to_itself(trial: Trial) -> bool:
+    """Whether one tensor may be queries, keys and values: it is, or there is an argument for each."""
+    return trial.plan.self_attention or {"query", "key", "value"} <= {role for _, role in trial.plan.roles}
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,8 @@ def _dynamic_cache() -> Any:
 
 
 def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding]:
-    inputs = trial.inputs(TOKENS)
+    x = trial.inputs(TOKENS).query
+    inputs = Inputs(x, x, x)
     whole = trial.output(inputs, causal.extra(trial, 0, TOKENS))
     findings = []
     for how, lengths in CHUNKS.items():

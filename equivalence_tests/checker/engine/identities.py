@@ -489,7 +489,10 @@ class _Follower:
         return contraction if self._isdata(slots[0]) else contraction.swapped()
 
     def _projected(self, operation: Operation, contraction: Contraction | None) -> Tensor | None:
-        """New names for what a weight makes: the token stays, the feature is the column of the weight."""
+        """New names for what a weight makes: the token stays, the feature is the column of the weight.
+
+        Where one weight serves several heads, each takes a part of the token: their columns are numbered on.
+        """
         if contraction is None:
             return None
         slot = operation.inputs[contraction.sides[0]]
@@ -498,9 +501,9 @@ class _Follower:
         if tokens is None:
             tokens = self._seeded(operation, contraction, slot)
         parents = () if codes is None or codes.is_complex() else tuple(sources_in(codes))
-        _, feature = contraction.right[:, :, 0].unique(return_inverse=True)
-        shape = (*contraction.out.shape,)
-        names = coded(0, tokens[:, :, None].expand(shape), feature[:, None, :].expand(shape))
+        _, column = contraction.right[:, :, 0].unique(return_inverse=True)
+        feature = column[:, None, :] + _parts_of_rows(contraction, codes)[:, :, None] * (int(column.max()) + 1)
+        names = coded(0, tokens[:, :, None].expand(feature.shape), feature)
         names = contraction.scattered(names) + float(FEATURES) * FEATURES
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
 
@@ -524,7 +527,7 @@ class _Follower:
         return self.bases[place]
 
     def _convolved(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
-        """Names for what a convolution gives: a new token for each place, or the old one where it looks at no other."""
+        """Names for what a convolution gives: the token of its place, or new ones where there are fewer places."""
         slot, out = operation.inputs[0], operation.outputs[0].value
         if not self._isdata(slot):
             return None
@@ -532,8 +535,8 @@ class _Follower:
         weight = operation.inputs[1].value
         batched = out.dim() == weight.dim()
         axis = 1 if batched else 0
-        single = all(size == 1 for size in weight.shape[2:])
-        if single and codes is not None and slot.value.shape[2:] == out.shape[2:] and not codes.is_complex():
+        kept = slot.value.shape[axis + 1 :] == out.shape[axis + 1 :]
+        if kept and codes is not None and not codes.is_complex():
             token = token_of(codes).select(axis, 0)
         else:
             lead = [size for i, size in enumerate(out.shape) if i != axis]
@@ -803,6 +806,13 @@ def _tokens_of_rows(codes: Tensor) -> Tensor | None:
         return None
     token = token_of(codes)
     return token[..., 0] if bool((token == token[..., :1]).all()) else None
+
+
+def _parts_of_rows(contraction: Contraction, codes: Tensor | None) -> Tensor:
+    """Which part of its token each row holds: 0 where all hold the same features."""
+    if codes is None or codes.is_complex() or _tokens_of_rows(contraction.rows(codes)) is None:
+        return torch.zeros(contraction.left.shape[:2], dtype=torch.long)
+    return feature_of(contraction.rows(codes)).amin(-1).unique(return_inverse=True)[1]
 
 
 def _features_of_rows(codes: Tensor) -> Tensor | None:

@@ -234,7 +234,8 @@ class _Masks:
             self.report.coverage.append(Exercise(self.parameter, False, "no second tensor is given that it could hide"))
             return []
         judgement = self.situation.judgement
-        return [Departure("mask_never_used", "mask", judgement.attention.first if judgement is not None else None)]
+        operation = judgement.attention.first if judgement is not None else None
+        return [Departure("mask_never_used", "mask", operation, {"argument": f" {self.parameter}"})]
 
 
 class _Allowed(ExpectedFor):

@@ -317,9 +317,11 @@ class _Evidence:
         return first, []
 
     def _window(self, part: Part, hidden: Tensor, live: Tensor) -> str:
-        """A setting that is the width of the band that is left."""
+        """Torch's own alignment of unequal lengths, or a setting that is the width of the band that is left."""
         query, key, _, _ = ranks_of(part)
         apart = (key - query)[live]
+        if torch.equal(hidden[live], apart > 0):
+            return "query i sees keys 0 to i, as is_causal of F.scaled_dot_product_attention has it"
         seen = apart[~hidden[live]]
         low, high = int(seen.min()), int(seen.max())
         if not torch.equal(hidden[live], (apart < low) | (apart > high)):

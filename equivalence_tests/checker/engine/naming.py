@@ -33,10 +33,11 @@ def _changed(departure: Departure) -> Mistake:
     """What no catalogue knows: a stage is changed by a function that torch's formula does not have."""
     function = departure.name.partition("changed_by_")[2]
     what = departure.facts.get("role", departure.facts.get("what", departure.stage))
+    is_or_are = "are" if what.endswith("s") else "is"
     return Mistake(
         departure.name,
         departure.stage,
-        f"The {what} is changed by {function}, which torch's formula does not have.",
+        f"The {what} {is_or_are} changed by {function}, which torch's formula does not have.",
         f"{what} = {function}({what})",
         f"the {what} as it was before",
         f"Leave {function} out, or say with --meant {departure.name}=REASON that it is meant so.",

@@ -12,7 +12,7 @@ from equivalence_tests.checker.calling import Caller, CallPlan, Inputs, call_pla
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import coded, known
-from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
 from equivalence_tests.checker.engine.contracts.ending import ending_departures
 from equivalence_tests.checker.engine.contracts.expectation import ExpectedFor
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
@@ -96,18 +96,33 @@ def _alternatives(plans: list[tuple[CallPlan, Sizes]]) -> list[tuple[CallPlan, S
     return [item for item in plans if replace(item[0], neutral=first.neutral) == first and item[1] == lengths]
 
 
-def _rank(situation: Situation) -> tuple[bool, bool, bool, int]:
-    return not situation.found.judgements, situation.blocked, _sees_nothing(situation), len(situation.departures)
+def _rank(situation: Situation) -> tuple[bool, bool, bool, int, bool]:
+    judged, departures = bool(situation.found.judgements), len(situation.departures)
+    return not judged, situation.blocked, _sees_nothing(situation), departures, _is_shifted(situation)
 
 
 def _sees_nothing(situation: Situation) -> bool:
     """Whether a mask that was meant to hide nothing hides everything."""
+    return any(bool((weighed < -DROWNED).all()) for _, weighed in _weighed_scores(situation))
+
+
+def _is_shifted(situation: Situation) -> bool:
+    """Whether a mask that was meant to hide nothing changes scores: True that is added counts as 1."""
+    if situation.plan.neutral is None:
+        return False
+    return any(
+        product.shape != weighed.shape or constant_ratio(weighed, product) is None
+        for product, weighed in _weighed_scores(situation)
+    )
+
+
+def _weighed_scores(situation: Situation) -> Iterator[tuple[Tensor, Tensor]]:
+    """The products of queries and keys, and what goes into the softmax of each."""
     for judgement in situation.found.judgements:
         for part in judgement.attention.parts:
-            for operation, _, _ in judgement.attention.chain(part):
-                if operation.name in SOFTMAXES:
-                    return bool((operation.inputs[0].value < -DROWNED).all())
-    return False
+            chain = [operation for operation, _, _ in judgement.attention.chain(part)]
+            for operation in [operation for operation in chain if operation.name in SOFTMAXES][:1]:
+                yield part.product.operation.outputs[0].value, operation.inputs[0].value
 
 
 def situation_of(

@@ -673,7 +673,7 @@ def _filled(name: str, what: str, fill: str) -> tuple[Mistake, Mistake]:
 MASKS = (
     _mask(
         "mask_never_used",
-        "The mask is accepted but never used.",
+        "The mask{argument} is accepted but never used.",
         "softmax(scores)",
         "Fill the scores with -inf where the mask hides a key.",
         "scores.masked_fill(mask, -math.inf)",
@@ -819,7 +819,7 @@ MASKS = (
     ),
     _mask(
         "own_mask",
-        "It hides keys by a pattern of its own, which no argument asks for and which is no causal mask.",
+        "It hides keys by a pattern of its own, which no argument asks for.",
         "softmax(scores.masked_fill(a pattern, -inf))",
         "Take the pattern out, or make it an argument or a setting whose name says what it hides.",
         "",

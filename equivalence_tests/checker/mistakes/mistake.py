@@ -54,7 +54,7 @@ class Mistake:
             facts: The numbers that its words speak of.
             shown: What else the finding shows: its lines, proof or evidence.
         """
-        facts = {"factor": math.nan, "fill": math.nan, "cap": math.nan} | dict(facts or {})
+        facts = {"factor": math.nan, "fill": math.nan, "cap": math.nan, "argument": ""} | dict(facts or {})
         said = {words: getattr(self, words).format(**facts) for words in ("sentence", "have", "want", "fix")}
         known = {"name": self.name, "stage": self.stage, "on_purpose_in": self.on_purpose_in}
         return Finding(**known | said | shown)

@@ -278,10 +278,11 @@ class _Scores:
         return {"d": self.width, "h": self.heads, "q": queries, "k": keys, "b": samples, "e": self._width_of_input()}
 
     def _width_of_input(self) -> int:
-        """How many features the queries are projected from; the width of all heads where nothing is projected."""
+        """How many features a token has; the width of all heads where nothing is projected, or each by itself."""
         made = [source.operation for source in self.operands[0].sources if source.operation is not None]
         contraction = contraction_of(made[0]) if made else None
-        return contraction.left.size(-1) if contraction is not None else self.width * self.heads
+        width = self.width if contraction is None else contraction.left.size(-1)
+        return width if width != self.width else self.width * self.heads
 
     def _scaling(self) -> Operation | None:
         """What multiplies all scores, or all of an operand, by one number: the one too many, or else the last."""
@@ -368,8 +369,6 @@ class _Scores:
     def _weak(self, prefix: str, soft: Tensor) -> Departure:
         fill = float(self.model.fill[soft].median())
         operation = self._replacing(soft)
-        scaled = fill / self.total * math.sqrt(self.width)
-        del scaled
         name = operation.name.strip("_")
         if name in ("mul", "imul", "rmul", "multiply"):
             return Departure(
@@ -423,6 +422,8 @@ class _Scores:
             name = "mask_fill_too_small" if small else "mask_added_as_01"
             yield Departure(name, "mask", operation, {"fill": levels}, patches=self._softmaxed("given"))
             return
+        # A row of which nothing is left, so that all of its keys weigh the same.
+        hidden = hidden | (model.dead[model.rows] & ~with_some(hidden, model.rows) & live)
         name = _mask_name(self.part, hidden | soft, wanted, live)
         operation = self._masking(hidden) if bool(hidden[live].any()) else self._softmax_step()
         if name == "mask_inverted" and operation is self._softmax_step():

@@ -1,0 +1,155 @@
+"""Styles that public code has, each written anew: the right one passes, and the wrong one is named."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.verify import verify
+
+
+class OneMatrixForAllHeads(nn.Module):
+    """Each head's part of a token goes through the same small matrix."""
+
+    def __init__(self, embed_size: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.part, self.divisor = heads, embed_size // heads, (embed_size // heads) ** 0.5
+        self.values, self.keys, self.queries = (nn.Linear(self.part, self.part, bias=False) for _ in range(3))
+        self.out = nn.Linear(embed_size, embed_size)
+
+    def forward(self, values: Tensor, keys: Tensor, query: Tensor) -> Tensor:
+        v, k, q = (x.reshape(*x.shape[:2], self.heads, self.part) for x in (values, keys, query))
+        energy = torch.einsum("nqhd,nkhd->nhqk", [self.queries(q), self.keys(k)])
+        weights = torch.softmax(energy / self.divisor, dim=3)
+        return self.out(torch.einsum("nhql,nlhd->nqhd", [weights, self.values(v)]).flatten(2))
+
+
+class DividedByTheWholeWidth(OneMatrixForAllHeads):
+    def __init__(self, embed_size: int, heads: int) -> None:
+        super().__init__(embed_size, heads)
+        self.divisor = embed_size**0.5
+
+
+def test_one_matrix_may_serve_all_heads() -> None:
+    assert verify(OneMatrixForAllHeads).verdict == "equal"
+    assert verify(DividedByTheWholeWidth).mistakes == ("scale_sqrt_d_model",)
+
+
+class Attends(nn.Module):
+    """Attends to a second tensor; the classes below change one thing each."""
+
+    def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.to_q, self.to_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.to_k, self.to_v = nn.Linear(context_dim, dim), nn.Linear(context_dim, dim)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def attend(self, x: Tensor, context: Tensor, bias: Tensor | float = 0.0, hidden: Tensor | None = None) -> Tensor:
+        q, k, v = self.split(self.to_q(x)), self.split(self.to_k(context)), self.split(self.to_v(context))
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + bias
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -1e9)
+        return self.to_out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.attend(x, context)
+
+
+def test_the_width_of_a_context_is_no_length() -> None:
+    report = verify(Attends)
+    assert report.verdict == "equal"
+    assert ("arguments", "x: query, context: key = value", "forward(query, key, value, ...)") in report.conventions
+
+
+class AddsItsMask(Attends):
+    """The mask is required, and added."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return self.attend(x, x, mask)
+
+
+def test_a_required_mask_that_is_added_is_not_tried_with_true_and_false() -> None:
+    report = verify(lambda: AddsItsMask(12, 12, 3))
+    assert report.verdict == "equal"
+    assert ["added" in here for what, here, _ in report.conventions if what == "mask (mask)"] == [True]
+
+
+class HidesQueries(Attends):
+    """A mask of padding lies along the queries, and leaves nothing of their rows."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.attend(x, x, hidden=None if mask is None else mask[:, None, :, None] == 0)
+
+
+def test_a_padding_mask_that_lies_along_the_queries_is_named() -> None:
+    assert verify(lambda: HidesQueries(12, 12, 3)).mistakes == ("padding_mask_on_queries",)
+
+
+class TakesTwoMasks(Attends):
+    """Of two masks one is not looked at."""
+
+    def forward(
+        self, x: Tensor, context: Tensor, attention_mask: Tensor | None = None, context_mask: Tensor | None = None
+    ) -> Tensor:
+        del attention_mask
+        return self.attend(x, context, 0.0 if context_mask is None else context_mask)
+
+
+def test_a_mask_that_is_not_looked_at_is_called_by_its_name() -> None:
+    report = verify(lambda: TakesTwoMasks(12, 12, 3))
+    assert report.mistakes == ("mask_never_used",)
+    assert report.findings[0].sentence == "The mask attention_mask is accepted but never used."
+
+
+class LooksAtNeighbours(nn.Module):
+    """Features first; a convolution over neighbouring places makes queries, keys and values."""
+
+    def __init__(self, feat_dim: int, num_head: int) -> None:
+        super().__init__()
+        self.num_head = num_head
+        self.qkv = nn.Conv1d(feat_dim, 3 * feat_dim, 3, padding=1)
+        self.out = nn.Conv1d(feat_dim, feat_dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(1, (self.num_head, -1)).mT for part in self.qkv(x).chunk(3, dim=1))
+        context = F.scaled_dot_product_attention(q, k, v)
+        return self.out(context.mT.flatten(1, 2))
+
+
+def test_a_convolution_over_neighbours_keeps_tokens_in_their_places() -> None:
+    assert "query_order_differs" not in verify(LooksAtNeighbours).mistakes
+    assert verify(LooksAtNeighbours).mistakes == ()
+
+
+class KeepsADictionary(Attends):
+    """Queries, keys and values come in apart; what is kept is a dictionary."""
+
+    late = 0
+
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor, value: Tensor, cache: dict[str, Any] | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        q, k, v = self.split(self.to_q(query)), self.split(self.to_k(key)), self.split(self.to_v(value))
+        if cache:
+            k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
+        kept = k.size(2) - q.size(2)
+        future = torch.ones(q.size(2), k.size(2)).bool().triu(1 + kept - self.late * kept)
+        weights = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(future, -torch.inf).softmax(-1)
+        return self.to_out((weights @ v).transpose(1, 2).flatten(2)), {"k": k, "v": v}
+
+
+class ForgetsWhatWasKept(KeepsADictionary):
+    late = 1
+
+
+def test_a_cache_is_exercised_where_queries_keys_and_values_come_apart() -> None:
+    right = verify(lambda: KeepsADictionary(12, 12, 3))
+    assert right.verdict == "equal"
+    assert "cache" in [exercise.what for exercise in right.coverage if exercise.exercised]
+    wrong = verify(lambda: ForgetsWhatWasKept(12, 12, 3))
+    assert wrong.mistakes == ("cache_differs_from_one_pass",)
