@@ -69,7 +69,7 @@ def test_the_width_of_a_context_is_no_length() -> None:
 class AddsItsMask(Attends):
     """The mask is required, and added."""
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return self.attend(x, x, mask)
 
 
