@@ -37,7 +37,7 @@ __all__ = [
 CHANNELS_FIRST = ("b e l", "b e l 1")
 LAYOUTS = (("b l e", "l b e", "b h l d", "b l h d"), CHANNELS_FIRST, ("l e",))
 ROLE_NAMES = (
-    (r"mask|valid_?len|lengths?$|^lens$|seq_len|attn_bias|^bias$|padding|^m$", "mask"),
+    (r"mask|valid_?len|lengths?$|^lens$|seq_len|attn_bias|^bias$|padding|(^|_)pads?$|^m$", "mask"),
     (r"^\w{0,4}_?q$|^q_?\w{0,5}$|quer(y|ies)|^tgt$|^target$|^trg$|dec(oder)?_?(in|hid|x)\w*|^xq$|^x_?1$", "query"),
     (r"^\w{0,4}_?k$|^k_?(in|s|x)?$|^keys?\w*$|(^|_)key(s|_?in\w*|_states)?$|^xk$", "key"),
     (r"^\w{0,4}_?v$|^v_?(in|s|x)?$|^values?\w*$|(^|_)value(s|_?in\w*|_states)?$|^xv$", "value"),

@@ -6,7 +6,7 @@ attention inside.
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +23,12 @@ from equivalence_tests.checker.calling import (
 from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.masking import MaskForm, mask_forms
 
-__all__ = ["LayerMask", "read_layer_masks"]
+__all__ = ["LayerMask", "opposite_masks", "read_layer_masks"]
 
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
+# What tells two masks of one kind apart: whose tokens they hide.
+WHOSE = re.compile(r"^(src|source|mem(ory)?|enc(oder)?|cross|tgt|trg|target|dec(oder)?|self|slf|x|y|key|query)_+")
 HIDDEN = 1
 
 
@@ -61,6 +63,25 @@ class LayerMask:
         if self.crosses and crossed is not None and own is not None and crossed.search(name) and not own.search(name):
             return "masks_exchanged"
         return ""
+
+    @property
+    def meaning(self) -> str:
+        """What True says: "look" or "block"; "" where no form with True in it is taken."""
+        meaning = self.form.encoding.partition("_")[0] if self.form is not None else ""
+        return meaning if meaning in ("look", "block") else ""
+
+
+def opposite_masks(masks: Sequence[LayerMask]) -> tuple[LayerMask, LayerMask] | None:
+    """Find two masks of one kind, by their names, of which one says who may be looked at and the other who may not.
+
+    Args:
+        masks: Those of one layer.
+    """
+    for one, other in itertools.combinations(masks, 2):
+        alike = WHOSE.sub("", one.parameter.lower()) == WHOSE.sub("", other.parameter.lower())
+        if alike and {one.meaning, other.meaning} == {"look", "block"}:
+            return one, other
+    return None
 
 
 def read_layer_masks(caller: Caller, plan: CallPlan, lengths: Sizes) -> Iterator[LayerMask]:

@@ -305,3 +305,23 @@ def test_a_norm_is_told_by_what_it_does() -> None:
     assert guess_kind(Stretched(5)) == ""
     report = verify(EvenedStep)
     assert report.verdict == "equal", str(report)
+
+
+class SharesQueriesAndKeys(nn.Module):
+    """One matrix for queries and keys, and no other that lies idle."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_qk, self.to_v, self.to_out = (nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qk, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.to_qk, self.to_v))
+        weights = (qk @ qk.mT / qk.size(-1) ** 0.5).softmax(-1)
+        return self.to_out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_shared_projection_deviates_and_says_who_does_so_on_purpose() -> None:
+    report = verify(SharesQueriesAndKeys)
+    assert report.mistakes == ("key_uses_query_projection",)
+    assert "Reformer" in report.findings[0].on_purpose_in

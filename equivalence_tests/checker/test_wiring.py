@@ -645,3 +645,67 @@ def test_a_mask_that_a_block_makes_is_judged_where_it_is_used() -> None:
 
 def test_every_attention_of_one_forward_is_judged() -> None:
     assert verify(SigmoidCrossLayer).mistakes == ("sigmoid_for_softmax",)
+
+
+class PaddedAttention(nn.Module):
+    """True in its mask is padding."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.q, self.kv, self.o = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, context: Tensor, pad: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in (self.q(x), *self.kv(context).chunk(2, -1))
+        )
+        mask = None if pad is None else ~pad[:, None, None, :]
+        return self.o(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class PaddedLayer(nn.Module):
+    """Takes the padding of both of its inputs."""
+
+    def __init__(self, dim: int, n_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.self_attn, self.cross_attn = PaddedAttention(dim, n_heads), PaddedAttention(dim, n_heads)
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
+
+    def of_memory(self, pad: Tensor) -> Tensor:
+        return pad
+
+    def forward(
+        self, x: Tensor, memory: Tensor, x_pad: Tensor | None = None, memory_pad: Tensor | None = None
+    ) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.self_attn(y, y, x_pad)
+        pad = None if memory_pad is None else self.of_memory(memory_pad)
+        x = x + self.cross_attn(self.norm2(x), memory, pad)
+        return x + self.fc2(torch.relu(self.fc1(self.norm3(x))))
+
+
+class OppositeLayer(PaddedLayer):
+    def of_memory(self, pad: Tensor) -> Tensor:
+        return ~pad
+
+
+class GatedLayer(PaddedLayer):
+    def forward(
+        self, x: Tensor, memory: Tensor, gates: Tensor | None = None, memory_pad: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(x if gates is None else x * gates, memory, None, memory_pad)
+
+
+def test_masks_of_one_layer_mean_the_same() -> None:
+    assert verify(PaddedLayer).verdict == "equal"
+    report = verify(OppositeLayer)
+    assert report.mistakes == ("masks_of_opposite_meaning",)
+    assert "memory_pad: True = may look" in report.findings[0].evidence
+    assert "cross_attn" in report.findings[0].stack[-1].text
+
+
+def test_an_argument_of_a_layer_that_nobody_gave_is_listed() -> None:
+    report = verify(GatedLayer)
+    assert report.verdict == "partial"
+    assert [exercise.what for exercise in report.not_exercised] == ["gates"]

@@ -7,20 +7,27 @@ token ids (``models``). What could not be looked at is said, and nothing is call
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import Caller, CallPlan, call_plans, independent_samples, random_inputs
+from equivalence_tests.checker.calling import (
+    Caller,
+    CallPlan,
+    call_plans,
+    forward_parameters,
+    independent_samples,
+    random_inputs,
+)
 from equivalence_tests.checker.construction import Sizes, prepare
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.findings import CheckResult, Exercise, Verdict
-from equivalence_tests.checker.layer_masks import OF_SOURCE, LayerMask, read_layer_masks
+from equivalence_tests.checker.layer_masks import OF_SOURCE, LayerMask, opposite_masks, read_layer_masks
 from equivalence_tests.checker.lines import Frames, code_lines
 from equivalence_tests.checker.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.mistakes import MISTAKES, named_mistake
@@ -440,6 +447,22 @@ def _add_layer_masks(
             walk.report.conventions.append(
                 (f"{label}: {mask.parameter}", f"hides {hidden}: {mask.form}", "True = may not look, or added")
             )
+    opposite = opposite_masks(read)
+    if opposite is not None:
+        said = {"look": "may look", "block": "may not look"}
+        evidence = "; ".join(f"{mask.parameter}: True = {said[mask.meaning]}" for mask in opposite)
+        walk.check(f"{label} (meaning of masks)", {"masks_of_opposite_meaning": attentions[-1]}, path, evidence)
+    _add_idle_arguments(walk, label, caller, plan, [mask.parameter for mask in read])
+
+
+def _add_idle_arguments(walk: Walk, label: str, caller: Caller, plan: CallPlan, masks: Sequence[str]) -> None:
+    """List the arguments of a layer that no call has given."""
+    given = {name for name, role in plan.roles if not role.startswith("=")} | set(masks)
+    for parameter in forward_parameters(caller.function):
+        default = parameter.default
+        if parameter.name not in given and not isinstance(default, bool) and default is not parameter.empty:
+            what = f"{parameter.name} of {label}" if label != "layer" else parameter.name
+            walk.report.coverage.append(Exercise(what, False, "what it does is not told from its name"))
 
 
 def _add_maps(walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes) -> None:

@@ -472,9 +472,14 @@ def _matrices(order: str, name: str, sentence: str, fix: str) -> Mistake:
 def _use_own(role: str, other: str) -> Mistake:
     order = "qkv".replace(role[0], other[0])
     name, sentence = f"{role}_uses_{other}_projection", f"The {PLURAL[role]} go through the {other} projection."
-    return _matrices(order, name, sentence, f"Use the {role} projection for the {PLURAL[role]}.")
+    found = _matrices(order, name, sentence, f"Use the {role} projection for the {PLURAL[role]}.")
+    return replace(found, on_purpose_in=SHARING.get((role, other), ""))
 
 
+SHARING = {
+    ("key", "query"): "Reformer makes queries and keys with one matrix.",
+    ("value", "key"): "Gemma 4 can take its keys for values (attention_k_eq_v).",
+}
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
 ROLES = (
     _inputs("qvk", "key_value_swapped", "Key and value are swapped: the values are matched and the keys are averaged."),

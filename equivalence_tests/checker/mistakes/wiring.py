@@ -116,6 +116,13 @@ ROWS = (
         "Give the target's mask to the self-attention, the source's to the cross-attention.",
     ),
     _layer(
+        "masks_of_opposite_meaning",
+        "Two masks of the layer are read the other way round from each other.",
+        "True in one of them hides a token, True in the other shows it",
+        "True means the same in both",
+        "Invert neither mask on the way, or both, and say in the docstring what True means.",
+    ),
+    _layer(
         "model_mask_never_used",
         "The model takes a mask but passes it to none of its layers.",
         "decoder(tgt, memory)",

@@ -191,7 +191,7 @@ def _matrix_in(attention: Attention, operation: Operation | None) -> str:
 
 
 def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
-    """Weights that are used twice while others lie idle, and weights whose name says another role."""
+    """Weights that are used twice, and weights whose name says another role."""
     weights = {operand.role: weight_of(attention, operand) for operand in operands}
     features = {operand.role: feature_of(operand.codes).unique() for operand in operands}
     idle = [name for name in unused if name.endswith("weight") or "." not in name]
@@ -201,17 +201,16 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
     if distinct == 3:
         yield from _misnamed(attention, operands, weights)
         return
-    if idle and distinct == 1 and _same(features):
+    if distinct == 1 and _same(features):
         yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": idle})
-    elif idle and distinct == 2:
+    elif distinct == 2:
         roles = ("query", "key", "value")
         first, second = next((a, b) for i, a in enumerate(roles) for b in roles[i + 1 :] if weights[a] == weights[b])
         if torch.equal(features[first], features[second]):
             wrong, right = (first, second) if OWN[second].search(weights[first]) else (second, first)
             operand = next(operand for operand in operands if operand.role == wrong)
-            yield Departure(
-                f"{wrong}_uses_{right}_projection", "project", _made_by(attention, operand), {"unused": idle}
-            )
+            name = f"{wrong}_uses_{right}_projection"
+            yield Departure(name, "project", _made_by(attention, operand), {"unused": idle})
 
 
 def _same(features: Mapping[str, Tensor]) -> bool:
