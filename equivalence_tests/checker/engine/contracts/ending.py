@@ -21,7 +21,7 @@ class _Expression:
     """What a tensor is made of: the attention's output, the input, a sum, or a norm of one of these.
 
     Args:
-        kind: "out", "input", "sum", "norm" or "other".
+        kind: "out", "input", "sum", "norm", "inside" (of the attention: an operand, or the merged heads) or "other".
         inner: What it is made of.
         factors: Of the parts of a sum.
     """
@@ -146,6 +146,8 @@ def _read(attention: Attention, source: Source, depth: int) -> _Expression:
     parents = [names.sources[n] for n in source.parents]
     if source.kind == "input" or source.kind == "given":
         return _Expression("input", operation=source.operation)
+    if depth and source.number in _operands(attention):
+        return _Expression("inside", operation=source.operation)
     if source.operation is not None and source.operation.index <= attention.first.index and source.kind == "projection":
         return _Expression("input", operation=source.operation)
     if source.kind in ("projection", "context"):
@@ -158,10 +160,24 @@ def _read(attention: Attention, source: Source, depth: int) -> _Expression:
         factors = _factors(source, parents)
         if factors is not None:
             inner_ones = tuple(_read(attention, parent, depth + 1) for parent in parents)
+            if {parent.kind for parent in parents} == {"projection", "context"} and _one_of_the_other(*parents):
+                inner_ones = (_Expression("inside", operation=source.operation), *inner_ones[1:])
             return _Expression("sum", inner_ones, factors, source.operation)
     if source.kind == "added" and len(parents) == 1:
         return _read(attention, parents[0], depth + 1)
     return _Expression("other", operation=source.operation)
+
+
+def _operands(attention: Attention) -> set[int]:
+    """The sources of queries, keys and values; none where all are one tensor, which is then the input."""
+    contexts = [context.values for part in attention.parts for context in part.contexts]
+    codes = [side for part in attention.parts for side in (part.product.left, part.product.right)] + contexts
+    numbers = {number for names in codes for number in sources_in(names)}
+    return numbers if len(numbers) > 1 else set()
+
+
+def _one_of_the_other(one: Source, other: Source) -> bool:
+    return one.number in other.parents or other.number in one.parents
 
 
 def _factors(source: Source, parents: list[Source]) -> tuple[float, ...] | None:
@@ -190,6 +206,8 @@ def _mistake(expression: _Expression) -> str:
         return _mistake(inner) if inner.kind == "sum" else ""
     if expression.kind != "sum":
         return ""
+    if any(part.kind == "inside" for part in expression.inner):
+        return "residual_from_elsewhere"
     kinds = {part.kind: factor for part, factor in zip(expression.inner, expression.factors, strict=True)}
     normed = [part for part in expression.inner if part.kind == "norm"]
     if normed:
