@@ -7,7 +7,7 @@ from benchmarks.grids import Case
 from benchmarks.results import Row, ratio_between
 from benchmarks.summarising import Ratio
 
-__all__ = ["AIMS", "Aim", "Outcome", "outcomes"]
+__all__ = ["AIMS", "Aim", "Outcome", "compares", "outcomes"]
 
 LONG = 1024
 MODULES = ("self_attention", "cross_attention", "encoder_layer", "decoder_layer", "transformer")
@@ -98,6 +98,15 @@ class Outcome:
     def verdict(self) -> str:
         """Say in words whether it is met."""
         return "not measured" if not self.ratios else "missed" if self.missed else "met"
+
+
+def compares(case: Case, contender: str) -> bool:
+    """Whether an aim about time concerns a case and compares this contender in it.
+
+    >>> [compares(Case("attention", query_len=4096), name) for name in ("scratch", "flash", "math")]
+    [True, True, False]
+    """
+    return any(contender in ("scratch", aim.against) and aim.concerns(case) for aim in AIMS if not aim.of_memory)
 
 
 def outcomes(rows: Sequence[Row]) -> Iterator[Outcome]:

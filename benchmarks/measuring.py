@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch.utils import benchmark
@@ -17,6 +18,7 @@ __all__ = [
     "Runner",
     "machine_rates",
     "peak_memory_bytes",
+    "profiled",
     "rounds_in_turns",
     "thread_count",
     "turn_seconds",
@@ -154,14 +156,28 @@ def _cuda_peak(runner: Runner) -> int:
     return torch.cuda.max_memory_allocated(runner.device) - before
 
 
-def _cpu_peak(runner: Runner) -> int:
+def profiled(run: Callable[[], object], *, memory: bool = False, shapes: bool = False) -> list[Any]:
+    """Run under torch's profiler.
+
+    Args:
+        run: What is run, once.
+        memory: Whether to note what is asked for and given back.
+        shapes: Whether to note the shapes and dtypes of what operations are given.
+
+    Returns:
+        Its events as they are: to put hundreds of thousands into the order of its tables takes minutes.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes to the standard error otherwise
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
-        runner.run()
+    with torch.profiler.profile(activities=activities, profile_memory=memory, record_shapes=shapes) as profiler:
+        run()
     assert profiler.profiler is not None
+    return list(profiler.profiler.kineto_results.events())
+
+
+def _cpu_peak(runner: Runner) -> int:
     held = peak = 0
-    for event in profiler.profiler.kineto_results.events():
+    for event in profiled(runner.run, memory=True):
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)

@@ -12,7 +12,7 @@ from benchmarks.contenders import BASELINE
 from benchmarks.grids import SETTINGS, Case, label_of
 from benchmarks.plots import at_a_glance, is_plain
 from benchmarks.results import Row, ratio_between, read_rows
-from benchmarks.tables import bytes_in_words, cost_in_words, groups_of
+from benchmarks.tables import bytes_in_words, cost_in_words, groups_of, time_in_words
 from scratch.validation import ArgumentValueError
 
 __all__ = ["README", "RESULTS", "advice_in_words", "goals", "highlights", "renewed", "tables"]
@@ -24,6 +24,10 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 ADVICE_BEGIN = "<!-- advice: begin -->"
 SHOWN = "cpu"  # the machine whose figures stand in README
 GLANCE = "at-a-glance.svg"
+SPENT_ON = (
+    *("case", "", "time", "products", "fused kernel", "other arithmetic", "copies", "overhead"),
+    *("rate of the products", "page faults"),
+)
 
 
 def renewed(results: Path = RESULTS, readme: Path = README) -> dict[Path, str]:
@@ -212,6 +216,27 @@ def _misses(rows: Sequence[Row]) -> Iterator[str]:
         lines = [f"- {_figure(outcome, case)}: {case}" for case in cases]
         if lines:
             yield f"Above {outcome.aim.at_most:g}, {outcome.aim.what}:\n\n" + "\n".join(lines)
+        spent = [] if outcome.aim.of_memory else list(_spent_lines(rows, cases, outcome.aim.against))
+        if spent:
+            yield "What the time is spent on there:"
+            yield _table(iter([(*SPENT_ON,), *spent]))
+
+
+def _spent_lines(rows: Sequence[Row], cases: Sequence[Case], against: str) -> Iterator[Sequence[str]]:
+    """Say what scratch and its rival spend their time on, where both were looked into."""
+    by_cell = {(row.case, row.contender): row for row in rows}
+    for case in cases:
+        for row in (by_cell[case, "scratch"], by_cell[case, against]):
+            if row.profile is not None and row.median_us is not None:
+                rate, faults = row.profile.matmul_rate, row.profile.page_faults
+                yield (
+                    str(case),
+                    f"`{row.contender}`",
+                    time_in_words(row.median_us),
+                    *(f"{share:.0%}" for share in row.profile.shares().values()),
+                    "" if rate is None else f"{rate:.0%}",
+                    "" if faults is None else str(faults),
+                )
 
 
 def _figure(outcome: Outcome, case: Case) -> str:

@@ -161,6 +161,8 @@ def _choice(combination: Case, name: str) -> str:
     if name == "mask":
         return label_of(combination, ("mask", "window"))
     value = getattr(combination, name)
+    if name == "key_heads" and value == 0:
+        return "as many as queries"
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from benchmarks.environment import Environment
 from benchmarks.grids import Case
+from benchmarks.profiling import Profile
 from benchmarks.summarising import Ratio, ratio_in_turns, ratio_of_medians
 from scratch.validation import ArgumentValueError
 
@@ -59,6 +60,7 @@ class Row:
         bytes_moved: The least that has to be read and written.
         roofline_us: The least time that the machine allows.
         tokens_per_s: Tokens decoded, of "generate".
+        profile: What a run is spent on, where an aim compares this contender on the CPU.
         schema_version: Of this row.
     """
 
@@ -82,6 +84,7 @@ class Row:
     bytes_moved: int | None = None
     roofline_us: float | None = None
     tokens_per_s: float | None = None
+    profile: Profile | None = None
     schema_version: int = SCHEMA_VERSION
 
 
@@ -170,6 +173,7 @@ def _row(line: str, place: str) -> Row:
             "case": Case(**found["case"]),
             "environment": Environment(**found["environment"]),
             "rounds_us": tuple(found["rounds_us"]),
+            "profile": Profile(**found["profile"]) if found.get("profile") else None,
         }
         return Row(**(found | parts))
     except (KeyError, TypeError) as error:
@@ -177,13 +181,13 @@ def _row(line: str, place: str) -> Row:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as a table, a column for each setting and each result, without the single rounds.
+    """Write rows as a table, a column for each setting and each result, without the single rounds and the profile.
 
     Args:
         path: The file.
         rows: What is written.
     """
-    results = [x.name for x in fields(Row) if x.name not in ("case", "environment", "rounds_us")]
+    results = [x.name for x in fields(Row) if x.name not in ("case", "environment", "rounds_us", "profile")]
     names = [x.name for x in fields(Case)] + results + [x.name for x in fields(Environment)]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, names, extrasaction="ignore")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
+from benchmarks.aims import compares
 from benchmarks.contenders import BASELINE, Contender, contenders_of
 from benchmarks.environment import Environment, after_load, environment_of
 from benchmarks.equality import Gate
@@ -22,6 +23,7 @@ from benchmarks.measuring import (
     thread_count,
     turn_seconds,
 )
+from benchmarks.profiling import Profile, profile_of
 from benchmarks.results import Row, Status
 from benchmarks.summarising import median_and_iqr, ratio_in_turns, why_unstable
 from benchmarks.work import bytes_moved, flops, roofline_seconds
@@ -37,6 +39,9 @@ OUT_OF_MEMORY = (
     "alloc_failed",
     "overflow",  # so many elements that their number, or that of their bytes, does not fit into 64 bits
 )
+
+
+PROFILED_FROM_SECONDS = 1.0  # who gives a case less wants a quick look
 
 
 @dataclass(frozen=True)
@@ -127,8 +132,21 @@ def _time(ready: Sequence[_Ready], seconds: float) -> dict[str, Row]:
     environment = after_load(ready[0].row.environment, device)
     by_name = {x.row.contender: rounds for x, rounds in zip(ready, times, strict=True)}
     baseline = by_name.get(BASELINE)
-    rows = [replace(x.row, environment=environment) for x in ready]
+    with_profile = seconds >= PROFILED_FROM_SECONDS
+    rows = [replace(x.row, environment=environment, profile=_profile(x) if with_profile else None) for x in ready]
     return {row.contender: _filled(row, by_name[row.contender], baseline, rates) for row in rows}
+
+
+def _profile(ready: _Ready) -> Profile | None:
+    """Say what a run is spent on, once all are timed; the profiler cannot look into compiled code and other devices."""
+    case = ready.row.case
+    in_eager_mode_on_cpu = case.device == "cpu" and not case.compiled
+    if not (in_eager_mode_on_cpu and compares(case, ready.row.contender)):
+        return None
+    try:
+        return profile_of(ready.runner)
+    except Exception:  # as where memory ends: the times are known, and stay, without a word about what they are made of
+        return None
 
 
 def _filled(row: Row, rounds: Sequence[float], baseline: Sequence[float] | None, rates: MachineRates) -> Row:
