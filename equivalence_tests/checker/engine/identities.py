@@ -32,6 +32,7 @@ from equivalence_tests.checker.engine.vocabulary import (
     CONTRACTIONS,
     CREATES,
     ELEMENTWISE,
+    INDEXED,
     MOVES,
     NORMS,
     REDUCES,
@@ -48,7 +49,6 @@ ADDS = words("add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_ __rsu
 JOINS = words("cat concat concatenate stack hstack vstack column_stack")
 POOLS = words("max amax mean min amin")
 PRODUCTS = words("matmul __matmul__ __rmatmul__ bmm einsum")
-INDEXED = words("embedding embedding_bag one_hot")
 
 
 @dataclass(eq=False)

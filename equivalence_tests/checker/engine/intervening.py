@@ -92,7 +92,7 @@ def prove(found: Examination, place: int, inputs: int = INPUTS) -> list[Proof | 
         inputs: On how many fresh inputs.
     """
     departures, judgement = found.departures[place], found.judgements[place]
-    if len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or not departures:
+    if len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or judgement.turned:
         return [None] * len(departures)
     count = inputs if len(found.run.operations) < MANY else 2
     right = {**_all(departures), **reference(judgement)}

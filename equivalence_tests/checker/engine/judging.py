@@ -1,13 +1,16 @@
 """Hold one attention against torch's formula, stage after stage."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, Part
-from equivalence_tests.checker.engine.contracts.context import context_departures, is_tiled
+from equivalence_tests.checker.engine.contracts.context import context_departures, is_tiled, turned_back
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.entering import input_departures
 from equivalence_tests.checker.engine.contracts.expectation import Expectation
+from equivalence_tests.checker.engine.contracts.following import later_departures
 from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula
 from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
 from equivalence_tests.checker.engine.contracts.operands import Operand, operand_departures, read_operands
@@ -33,6 +36,7 @@ class Judgement:
         models: What happens to its scores, by part.
         hidden: Which scores should be hidden, by part.
         unread: Why a stage could not be read; "" if all were.
+        turned: Whether values are turned by their positions and turned back when they are averaged.
     """
 
     attention: Attention
@@ -41,6 +45,7 @@ class Judgement:
     models: list[WeightsModel] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
     unread: str = ""
+    turned: bool = False
 
     def blocked(self) -> bool:
         """Whether what departs keeps later stages from being read."""
@@ -61,13 +66,15 @@ def judge(attention: Attention, expected: dict[int, Expectation] | None = None) 
         return found
     if is_tiled(attention):
         return _judge_tiles(found, expected or {})
+    found.departures += input_departures(attention)
     for part in attention.parts:
         _judge_part(found, part, (expected or {}).get(part.number, Expectation()))
     if found.blocked():
         return found
-    found.departures += context_departures(attention)
+    found.departures += _of_context(found)
     if _divided_later(found) and not any(tile_departures(attention, found.operands, expected or {})):
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
+    found.departures += later_departures(attention)
     found.departures += merge_departures(attention)
     found.departures = _once(found.departures)
     return found
@@ -76,6 +83,21 @@ def judge(attention: Attention, expected: dict[int, Expectation] | None = None) 
 def _divided_later(found: Judgement) -> bool:
     """Whether exponentials are averaged with, and divided by their sum afterwards: then only what comes out tells."""
     return any(model.kind == "softmax" and not model.axis for model in found.models)
+
+
+def _of_context(found: Judgement) -> Iterator[Departure]:
+    """Values that are turned as the keys are, and turned back once they are averaged, are meant so."""
+    attention = found.attention
+    turned = [departure for departure in found.departures if departure.name == "rotary_values"]
+    back = turned_back(attention) if turned and len(attention.parts) == 1 else False
+    if isinstance(back, Departure):
+        yield back
+    elif not back:
+        yield from context_departures(attention)
+    if back:
+        found.turned = True
+        for departure in turned:
+            departure.evidence = "values turn as keys do, and what they are averaged to turns back"
 
 
 def _judge_tiles(found: Judgement, expected: dict[int, Expectation]) -> Judgement:

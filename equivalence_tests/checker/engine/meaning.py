@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.anchors import Part
 from equivalence_tests.checker.engine.codes import source_of, sources_in
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, constant_ratio
+from equivalence_tests.checker.engine.contracts.entering import strange_operations
 from equivalence_tests.checker.engine.contracts.layout import are_followed
 from equivalence_tests.checker.engine.contracts.operands import Operand, is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
@@ -88,6 +89,8 @@ class _Evidence:
         if departure.stage == "operand" and self._scaled_by_a_part(departure):
             return "a part of its own scales it by what it holds"
         kinds = [name for name in ("add", "mul") if name in operation.name]
+        if departure.stage == "operand" and kinds == ["add"] and (argument := self._argument_for_values(operation)):
+            return f"the argument {argument} is added, which has no other use"
         if not kinds or departure.stage == "operand":
             return self._activation(operation)
         before = self.judgement.attention.run.names.before[operation.index]
@@ -100,6 +103,19 @@ class _Evidence:
                     f"the parameter {names[-1]} takes part in what is {'added' if kinds == ['add'] else 'multiplied'}"
                 )
         return ""
+
+    def _argument_for_values(self, operation: Operation) -> str:
+        """The argument that is added to the values and reaches neither queries nor keys; "" if there is none."""
+        part, kept = self.judgement.attention.parts[0], self.recorder.origins_of
+        others = [kept(slot.tensor) for slot in part.product.operands]
+        for bits, codes in zip(operation.origins, self._names_before(operation), strict=True):
+            names = self.recorder.named(bits) if codes is None else []
+            if [name.startswith("arg:") for name in names] == [True] and not any(bits & other for other in others):
+                return names[0].partition(":")[2]
+        return ""
+
+    def _names_before(self, operation: Operation) -> list[Tensor | None]:
+        return self.judgement.attention.run.names.before[operation.index]
 
     def _activation(self, operation: Operation) -> str:
         """A function that stands in the module as a part."""
@@ -353,6 +369,7 @@ class _Evidence:
                 score = codes is not None and bool((source_of(codes) == part.number).any())
                 if not score and bits and operation.name.strip("_") in ("add", "iadd", "sub", "isub", "radd"):
                     names = self.recorder.named(bits)
+                    yield from self._bent(operation, names)
                     told = next((n for n in names if n.startswith("param:")), names[-1]).replace(":", " ")
                     yield Departure("bias_added", "bias", operation, evidence=f"it is made from {told}")
                     return
@@ -362,6 +379,17 @@ class _Evidence:
             yield Departure("bias_added", "bias", adding, evidence="it depends on the positions alone")
         elif graded:
             yield Departure("bias_added", "bias", adding)
+
+    def _bent(self, operation: Operation, names: list[str]) -> Iterator[Departure]:
+        """What no known model does to a bias that is learnt."""
+        if any(name.startswith("param:") for name in names):
+            run, before = self.judgement.attention.run, self.judgement.attention.run.names.before[operation.index]
+            beside = [slot for slot, codes in zip(operation.inputs, before, strict=True) if codes is None]
+            for slot in beside:
+                for strange in strange_operations(run, slot, operation.index):
+                    function = strange.name.strip("_")
+                    facts = {"function": function, "what": "bias of the scores"}
+                    yield Departure(f"changed_by_{function}", "bias", strange, facts)
 
 
 # Values of a configuration that are the scale of the scores, whatever the value.

@@ -802,3 +802,196 @@ def test_the_first_view_that_stands_for_a_transpose_is_blamed() -> None:
     finding = judged(MergesByAView, length=2).findings[0]
     assert finding.line is not None
     assert (finding.name, "transpose(1, 2).shape" in finding.line.text) == ("heads_merged_without_transpose", True)
+
+
+class ChangedBeforeTheNorm(NormedBoth):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Base.operands(self, x)
+        return self.q_norm(q), self.k_norm(k.abs()), v
+
+
+class NormedAfterwards(Base):
+    """A norm between the averaged values and the output projection, and a residual behind that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = nn.LayerNorm(WIDTH)
+
+    def normed(self, x: Tensor) -> Tensor:
+        return self.after(x)
+
+    def ended(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ended(self.o_proj(self.normed(self.attend(x)))) + x
+
+
+class ClampedAfterTheNorm(NormedAfterwards):
+    def normed(self, x: Tensor) -> Tensor:
+        return self.after(x).clamp(-0.2, 0.2)
+
+
+class FlippedBeforeTheResidual(NormedAfterwards):
+    def ended(self, x: Tensor) -> Tensor:
+        return x.flip(-1)
+
+
+class ChangesItsInput(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.abs())
+
+
+class BendsItsBias(LearntScales):
+    def weigh(self, scores: Tensor) -> Tensor:
+        return (scores * self.logit_scale.exp() + self.table.abs()).softmax(-1)
+
+
+class BendsItsAngles(TurnedByMatrices):
+    def turned(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.size(2), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=x.dtype)
+        cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2).clamp(-0.2, 0.2)
+        half, other = x.chunk(2, -1)
+        return x * cos + torch.cat([-other, half], -1) * sin
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (ChangedBeforeTheNorm, "key_changed_by_abs"),
+        (ClampedAfterTheNorm, "changed_by_clamp"),
+        (FlippedBeforeTheResidual, "changed_by_flip"),
+        (ChangesItsInput, "changed_by_abs"),
+        (BendsItsBias, "changed_by_abs"),
+        (BendsItsAngles, "query_changed_by_clamp"),
+    ],
+)
+def test_a_change_on_any_stretch_is_found_on_its_line(target: type[nn.Module], name: str) -> None:
+    finding = judged(target).findings[0]
+    assert finding.line is not None
+    assert (finding.name, f".{name.rpartition('_')[2]}(" in finding.line.text) == (name, True)
+
+
+class ShiftsItsWindows(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.roll(1, 1)).roll(-1, 1)
+
+
+@pytest.mark.parametrize("target", [NormedAfterwards, ShiftsItsWindows])
+def test_a_norm_behind_and_windows_that_are_put_back_are_right(target: type[nn.Module]) -> None:
+    assert judged(target).verdict == "equal"
+
+
+class TurnsItBack(TurnedByMatrices):
+    """Turns values with the keys, turns back what they are averaged to, and merges it through groups of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.up = nn.Parameter(torch.randn(HEADS, WIDTH // HEADS, 2)), nn.Linear(2 * HEADS, WIDTH)
+        del self.o_proj
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k, self.turned(v)
+
+    def back(self, x: Tensor) -> Tensor:
+        return self.turned(x.flip(2)).flip(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        context = self.back(self.weigh(q @ k.mT * self.scale) @ v).transpose(1, 2)
+        return self.up(torch.einsum("bngd,gdr->bngr", context, self.low).flatten(2))
+
+
+class TurnsItBackUnscaled(TurnsItBack):
+    scale = 1.0
+
+
+class TurnsItBackAndBendsIt(TurnsItBack):
+    def back(self, x: Tensor) -> Tensor:
+        return super().back(x).abs()
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (TurnsItBack, ()),
+        (TurnsItBackUnscaled, ("scale_missing",)),
+        (TurnsItBackAndBendsIt, ("changed_by_abs",)),
+    ],
+)
+def test_values_may_be_turned_and_what_they_are_averaged_to_turned_back(
+    target: type[nn.Module], names: tuple[str, ...]
+) -> None:
+    assert judged(target).mistakes == names
+
+
+class OneQuery(Base):
+    """The first token asks, and its weights are one each where the softmax runs over queries."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q[:, :, :1], k, v
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-2)
+
+
+def test_of_one_query_too_the_softmax_runs_over_keys() -> None:
+    finding = judged(OneQuery).findings[0]
+    assert finding.line is not None
+    assert (finding.name, finding.line.text) == ("softmax_over_queries", "return scores.softmax(-2)")
+
+
+class ValuesFromBeside(Base):
+    """Adds what is looked up elsewhere to the values."""
+
+    def forward(self, x: Tensor, looked_up: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        v = v + self.split(looked_up)
+        return self.o_proj((self.weigh(q @ k.mT * self.scale) @ v).transpose(1, 2).flatten(2))
+
+
+class KeysFromBesideToo(ValuesFromBeside):
+    def forward(self, x: Tensor, looked_up: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        k, v = k + self.split(looked_up), v + self.split(looked_up)
+        return self.o_proj((self.weigh(q @ k.mT * self.scale) @ v).transpose(1, 2).flatten(2))
+
+
+def test_an_argument_that_only_the_values_get_is_meant_for_them() -> None:
+    looked_up = torch.randn(2, 5, WIDTH).double()
+    report = judged(ValuesFromBeside, looked_up)
+    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["value_changed_by_add"])
+    assert "value_changed_by_add" in judged(KeysFromBesideToo, looked_up).mistakes
+
+
+class BendsAFeedForward(Base):
+    """A layer in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(super().forward(x))))
+
+
+class NormalisesOverTokens(LearntScales):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Base.operands(self, x)
+        return F.normalize(q, dim=-2), F.normalize(k, dim=-1), v
+
+
+def test_a_feed_forward_may_bend_and_a_norm_runs_over_features() -> None:
+    assert judged(BendsAFeedForward).verdict == "equal"
+    assert judged(NormalisesOverTokens).mistakes == ("norm_leaves_different_sizes",)
+
+
+class TurnsValuesAndLeavesThem(TurnsItBack):
+    def back(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_values_that_stay_turned_deviate() -> None:
+    assert judged(TurnsValuesAndLeavesThem).mistakes == ("rotary_values",)

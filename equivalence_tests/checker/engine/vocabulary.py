@@ -6,6 +6,7 @@ __all__ = [
     "CONTRACTIONS",
     "ELEMENTWISE",
     "GETTERS",
+    "INDEXED",
     "INPLACE",
     "MOVES",
     "NORMS",
@@ -46,6 +47,7 @@ INPLACE = words(
     "__iadd__ __isub__ __imul__ __itruediv__ __setitem__ __imatmul__ __ipow__ __iand__ __ior__ __ifloordiv__ "
     "__imod__ __ixor__"
 )
+INDEXED = words("embedding embedding_bag one_hot")
 CONTRACTIONS = words(
     "linear matmul __matmul__ __rmatmul__ bmm mm einsum addmm baddbmm addbmm conv1d conv2d conv3d tensordot mv dot "
     "inner bilinear vecdot chain_matmul multi_dot conv_transpose1d conv_transpose2d"

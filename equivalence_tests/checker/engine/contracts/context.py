@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention
-from equivalence_tests.checker.engine.codes import known, sources_in
-from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio, near
-from equivalence_tests.checker.engine.watching import Operation, Recorder
+from equivalence_tests.checker.engine.codes import known, sources_in, token_of
+from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, constant_ratio, near
+from equivalence_tests.checker.engine.replaying import replayed
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
-__all__ = ["context_departures", "is_tiled", "values_by_name"]
+__all__ = ["context_departures", "is_tiled", "turned_back", "values_by_name"]
 
 
 def is_tiled(attention: Attention) -> bool:
@@ -68,6 +69,48 @@ def context_departures(attention: Attention) -> Iterator[Departure]:
             departure.patches = {operation.index: _as_it_was} if _like(operation) else {}
             yield departure
             return
+
+
+def turned_back(attention: Attention) -> Departure | bool:
+    """Say whether what is averaged is turned on its way, each token by itself; else name what bends it.
+
+    Args:
+        attention: Whose values are turned by their positions, as its keys are.
+    """
+    run, slot = attention.run, attention.parts[0].contexts[0].operation.outputs[0]
+    start = attention.parts[0].contexts[0].operation.index
+    generator = torch.Generator().manual_seed(4)
+    one, two = (torch.randn(slot.value.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def given(x: Tensor, asked: Slot, until: int) -> Tensor | None:
+        found = replayed(run.recorder, {slot.key: x.to(slot.value.dtype)}, start, asked, until)
+        return None if found is None else found.double()
+
+    for source in attention.context_sources:
+        for operation, _, _ in run.names.carrying(source, attention.end.index):
+            out = operation.outputs[0]
+            parts = [given(x, out, operation.index) for x in (one, two, one + two)] if operation.index > start else []
+            if any(part is None for part in parts) or not parts or out.value.is_complex():
+                continue
+            first, second, both = (part for part in parts if part is not None)
+            if not near(both, first + second, SINGLE):
+                function = operation.name.strip("_")
+                facts = {"function": function, "what": "context", "factor": None}
+                return Departure(f"changed_by_{function}", "context", operation, facts)
+    end = given(one, attention.end_slot, attention.end.index)
+    if end is None or attention.names is None:
+        return False
+    codes = attention.parts[0].contexts[0].codes
+    if near(end.reshape(-1)[attention.names.reshape(-1).argsort()], one.reshape(-1)[codes.reshape(-1).argsort()]):
+        return False
+    return near(_squares(attention.names, end), _squares(codes, one), SINGLE)
+
+
+def _squares(codes: Tensor, values: Tensor) -> Tensor:
+    """The sum of squares of each token."""
+    _, place = token_of(codes).reshape(-1).unique(return_inverse=True)
+    sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64)
+    return sums.index_add_(0, place, values.reshape(-1).double() ** 2)
 
 
 def _like(operation: Operation) -> bool:

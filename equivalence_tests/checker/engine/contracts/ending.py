@@ -9,6 +9,8 @@ from torch import Tensor
 from equivalence_tests.checker.engine.anchors import Attention, values_at
 from equivalence_tests.checker.engine.codes import known, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
+from equivalence_tests.checker.engine.contracts.entering import puts_back
+from equivalence_tests.checker.engine.contracts.following import first_change
 from equivalence_tests.checker.engine.contracts.permuting import shuffling
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.watching import Operation, tensors_of
@@ -59,7 +61,7 @@ def ending_departures(
         return
     judged = source.number in attention.context_sources  # as far as the end of the attention, divided or not
     if not judged and not near(output, values_at(source, codes), 1e-6):
-        yield _changed(attention, source)
+        yield first_change(attention, source)
         return
     expression = _read(attention, source, 0)
     name = _mistake(expression)
@@ -88,11 +90,13 @@ def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[
         late = source.operation is not None and source.operation.index > attention.end.index
         if late and codes.shape == source.codes.shape and not torch.equal(codes, source.codes):
             moved = shuffling(attention.run, numbers, attention.end.index, len(attention.run.operations))
+            if moved is not None and puts_back(attention, moved):
+                return
             name = f"changed_by_{moved.name.strip('_')}" if moved is not None else "output_tokens_moved"
             yield Departure(name, "output", moved or _last_move(attention))
             return
         if late and not near(output, values_at(source, codes), 1e-4):
-            changed = _changed(attention, source)
+            changed = first_change(attention, source)
             if not _adds_two(changed.operation):  # a residual, which came from where names are not followed
                 yield changed
 
@@ -119,16 +123,6 @@ def wrap_of(attention: Attention, codes: Tensor) -> str:
 def _source_of_all(attention: Attention, codes: Tensor) -> Source | None:
     numbers = source_of(codes).unique()
     return attention.run.names.sources[int(numbers[0])] if len(numbers) == 1 else None
-
-
-def _changed(attention: Attention, source: Source) -> Departure:
-    for operation, codes, value in attention.run.names.carrying(source.number):
-        want = values_at(source, codes)
-        mine = ~want.isnan()
-        if operation is not source.operation and not near(value.double()[mine], want[mine], 1e-6):
-            function = operation.name.strip("_")
-            return Departure(f"changed_by_{function}", "output", operation, {"function": function, "what": "output"})
-    return Departure("output_changed", "output", source.operation)
 
 
 def _last_move(attention: Attention) -> Operation | None:

@@ -28,6 +28,8 @@ def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[
     lines = _lines_of_norms(module)
     for source in attention.run.names.sources.values():
         operation = source.operation
+        if operation is not None and operation.name == "normalize" and _sizes_differ(source.slot.value, source.codes):
+            yield Departure("norm_leaves_different_sizes", "norm", operation)
         if source.kind != "gain" or operation is None or not operation.frames or operation.frames[0][:2] not in lines:
             continue
         taken = _normalised(attention, operation, source)

@@ -13,11 +13,16 @@ from torch import Tensor
 from equivalence_tests.checker.engine.anchors import Attention, Part, Run, values_at
 from equivalence_tests.checker.engine.codes import source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio, near
+from equivalence_tests.checker.engine.contracts.entering import USUAL, strange_operations
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 
 __all__ = ["Operand", "Turn", "earlier", "is_normed", "operand_departures", "read_operands"]
+
+
+NORMED = ("normed", "gain", "added")
+REMADE = (*NORMED, "gated", "pooled", "projection")
 
 
 @dataclass(frozen=True)
@@ -178,8 +183,16 @@ def _experiment(run: Run, operand: Operand) -> None:
         if ratio is not None and again is not None and abs(ratio - again) <= tolerance * abs(ratio):
             operand.change, operand.factor = "rotated", ratio
         return
-    if operand.role != "value" and near(tenfold, have1, 2e-2) and _tokens_apart(run, operand, one):
+    sized = operand.role != "value" and near(tenfold, have1, 2e-2) and _in_one_plane(have3, have1, have2)
+    if sized and _tokens_apart(run, operand, one):
         operand.change = "normed"
+
+
+def _in_one_plane(both: Tensor, one: Tensor, two: Tensor) -> bool:
+    """Whether the row of a sum is a sum of multiples of the two rows: what is normalised keeps its direction."""
+    table = torch.stack([one, two], -1)
+    found = torch.linalg.lstsq(table, both[..., None]).solution
+    return near((table @ found)[..., 0], both, 2e-2)
 
 
 def is_normed(run: Run, operand: Operand) -> bool:
@@ -239,20 +252,32 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
         operands: As they were read.
     """
     for operand in operands:
-        if operand.change == "other" or (operand.change and operand.role == "value"):
-            yield _named(_located(attention, operand), operand)
-    value = next((o for o in operands if o.role == "value"), None)
-    if value is not None and not value.change and abs(value.factor - 1) > 1e-6:
-        yield _located(attention, value)
+        for step in _stretches(attention, operand):
+            scaled = operand.role == "value" and (step.change or abs(step.factor - 1) > 1e-6)
+            departure = _located(attention, step) if step.change == "other" or scaled else None
+            bent = _bent_angles(attention.run, step) if step.turn is not None else None
+            if bent is not None:
+                yield bent
+            elif departure is not None and (step is operand or _is_own(attention, departure)):
+                yield _named(departure, step)
     query, key = operands[0], operands[1]
     if query.change == key.change == "rotated" and not _turn_alike(attention.run, query, key):
-        yield Departure("rotations_differ", "rotary", _last_sum(attention.run, query))
+        backwards = query.turn is not None and query.turn.forward and key.turn is not None and not key.turn.forward
+        yield Departure("rotations_differ", "rotary", _last_sum(attention.run, key if backwards else query))
     if {query.change, key.change} == {"rotated", ""}:
         name = "rotary_queries" if query.change else "rotary_keys"
         turned = query if query.change else key
         yield Departure(name, "rotary", _first_change(attention.run, turned))
     elif query.change == key.change == "rotated" and all(o.turn and not o.turn.forward for o in (query, key)):
         yield Departure("rotary_reversed", "rotary", _first_change(attention.run, query))
+
+
+def _is_own(attention: Attention, departure: Departure) -> bool:
+    """Whether a change on an earlier stretch stands in the module of the attention, and is no bend of a network."""
+    operation = departure.operation
+    return (
+        operation is not None and operation.place == attention.first.place and departure.facts["function"] not in USUAL
+    )
 
 
 def _named(departure: Departure, operand: Operand) -> Departure:
@@ -263,10 +288,31 @@ def _named(departure: Departure, operand: Operand) -> Departure:
     return departure
 
 
-def earlier(run: Run, operand: Operand) -> Operand | None:
-    """Give an operand as it was before the norm, gain or bias that named its elements anew; None if there was none."""
+def _bent_angles(run: Run, operand: Operand) -> Departure | None:
+    """What no known model does to the angles by which an operand is turned."""
+    mixed = operand.change == "other"  # as where a sine is multiplied and its cosine is not
+    for source in operand.sources:
+        for operation, _, _ in run.names.carrying(source.number, operand.until.index - 1):
+            for slot, codes in zip(operation.inputs, run.names.before[operation.index], strict=True):
+                made = strange_operations(run, slot, operation.index, mixed) if codes is None else iter(())
+                bent = next(made, None) if operation.index > operand.start else None
+                if bent is not None:
+                    function = bent.name.strip("_")
+                    facts = {"function": function, "role": operand.role, "what": "table of angles"}
+                    return Departure(f"{operand.role}_changed_by_{function}", "rotary", bent, facts)
+    return None
+
+
+def earlier(run: Run, operand: Operand, through: tuple[str, ...] = NORMED) -> Operand | None:
+    """Give an operand as it was before what named its elements anew; None if nothing of these kinds did.
+
+    Args:
+        run: The recorded run.
+        operand: Queries, keys or values.
+        through: The kinds of sources: a norm, a gain or a bias.
+    """
     source = operand.sources[0] if operand.sources else None
-    if source is None or source.operation is None or source.kind not in ("normed", "gain", "added"):
+    if source is None or source.operation is None or source.kind not in through:
         return None
     for slot, codes in zip(source.operation.inputs, run.names.before[source.operation.index], strict=True):
         if (
@@ -277,6 +323,18 @@ def earlier(run: Run, operand: Operand) -> Operand | None:
             rows = torch.arange(codes.numel()).view(1, -1, codes.size(-1))
             return _operand(run, operand.role, slot, codes.reshape(rows.shape), rows, source.operation)
     return None
+
+
+def _stretches(attention: Attention, operand: Operand) -> Iterator[Operand]:
+    """An operand from what named it last to its product, and each stretch before, in the module of the attention."""
+    place, step = attention.first.place, operand
+    yield step
+    while (before := earlier(attention.run, step, REMADE)) is not None:
+        made = [source.operation for source in before.sources]
+        if not all(operation is not None and operation.place.startswith(place) for operation in made):
+            return
+        step = before
+        yield step
 
 
 def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:

@@ -291,10 +291,12 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
     """
     explained = {name for departure in found for name in departure.facts.get("unused", ())}
     stems = {name.rpartition(".")[0] for name in explained}
-    idle = _unused(attention, module)
+    idle, seen = _unused(attention, module), list[Operation]()
     for name in idle:
         stem, _, last = name.rpartition(".")
-        if name in explained or (stem and stem in stems) or _of_idle_part(stem, idle, module):
+        worked = _worked_in_vain(attention, name)
+        unreached = worked is None and _of_idle_part(stem, idle, module)
+        if name in explained or (stem and stem in stems) or unreached or worked in seen:
             continue
         if last.endswith("bias"):
             user = _user_of(attention, f"{stem}.{last.removesuffix('bias')}weight" if stem else "weight")
@@ -305,7 +307,8 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
         if "norm" in name.lower() or (stem and isinstance(_owner(module, stem), nn.LayerNorm | nn.RMSNorm)):
             if last == "weight":
                 yield _norm_never_used(attention, name)
-        elif worked := _worked_in_vain(attention, name):
+        elif worked is not None:
+            seen.append(worked)
             kind = "bias" if "bias" in name else "weight"
             yield Departure(f"{kind}_never_used", "project", worked, {"unused": [name], "parameter": name})
         elif last == "weight" or not stem:
@@ -329,7 +332,8 @@ def _worked_in_vain(attention: Attention, parameter: str) -> Operation | None:
     bit = 1 << recorder.names.index(f"param:{parameter}")
     made = [op.index for op in attention.run.operations if op.index not in live and any(x & bit for x in op.origins)]
     later = (op for op in attention.run.operations if made and op.index > made[-1] and op.index in live)
-    return next(later, None)
+    named = attention.run.names.before
+    return next((op for op in later if any(codes is not None for codes in named[op.index])), None)
 
 
 def _norm_never_used(attention: Attention, weight: str) -> Departure:

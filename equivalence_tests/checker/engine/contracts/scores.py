@@ -182,6 +182,9 @@ class _Scores:
         sigmoid = next((s.operation for s in self.steps if "sigmoid" in s.operation.name), None)
         if sigmoid is not None:
             return Departure("sigmoid_for_softmax", "softmax", sigmoid, patches=self._softmaxed())
+        softmax = self._softmax_step()
+        if softmax.name in SOFTMAXES and bool((softmax.outputs[0].value == 1).all()):
+            return Departure("softmax_over_queries", "softmax", softmax, patches=self._softmaxed())
         strange = [step for step in self.steps if self._is_odd(step)]
         strange.sort(key=lambda step: step.operation.name.strip("_") in FACTORS)  # those may be learnt
         odd = next(iter(strange), None)

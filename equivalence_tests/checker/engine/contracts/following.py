@@ -1,0 +1,75 @@
+"""From what a weight, a norm or a sum made of the averaged values to the next of these: nothing changes on the way."""
+
+from collections.abc import Iterator
+
+from equivalence_tests.checker.engine.anchors import Attention, values_at
+from equivalence_tests.checker.engine.codes import sources_in
+from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, near
+from equivalence_tests.checker.engine.contracts.entering import USUAL, puts_back
+from equivalence_tests.checker.engine.contracts.permuting import shuffling
+from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.watching import Operation
+
+__all__ = ["first_change", "later_departures"]
+
+EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
+
+
+def later_departures(attention: Attention) -> Iterator[Departure]:
+    """Hold what each weight, norm or sum behind an attention takes against what the one before it gave.
+
+    Args:
+        attention: All products of which have been read.
+    """
+    later, place = _later(attention), attention.first.place
+    for source in later.values():
+        for taken in later.values():
+            taker = taken.operation if source.number in taken.parents else None
+            if taker is not None and taker.place.startswith(place):
+                found = _held(attention, source, taker)
+                yield from (one for one in found if one.facts.get("function") not in USUAL)  # of a feed-forward
+
+
+def _later(attention: Attention) -> dict[int, Source]:
+    """What was made of the averaged values, by number."""
+    numbers = set(attention.context_sources)
+    found: dict[int, Source] = {}
+    for source in attention.run.names.sources.values():
+        if numbers.union(found).intersection(source.parents) and source.kind != "score":
+            found[source.number] = source
+    return found
+
+
+def _held(attention: Attention, source: Source, taker: Operation) -> Iterator[Departure]:
+    for slot, codes in zip(taker.inputs, attention.run.names.before[taker.index], strict=True):
+        if codes is None or codes.is_complex() or source.number not in sources_in(codes):
+            continue
+        want = values_at(source, codes)
+        mine = ~want.isnan()
+        if not near(slot.value.double()[mine], want[mine], SINGLE):
+            yield first_change(attention, source)
+        else:
+            yield from _moved(attention, source, taker)
+
+
+def _moved(attention: Attention, source: Source, taker: Operation) -> Iterator[Departure]:
+    start = source.operation.index if source.operation is not None else -1
+    moved = shuffling(attention.run, [source.number], start, taker.index)
+    if moved is not None and moved.name in EXCHANGES and not puts_back(attention, moved):
+        yield Departure(f"changed_by_{moved.name}", "output", moved, {"function": moved.name, "what": "output"})
+
+
+def first_change(attention: Attention, source: Source) -> Departure:
+    """Name the first operation that gives other numbers than a source has under the same names.
+
+    Args:
+        attention: Whose output it is.
+        source: Holds the numbers as they were made.
+    """
+    for operation, codes, value in attention.run.names.carrying(source.number):
+        want = values_at(source, codes)
+        mine = ~want.isnan()
+        if operation is not source.operation and not near(value.double()[mine], want[mine], 1e-6):
+            function = operation.name.strip("_")
+            return Departure(f"changed_by_{function}", "output", operation, {"function": function, "what": "output"})
+    return Departure("output_changed", "output", source.operation)
