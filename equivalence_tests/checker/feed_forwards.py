@@ -29,6 +29,7 @@ ACTIVATIONS: dict[str, Map] = {
     "nothing": lambda x: x,
 }
 PLAIN = ("ReLU", "GELU", "nothing")
+APPROXIMATE = ("tanh-GELU", "sigmoid-GELU")
 GATES: dict[str, Map] = {
     "SwiGLU": F.silu,
     "GEGLU": F.gelu,
@@ -124,8 +125,7 @@ def _bodies(module: nn.Module, first: Leaf, second: Leaf, width: int) -> Iterato
             ("activation", name, "ReLU, GELU or any function"),
             ("linears", f"{first.name}, {second.name}", "linear1, linear2"),
         )
-        missing = ("activation_missing",) if name == "nothing" else ()
-        known = missing or (() if name in PLAIN else ("activation_exchanged",))
+        known = _mistakes_of(name)
         for bias1, bias2 in itertools.product((True, False), repeat=2):
             if (not bias1 and one.bias is None) or (not bias2 and two.bias is None):
                 continue
@@ -137,6 +137,15 @@ def _bodies(module: nn.Module, first: Leaf, second: Leaf, width: int) -> Iterato
                 yield Body(after, rows, ("activation_after_second_linear", *known, *lost))
                 yield Body(both, rows, ("activation_also_after_second_linear", *known, *lost))
         yield Body(_then(one, activation), rows, ("ff_second_linear_missing", *known))
+
+
+def _mistakes_of(activation: str) -> tuple[str, ...]:
+    """What is wrong with an activation, wherever it stands."""
+    if activation == "nothing":
+        return ("activation_missing",)
+    if activation in APPROXIMATE:
+        return ("gelu_approximated",)
+    return () if activation in PLAIN else ("activation_exchanged",)
 
 
 def _placed(one: Map, two: Map, activation: Map) -> tuple[Map, Map, Map, Map]:
@@ -187,7 +196,13 @@ def _gated(gate: Projection, up: Projection, down: Projection, linears: str) -> 
         )
         mistakes = () if name in GATES else ("gate_without_activation",)
         yield Body(_gate_formula(gate, up, down, activation), rows, mistakes, (note,))
+        if name in GATES:
+            yield Body(_product_formula(gate, up, down, activation), rows, ("activation_of_gated_product",), (note,))
 
 
 def _gate_formula(gate: Projection, up: Projection, down: Projection, activation: Map) -> Map:
     return lambda x: down(activation(gate(x)) * up(x))
+
+
+def _product_formula(gate: Projection, up: Projection, down: Projection, activation: Map) -> Map:
+    return lambda x: down(activation(gate(x) * up(x)))

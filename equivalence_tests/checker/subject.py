@@ -3,8 +3,8 @@
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Adapter:
             (batch, len, embed_dim); may_attend is (batch, query_len, key_len) bool, True = may look, or None.
         num_heads: Number of heads.
         embed_dim: Width of the tokens.
+        meant: Which deviations are on purpose: the name of the finding -> the reason.
 
     >>> adapter = Adapter(build=lambda: nn.MultiheadAttention(6, 2, batch_first=True), num_heads=2, embed_dim=6)
     """
@@ -38,6 +39,7 @@ class Adapter:
     call: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Any] | None = None
     num_heads: int | None = None
     embed_dim: int | None = None
+    meant: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

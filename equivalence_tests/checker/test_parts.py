@@ -71,6 +71,13 @@ class ConvFeedForward(nn.Module):
         return F.relu(x)
 
 
+class ProductFeedForward(BilinearFeedForward):
+    """Applies the activation when gate and values are multiplied already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x) * self.up(x)))
+
+
 class LinearConvFeedForward(ConvFeedForward):
     def activated(self, x: Tensor) -> Tensor:
         return x
@@ -350,6 +357,7 @@ def test_what_is_right_is_read(name: str) -> None:
         (CentringRMSNorm, {"norm_subtracts_mean"}),
         (EarlyActivationFeedForward, {"activation_before_first_linear"}),
         (BilinearFeedForward, {"gate_without_activation"}),
+        (ProductFeedForward, {"activation_of_gated_product"}),
         (LinearConvFeedForward, {"activation_missing"}),
         (feed_forward_of_rows, {"activation_missing"}),
     ],

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -12,6 +13,7 @@ from equivalence_tests.checker.engine.checks import NOT_JUDGED
 from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.findings import KINDS, CheckResult
+from equivalence_tests.checker.intended import accepted, check_meant
 from equivalence_tests.checker.loading import load, with_signature
 from equivalence_tests.checker.own_call import examine_call
 from equivalence_tests.checker.parts import examine_part, guess_kind, there_and_back
@@ -78,14 +80,14 @@ def verify(
         adapter: What the checker could not find out by itself.
         expected_failures: Names of checks that may fail, each with the reason why that is right.
         progress: Receives a line of text now and then.
-        meant: Which deviations are on purpose: the name of the finding -> the reason.
+        meant: Which deviations are on purpose: the name of the finding -> the reason. They are told and not blamed.
         run_all: Run every cell of a notebook, not only its imports and definitions.
 
     Returns:
         A ``Report``; print it. With ``inputs`` a list, one report for each attention that ran.
 
     Raises:
-        ValueError: For an unknown kind, or an expected failure without a reason.
+        ValueError: For an unknown kind, an expected failure without a reason, or a deviation of no known name.
 
     In torch.nn: the built-in that it is compared with, ``nn.MultiheadAttention`` for an attention.
 
@@ -98,16 +100,17 @@ def verify(
         check_choice("kind", kind, KINDS)
     for check, reason in (expected_failures or {}).items():
         check_choice("expected_failures", bool(reason.strip()) or check, (True,))
+    given = check_meant(meant or {})
     name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
     def checked() -> list[Report]:
         found = with_signature(load(target, run_all))
         with torch.enable_grad():  # a file that is imported may switch gradients off
             if inputs is not None:
-                return examine_call(found, inputs, name, meant or {})
-            return [_verify(found, name, kind, adapter or Adapter(), progress)]
+                return examine_call(found, inputs, name, given)
+            return [_verify(found, name, kind, replace(adapter or Adapter(), meant=given), progress)]
 
-    reports = [_excuse(report, expected_failures or {}) for report in _guarded(checked, name)]
+    reports = [_excuse(accepted(report, given), expected_failures or {}) for report in _guarded(checked, name)]
     return reports if inputs is not None else reports[0]
 
 

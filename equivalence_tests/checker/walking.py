@@ -60,6 +60,7 @@ class Walk:
         sizes: Of the tensors.
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
         masks: For each class of layer, what its masks hide.
+        meant: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
     """
 
@@ -69,6 +70,7 @@ class Walk:
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
     masks: dict[type[nn.Module], list[LayerMask]] = field(default_factory=dict)
     watched: dict[str, Report] = field(default_factory=dict)
+    meant: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str) -> None:
         """Add a row, and a finding for each mistake, with its lines."""
@@ -121,7 +123,7 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     module = subject.copied()
     torch.set_default_dtype(torch.float64)
     prepare(module)
-    walk = Walk(Report(name, "layers"), module, subject.sizes)
+    walk = Walk(Report(name, "layers"), module, subject.sizes, meant=subject.adapter.meant)
     _watch(walk)
     for path, child in _examined_children(module):
         _add_child(walk, path, child)
@@ -296,7 +298,7 @@ def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     kind = kind_of(path, child)
     width = walk.sizes.embed_dim  # that of a model may be that of its input only
-    adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None)
+    adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None, meant=walk.meant)
     try:
         part = (
             examine_attention(child, path, adapter)
@@ -320,6 +322,7 @@ def _add_part(walk: Walk, path: str, part: Report) -> None:
     kind = part.kind or kind_of(path, walk.module.get_submodule(path))
     walk.report.checks.append(CheckResult(f"{path or 'it'} ({kind})", outcome, detail))  # type: ignore[arg-type]
     walk.report.findings += [replace(f, where=path) for f in part.findings]
+    walk.report.meant += [replace(f, where=path) for f in part.meant if f.name in walk.meant]
     told = [*part.conventions[:1], *(row for row in part.conventions[1:] if row[0] == "queries and keys")]
     walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in told]
 

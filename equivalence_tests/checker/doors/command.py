@@ -16,6 +16,7 @@ from equivalence_tests.checker.doors.exports import to_github, to_json, to_junit
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
 from equivalence_tests.checker.errors import CannotCheckError
 from equivalence_tests.checker.findings import KINDS, VERDICTS
+from equivalence_tests.checker.intended import check_meant
 from equivalence_tests.checker.rendering import show
 from equivalence_tests.checker.report import Report
 
@@ -177,7 +178,10 @@ def _meant(options: Sequence[str], file: Path | None) -> dict[str, str]:
         if not (name.strip() and sign and reason.strip()):
             raise typer.BadParameter(f"must be NAME=REASON, got {option!r}", param_hint="--meant")
         reasons[name.strip()] = reason.strip()
-    return reasons
+    try:
+        return dict(check_meant(reasons))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--meant") from error
 
 
 def _check_writable(option: str, path: Path | None) -> None:

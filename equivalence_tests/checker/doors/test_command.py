@@ -136,6 +136,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, answe
     [
         (["--kind", "zebra"], "must be one of attention"),
         (["--meant", "no_scale"], "must be NAME=REASON"),
+        (["--meant", "scale_mising=as T5"], "is it 'scale_missing'?"),
         (["--timeout", "0"], "greater than or equal to 1"),
     ],
 )
@@ -154,9 +155,9 @@ def test_reasons_come_from_options_and_from_a_file(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(command, "checked", answers)
     (tmp_path / "meant.toml").write_text('scale_missing = "as T5"')
-    arguments = ["a.py:A", "--meant-file", str(tmp_path / "meant.toml"), "--meant", "window=as Mistral"]
+    arguments = ["a.py:A", "--meant-file", str(tmp_path / "meant.toml"), "--meant", "own_mask=as Mistral"]
     assert CliRunner().invoke(app, ["verify", *arguments]).exit_code == 0
-    assert seen[0].meant == {"scale_missing": "as T5", "window": "as Mistral"}
+    assert seen[0].meant == {"scale_missing": "as T5", "own_mask": "as Mistral"}
 
 
 def test_a_folder_without_attention_is_said(tmp_path: Path) -> None:

@@ -90,13 +90,13 @@ def test_reports_are_made_once_and_when_they_are_asked_for(monkeypatch: pytest.M
 
     monkeypatch.setattr(watching, "verify", verify)
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
-    with watch(meant={"no_scale": "as T5"}) as seen:
+    with watch(meant={"scale_missing": "as T5"}) as seen:
         layer(x)
     assert not asked
     assert not seen
     assert [report.target for report in seen] == ["a", "b"]
     assert len(asked) == 1
-    assert asked[0][2] == {"no_scale": "as T5"}
+    assert asked[0][2] == {"scale_missing": "as T5"}
     assert "DEVIATES  b" in str(seen)
     assert "DEVIATES" in seen._repr_html_()
 

@@ -184,8 +184,16 @@ def _cover(report: Report, situation: Situation, caller: Caller) -> None:
         return
 
     def judge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Report]:
-        module, last = situation.subject.module, not situation.plan.channels_first
-        return diagnose_call(caller.function, args, kwargs, module=module, proofs=False, features_last=last)
+        subject, last = situation.subject, not situation.plan.channels_first
+        return diagnose_call(
+            caller.function,
+            args,
+            kwargs,
+            module=subject.module,
+            meant=subject.adapter.meant,
+            proofs=False,
+            features_last=last,
+        )
 
     trial = Trial(caller, situation.plan, situation.lengths)
     covered = cover(trial, judge, [exercise.what for exercise in report.coverage])
@@ -214,6 +222,8 @@ def _conclude(report: Report, situation: Situation, departures: list[Departure])
         report.reason = "No attention runs in it: no product of queries and keys weighs values."
         return
     departures = with_evidence(judgement, departures, situation.subject.module)
+    for departure in departures:
+        departure.evidence = departure.evidence or situation.subject.adapter.meant.get(departure.name, "")
     wrong = [departure for departure in departures if not departure.evidence]
     own = [departure for departure in wrong if departure in situation.found.departures[0]]
     situation.found.departures[0] = own

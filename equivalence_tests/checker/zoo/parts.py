@@ -249,7 +249,7 @@ BROKEN = (
     (OverTokensLayerNorm, ("norm_wrong_axes",), "LayerNorm: over the wrong axes"),
     (ActivationLastFeedForward, ("activation_after_second_linear",), "activation after the second linear"),
     (LinearFeedForward, ("activation_missing",), "activation missing"),
-    (TanhGeluFeedForward, ("activation_exchanged",), "activation exchanged"),
+    (TanhGeluFeedForward, ("gelu_approximated",), "activation exchanged"),
     (NoSecondBiasFeedForward, ("ff_second_bias_unused",), "feed-forward bias missing"),
     (DoubledPositionalEncoding, ("position_exponent_doubled",), "positional encoding: exponent doubled"),
     (SwappedPositionalEncoding, ("position_sine_cosine_swapped",), "positional encoding: sine and cosine swapped"),
