@@ -178,16 +178,21 @@ def _ancestors(attention: Attention, source: Source) -> set[int]:
 
 def _matrix_in(attention: Attention, operation: Operation | None) -> str:
     """The matrix among the parameters that take part in a product."""
+    return _matrix(attention, operation)[0]
+
+
+def _matrix(attention: Attention, operation: Operation | None) -> tuple[str, int]:
+    """Name that matrix, and say where in memory it starts: packed matrices have one name."""
     if operation is None or operation.name not in CONTRACTIONS:
-        return ""
+        return "", 0
     named = attention.run.recorder.named
     for slot, bits in zip(operation.inputs, operation.origins, strict=True):
         names = named(bits)
         if slot.value.dim() >= 2 and not any(name.startswith("arg:") for name in names):
             matrices = [name.partition(":")[2] for name in names if name.startswith("param:")]
             if matrices:
-                return matrices[0]
-    return ""
+                return matrices[0], slot.value.data_ptr()
+    return "", 0
 
 
 def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
@@ -201,6 +206,8 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
     if distinct == 3:
         yield from _misnamed(attention, operands, weights)
         return
+    if len({_matrix(attention, _made_by(attention, operand)) for operand in operands}) > distinct:
+        return  # rows of one packed matrix
     if distinct == 1 and _same(features):
         yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": idle})
     elif distinct == 2:
