@@ -28,6 +28,7 @@ USED_SHARE = 0.9  # of the memory that is available now; the rest is for what el
 # How long the user's code may take: what is slower than this hangs, as far as anybody can tell.
 PATIENCE_SECONDS = 180.0
 SLOW_FLOPS_PER_S = 1e9
+ENDING_SECONDS = 5.0  # what has answered and does not end is ended
 
 
 class ChildEndedError(Exception):
@@ -148,6 +149,7 @@ def in_child(
         if not receiver.poll(patience_seconds):
             raise ChildEndedError(f"was stopped after {patience_seconds:.0f} s", None)
         result: Result = receiver.recv()
+        process.join(ENDING_SECONDS)  # it gives semaphores back, of which the system would complain in the end
     except (EOFError, OSError, pickle.UnpicklingError):  # the last two: it was killed while it wrote
         process.join()
         killed = "was killed, as happens where memory runs out," if process.exitcode == -signal.SIGKILL else ""

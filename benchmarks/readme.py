@@ -110,8 +110,7 @@ def highlights(rows: Sequence[Row], folder: Path, *, with_plot: bool) -> str:
 
 
 def _module_lines(rows: Sequence[Row]) -> Iterator[str]:
-    in_eval = _longest(rows, "self_attention", "forward", "torch.nn")
-    training = _longest(rows, "self_attention", "backward", "torch.nn")
+    in_eval, training = (_longest(rows, "self_attention", mode, "torch.nn") for mode in ("forward", "backward"))
     if in_eval is not None and training is not None:
         memory = _memory(in_eval[0]) / max(_memory(in_eval[1]), 1)
         yield (
@@ -122,9 +121,10 @@ def _module_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _function_lines(rows: Sequence[Row]) -> Iterator[str]:
-    plain = _longest(rows, "attention", "forward", "flash")
-    causal = _longest(rows, "attention", "forward", "flash", mask="causal")
-    window = _longest(rows, "attention", "forward", "torch.nn", mask="window")
+    plain, causal, window = (
+        _longest(rows, "attention", "forward", against, mask)
+        for against, mask in (("flash", None), ("flash", "causal"), ("torch.nn", "window"))
+    )
     if plain is not None and causal is not None and window is not None:
         yield (
             f"- `scaled_dot_product_attention` at length {plain[0].case.query_len}: {_ratio(*plain)} the time of "

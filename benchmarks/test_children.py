@@ -1,6 +1,7 @@
 """Tests of children.py: a process that runs out of memory, is ended, or does not end by itself, is a result."""
 
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +51,16 @@ def end_itself() -> None:
 def test_a_child_is_held_to_its_memory() -> None:
     assert in_child(allocate, [2**26], None) == f"got {2**26}"
     assert "can't allocate memory" in in_child(allocate, [2**34], 4 * 2**30)
+
+
+def leave_last(path: Path) -> None:
+    """Run in the child: write a file when it ends by itself."""
+    multiprocessing.util.Finalize(None, path.touch, exitpriority=1)
+
+
+def test_a_child_that_has_answered_ends_by_itself(tmp_path: Path) -> None:
+    in_child(leave_last, [tmp_path / "ended"])
+    assert (tmp_path / "ended").exists()
 
 
 def test_a_child_that_is_ended_is_told_by_its_exit_code() -> None:

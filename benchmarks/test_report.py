@@ -104,6 +104,13 @@ def test_it_opens_with_the_most_telling_plot() -> None:
     assert len(page.attributes("figure")) == 1  # a single length is no line
 
 
+def test_the_menu_of_key_heads_says_what_is_usual_in_words() -> None:
+    grouped = [replace(x, case=replace(x.case, component="attention", key_heads=2)) for x in grown()]
+    usual = [replace(x, case=replace(x.case, component="attention")) for x in grown()]
+    page = Page(html_page([*usual, *grouped]))
+    assert {x["data-key_heads"] for x in page.attributes("article")} == {"as many as queries", "2"}
+
+
 def test_every_setting_that_leaves_a_choice_has_a_menu() -> None:
     menus = [x["name"] for x in Page(html_page(several())).attributes("select")]
     assert menus == ["component", "mode", "dtype", "mask"]
