@@ -39,7 +39,8 @@ class _Replay:
 
     def run(self, operation: Operation) -> None:
         """Run an operation again if anything that it takes has changed; what was given stays as it was given."""
-        if not operation.inplace and any(slot.key in self.given for slot in operation.outputs):
+        taken = {slot.key for slot in operation.inputs}  # out= may name what is read
+        if not operation.inplace and any(slot.key in self.given - taken for slot in operation.outputs):
             return
         if not any(slot.key in self.values for slot in operation.inputs):
             for slot in operation.outputs:

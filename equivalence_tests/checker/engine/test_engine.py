@@ -189,8 +189,25 @@ class Causal(Oneself):
         return scores.masked_fill(future, -math.inf).softmax(-1)
 
 
+class Overwrites(Plain):
+    """The weights take the memory of the scores, whichever name is read afterwards."""
+
+    axis = -1
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return scores.softmax(self.axis)
+        torch.softmax(scores, self.axis, out=scores)
+        return scores
+
+
+class OverwritesOverQueries(Overwrites):
+    axis = -2
+
+
 RIGHT = (
     Plain,
+    Overwrites,
     Oneself,
     Fused,
     ByEinsum,
@@ -289,6 +306,7 @@ WRONG = (
     (NoRotation, "", ""),
     (RotatesQueriesOnly, "rotary_queries", ""),
     (HoldsScores, "changed_by_clamp", "scores.clamp(-5, 5)"),
+    (OverwritesOverQueries, "softmax_over_queries", "torch.softmax(scores, self.axis, out=scores)"),
     (RollsKeys, "", "v.roll(1, 2)"),
     (TakesSizes, "query_changed_by_abs", "q.abs()"),
     (SquaresContext, "changed_by_relu", "context.relu()"),

@@ -167,12 +167,17 @@ class Recorder(TorchFunctionMode):
 
     def record(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one function, keep what it took and gave, and put a patch in its place if there is one."""
+        out = kwargs.get("out")
+        target = {"out": out} if isinstance(out, Tensor) else {}
+        kwargs = {key: value for key, value in kwargs.items() if key not in target}
         flat, spec = tree_flatten((tuple(args), kwargs))
         tensors = [item for item in flat if isinstance(item, Tensor)]
         inplace = _writes(name, args, kwargs)
         if inplace and tensors:
             self._copy_before_writing(tensors[0])
         inputs = [self._slot(tensor) for tensor in tensors]
+        if isinstance(out, Tensor):
+            self._copy_before_writing(out)
         skeleton = [HOLE if isinstance(item, Tensor) else item for item in flat]
         operation = Operation(len(self.operations), name, func, skeleton, spec, inputs, [], frames_here(), inplace)
         operation.origins = [self.origins_of(tensor) for tensor in tensors]
@@ -180,7 +185,7 @@ class Recorder(TorchFunctionMode):
         self.operations.append(operation)
         if inplace and tensors:
             inputs[0].value = inputs[0].value.clone()
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs, **target)
         given = [tensors[0]] if inplace and tensors else list(tensors_of(result))
         operation.outputs = [self._slot(tensor, 0 if inplace else 1) for tensor in given]
         origins = 0
@@ -190,14 +195,14 @@ class Recorder(TorchFunctionMode):
             place = _storage(tensor)
             self._origins[place] = self._origins.get(place, 0) | origins if inplace else origins
         if operation.index in self.patches and given:
-            return self._patched(operation, result, given[0])
+            return self._patched(operation, result, given[0], written=inplace or bool(target))
         return result
 
-    def _patched(self, operation: Operation, result: Any, given: Tensor) -> Any:
+    def _patched(self, operation: Operation, result: Any, given: Tensor, *, written: bool) -> Any:
         operation.patch = self.patches[operation.index]
         want = operation.patch(self, operation)
         with torch.no_grad():
-            if operation.inplace:
+            if written:
                 self._copy_before_writing(given)
                 given.copy_(want)
                 operation.outputs = [self._slot(given)]
