@@ -153,3 +153,46 @@ def test_a_cache_is_exercised_where_queries_keys_and_values_come_apart() -> None
     assert "cache" in [exercise.what for exercise in right.coverage if exercise.exercised]
     wrong = verify(lambda: ForgetsWhatWasKept(12, 12, 3))
     assert wrong.mistakes == ("cache_differs_from_one_pass",)
+
+
+block_size = 13  # of the file, as in many a lesson
+
+
+class Head(nn.Module):
+    """One head with a causal table of its own; the attention below has a list of them."""
+
+    def __init__(self, n_embed: int, head_size: int) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(n_embed, head_size, bias=False) for _ in range(3))
+        self.register_buffer("tril", torch.ones(block_size, block_size).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        length, k = x.size(1), self.key(x)
+        scores = self.query(x) @ k.mT * k.size(-1) ** -0.5
+        tril = self.get_buffer("tril")[:length, :length]
+        return scores.masked_fill(tril == 0, -torch.inf).softmax(-1) @ self.value(x)
+
+
+class ListOfHeads(nn.Module):
+    def __init__(self, n_embed: int, n_heads: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head(n_embed, n_embed // n_heads) for _ in range(n_heads))
+        self.proj = nn.Linear(n_embed, n_embed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
+
+
+class AlwaysTheFirstHead(ListOfHeads):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(torch.cat([self.heads[0](x) for _ in self.heads], dim=-1))
+
+
+def test_heads_may_be_a_list_of_modules_whose_table_ends_at_the_block_size() -> None:
+    report = verify(ListOfHeads)
+    assert (report.verdict, report.mistakes) == ("equal", ())
+    assert [e.exercised for e in report.coverage if e.what == "lengths beyond block_size = 13"] == [True]
+
+
+def test_one_head_in_the_place_of_all_is_noticed() -> None:
+    assert verify(AlwaysTheFirstHead).verdict == "deviates"
