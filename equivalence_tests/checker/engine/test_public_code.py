@@ -32,9 +32,10 @@ class DividedByTheWholeWidth(OneMatrixForAllHeads):
         self.divisor = embed_size**0.5
 
 
-def test_one_matrix_may_serve_all_heads() -> None:
-    assert verify(OneMatrixForAllHeads).verdict == "equal"
-    assert verify(DividedByTheWholeWidth).mistakes == ("scale_sqrt_d_model",)
+def test_one_small_matrix_for_all_heads_is_told_and_does_not_hide_what_else_is_wrong() -> None:
+    assert verify(OneMatrixForAllHeads).mistakes == ("projection_shared_by_heads",)
+    both = {"projection_shared_by_heads", "scale_sqrt_d_model"}
+    assert set(verify(DividedByTheWholeWidth).mistakes) == both
 
 
 class Attends(nn.Module):
@@ -194,5 +195,35 @@ def test_heads_may_be_a_list_of_modules_whose_table_ends_at_the_block_size() -> 
     assert [e.exercised for e in report.coverage if e.what == "lengths beyond block_size = 13"] == [True]
 
 
-def test_one_head_in_the_place_of_all_is_noticed() -> None:
-    assert verify(AlwaysTheFirstHead).verdict == "deviates"
+def test_one_head_in_the_place_of_all_is_named() -> None:
+    assert verify(AlwaysTheFirstHead).mistakes == ("heads_missing_or_repeated",)
+
+
+class Packed(nn.Module):
+    """One weight for queries, keys and values; ``taken`` says which third each of them is."""
+
+    taken = (0, 1, 2)
+
+    def __init__(self, n_embd: int, n_head: int) -> None:
+        super().__init__()
+        self.n_head = n_head
+        self.c_attn, self.c_proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        thirds = [y.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for y in self.c_attn(x).chunk(3, dim=-1)]
+        q, k, v = (thirds[place] for place in self.taken)
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class ValuesAreKeys(Packed):
+    taken = (0, 1, 1)
+
+
+class KeysAreValues(Packed):
+    taken = (0, 2, 2)
+
+
+def test_rows_of_a_packed_weight_that_are_used_twice_are_told() -> None:
+    assert verify(Packed).mistakes == ()
+    assert verify(ValuesAreKeys).mistakes == ("value_uses_key_projection",)
+    assert verify(KeysAreValues).mistakes == ("key_uses_value_projection",)

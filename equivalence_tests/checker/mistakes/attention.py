@@ -540,6 +540,14 @@ ROLES = (
         for kind in ("bias", "weight")
     ),
     Mistake(
+        "projection_shared_by_heads",
+        "project",
+        "The heads are split before they are projected, and all of them share one small projection.",
+        "head_i = x_i W with one W of (head_dim, head_dim)",
+        "head_i = x W_i with W of (embed_dim, embed_dim)",
+        "Project with nn.Linear(embed_dim, embed_dim) first, then split into heads.",
+    ),
+    Mistake(
         "other_lengths_crash",
         "project",
         "It fails where keys and queries differ in number, though they are given apart: {said}.",

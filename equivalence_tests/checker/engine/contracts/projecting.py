@@ -1,5 +1,6 @@
 """Which input and which weight queries, keys and values are made of, and which weights are never used."""
 
+import itertools
 import linecache
 import re
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.anchors import Attention, live_operations
 from equivalence_tests.checker.engine.codes import feature_of, retagged, sources_in
+from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.operands import Operand
 from equivalence_tests.checker.engine.identities import Source
@@ -65,6 +67,8 @@ def projection_departures(
         yield from _inputs(attention, operands, roles)
     if module is not None:
         yield from _weights(attention, operands, unused)
+        yield from _shared_by_heads(attention, operands)
+        yield from _idle_heads(attention, operands, unused)
         yield from _unprojected(attention, operands, unused)
         yield from _normalised_alike(attention, operands, roles)
 
@@ -218,6 +222,43 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
             operand = next(operand for operand in operands if operand.role == wrong)
             name = f"{wrong}_uses_{right}_projection"
             yield Departure(name, "project", _made_by(attention, operand), {"unused": idle})
+    elif distinct == 1:
+        yield from _rows_used_twice(operands, features)
+
+
+def _rows_used_twice(operands: list[Operand], features: Mapping[str, Tensor]) -> Iterator[Departure]:
+    """Rows of one packed weight that serve two roles, while others serve none."""
+    rows = int(feature_of(operands[0].sources[0].codes).max()) + 1
+    idle = len(torch.cat(list(features.values())).unique()) < rows
+    for first, second in itertools.combinations(OWN, 2):
+        if idle and torch.equal(features[first], features[second]):
+            owner = list(OWN)[int(features[first].min()) * 3 // rows]
+            wrong, right = (first, second) if owner == second else (second, first)
+            operand = next(operand for operand in operands if operand.role == wrong)
+            yield Departure(f"{wrong}_uses_{right}_projection", "project", operand.until)
+
+
+def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
+    """A weight that projects the part of each head by itself, in the place of one that sees the whole token."""
+    for operand in operands:
+        made = next((s.operation for s in operand.sources if s.kind == "projection"), None)
+        contraction = contraction_of(made) if made is not None else None
+        first = all(attention.run.names.sources[n].kind == "input" for s in operand.sources for n in s.parents)
+        if contraction is not None and first and int(feature_of(operand.codes).max()) >= contraction.right.size(1):
+            yield Departure("projection_shared_by_heads", "project", made)
+            return
+
+
+def _idle_heads(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
+    """Heads that are modules of a list, of which some are never called though their place is taken."""
+    used = {_any_number(weight_of(attention, operand)) for operand in operands}
+    idle = [name for name in unused if _any_number(name) in used]
+    if idle and len(attention.parts) > 1:
+        yield Departure("heads_missing_or_repeated", "merge", attention.parts[1].product.operation, {"unused": idle})
+
+
+def _any_number(path: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", path)
 
 
 def _same(features: Mapping[str, Tensor]) -> bool:
