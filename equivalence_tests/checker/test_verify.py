@@ -87,7 +87,7 @@ TORCH_S_OWN: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", TORCH_S_OWN)
 def test_what_is_right_by_definition_is_equal(name: str) -> None:
     report = verify(TORCH_S_OWN[name]())
-    not_run = {exercise.what for exercise in report.not_exercised}
+    not_run = {exercise.what.partition(" of ")[0] for exercise in report.not_exercised}
     assert not_run <= {"cache", "is_causal=True", "scale"}, str(report)  # hints, and what torch has not
     assert report.verdict == ("partial" if not_run else "equal"), str(report)
 
