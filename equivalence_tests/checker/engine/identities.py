@@ -315,6 +315,8 @@ class _Follower:
             moved = self._run_on(operation, self.codes)
         except (RuntimeError, TypeError, ValueError, IndexError):
             return [None] * len(operation.outputs)
+        if operation.inplace:
+            self._write_without_doubles(operation, moved[0])
         second = self._second_names(operation)
         if second is not None and len(moved) == 1:
             return [self._without_doubles(operation, moved[0], second)]
@@ -381,6 +383,21 @@ class _Follower:
         earliest = torch.full((len(count),), torch.inf, dtype=torch.float64).scatter_reduce(0, place, piece, "amin")
         later = (count[place] > 1) & (piece > earliest[place]) & known(flat) & (other != flat)
         return torch.where(later, other, flat).view(first.shape)
+
+    def _write_without_doubles(self, operation: Operation, names: Tensor) -> None:
+        """Where a name that is written stands elsewhere already, as in halves that turn, write its second name."""
+        if names.is_complex() or not any(slot.key in self.others for slot in operation.inputs[1:]):
+            return
+        rest = operation.inputs[1:]
+        with torch.no_grad():
+            written, second = torch.zeros_like(names), names.clone()
+            operation.call(
+                [written, *(torch.ones(s.value.shape, dtype=names.dtype) for s in rest[:1]), *_values(rest[1:])]
+            )
+            operation.call([second, *(self._stand_in(s, {**self.codes, **self.others}) for s in rest)])
+            new = written.bool()
+            double = new & torch.isin(names, names[~new]) & known(second)
+            names.copy_(torch.where(double, second, names))
 
     # ------------------------------------------------------------------------------------------ element by element
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
@@ -762,6 +779,10 @@ class ScoreTable:
         self.key = product.contraction.scattered(key[:, None, :].expand(shape).contiguous()).reshape(-1)
         self.head = product.contraction.scattered(head[:, :, None].expand(shape).contiguous()).reshape(-1)
         self.key_head = product.contraction.scattered(key_head[:, None, :].expand(shape).contiguous()).reshape(-1)
+
+
+def _values(slots: Iterable[Slot]) -> list[Tensor]:
+    return [slot.value for slot in slots]
 
 
 def _occurrences(values: Tensor) -> Tensor:

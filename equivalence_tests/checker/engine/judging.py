@@ -1,8 +1,9 @@
 """Hold one attention against torch's formula, stage after stage."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, Part
@@ -15,7 +16,7 @@ from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula
 from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
 from equivalence_tests.checker.engine.contracts.operands import Operand, operand_departures, read_operands
 from equivalence_tests.checker.engine.contracts.scores import score_departures
-from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, padded_queries
 from equivalence_tests.checker.engine.contracts.tiles import tile_departures
 from equivalence_tests.checker.engine.contracts.weights import WeightsModel, read_weights
 
@@ -71,7 +72,7 @@ def judge(attention: Attention, expected: dict[int, Expectation] | None = None) 
         _judge_part(found, part, (expected or {}).get(part.number, Expectation()))
     if found.blocked():
         return found
-    found.departures += _of_context(found)
+    found.departures += _of_context(found, expected or {})
     if _divided_later(found) and not any(tile_departures(attention, found.operands, expected or {})):
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
     found.departures += later_departures(attention)
@@ -85,7 +86,7 @@ def _divided_later(found: Judgement) -> bool:
     return any(model.kind == "softmax" and not model.axis for model in found.models)
 
 
-def _of_context(found: Judgement) -> Iterator[Departure]:
+def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterator[Departure]:
     """Values that are turned as the keys are, and turned back once they are averaged, are meant so."""
     attention = found.attention
     turned = [departure for departure in found.departures if departure.name == "rotary_values"]
@@ -93,7 +94,9 @@ def _of_context(found: Judgement) -> Iterator[Departure]:
     if isinstance(back, Departure):
         yield back
     elif not back:
-        yield from context_departures(attention)
+        masks = ((part, expected[part.number].may) for part in attention.parts if part.number in expected)
+        padding = [padded_queries(part, may) for part, may in masks if may is not None]
+        yield from context_departures(attention, torch.cat([*padding, torch.zeros(0, dtype=torch.long)]))
     if back:
         found.turned = True
         for departure in turned:

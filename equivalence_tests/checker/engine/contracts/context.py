@@ -37,11 +37,12 @@ def values_by_name(attention: Attention) -> tuple[Tensor, Tensor]:
     return flat, torch.cat(values)[order]
 
 
-def context_departures(attention: Attention) -> Iterator[Departure]:
+def context_departures(attention: Attention, padding: Tensor) -> Iterator[Departure]:
     """Name the first operation that changes what was averaged.
 
     Args:
         attention: Read so far.
+        padding: Tokens that are padding: what comes out for them may be anything.
     """
     numbers = set(attention.context_sources)
     if not numbers or is_tiled(attention):
@@ -54,7 +55,7 @@ def context_departures(attention: Attention) -> Iterator[Departure]:
         for slot, codes in zip(operation.outputs, after, strict=False):
             if codes is None or codes.is_complex() or not set(sources_in(codes)) & numbers:
                 continue
-            mine = known(codes) & torch.isin(codes, names)
+            mine = known(codes) & torch.isin(codes, names) & ~torch.isin(token_of(codes), padding)
             want = values[torch.searchsorted(names, codes[mine].contiguous()).clamp_max(len(names) - 1)]
             have = slot.value.double()[mine]
             if near(have.nan_to_num(0.0), want.nan_to_num(0.0), 1e-3 if slot.value.dtype != torch.float64 else 1e-6):

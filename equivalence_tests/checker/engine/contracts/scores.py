@@ -15,7 +15,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure, cons
 from equivalence_tests.checker.engine.contracts.expectation import Expectation
 from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula, weights_by_formula
 from equivalence_tests.checker.engine.contracts.operands import Operand
-from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of, with_some
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, padded_queries, ranks_of, with_some
 from equivalence_tests.checker.engine.contracts.weights import WeightsModel
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
@@ -317,7 +317,8 @@ class _Scores:
         if may is None:
             yield from self._own_mask(live, soft)
             return
-        wanted, live = ~may, ~model.weights.isnan() & with_some(may, model.rows)
+        padding = model.dead[model.rows] & torch.isin(self.part.table.query, padded_queries(self.part, may))
+        wanted, live = ~may, ~model.weights.isnan() & with_some(may, model.rows) & ~padding
         if bool((model.hidden | soft)[live].any()) or bool(wanted[live].any()):
             yield from self._given_mask(live, soft, wanted)
 
@@ -427,7 +428,11 @@ class _Scores:
             return
         # A row of which nothing is left, so that all of its keys weigh the same.
         hidden = hidden | (model.dead[model.rows] & ~with_some(hidden, model.rows) & live)
+        every = ~model.weights.isnan() & with_some(~wanted, model.rows)  # rows that see nothing tell which they are
         name = _mask_name(self.part, hidden | soft, wanted, live)
+        if name in ("mask_hides_other_entries", "mask_never_used"):
+            hidden, live = hidden | model.dead[model.rows], every
+            name = _mask_name(self.part, hidden | soft, wanted, live)
         operation = self._masking(hidden) if bool(hidden[live].any()) else self._softmax_step()
         if name == "mask_inverted" and operation is self._softmax_step():
             operation = self._adding() or operation

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Part
 
-__all__ = ["causal_pattern", "future_of", "ranks_of", "with_some"]
+__all__ = ["causal_pattern", "future_of", "padded_queries", "ranks_of", "with_some"]
 
 
 def ranks_of(part: Part) -> tuple[Tensor, Tensor, int, int]:
@@ -46,3 +46,16 @@ def with_some(may: Tensor, rows: Tensor) -> Tensor:
     """
     counts = torch.zeros(int(rows.max()) + 1, dtype=torch.long).index_add_(0, rows, may.long())
     return counts[rows] > 0
+
+
+def padded_queries(part: Part, may: Tensor) -> Tensor:
+    """The tokens that no query may look at and that are queries themselves: what comes out for them is nobody's.
+
+    Args:
+        part: Where tokens attend to themselves; where there are other keys than queries, nothing is padding.
+        may: Which key each score's query may look at.
+    """
+    _, _, queries, keys = ranks_of(part)
+    seen = part.table.key[may].unique()
+    every = part.table.key.unique()
+    return every[~torch.isin(every, seen)] if queries == keys else every[:0]

@@ -1,0 +1,52 @@
+"""Rotations that are written piece by piece into memory: every second element, in new memory or in place."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests import verify
+
+
+class Strided(nn.Module):
+    """Turns neighbours, and writes them where they belong."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def pairs(self, a: Tensor, b: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()
+
+    def rotated(self, x: Tensor) -> Tensor:
+        steps = 10000.0 ** (-torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
+        out = torch.empty_like(x)
+        first, second = self.pairs(x[..., 0::2], x[..., 1::2], torch.arange(x.size(2), dtype=x.dtype)[:, None] * steps)
+        out[..., 0::2] = first
+        out[..., 1::2] = second
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        context = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v)
+        out: Tensor = self.o(context.transpose(1, 2).flatten(2))
+        return out
+
+
+class InPlace(Strided):
+    def rotated(self, x: Tensor) -> Tensor:
+        x.copy_(super().rotated(x))
+        return x
+
+
+class NoRotation(Strided):
+    def pairs(self, a: Tensor, b: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return a * angles.cos() + b * angles.sin(), a * angles.sin() + b * angles.cos()
+
+
+def test_what_is_written_piece_by_piece_is_read() -> None:
+    for right in (Strided, InPlace):
+        report = verify(right)
+        assert report.verdict == "equal", str(report)
+        assert [finding.name for finding in report.meant] == ["rotary_positions"]
+    assert verify(NoRotation).mistakes == ("rotary_mixed",)
