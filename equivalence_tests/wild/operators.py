@@ -346,9 +346,10 @@ def _number(value: float) -> ast.expr:
     return ast.UnaryOp(ast.USub(), ast.Constant(-value)) if value < 0 else ast.Constant(value)
 
 
+# A norm that is written out has a scale of its own.
 OPERATORS = (
-    Operator("drop scale", _drop_scale, r"scale", removes=True),
-    Operator("change scale", _change_scale, r"scale"),
+    Operator("drop scale", _drop_scale, r"scale|norm", removes=True),
+    Operator("change scale", _change_scale, r"scale|norm"),
     Operator("swap roles", _swap_roles, r"swap|wrong|exchang|role|_for_|as_|not_|project"),
     Operator("another axis of the softmax", _softmax_axis, r"softmax"),
     Operator("split without transpose", _no_transpose, r"split|transpose|layout|mix"),

@@ -24,6 +24,8 @@ from equivalence_tests.checker.report import Report
 
 __all__ = ["diagnose_call"]
 
+EXCHANGED = ("query_key_swapped", "key_value_swapped", "query_value_swapped", "arguments_rotated")
+
 
 def diagnose_call(
     function: Callable[..., Any],
@@ -78,6 +80,8 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     judgement = found.judgements[place]
     if len(found.judgements) == 1:  # of several, none says which weights are its own
         found.departures[place] += _of_weights(judgement, found.call.module, found.departures[place])
+    if any(departure.name in EXCHANGED for departure in found.departures[place]):  # rotations of other roles follow
+        found.departures[place] = [one for one in found.departures[place] if one.stage != "rotary"]
     departures = with_evidence(judgement, found.departures[place], found.call.module)
     for departure in departures:
         departure.evidence = departure.evidence or meant.get(departure.name, "")

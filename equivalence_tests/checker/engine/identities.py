@@ -42,13 +42,17 @@ from equivalence_tests.checker.engine.vocabulary import (
 )
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
 
-__all__ = ["Context", "Identities", "Product", "Source", "identify"]
+__all__ = ["REMADE", "Context", "Identities", "Product", "Source", "identify"]
 
 MULTIPLIES = words("mul __mul__ __rmul__ multiply mul_ __imul__")
 ADDS = words("add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_ __rsub__ lerp addcmul")
 JOINS = words("cat concat concatenate stack hstack vstack column_stack")
 POOLS = words("max amax mean min amin")
 PRODUCTS = words("matmul __matmul__ __rmatmul__ bmm einsum")
+
+
+# The kinds of sources that another one of queries, keys or values was made into.
+REMADE = ("normed", "gain", "added", "gated", "pooled")
 
 
 @dataclass(eq=False)
@@ -163,6 +167,17 @@ class Identities:
             for slot, codes in zip(operation.outputs, names, strict=False):
                 if codes is not None and not codes.is_complex() and bool((source_of(codes) == number).any()):
                     yield operation, codes, slot.value
+
+    def back_to_projections(self, numbers: Iterable[int]) -> list[int]:
+        """Give sources, and those that they were made of, as far as what a weight made or was given; the last first."""
+        found: list[int] = []
+        left = list(numbers)
+        while left:
+            number = left.pop(0)
+            if number not in found:
+                found.append(number)
+                left += self.sources[number].parents if self.sources[number].kind in REMADE else ()
+        return found
 
 
 def identify(

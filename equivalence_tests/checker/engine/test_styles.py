@@ -995,3 +995,76 @@ class TurnsValuesAndLeavesThem(TurnsItBack):
 
 def test_values_that_stay_turned_deviate() -> None:
     assert judged(TurnsValuesAndLeavesThem).mistakes == ("rotary_values",)
+
+
+class BesideWhatPasses(Base):
+    """Attends with half of the features; the others pass beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o_proj = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(torch.cat([self.attend(x), x.sort(1).values], -1))
+
+
+class BesideWhatPassesUnmerged(BesideWhatPasses):
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        return (self.weigh(q @ k.mT * self.scale) @ v).reshape(x.shape)
+
+
+def test_features_may_pass_beside_the_attention() -> None:
+    assert judged(BesideWhatPasses).mistakes == ()
+    assert judged(BesideWhatPassesUnmerged).mistakes == ("heads_merged_without_transpose",)
+
+
+class RootNormOfHeads(RootNorm):
+    axis = -3
+
+
+class NormedOverHeads(NormedBoth):
+    norm = RootNormOfHeads
+
+
+class RootNormOfSizes(RootNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.pow(2).mean(-1, keepdim=True)
+        x = (x * (size + 1e-6).rsqrt()).abs()
+        return self.weight * x
+
+
+class NormedBySizes(NormedBoth):
+    norm = RootNormOfSizes
+
+
+class NormedAndSplitByAView(NormedBoth):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.q_proj(x).unflatten(-1, (HEADS, -1))
+        q = self.q_norm(q.reshape(q.transpose(1, 2).shape))
+        return q, self.k_norm(self.split(self.k_proj(x))), self.split(self.v_proj(x))
+
+
+class NormedAndExchanged(TurnedByMatrices):
+    """Keys and values exchanged behind norms and a rotation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = RootNorm(), RootNorm()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Base.operands(self, x)
+        return self.turned(self.q_norm(q)), v, self.turned(self.k_norm(k))
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (NormedOverHeads, "norm_leaves_different_sizes"),
+        (NormedBySizes, "query_changed_by_abs"),
+        (NormedAndSplitByAView, "heads_split_without_transpose"),
+        (NormedAndExchanged, "key_value_swapped"),
+    ],
+)
+def test_behind_a_norm_mistakes_are_found_as_without(target: type[nn.Module], name: str) -> None:
+    assert judged(target).mistakes[:1] == (name,)

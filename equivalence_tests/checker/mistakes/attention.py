@@ -281,6 +281,7 @@ LAYOUTS = (
         "(b, l, d, h) -> (b, l, d * h)",
         MERGE,
         "Transpose heads and length only, and keep the elements of a head together.",
+        "timm's NesT; with weights trained so, equal to torch up to the order of the output projection's columns.",
     ).made_of("cross", (MERGE_LINE, "context.permute(0, 2, 3, 1).flatten(2)")),
     Mistake(
         "heads_missing_or_repeated",

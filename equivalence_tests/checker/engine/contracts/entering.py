@@ -25,7 +25,7 @@ from equivalence_tests.checker.engine.vocabulary import (
 )
 from equivalence_tests.checker.engine.watching import Operation, Slot
 
-__all__ = ["USUAL", "input_departures", "puts_back", "strange_operations"]
+__all__ = ["USUAL", "input_departures", "is_strange", "puts_back", "strange_operations"]
 
 USUAL = words(
     "relu relu6 gelu silu mish tanh sigmoid softplus elu selu celu leaky_relu prelu hardswish hardsigmoid hardtanh "
@@ -101,7 +101,7 @@ def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False)
         operation = next(made, None)
         if operation is None or operation.name in ENDS:
             continue
-        if _is_strange(operation, factors):
+        if is_strange(operation, factors):
             yield operation
         size = operation.outputs[0].value.numel()
         for taken in operation.inputs:
@@ -109,7 +109,13 @@ def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False)
                 left.append((taken.key, operation.index))
 
 
-def _is_strange(operation: Operation, factors: bool) -> bool:
+def is_strange(operation: Operation, factors: bool = False) -> bool:
+    """Say whether an operation of one tensor does what no known model does on the way into an attention.
+
+    Args:
+        operation: Any.
+        factors: Whether a number that multiplies is strange too.
+    """
     taken = [slot.value for slot in operation.inputs if slot.value.is_floating_point()]
     given = operation.outputs[0].value
     if len(taken) != 1 or taken[0].shape != given.shape or torch.equal(taken[0].nan_to_num(), given.nan_to_num()):

@@ -217,7 +217,8 @@ def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
 
 
 def _reshaped(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
-    return reshaped_for_transposed(attention.run, sources_in(codes), -1, until.index)
+    numbers = attention.run.names.back_to_projections(sources_in(codes))
+    return reshaped_for_transposed(attention.run, reversed(numbers), -1, until.index)
 
 
 def _last_move(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
@@ -396,9 +397,12 @@ def merge_departures(attention: Attention) -> Iterator[Departure]:
     if consumer is None or not are_followed(attention):
         return
     operation, codes, lead = consumer
-    token = token_of(codes)
-    if not bool((token == token[..., :1]).all()):
+    ours = torch.isin(source_of(codes), torch.tensor(numbers))
+    token = token_of(codes).masked_fill(~ours, -1)
+    if not bool((token == token.amax(-1, keepdim=True))[ours].all()):
         yield _unmerged(attention, numbers, operation)
+        return
+    if not bool(ours.all()):  # what stands beside the heads says nothing about their order
         return
     moved = shuffling(attention.run, numbers, attention.parts[0].contexts[0].operation.index, operation.index + 1)
     if _tokens_elsewhere(attention, token[..., 0], lead):

@@ -53,7 +53,10 @@ def _normalised(attention: Attention, operation: Operation, source: Source) -> T
 
 
 def _sizes_differ(value: Tensor, codes: Tensor) -> bool:
-    _, token = token_of(codes).reshape(-1).unique(return_inverse=True)
+    token = token_of(codes)
+    if bool((token == token[..., :1]).all()):  # each row of features by itself, and so each head
+        token = torch.arange(token[..., 0].numel()).view(*token.shape[:-1], 1).expand(token.shape)
+    _, token = token.reshape(-1).unique(return_inverse=True)
     sizes = torch.zeros(int(token.max()) + 1, dtype=torch.float64)
     sizes = sizes.index_add_(0, token, value.double().reshape(-1) ** 2)
     return float(sizes.max() - sizes.min()) > SLACK * float(sizes.max())
@@ -67,5 +70,9 @@ def _guilty(attention: Attention, gain: Operation, taken: Tensor) -> Operation:
         axis = operation.argument(1, "dim", -1)
         if operation.name in FOLDS and axis not in (-1, (-1,), [-1], operation.inputs[0].value.dim() - 1):
             return operation
-    made = [op for op in near_by if op.name.strip("_") in ("mul", "div", "truediv") and op.outputs[0].value is taken]
+    made = [
+        op
+        for op in near_by
+        if op.name.strip("_") in ("mul", "div", "truediv") and op.outputs[0].value.shape == taken.shape
+    ]
     return made[-1] if made else gain

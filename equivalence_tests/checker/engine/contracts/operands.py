@@ -13,8 +13,8 @@ from torch import Tensor
 from equivalence_tests.checker.engine.anchors import Attention, Part, Run, values_at
 from equivalence_tests.checker.engine.codes import source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio, near
-from equivalence_tests.checker.engine.contracts.entering import USUAL, strange_operations
-from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.contracts.entering import USUAL, is_strange, strange_operations
+from equivalence_tests.checker.engine.identities import REMADE, Source
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 
@@ -22,7 +22,6 @@ __all__ = ["Operand", "Turn", "earlier", "is_normed", "operand_departures", "rea
 
 
 NORMED = ("normed", "gain", "added")
-REMADE = (*NORMED, "gated", "pooled", "projection")
 
 
 @dataclass(frozen=True)
@@ -273,11 +272,11 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
 
 
 def _is_own(attention: Attention, departure: Departure) -> bool:
-    """Whether a change on an earlier stretch stands in the module of the attention, and is no bend of a network."""
+    """Whether a change on an earlier stretch is known nowhere, or stands in the attention and is no network's bend."""
     operation = departure.operation
-    return (
-        operation is not None and operation.place == attention.first.place and departure.facts["function"] not in USUAL
-    )
+    if operation is None or operation.place != attention.first.place:
+        return operation is not None and is_strange(operation)
+    return departure.facts["function"] not in USUAL
 
 
 def _named(departure: Departure, operand: Operand) -> Departure:
@@ -329,7 +328,7 @@ def _stretches(attention: Attention, operand: Operand) -> Iterator[Operand]:
     """An operand from what named it last to its product, and each stretch before, in the module of the attention."""
     place, step = attention.first.place, operand
     yield step
-    while (before := earlier(attention.run, step, REMADE)) is not None:
+    while (before := earlier(attention.run, step, (*REMADE, "projection"))) is not None:
         made = [source.operation for source in before.sources]
         if not all(operation is not None and operation.place.startswith(place) for operation in made):
             return
@@ -387,7 +386,11 @@ def _located(attention: Attention, operand: Operand) -> Departure:
     last = max((i for i, step in enumerate(steps) if step[3]), default=-1)
     guilty = steps[min(last + 1, len(steps) - 1)] if steps else None
     bent = next((step for step in steps[last + 1 :] if not _is_linear(run, operand, step[0])), None)
-    guilty = bent or guilty
+    known_nowhere = [
+        op for op in strange_operations(run, operand.slot, operand.until.index) if op.index > operand.start
+    ]
+    strange = next((step for step in steps if step[0] in known_nowhere), None)
+    guilty = strange or bent or guilty
     if guilty is None:
         function = operand.until.name.strip("_")
         return Departure(

@@ -152,7 +152,10 @@ def weight_of(attention: Attention, operand: Operand) -> str:
         attention: Whose.
         operand: Its queries, keys or values.
     """
-    return _matrix_in(attention, _made_by(attention, operand))
+    names = attention.run.names
+    made = [names.sources[n] for n in names.back_to_projections(source.number for source in operand.sources)]
+    weights = (_matrix_in(attention, source.operation) for source in made if source.kind == "projection")
+    return next(filter(None, weights), "")
 
 
 def output_weight(attention: Attention) -> str:
