@@ -208,7 +208,7 @@ def write_report(rows: Sequence[Row], folder: Path, screen: Console) -> None:
         drawn = 0
         screen.print(f"[yellow]No plots:[/] {error}")
     (folder / "report.html").write_text(html_page(rows), encoding="utf-8")
-    plots = f", {drawn} plots" if drawn else ""
+    plots = f", {drawn} plot{'s' * (drawn > 1)}" if drawn else ""
     screen.print(f"Written to {escape(shlex.quote(str(folder)))}: {RESULTS}, results.csv, report.html{plots}.")
 
 

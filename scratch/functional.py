@@ -123,6 +123,8 @@ def attention(
     row_sees = None
     if score_bias is not None and not need_weights:
         score_bias, row_sees = open_blind_rows(score_bias)
+        if row_sees.device.type == "cpu" and tiling.are_plain(row_sees) and row_sees.all():
+            row_sees = None  # spares a product with all weights
     context, weights = weigh(masked_scores(q, k, score_bias), v, row_sees, dropout_p, overwrite=True)
     return context, weights if need_weights else None
 
@@ -179,7 +181,7 @@ def weigh(
     Source: Vaswani et al. 2017, section 3.2.1, equation 1.
     """
     # Fresh memory for as many numbers costs as much time as the softmax itself.
-    reused = overwrite and tiling.are_plain(scores) and not (scores.requires_grad and torch.is_grad_enabled())
+    reused = overwrite and not (scores.requires_grad and torch.is_grad_enabled()) and tiling.are_plain(scores)
     weights = torch.softmax(scores, dim=-1, out=scores if reused else None)  # (..., q, k)
     if row_sees is not None:
         weights = weights * row_sees

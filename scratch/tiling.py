@@ -95,11 +95,9 @@ def are_plain(*tensors: Tensor) -> bool:
     Returns:
         False under ``torch.func``, where they are traced or compiled or differentiated forward, and for subclasses.
     """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         return False
-    if any(type(x) not in (Tensor, nn.Parameter) or _is_transformed(x) for x in tensors):
-        return False
-    return all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
+    return not any(type(x) not in (Tensor, nn.Parameter) or _is_transformed(x) for x in tensors)
 
 
 def _is_transformed(x: Tensor) -> bool:
