@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.angles import AngleForm, base_of, takes_angles
-from equivalence_tests.checker.construction import MAX_LEN, Sizes, exact_lengths, value_for
+from equivalence_tests.checker.construction import MAX_LEN, Sizes, exact_lengths, parameters_of, value_for
 from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.kept_state import keeping_state
 from equivalence_tests.checker.masking import HeldMask, MaskForm
@@ -255,11 +255,7 @@ def forward_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     target: Callable[..., Any] = function
     if isinstance(function, nn.Module) and type(function).forward is not nn.Module.forward:
         target = function.forward  # some override __call__ instead
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    try:
-        return [p for p in inspect.signature(target).parameters.values() if p.kind not in variadic]
-    except (TypeError, ValueError):
-        return []
+    return parameters_of(target)
 
 
 def call_plans(caller: Caller, sizes: Sizes, errors: list[str]) -> Iterator[tuple[CallPlan, Sizes]]:

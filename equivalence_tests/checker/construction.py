@@ -238,7 +238,7 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[tuple[int, dict[str, A
     Yields:
         The number of the guess for the required ones, and all: with sizes for optional ones, then without.
     """
-    parameters = _parameters(target)
+    parameters = parameters_of(target)
     required = [p for p in parameters if p.default is p.empty]
     optional = [p for p in parameters if p.default is not p.empty]
     extras = {p.name: value for p in optional for value in _override(p, sizes)}
@@ -281,7 +281,8 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0
     return randomize_parameters(module, seed=seed)
 
 
-def _parameters(target: Any) -> list[inspect.Parameter]:
+def parameters_of(target: Any) -> list[inspect.Parameter]:
+    """List the arguments of a callable that have names of their own; none where they cannot be read."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):

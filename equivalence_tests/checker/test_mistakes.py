@@ -33,7 +33,9 @@ def test_every_mistake_is_named(name: str, tmp_path: Path) -> None:
     assert report.mistakes == (name,), str(report)
 
 
-@pytest.mark.parametrize("added", ["merged", "q.transpose(1, 2).flatten(2)", "v.transpose(1, 2).flatten(2)"])
+@pytest.mark.parametrize(
+    "added", ["merged", "q.transpose(1, 2).flatten(2)", "v.transpose(1, 2).flatten(2)", "self.v_proj(x)"]
+)
 def test_a_residual_from_inside_the_attention_is_none(added: str, tmp_path: Path) -> None:
     ending = "return self.out_proj(merged)"
     report = verify(written(tmp_path, broken("itself", ((ending, f"{ending} + {added}"),))))

@@ -12,6 +12,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure, near
 from equivalence_tests.checker.engine.contracts.entering import puts_back
 from equivalence_tests.checker.engine.contracts.following import first_change
 from equivalence_tests.checker.engine.contracts.permuting import shuffling
+from equivalence_tests.checker.engine.contracts.projecting import matrix_in
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.watching import Operation, tensors_of
 
@@ -23,7 +24,8 @@ class _Expression:
     """What a tensor is made of: the attention's output, the input, a sum, or a norm of one of these.
 
     Args:
-        kind: "out", "input", "sum", "norm", "inside" (of the attention: an operand, or the merged heads) or "other".
+        kind: "out", "input", "sum", "norm", "inside" (an operand, the merged heads, or the input once more through a
+            matrix of the attention) or "other".
         inner: What it is made of.
         factors: Of the parts of a sum.
     """
@@ -144,6 +146,8 @@ def _read(attention: Attention, source: Source, depth: int) -> _Expression:
         return _Expression("inside", operation=source.operation)
     if source.operation is not None and source.operation.index <= attention.first.index and source.kind == "projection":
         return _Expression("input", operation=source.operation)
+    if source.kind == "projection" and _repeats_a_matrix(attention, source, parents):
+        return _Expression("inside", operation=source.operation)
     if source.kind in ("projection", "context"):
         return _Expression("out", operation=source.operation)
     if source.kind in ("normed", "gain") and len(parents) == 1:
@@ -168,6 +172,14 @@ def _operands(attention: Attention) -> set[int]:
     codes = [side for part in attention.parts for side in (part.product.left, part.product.right)] + contexts
     numbers = {number for names in codes for number in sources_in(names)}
     return numbers if len(numbers) > 1 else set()
+
+
+def _repeats_a_matrix(attention: Attention, source: Source, parents: list[Source]) -> bool:
+    """Whether it is the input once more through a matrix of the attention: a shortcut has one of its own."""
+    if not parents or any(parent.kind not in ("input", "given", "normed") for parent in parents):
+        return False
+    mine, others = matrix_in(attention, source.operation), attention.run.names.sources.values()
+    return bool(mine) and any(other is not source and matrix_in(attention, other.operation) == mine for other in others)
 
 
 def _one_of_the_other(one: Source, other: Source) -> bool:

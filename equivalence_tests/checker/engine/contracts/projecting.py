@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.lines import Frames
 
-__all__ = ["output_weight", "projection_departures", "unused_departures", "weight_of"]
+__all__ = ["output_weight", "projection_departures", "unused_departures", "weight_of", "matrix_in"]
 
 ORDERS = {
     "kqv": "query_key_swapped",
@@ -154,14 +154,14 @@ def weight_of(attention: Attention, operand: Operand) -> str:
     """
     names = attention.run.names
     made = [names.sources[n] for n in names.back_to_projections(source.number for source in operand.sources)]
-    weights = (_matrix_in(attention, source.operation) for source in made if source.kind == "projection")
+    weights = (matrix_in(attention, source.operation) for source in made if source.kind == "projection")
     return next(filter(None, weights), "")
 
 
 def output_weight(attention: Attention) -> str:
     """Name the parameter that takes what is merged; "" if none does."""
     made = (s for s in _projections_of_context(attention) if s.operation is not None)
-    return next((name for s in made if (name := _matrix_in(attention, s.operation))), "")
+    return next((name for s in made if (name := matrix_in(attention, s.operation))), "")
 
 
 def _projections_of_context(attention: Attention) -> Iterator[Source]:
@@ -183,7 +183,7 @@ def _ancestors(attention: Attention, source: Source) -> set[int]:
     return found
 
 
-def _matrix_in(attention: Attention, operation: Operation | None) -> str:
+def matrix_in(attention: Attention, operation: Operation | None) -> str:
     """The matrix among the parameters that take part in a product."""
     return _matrix(attention, operation)[0]
 
