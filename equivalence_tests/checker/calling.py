@@ -22,6 +22,7 @@ from equivalence_tests.checker.masking import HeldMask, MaskForm
 from equivalence_tests.checker.tracing import tensors_in
 
 __all__ = [
+    "POSITION",
     "CallPlan",
     "Caller",
     "Inputs",
@@ -50,6 +51,9 @@ SWITCH = re.compile(
 )
 
 LETTER = re.compile(r"^[a-z]_?\d?$")
+POSITION = re.compile(
+    r"^(start_?(pos|idx)|past_len\w*|offset|(input_|cache_)?pos(ition)?|cache_position|seqlen_offset|step)$"
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class CallPlan:
         angles: The form of the angles, where they are an argument.
         output: Index of the output among the tensors that come back.
         weights: Index of the attention weights among them; -1 if they do not come back.
+        key_heads: How many heads keys and values are handed over with, where heads are; 0 for as many as queries.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -97,6 +102,7 @@ class CallPlan:
     angles: AngleForm | None = None
     output: int = 0
     weights: int = -1
+    key_heads: int = 0
 
     @property
     def self_attention(self) -> bool:
@@ -173,13 +179,19 @@ class Caller:
             tensor = form.build(may_attend, self.num_heads, self.dtype)
             return HeldMask(tensor) if form.held else tensor
         if role.startswith("="):
-            return {"=None": None, "=False": False, "=True": True}.get(role, self._size(role[1:], inputs))
+            return {"=None": None, "=False": False, "=True": True, "=0": 0}.get(role, self._size(role[1:], inputs))
         if role == "angles" and plan.angles is not None:
-            head = inputs.query[0, :, : inputs.query.size(-1) // self.num_heads].to(self.dtype)
-            return plan.angles.build(name, head, base_of(self.function))
+            return self.angles(name, plan.angles, inputs)
         tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
         x = tensors.get(role, inputs.query if role == "input" else inputs.key)
-        return to_layout(x.to(self.dtype, copy=True), plan.layout, self.num_heads)  # the code may write into it
+        laid_out = to_layout(x.to(self.dtype, copy=True), plan.layout, self.num_heads)  # the code may write into it
+        grouped = plan.key_heads and role in ("key", "value", "memory")
+        return laid_out.narrow(plan.layout.split().index("h"), 0, plan.key_heads) if grouped else laid_out
+
+    def angles(self, name: str, form: AngleForm, inputs: Inputs) -> Any:
+        """Make the argument of this name for the positions of the queries, from 0."""
+        head = inputs.query[0, :, : inputs.query.size(-1) // self.num_heads].to(self.dtype)
+        return form.build(name, head, base_of(self.function))
 
     def _size(self, name: str, inputs: Inputs) -> Any:
         if name in ("height", "width"):
@@ -276,13 +288,20 @@ def call_plans(caller: Caller, sizes: Sizes, errors: list[str]) -> Iterator[tupl
     exact = exact_lengths(caller.function) if isinstance(caller.function, nn.Module) else []
     wholes = [replace(sizes, query_len=n, key_len=n) for n in (MAX_LEN, *exact)]
     for lengths, layouts in itertools.product((sizes, equal, *wholes), LAYOUTS):
-        for (roles, named), layout in itertools.product(role_lists(parameters), layouts):
-            plan = CallPlan(roles, layout, positional_only(parameters, roles), named)
+        for (roles, named), layout, heads in itertools.product(role_lists(parameters), layouts, _key_heads(sizes)):
+            if heads and "h" not in layout:
+                continue
+            plan = CallPlan(roles, layout, positional_only(parameters, roles), named, key_heads=heads)
             for working in _working(caller, plan, lengths, errors):
                 found = True
                 yield working, lengths
         if found:
             return
+
+
+def _key_heads(sizes: Sizes) -> tuple[int, ...]:
+    """How many heads keys may be handed over with, where heads are: fewer first, if there are sizes for that."""
+    return (0,) if sizes.key_heads == sizes.num_heads else (sizes.key_heads, 0)
 
 
 def cross_plans(caller: Caller, sizes: Sizes) -> Iterator[tuple[CallPlan, Sizes]]:
@@ -414,7 +433,9 @@ def _role(parameter: inspect.Parameter) -> str:
     if takes_angles(name) and not optional:
         return "angles"
     if SWITCH.search(name) and (role != "mask" or "head_mask" in name):
-        return "default" if optional else "=None" if re.search("drop|cache|past", name) else "=False"
+        if optional:
+            return "default"
+        return "=None" if re.search("drop|cache|past", name) else "=0" if POSITION.search(name) else "=False"
     if role == "" and optional:
         return "default"
     known, value = value_for(parameter.name, Sizes())

@@ -84,7 +84,7 @@ def reading_view(conventions: Iterable[tuple[str, str, str]]) -> Table:
     """Put how the code was read beside how torch.nn has it."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("how it was read", "in this code", "in torch.nn"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for row in conventions:
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import Inputs, forward_parameters
+from equivalence_tests.checker.calling import POSITION, Inputs, forward_parameters
 from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.findings import Exercise, Finding
@@ -19,14 +19,12 @@ from equivalence_tests.checker.lines import code_lines, frames_of
 from equivalence_tests.checker.masking import MaskForm, mask_forms
 from equivalence_tests.checker.mistakes import named_mistake
 
-__all__ = ["POSITION", "cache_arguments", "exercised_cache"]
+__all__ = ["cache_arguments", "exercised_cache"]
 
 TOKENS = 6
+KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"mask|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
-POSITION = re.compile(
-    r"^(start_?(pos|idx)|past_len\w*|offset|(input_|cache_)?pos(ition)?|cache_position|seqlen_offset|step)$"
-)
 SWITCHES = re.compile(
     r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.IGNORECASE
 )
@@ -38,6 +36,10 @@ class CacheFailedError(Exception):
     def __init__(self, cause: Exception) -> None:
         super().__init__(said(cause))
         self.cause = cause
+
+
+class _OtherwiseError(Exception):
+    """The cache is not used in this way; the message says how that shows."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,8 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     names = [name for name in cache_arguments(trial.caller.function) if name not in given]
     if not names:
         return [], []
-    if not _attends_to_itself(trial) or trial.plan.positional or trial.plan.takes_angles:
-        why = "the positions come from outside" if trial.plan.takes_angles else "what is kept is not told from its call"
-        return [Exercise(name, False, why) for name in names], []
+    if not _attends_to_itself(trial) or trial.plan.positional:
+        return [Exercise(name, False, "what is kept is not told from its call") for name in names], []
     reasons: list[str] = []
     for causal in _causal_ways(trial):
         for protocol in _protocols(trial, names):
@@ -97,6 +98,9 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
                     {"said": failure}, stack=code_lines(frames_of(failure.cause)), evidence=protocol.detail
                 )
                 return [Exercise(name, True, protocol.detail) for name in names], [finding]
+            except _OtherwiseError as reason:
+                reasons.append(str(reason))
+                continue
             except Exception as error:  # this is not how this cache is used; another way may be
                 reasons.append(said(error))
                 continue
@@ -188,7 +192,7 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding
     for how, lengths in CHUNKS.items():
         steps = torch.cat(list(_steps(trial, protocol, causal, inputs, lengths)), dim=1)
         if steps.shape != whole.shape:
-            raise ValueError(f"the steps give {tuple(steps.shape)}, one pass {tuple(whole.shape)}")
+            raise _OtherwiseError(f"the steps give {tuple(steps.shape)}, one pass {tuple(whole.shape)}")
         differs = (steps - whole).abs().flatten(2).amax((0, 2)) > 1e-6 * whole.abs().max()
         if differs.any():
             facts = {"how": how, "token": int(differs.nonzero()[0]), "detail": protocol.detail}
@@ -215,7 +219,7 @@ def _steps(
         if protocol.fed_back is not None:
             handed = returned[protocol.fed_back]
         if not _holds(handed) and _kept(function) == before:
-            raise ValueError("nothing is kept from step to step")
+            raise _OtherwiseError("nothing that comes back or is written holds keys and values for the next step")
         yield trial.output_in(returned)
         start += length
 
@@ -232,7 +236,7 @@ def _next(trial: Trial, protocol: Protocol, inputs: Inputs, extra: dict[str, Any
 def _holds(handed: Any) -> bool:
     """Whether something is a cache with something in it: attention weights come back too, as one tensor."""
     if handed is None or isinstance(handed, (Tensor, bool, int, float)):
-        return False
+        return isinstance(handed, Tensor) and handed.dim() == KEYS_AND_VALUES
     if isinstance(handed, (dict, list, tuple)):
         return any(
             _holds(one) or isinstance(one, Tensor) for one in (handed.values() if isinstance(handed, dict) else handed)
@@ -250,11 +254,24 @@ def _kept(function: nn.Module | None) -> dict[str, float | None]:
     return found
 
 
+def _angles(trial: Trial, start: int, stop: int) -> dict[str, Any]:
+    """The angles of rotary positions, where they are arguments: those of the tokens of a step."""
+    form, inputs = trial.plan.angles, trial.inputs(TOKENS)
+    names = [name for name, role in trial.plan.roles if role == "angles"] if form is not None else []
+
+    def of_the_step(x: Tensor) -> Tensor:
+        return x.narrow(x.shape.index(TOKENS), start, stop - start)
+
+    made = {name: trial.caller.angles(name, form, inputs) for name in names if form is not None}
+    return {n: tuple(map(of_the_step, x)) if isinstance(x, tuple) else of_the_step(x) for n, x in made.items()}
+
+
 def _extra(trial: Trial, protocol: Protocol, start: int, length: int, handed: Any) -> dict[str, Any]:
     """What a step is called with beside its tokens: the cache, its switches, and where the step begins."""
     parameters = {p.name: p for p in forward_parameters(trial.caller.function)}
     holder, *names = protocol.names
     given: dict[str, Any] = {holder: handed} if holder else {}
+    given |= _angles(trial, start, start + length)
     for name in names:
         if _is_switch(parameters[name]):
             given[name] = True

@@ -202,6 +202,9 @@ def _cover(report: Report, situation: Situation, caller: Caller) -> None:
         report.coverage += untold(situation.judgement, situation.subject.module)
     if output_codes(situation) is None:
         report.coverage.append(Exercise("the output", False, "which token lies where in it could not be followed"))
+    elif not any(what == "includes" for what, _, _ in report.conventions):
+        why = "residuals, norms and layers of the same forward are not followed: this is about the attention alone"
+        report.coverage.append(Exercise("what stands around the attention", False, why))
     report.findings += covered.findings
     if report.findings:
         report.verdict = "deviates"

@@ -227,3 +227,88 @@ def test_rows_of_a_packed_weight_that_are_used_twice_are_told() -> None:
     assert verify(Packed).mistakes == ()
     assert verify(ValuesAreKeys).mistakes == ("value_uses_key_projection",)
     assert verify(KeysAreValues).mistakes == ("key_uses_value_projection",)
+
+
+class WritesInPlace(nn.Module):
+    """A cache that is written at ``start_pos``; where tokens stand is told by angles that are handed over."""
+
+    forgotten = False
+
+    def __init__(self, dim: int, n_heads: int, max_seq_len: int = 64) -> None:
+        super().__init__()
+        self.n_heads, width = n_heads, dim // n_heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.cache_k, self.cache_v = (torch.zeros(4, max_seq_len, n_heads, width) for _ in range(2))
+
+    def turned(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(3)
+
+    def forward(self, x: Tensor, start_pos: int, freqs_cis: Tensor, mask: Tensor | None = None) -> Tensor:
+        end = start_pos + x.size(1)
+        q, k, v = (f(x).unflatten(-1, (self.n_heads, -1)) for f in (self.wq, self.wk, self.wv))
+        self.cache_k, self.cache_v = self.cache_k.to(k), self.cache_v.to(v)
+        self.cache_k[: len(x), start_pos:end] = self.turned(k, freqs_cis)
+        self.cache_v[: len(x), 0 if self.forgotten else start_pos :][:, : x.size(1)] = v
+        q, k, v = (
+            y.transpose(1, 2)
+            for y in (self.turned(q, freqs_cis), self.cache_k[: len(x), :end], self.cache_v[: len(x), :end])
+        )
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + (0.0 if mask is None else mask)
+        return self.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class WritesAtTheBeginning(WritesInPlace):
+    forgotten = True
+
+
+def test_a_cache_is_exercised_where_the_positions_are_handed_over() -> None:
+    right = verify(WritesInPlace)
+    assert (right.verdict, right.mistakes) == ("equal", ())
+    assert ("start_pos", True) in [(exercise.what, exercise.exercised) for exercise in right.coverage]
+    assert verify(WritesAtTheBeginning).mistakes == ("cache_differs_from_one_pass",)
+
+
+class TakesGroupedHeads(nn.Module):
+    """No projections: queries, keys and values come in with their heads, keys with fewer."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.groups = num_heads // num_kv_heads
+
+    def repeated(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self.groups, dim=2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend; (batch, len, heads, head_dim)."""
+        q, k, v = (x.transpose(1, 2) for x in (q, self.repeated(k), self.repeated(v)))
+        return ((q @ k.mT * q.size(-1) ** -0.5).softmax(-1) @ v).transpose(1, 2)
+
+
+class TilesGroupedHeads(TakesGroupedHeads):
+    def repeated(self, x: Tensor) -> Tensor:
+        return x.repeat(1, 1, self.groups, 1)
+
+
+def test_keys_are_handed_over_with_fewer_heads_where_a_class_groups_them() -> None:
+    report = verify(TakesGroupedHeads)
+    assert (report.verdict, report.mistakes) == ("equal", ())
+    assert "6; keys and values have 2" in [here for what, here, _ in report.conventions if what == "heads"]
+    assert verify(TilesGroupedHeads).mistakes == ("grouped_heads_tiled",)
+
+
+class WithoutResidual(Attends):
+    """An attention with a feed-forward network behind it, in one forward."""
+
+    def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
+        super().__init__(dim, context_dim, num_heads)
+        self.feed_forward = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 20), nn.ReLU(), nn.Linear(20, dim))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.attend(x, x)
+        return x + self.feed_forward(x)
+
+
+def test_what_stands_around_an_attention_and_is_not_followed_is_listed() -> None:
+    report = verify(lambda: WithoutResidual(12, 12, 3), kind="attention")
+    assert ("what stands around the attention", False) in [(e.what, e.exercised) for e in report.coverage]
