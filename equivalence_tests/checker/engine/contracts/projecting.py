@@ -247,7 +247,8 @@ def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[
         made = next((s.operation for s in operand.sources if s.kind == "projection"), None)
         contraction = contraction_of(made) if made is not None else None
         first = all(attention.run.names.sources[n].kind == "input" for s in operand.sources for n in s.parents)
-        if contraction is not None and first and int(feature_of(operand.codes).max()) >= contraction.right.size(1):
+        columns = 0 if contraction is None else len(contraction.right[:, :, 0].unique())
+        if first and 0 < columns <= int(feature_of(operand.codes).max()):
             yield Departure("projection_shared_by_heads", "project", made)
             return
 
