@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.construction import prepare
-from equivalence_tests.checker.engine import diagnose_call, diagnose_subject
+from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.engine.subjects import diagnose_subject
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.state import preserved_global_state
 from equivalence_tests.checker.subject import Adapter, subjects

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.engine import diagnose_call
+from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.report import Report
 from equivalence_tests.checker.state import preserved_global_state
 
