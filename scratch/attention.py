@@ -410,7 +410,9 @@ def attend(
     scale, dropout_p = score_scale(module), module.dropout if module.training else 0.0
     resolved = partial(resolve_masks, module, q, k, key_padding_mask, attn_mask, is_causal, need_weights)
     if need_weights:
-        return attention(q * scale, k, v, _folded(resolved(), q), dropout_p, need_weights)
+        score_bias = resolved()
+        folded = None if score_bias is None else score_bias.flatten(0, 1)
+        return attention(q * scale, k, v, folded, dropout_p, need_weights)
     dtype, lead = q.dtype, (q.size(0) // module.num_heads, module.num_heads)
     diagonal = 0 if is_causal and key_padding_mask is None else None  # a mask that tiles need not see written down
     score_bias = resolved() if diagonal is None else None
@@ -419,16 +421,9 @@ def attend(
         return tiling.KERNELS[q.device.type](q, k, v, score_bias, diagonal, scale).flatten(0, 1), None
     q, k, v = upcast_half(q, k, v)
     score_bias = resolved() if diagonal is not None else score_bias
-    context, _ = attention(q * scale, k, v, _folded(score_bias, q), dropout_p)
+    folded = None if score_bias is None else score_bias.expand(*lead, -1, -1).flatten(0, 1).to(q.dtype)
+    context, _ = attention(q * scale, k, v, folded, dropout_p)
     return context.to(dtype), None
-
-
-def _folded(score_bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Fold heads into the batch, as they are in the queries, unless one bias stands for all."""
-    if score_bias is None or score_bias.shape[:2] == (1, 1):
-        return None if score_bias is None else score_bias.squeeze(0).to(q.dtype)
-    batch = score_bias.size(0)
-    return score_bias.expand(-1, q.size(0) // batch, -1, -1).flatten(0, 1).to(q.dtype)
 
 
 def _register_parameters(module: MultiheadAttention, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
