@@ -53,7 +53,8 @@ def imports_of(module: str) -> set[str]:
     tree = parsed(module)
     found = {name for name in {*imported_by(tree), *named_in_texts(tree)} if name in FILES}
     named = {name for name in found if not any(other.startswith(f"{name}.") for other in found)} - {module}
-    return named | {package for name in named for package in packages_of(name) if not f"{module}.".startswith(f"{package}.")}
+    around = {package for name in named for package in packages_of(name)}
+    return named | {package for package in around if not f"{module}.".startswith(f"{package}.")}
 
 
 def packages_of(module: str) -> Iterator[str]:
