@@ -43,13 +43,13 @@ ENCODINGS = {
 
 
 class HeldMask:
-    """Holds a mask under whatever name it is asked for."""
+    """Holds a mask under whatever name it is asked for, but for what a tensor would answer itself."""
 
     def __init__(self, mask: Tensor) -> None:
         self._mask = mask
 
     def __getattr__(self, name: str) -> Tensor:
-        if name.startswith("__"):
+        if name.startswith("__") or hasattr(Tensor, name):
             raise AttributeError(name)
         return self._mask
 

@@ -11,7 +11,7 @@ from equivalence_tests.checker.zoo.right import RIGHT, broken
 
 MADE = [name for name, mistake in MISTAKES.items() if mistake.right]
 # Known, and not told from others yet where it stands alone.
-OPEN = ("softmax_missing", "mask_transposed", "mask_fill_positive", "causal_fill_positive", "own_mask")
+OPEN = ("softmax_missing",)
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -31,6 +31,51 @@ def test_every_mistake_is_named(name: str, tmp_path: Path) -> None:
     mistake = named_mistake(name)
     report = verify(written(tmp_path, broken(mistake.right, mistake.changes)))
     assert report.mistakes == (name,), str(report)
+
+
+SPLIT = "q, k, v = (self.split(x) for x in (q, k, v))"
+HELD = "self.num_heads = num_heads"
+WEIGHTS = "weights = scores.softmax(-1)"
+# What is meant so, where the code holds something that has no other use.
+INTENDED = {
+    "queries_and_keys_normalised": (
+        (HELD, f"{HELD}\n        self.norms = nn.ModuleList(nn.RMSNorm(embed_dim // num_heads) for _ in range(2))"),
+        (SPLIT, f"{SPLIT}\n        q, k = self.norms[0](q), self.norms[1](k)"),
+    ),
+    "attention_sink": (
+        (HELD, f"{HELD}\n        self.sinks = nn.Parameter(torch.zeros(num_heads, 1, 1))"),
+        (
+            WEIGHTS,
+            "sinks = self.sinks.expand(*scores.shape[:3], 1)\n        "
+            + WEIGHTS.replace("scores", "torch.cat((scores, sinks), -1)")
+            + "[..., :-1]",
+        ),
+    ),
+    "scores_capped": (
+        ("embed_dim, num_heads):", "embed_dim, num_heads, softcap=30.0):"),
+        (HELD, f"{HELD}\n        self.softcap = softcap"),
+        (WEIGHTS, "scores = self.softcap * (scores / self.softcap).tanh()\n        " + WEIGHTS),
+    ),
+    "bias_added": (
+        (HELD, f"{HELD}\n        self.table = nn.Parameter(torch.zeros(num_heads, 64, 64))"),
+        (WEIGHTS, "scores = scores + self.table[:, : x.size(1), : x.size(1)]\n        " + WEIGHTS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTENDED)
+def test_what_is_meant_so_is_named_and_not_blamed(name: str, tmp_path: Path) -> None:
+    report = verify(written(tmp_path, broken("itself", INTENDED[name])))
+    assert report.verdict == "equal", str(report)
+    assert [finding.name for finding in report.meant] == [name]
+
+
+def test_a_bias_that_is_worked_with_in_vain_is_named(tmp_path: Path) -> None:
+    changes = (
+        (HELD, f"{HELD}\n        self.token_bias = nn.Parameter(torch.zeros(embed_dim))"),
+        (WEIGHTS, f"{WEIGHTS}\n        shifted = x + self.token_bias"),
+    )
+    assert verify(written(tmp_path, broken("itself", changes))).mistakes == ("bias_never_used",)
 
 
 @pytest.mark.parametrize(

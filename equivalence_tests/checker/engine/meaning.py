@@ -24,6 +24,7 @@ from equivalence_tests.checker.findings import Exercise
 
 __all__ = ["untold", "with_evidence"]
 
+CAP = re.compile(r"cap|clip", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 SIZES = re.compile(
     r"size|dim|width|num|heads|layers|eps|drop|vocab|len|range|_ids?$|channels|rank|hidden|depth|ratio|position|patch"
@@ -352,9 +353,10 @@ class _Evidence:
     def _capped(self, part: Part, model: WeightsModel) -> Departure:
         operation = next((op for op, _ in self._between() if op.name.startswith("tanh")), None)
         evidence = ""
-        for name, number in self.settings():
+        held = [item for m in self.module.modules() for item in _numbers(m)] if self.module is not None else []
+        for name, number in [*self.settings(), *(item for item in held if CAP.search(item[0]))]:
             if abs(number / model.cap - 1) < 1e-6 and not SIZES.search(name):
-                evidence = f"the cap is {name} of the configuration ({number:g})"
+                evidence = f"the cap is {name}, a setting ({number:g})"
         del part
         return Departure("scores_capped", "scores", operation, {"cap": model.cap}, evidence=evidence)
 

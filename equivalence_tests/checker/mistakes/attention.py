@@ -150,6 +150,8 @@ SPLIT_LINE = "x.view(x.size(0), x.size(1), self.num_heads, -1).transpose(1, 2)"
 MERGE = "(b, h, l, d) -> transpose (b, l, h, d) -> reshape (b, l, h * d)"
 MERGE_LINE = "context.transpose(1, 2).flatten(2)"
 WEIGHED = "dropped @ v"
+SPLIT_ALL = "q, k, v = (self.split(x) for x in (q, k, v))"
+ACROSS_SAMPLES = "torch.einsum('bhid,bhjd->hij', q, k)[None].expand(x.size(0), -1, -1, -1) / math.sqrt(q.size(-1))"
 
 LAYOUTS = (
     Mistake(
@@ -187,7 +189,7 @@ LAYOUTS = (
         "one score is made of several tokens",
         "scores[i, j] = sum over d of q[i, d] k[j, d]",
         "Multiply q by k.transpose(-2, -1).",
-    ),
+    ).made_of("itself", (SCALE_LINE, ACROSS_SAMPLES)),
     Mistake(
         "attention_among_heads",
         "product",
@@ -217,7 +219,7 @@ LAYOUTS = (
         "scores of head h = q[h] k[another]ᵀ",
         "scores of head h = q[h] k[h]ᵀ",
         "Split queries and keys alike.",
-    ),
+    ).made_of("cross", (SPLIT_ALL, f"{SPLIT_ALL}\n        k = torch.stack(k.unbind(1)[::-1], 1)")),
     Mistake(
         "heads_of_values_paired_wrongly",
         "context",
@@ -225,7 +227,7 @@ LAYOUTS = (
         "context of head h = weights[h] v[another]",
         "context of head h = weights[h] v[h]",
         "Split values as queries and keys.",
-    ),
+    ).made_of("cross", (SPLIT_ALL, f"{SPLIT_ALL}\n        v = torch.stack(v.unbind(1)[::-1], 1)")),
     Mistake(
         "grouped_heads_tiled",
         "split",
@@ -249,7 +251,7 @@ LAYOUTS = (
         "context = sum over j of weights[i, j] v[another]",
         "context = sum over j of weights[i, j] v[j]",
         "Keep keys and values in the same order.",
-    ),
+    ).made_of("itself", (WEIGHED, "dropped @ torch.cat((v[:, :, 1:], v[:, :, :1]), 2)")),
     Mistake(
         "context_sums_over_queries",
         "context",
@@ -265,7 +267,7 @@ LAYOUTS = (
         "sums over several of them at once",
         "context[i, d] = sum over j of weights[i, j] v[j, d]",
         "Bring weights and values to (batch, heads, query, key) and (batch, heads, key, head_dim) first.",
-    ),
+    ).made_of("cross", (WEIGHED, "torch.einsum('bhqk,bhkd->bqd', dropped, v)[:, None].expand(q.shape)")),
     Mistake(
         "heads_merged_without_transpose",
         "merge",
@@ -837,7 +839,7 @@ MASKS = (
         "softmax(scores.masked_fill(a pattern, -inf))",
         "Take the pattern out, or make it an argument or a setting whose name says what it hides.",
         "",
-    ).made_of("causal", (FUTURE, ".triu(1).flip(0)")),
+    ),
 )
 
 # ---------------------------------------------------------------------------------------------- dropout and calls

@@ -104,9 +104,9 @@ class _Scores:
         if dropped is not None:
             yield dropped
             return
-        precision = self._precision()
-        if precision is not None:
-            yield precision
+        blocking = self._precision() or self._filled_up()
+        if blocking is not None:
+            yield blocking
             return
         kind = self._kind()
         if kind is not None:
@@ -149,6 +149,16 @@ class _Scores:
                 name = f"softmax_in_{str(step.values.dtype).removeprefix('torch.')}"
                 patches = self._softmaxed()
                 return Departure(name, "softmax", step.operation, {}, patches, self._names_of(patches), blocks=True)
+        return None
+
+    def _filled_up(self) -> Departure | None:
+        """A large positive number in the place of scores: what should be hidden takes all."""
+        for step in self.steps:
+            fill = _fill_of(step.operation)
+            if fill is not None and fill > -SOFT and step.operation.patch is None:
+                prefix, mask = ("mask", "given") if self.expected.masked else ("causal", "causal")
+                name = f"{prefix}_fill_positive"
+                return Departure(name, "mask", step.operation, {"fill": fill}, self._softmaxed(mask))
         return None
 
     # ------------------------------------------------------------------------------------------ softmax
@@ -387,8 +397,6 @@ class _Scores:
             word = "fill_zero"
         elif abs(fill) < 1e-3:
             word = "fill_not_negative"
-        elif fill > 0:
-            word = "fill_positive"
         else:
             word = "fill_too_small"
         return Departure(f"{prefix}_{word}", "mask", operation, {"fill": fill}, patches=self._softmaxed("causal"))
