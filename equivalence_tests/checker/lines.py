@@ -6,16 +6,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-
-import torch
 
 __all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of", "inside", "is_users"]
 
 CHECKER = str(Path(__file__).parent)
 ENGINE = str(Path(__file__).parent / "engine")
-TORCH = str(Path(torch.__file__).parent)
+# Where torch is, without importing it: the command has its first line on the screen before that.
+TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent)
 NOT_THE_USERS = ("<frozen", "/einops/", "/jaxtyping/", "/beartype/", "/functools.py", "/contextlib.py")
 # Path, number and function of each line, the innermost first.
 Frames = tuple[tuple[str, int, str], ...]

@@ -67,10 +67,11 @@ def candidates(target: str) -> list[Candidate]:
     files = list(_files(target))
     found = [candidate for file in files for candidate in _in_file(file)]
     if not found:
-        looked = f"{len(files)} file{'s' * (len(files) != 1)}" if files else "no Python file or notebook"
+        if not files:
+            raise CannotCheckError(f"there is no Python file and no notebook in {target}")
         raise CannotCheckError(
-            f"{target}: looked at {looked} and found no attention, layer or mask builder. "
-            "Name one thing to check it all the same: file.py:Name"
+            f"{target}: looked at {len(files)} file{'s' * (len(files) != 1)} and found no attention, layer or mask "
+            "builder. Name one thing to check it all the same: file.py:Name"
         )
     return found
 
@@ -91,6 +92,8 @@ def _is_read(file: Path, root: Path) -> bool:
 
 
 def _package_files(name: str) -> Iterator[Path]:
+    if Path(name).suffix in (".py", ".ipynb") or len(Path(name).parts) > 1:
+        raise CannotCheckError(f"there is no file or folder {name} in {Path.cwd()}")
     try:
         spec = importlib.util.find_spec(name) if re.fullmatch(r"\w+(\.\w+)*", name) else None
     except (ImportError, ValueError) as error:

@@ -1,6 +1,8 @@
 """Tests of ``sidebyside verify`` as a user runs it: what it prints, writes and exits with."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -163,7 +165,13 @@ def test_reasons_come_from_options_and_from_a_file(tmp_path: Path, monkeypatch: 
 def test_a_folder_without_attention_is_said(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["verify", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    assert "found no attention, layer or mask builder" in result.stdout
+    assert "there is no Python file and no notebook in" in result.stdout
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import sys, equivalence_tests.checker.doors.command; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_a_right_class_is_equal() -> None:

@@ -105,7 +105,13 @@ def test_a_package_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("target", "said"), [("nowhere", "no file, folder or installed package nowhere"), ("a b", "a b")]
+    ("target", "said"),
+    [
+        ("nowhere", "no file, folder or installed package nowhere"),
+        ("a b", "a b"),
+        ("gone.py", "no file or folder gone.py"),
+        ("src/gone", "no file or folder"),
+    ],
 )
 def test_what_is_not_there_is_said(target: str, said: str) -> None:
     with pytest.raises(CannotCheckError, match=said):
@@ -113,7 +119,7 @@ def test_what_is_not_there_is_said(target: str, said: str) -> None:
 
 
 def test_an_empty_folder_is_said_to_hold_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CannotCheckError, match="no Python file or notebook and found no attention"):
+    with pytest.raises(CannotCheckError, match="there is no Python file and no notebook in"):
         candidates(str(tmp_path))
 
 
