@@ -18,6 +18,7 @@ from equivalence_tests.checker.angles import AngleForm, base_of, takes_angles
 from equivalence_tests.checker.construction import MAX_LEN, Sizes, exact_lengths, parameters_of, value_for
 from equivalence_tests.checker.errors import said
 from equivalence_tests.checker.kept_state import keeping_state
+from equivalence_tests.checker.lines import code_lines, frames_of
 from equivalence_tests.checker.masking import HeldMask, MaskForm
 from equivalence_tests.checker.tracing import tensors_in
 
@@ -505,7 +506,8 @@ def _try(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> Cal
         with torch.no_grad():
             tensors = caller.returned(plan, inputs)
     except Exception as error:
-        errors.append(said(error))
+        place = "".join(f" ({line.path}:{line.number})" for line in code_lines(frames_of(error)[:1]))
+        errors.append(said(error) + place)
         return None
     found = [index for index, x in enumerate(tensors) if _is_output(x, plan, inputs, caller.num_heads)]
     if found:

@@ -1,5 +1,7 @@
 """What can go wrong before there is a verdict, and what the code said to it."""
 
+from bdb import BdbQuit
+
 __all__ = ["CannotCheckError", "said"]
 
 
@@ -13,5 +15,7 @@ def said(error: Exception) -> str:
     >>> said(ValueError("no heads"))
     'ValueError: no heads'
     """
+    if isinstance(error, BdbQuit):
+        return "BdbQuit: it starts a debugger, which nobody can answer here"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

@@ -3,6 +3,7 @@
 import linecache
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ CHECKER = str(Path(__file__).parent)
 ENGINE = str(Path(__file__).parent / "engine")
 # Where torch is, without importing it: the command has its first line on the screen before that.
 TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent)
-NOT_THE_USERS = ("<frozen", "/einops/", "/jaxtyping/", "/beartype/", "/functools.py", "/contextlib.py")
+NOT_THE_USERS = ("<frozen", "/einops/", "/jaxtyping/", "/beartype/")
+STANDARD = sysconfig.get_path("stdlib")
 # Path, number and function of each line, the innermost first.
 Frames = tuple[tuple[str, int, str], ...]
 
@@ -87,7 +89,8 @@ def _shown(path: str) -> str:
 
 def is_users(path: str) -> bool:
     """Whether a file is the user's: neither torch's, nor ours, nor one that only hands calls on."""
-    return not (_is_ours(path) or path.startswith(TORCH) or any(part in path for part in NOT_THE_USERS))
+    standard = path.startswith(STANDARD) and "site-packages" not in path
+    return not (_is_ours(path) or standard or path.startswith(TORCH) or any(part in path for part in NOT_THE_USERS))
 
 
 def _is_ours(path: str) -> bool:

@@ -175,8 +175,9 @@ def _proof(proof: Proof | None) -> str:
         return f"None: with this put right, the output still differs from torch's by {proof.error:.2g}."
     if proof.without < ABOVE_ROUNDING:
         return "None: the output is the same with this put right and without."
+    exactly = f"to {proof.error:.0e}" if proof.error else "exactly"
     return (
-        f"With this put right, your own code returns torch's numbers to {proof.error:.0e} on {proof.inputs} fresh "
+        f"With this put right, your own code returns torch's numbers {exactly} on {proof.inputs} fresh "
         f"inputs; without it the difference is {proof.without:.2g}."
     )
 

@@ -465,7 +465,7 @@ def _add_idle_arguments(walk: Walk, label: str, caller: Caller, plan: CallPlan, 
         default = parameter.default
         if parameter.name not in given and not isinstance(default, bool) and default is not parameter.empty:
             what = f"{parameter.name} of {label}" if label != "layer" else parameter.name
-            walk.report.coverage.append(Exercise(what, False, "what it does is not told from its name"))
+            walk.report.coverage.append(Exercise(what, False, "its name does not say what it does"))
 
 
 def _add_maps(walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes) -> None:

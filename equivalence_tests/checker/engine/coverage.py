@@ -108,7 +108,7 @@ def _argument(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered:
     elif DROPS.search(name) and parameter.default in (0, 0.0, None):
         covered.add(name, (), "left at its default, which drops nothing")
     else:
-        covered.leave_out(name, "what it does is not told from its name")
+        covered.leave_out(name, "its name does not say what it does")
 
 
 def _is_bool(parameter: inspect.Parameter) -> bool:

@@ -175,6 +175,7 @@ def _check(report: Report, situation: Situation, caller: Caller) -> None:
 NAMED_BY_CHECKS = {
     "the maps that come back are not": "weights_not_those_used",
     "what it leaves is not rescaled": "dropout_not_rescaled",
+    "the dropout layer is not used": "dropout_never_applied",
 }
 
 

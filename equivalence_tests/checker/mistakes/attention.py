@@ -862,6 +862,14 @@ CALLS = (
         "Drop the weights, after the softmax.",
     ).made_of("cross", (SOFTMAX_LINE, "self.dropout(scores).softmax(-1)"), (DROP_LINE, "weights")),
     Mistake(
+        "dropout_never_applied",
+        "dropout",
+        "There is a dropout layer, and nothing goes through it: training drops nothing.",
+        "weights = softmax(scores)",
+        "weights = dropout(softmax(scores))",
+        "Call the layer on the weights, or leave it out.",
+    ).made_of("cross", (DROP_LINE, "weights")),
+    Mistake(
         "dropout_not_rescaled",
         "dropout",
         "What survives dropout is not scaled up by 1 / (1 - p), so that training and eval have different means.",
