@@ -451,7 +451,7 @@ EXPLANATIONS = (
         (ATTENTION,),
         "The keys and values of earlier calls. This call appends its own, so that decoding token by token projects "
         "each token once. torch.nn has no such argument and recomputes the whole sentence.",
-        (Place(MultiheadAttention.forward, "cache.extend("), Place(GrowingCache.extend, "torch.cat(")),
+        (Place(MultiheadAttention.forward, "cache.extend("), Place(GrowingCache.extend, "_written_behind(")),
         remembered,
     ),
 )

@@ -94,7 +94,7 @@ class NoCache(Trap):
     )
     places = (
         Place(MultiheadAttention.forward, "cache.extend("),
-        Place(GrowingCache.extend, "torch.cat("),
+        Place(GrowingCache.extend, "_written_behind("),
     )
     instead = (
         "Decode with a cache. torch.nn has none; scratch's decoder takes one, with the same weights and the same "
