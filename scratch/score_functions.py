@@ -339,4 +339,4 @@ def add_sinks(
     tensor([[[[0.5000, 0.5000]]]])
     """
     validation.check_sinks(context, lse, sinks)
-    return context * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1).to(context.dtype)
+    return context * torch.sigmoid(lse - sinks[:, None])[..., None].to(context.dtype)

@@ -322,6 +322,10 @@ class TestErrors:
         assert text in str(caught.value)
 
 
+def test_any_base_above_one_is_taken() -> None:
+    assert scratch.RotaryEmbedding(4, base=1.5).base == 1.5
+
+
 def test_it_says_how_it_was_built_and_compiles() -> None:
     rotary = builtin.RotaryEmbedding(4, scaling=LinearScaling(2.0))
     assert repr(rotary) == "RotaryEmbedding(4, base=10000.0, pairing='adjacent', scaling=LinearScaling(factor=2.0))"

@@ -20,7 +20,6 @@ def check_normalized_shape(normalized_shape: int | Sequence[int]) -> None:
     """Require a size, or for several."""
     sizes = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
     for size in sizes:
-        check_whole(normalized_shape=size)
         check_not_negative(normalized_shape=size)
 
 
