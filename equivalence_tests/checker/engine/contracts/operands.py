@@ -276,7 +276,12 @@ def _is_own(attention: Attention, departure: Departure) -> bool:
     operation = departure.operation
     if operation is None or operation.place != attention.first.place:
         return operation is not None and is_strange(operation)
-    return departure.facts["function"] not in USUAL
+    return departure.facts["function"] not in USUAL and not _adds_two(operation)
+
+
+def _adds_two(operation: Operation) -> bool:
+    """Whether it is a residual, or a position that is added."""
+    return operation.name.strip("_") in ("add", "iadd", "radd") and len(operation.inputs) > 1
 
 
 def _named(departure: Departure, operand: Operand) -> Departure:
