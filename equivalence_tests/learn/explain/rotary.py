@@ -65,7 +65,7 @@ def of_a_model() -> None:
 
 
 FREQUENCIES = Place(rotary.rotary_frequencies, "return 1 / base")
-OF_A_MODEL = (Place(DecoderOnlyTransformer.__init__, "rotary = RotaryEmbedding"),)
+OF_A_MODEL = (Place(DecoderOnlyTransformer.__init__, "rotary = self.rotary_class("),)
 
 EXPLANATIONS = (
     Explanation(
