@@ -11,7 +11,7 @@ from equivalence_tests.checker.engine.contracts.context import context_departure
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.entering import input_departures
 from equivalence_tests.checker.engine.contracts.expectation import Expectation
-from equivalence_tests.checker.engine.contracts.following import later_departures
+from equivalence_tests.checker.engine.contracts.following import exchanged_departures, later_departures
 from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula
 from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
 from equivalence_tests.checker.engine.contracts.operands import Operand, operand_departures, read_operands
@@ -76,7 +76,7 @@ def judge(attention: Attention, expected: dict[int, Expectation] | None = None) 
     if _divided_later(found) and not any(tile_departures(attention, found.operands, expected or {})):
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
     found.departures += later_departures(attention)
-    found.departures += merge_departures(attention)
+    found.departures += list(merge_departures(attention)) or list(exchanged_departures(attention))
     found.departures = _once(found.departures)
     return found
 

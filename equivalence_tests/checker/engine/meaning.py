@@ -371,13 +371,18 @@ class _Evidence:
                 score = codes is not None and bool((source_of(codes) == part.number).any())
                 if not score and bits and operation.name.strip("_") in ("add", "iadd", "sub", "isub", "radd"):
                     names = self.recorder.named(bits)
+                    if all(name.startswith("buffer:") for name in names) and _grows(part, model, live):
+                        yield Departure("bias_grows_with_distance", "bias", operation)
+                        return
                     yield from self._bent(operation, names)
                     told = next((n for n in names if n.startswith("param:")), names[-1]).replace(":", " ")
                     yield Departure("bias_added", "bias", operation, evidence=f"it is made from {told}")
                     return
         adding = next((op for op, _ in self._between() if op.name.strip("_") in ("add", "iadd", "radd", "sub")), None)
         graded = len((model.bias[live] * 1e6).round().unique()) > 4
-        if graded and _by_distance(part, model, live):
+        if graded and _grows(part, model, live):
+            yield Departure("bias_grows_with_distance", "bias", adding)
+        elif graded and _by_distance(part, model, live):
             yield Departure("bias_added", "bias", adding, evidence="it depends on the positions alone")
         elif graded:
             yield Departure("bias_added", "bias", adding)
@@ -421,6 +426,16 @@ def _first_step(judgement: Judgement, operand: Operand) -> Operation | None:
             if operation.index > operand.start and operation.name.strip("_") in ("mul", "rmul"):
                 return operation
     return None
+
+
+def _grows(part: Part, model: WeightsModel, live: Tensor) -> bool:
+    """Whether what is added is the greater the farther a key is from the query, in every row."""
+    query, key, queries, keys = ranks_of(part)
+    apart = (key - query - (keys - queries)).abs()[live]
+    order = (model.rows[live] * (queries + keys) + apart).argsort()
+    rows, apart, bias = (x[live][order] if x is not apart else x[order] for x in (model.rows, apart, model.bias))
+    farther = (rows.diff() == 0) & (apart.diff() > 0)
+    return bool((farther & (apart[1:] > 1)).any()) and bool((bias.diff()[farther] > 1e-6).all())
 
 
 def _by_distance(part: Part, model: WeightsModel, live: Tensor) -> bool:

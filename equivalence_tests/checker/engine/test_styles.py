@@ -1068,3 +1068,67 @@ class NormedAndExchanged(TurnedByMatrices):
 )
 def test_behind_a_norm_mistakes_are_found_as_without(target: type[nn.Module], name: str) -> None:
     assert judged(target).mistakes[:1] == (name,)
+
+
+class FallsWithDistance(Base):
+    """ALiBi, with slopes in a buffer or made on the way."""
+
+    sign: Any = -1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, 1 + HEADS)[:, None, None])
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        place = torch.arange(scores.size(-1))
+        distance = (place[:, None] - place).abs()
+        return super().weigh(scores + self.sign * self.slopes * distance)
+
+
+class GrowsWithDistance(FallsWithDistance):
+    sign = 1.0
+
+
+class GrowsWithoutSlopes(Base):
+    def weigh(self, scores: Tensor) -> Tensor:
+        place = torch.arange(float(scores.size(-1)))
+        hidden = place > place[:, None]
+        return super().weigh((scores + 0.3 * (place[:, None] - place)).masked_fill(hidden, -torch.inf))
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (FallsWithDistance, ()),
+        (GrowsWithDistance, ("bias_grows_with_distance",)),
+        (GrowsWithoutSlopes, ("bias_grows_with_distance",)),
+    ],
+)
+def test_a_bias_by_position_falls_with_the_distance(target: type[nn.Module], names: tuple[str, ...]) -> None:
+    assert judged(target).mistakes == names
+
+
+class RollsAllThree(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = torch.stack(super().operands(x)).roll(1, 3)
+        return q, k, v
+
+
+class RollsAllThreeAndBack(RollsAllThree):
+    def attend(self, x: Tensor) -> Tensor:
+        return super().attend(x).roll(-1, 1)
+
+
+def test_tokens_that_are_rolled_all_at_once_must_be_put_back() -> None:
+    assert judged(RollsAllThree).mistakes[:1] == ("changed_by_roll",)
+    assert judged(RollsAllThreeAndBack).verdict == "equal"
+
+
+class RollsBeforeTheNorm(NormedBoth):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Base.operands(self, x)
+        return self.q_norm(q), self.k_norm(k.roll(1, 2)), v
+
+
+def test_a_roll_before_a_norm_is_found() -> None:
+    assert judged(RollsBeforeTheNorm).mistakes == ("key_changed_by_roll",)

@@ -299,7 +299,7 @@ LAYOUTS = (
         "What comes back holds the tokens in another order than the queries.",
         "output[i] belongs to query j",
         "output[i] belongs to query i",
-        "Leave the tokens where they are.",
+        "Leave the tokens where they are; where features lie before them, transpose before the view or reshape.",
     ).made_of("cross", ("return self.out_proj(merged)", "return self.out_proj(merged).flip(1)")),
     Mistake(
         "output_changed",
@@ -944,6 +944,14 @@ MEANT = (
         SCALE,
         "Leave the bias out, or hand it over as a mask.",
         "ALiBi, T5 and Swin add a bias by position.",
+    ),
+    Mistake(
+        "bias_grows_with_distance",
+        "bias",
+        "The bias by position grows with the distance: the farther a key is, the more weight it gets.",
+        "scores = q kᵀ / sqrt(head_dim) + slope |i - j|",
+        "scores = q kᵀ / sqrt(head_dim) - slope |i - j|",
+        "Turn the sign of the slopes or of the distances round.",
     ),
     Mistake(
         "attention_sink",

@@ -25,7 +25,7 @@ from equivalence_tests.checker.engine.vocabulary import (
 )
 from equivalence_tests.checker.engine.watching import Operation, Slot
 
-__all__ = ["USUAL", "input_departures", "is_strange", "puts_back", "strange_operations"]
+__all__ = ["USUAL", "input_departures", "is_strange", "is_undone", "puts_back", "strange_operations"]
 
 USUAL = words(
     "relu relu6 gelu silu mish tanh sigmoid softplus elu selu celu leaky_relu prelu hardswish hardsigmoid hardtanh "
@@ -46,7 +46,7 @@ def input_departures(attention: Attention) -> Iterator[Departure]:
         assert source.operation is not None  # see _projections
         for operation in strange_operations(attention.run, source.operation.inputs[0], source.operation.index):
             here = operation.place == attention.first.place and operation.index not in seen
-            if here and not _is_undone(attention, operation):
+            if here and not is_undone(attention, operation):
                 seen.add(operation.index)
                 function = operation.name.strip("_")
                 yield Departure(f"changed_by_{function}", "input", operation, {"function": function, "what": "input"})
@@ -69,20 +69,26 @@ def _projections(attention: Attention) -> Iterator[Source]:
 
 
 def puts_back(attention: Attention, moved: Operation) -> bool:
-    """Say whether a function that moves what comes out was called on the input too.
+    """Say whether a function that moves what comes out was called in the same module before the attention, too.
 
     Args:
         attention: Whose output is moved.
         moved: What moves it.
     """
-    made = [source.operation for source in _projections(attention) if source.operation is not None]
-    return any(op.name == moved.name for x in made for op in strange_operations(attention.run, x.inputs[0], x.index))
+    before = attention.run.operations[: attention.first.index]
+    return any((op.name, op.place) == (moved.name, moved.place) for op in before)
 
 
-def _is_undone(attention: Attention, operation: Operation) -> bool:
-    """Whether the same function is called again behind the attention, as where windows are shifted and put back."""
+def is_undone(attention: Attention, operation: Operation) -> bool:
+    """Say whether the same function is called again behind an attention, as where windows are shifted and put back.
+
+    Args:
+        attention: Whose input is moved.
+        operation: What moves it.
+    """
     last = max(context.operation.index for part in attention.parts for context in part.contexts)
-    return any(op.name == operation.name for op in attention.run.operations[last:])
+    after = attention.run.operations[last:]
+    return any((op.name, op.place) == (operation.name, operation.place) for op in after)
 
 
 def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False) -> Iterator[Operation]:

@@ -10,7 +10,7 @@ from equivalence_tests.checker.engine.contracts.permuting import shuffling
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.watching import Operation
 
-__all__ = ["first_change", "later_departures"]
+__all__ = ["exchanged_departures", "first_change", "later_departures"]
 
 EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
 
@@ -28,6 +28,16 @@ def later_departures(attention: Attention) -> Iterator[Departure]:
             if taker is not None and taker.place.startswith(place):
                 found = _held(attention, source, taker)
                 yield from (one for one in found if one.facts.get("function") not in USUAL)  # of a feed-forward
+
+
+def exchanged_departures(attention: Attention) -> Iterator[Departure]:
+    """Name what rolls or flips the averaged values for good, where no weight tells by its columns that it does.
+
+    Args:
+        attention: All products of which have been read.
+    """
+    start = max(context.operation.index for part in attention.parts for context in part.contexts)
+    yield from _moved(attention, attention.context_sources, start, attention.end.index + 1)
 
 
 def _later(attention: Attention) -> dict[int, Source]:
@@ -49,13 +59,16 @@ def _held(attention: Attention, source: Source, taker: Operation) -> Iterator[De
         if not near(slot.value.double()[mine], want[mine], SINGLE):
             yield first_change(attention, source)
         else:
-            yield from _moved(attention, source, taker)
+            start = source.operation.index if source.operation is not None else -1
+            yield from _moved(attention, [source.number], start, taker.index)
 
 
-def _moved(attention: Attention, source: Source, taker: Operation) -> Iterator[Departure]:
-    start = source.operation.index if source.operation is not None else -1
-    moved = shuffling(attention.run, [source.number], start, taker.index)
-    if moved is not None and moved.name in EXCHANGES and not puts_back(attention, moved):
+def _moved(attention: Attention, numbers: list[int], start: int, until: int) -> Iterator[Departure]:
+    moved = shuffling(attention.run, numbers, start, until)
+    if moved is None or moved.name not in EXCHANGES or puts_back(attention, moved):
+        return
+    again = shuffling(attention.run, numbers, moved.index, until)
+    if again is None or again.name != moved.name:
         yield Departure(f"changed_by_{moved.name}", "output", moved, {"function": moved.name, "what": "output"})
 
 

@@ -20,6 +20,7 @@ from equivalence_tests.checker.engine.codes import (
 )
 from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.entering import is_undone
 from equivalence_tests.checker.engine.contracts.permuting import reshaped_for_transposed, shuffling
 from equivalence_tests.checker.engine.identities import Context, Source
 from equivalence_tests.checker.engine.vocabulary import MOVES
@@ -45,7 +46,7 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
         exchanged = _exchanged_alone(attention, part)
         if exchanged is not None:
             yield exchanged
-            return
+            return  # whatever else is elsewhere follows from it
     for part in attention.parts:
         among = list(_among_heads(attention, part))
         yield from among
@@ -183,15 +184,21 @@ def _gathering(before: Tensor, wanted: Tensor) -> Patch:
 
 
 def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
-    """One of queries, keys and values whose elements are rolled or flipped where those of the others are not."""
+    """One of queries, keys and values that is rolled or flipped where the others are not, or all at once for good."""
     found = {}
     for role, codes, until in _sides(part):
-        numbers = sources_in(codes)
+        numbers = attention.run.names.back_to_projections(sources_in(codes))
         if any(attention.run.names.sources[number].kind == "given" for number in numbers):
             return None
         moved = shuffling(attention.run, numbers, -1, until.index, codes)
         found[role] = moved if moved is not None and moved.name in ("roll", "flip") else None
     alone = [role for role, moved in found.items() if moved is not None]
+    moved = found["query"]
+    if moved is not None and len(alone) == len(found) == 3 and len(set(found.values())) == 1:
+        if is_undone(attention, moved):
+            return None
+        facts = {"function": moved.name, "what": "order of queries, keys and values"}
+        return Departure(f"changed_by_{moved.name}", "split", moved, facts)
     if len(alone) != 1:
         return None
     moved = found[alone[0]]

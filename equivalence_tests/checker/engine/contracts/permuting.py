@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Run
+from equivalence_tests.checker.engine.codes import place_of
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
 
@@ -22,10 +23,10 @@ def shuffling(run: Run, numbers: Iterable[int], after: int, before: int, of: Ten
         numbers: The sources whose elements are followed.
         after: The last operation that is not looked at.
         before: The first one that is not looked at again.
-        of: The elements that matter; None for all.
+        of: The elements that matter, of whichever source; None for all.
     """
     for operation, taken, given in _moves(run, numbers, after, before):
-        if of is not None and not bool(torch.isin(given, of).any()):
+        if of is not None and not bool(torch.isin(place_of(given), place_of(of)).any()):
             continue
         same = taken.shape == given.shape and not torch.equal(taken, given)
         if same and torch.equal(taken.reshape(-1).sort().values, given.reshape(-1).sort().values):

@@ -101,8 +101,15 @@ def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, s
 
 
 def _made_by(attention: Attention, operand: Operand) -> Operation | None:
-    made = [source.operation for source in operand.sources if source.operation is not None]
-    return made[0] if made else operand.until
+    made = [source.operation for source in _made_of(attention, operand) if source.operation is not None]
+    weighed = [operation for operation in made if operation.name in CONTRACTIONS]
+    return next(iter([*weighed, *made]), operand.until)
+
+
+def _made_of(attention: Attention, operand: Operand) -> list[Source]:
+    """The sources of an operand, and those before them as far as the projection."""
+    names = attention.run.names
+    return [names.sources[n] for n in names.back_to_projections(source.number for source in operand.sources)]
 
 
 def _from_right_input(attention: Attention, operand: Operand, own: str, roles: Mapping[int, str]) -> dict[int, Patch]:
@@ -152,9 +159,8 @@ def weight_of(attention: Attention, operand: Operand) -> str:
         attention: Whose.
         operand: Its queries, keys or values.
     """
-    names = attention.run.names
-    made = [names.sources[n] for n in names.back_to_projections(source.number for source in operand.sources)]
-    weights = (matrix_in(attention, source.operation) for source in made if source.kind == "projection")
+    made = (source for source in _made_of(attention, operand) if source.kind == "projection")
+    weights = (matrix_in(attention, source.operation) for source in made)
     return next(filter(None, weights), "")
 
 
