@@ -1132,3 +1132,17 @@ class RollsBeforeTheNorm(NormedBoth):
 
 def test_a_roll_before_a_norm_is_found() -> None:
     assert judged(RollsBeforeTheNorm).mistakes == ("key_changed_by_roll",)
+
+
+class Cascaded(Base):
+    """What one attention averages goes on, with something else, into the projections of the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.attend(x) + x.sort(1).values)
+
+
+def test_queries_are_not_held_against_what_another_attention_averaged() -> None:
+    with preserved_global_state():
+        torch.manual_seed(0)
+        found = diagnose_call(Cascaded().double().eval(), (torch.randn(2, 5, WIDTH).double(),))
+    assert not any(finding.stage == "operand" for report in found for finding in report.findings)

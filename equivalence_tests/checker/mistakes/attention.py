@@ -952,6 +952,12 @@ MEANT = (
         "scores = q kᵀ / sqrt(head_dim) + slope |i - j|",
         "scores = q kᵀ / sqrt(head_dim) - slope |i - j|",
         "Turn the sign of the slopes or of the distances round.",
+    ).made_of(
+        "itself",
+        (
+            "scores.softmax(-1)",
+            "(scores + torch.arange(x.size(1)).sub(torch.arange(x.size(1))[:, None]).abs()).softmax(-1)",
+        ),
     ),
     Mistake(
         "attention_sink",

@@ -334,8 +334,9 @@ def _stretches(attention: Attention, operand: Operand) -> Iterator[Operand]:
     place, step = attention.first.place, operand
     yield step
     while (before := earlier(attention.run, step, (*REMADE, "projection"))) is not None:
-        made = [source.operation for source in before.sources]
-        if not all(operation is not None and operation.place.startswith(place) for operation in made):
+        made = [source.operation for source in before.sources if source.kind in (*REMADE, "projection")]
+        inside = all(operation is not None and operation.place.startswith(place) for operation in made)
+        if not inside or len(made) < len(before.sources):  # such as what another head averaged
             return
         step = before
         yield step
