@@ -103,8 +103,9 @@ IN_PROJ = "in_proj_weight: rows are [q; k; v]"
 def _packed(operands: list[Operand]) -> str:
     """In which order the rows of one matrix give queries, keys and values."""
     made = {operand.role: operand.sources[0].operation for operand in operands}
-    if len({id(operation) for operation in made.values()}) == len(operands):  # each takes rows of its own
-        offsets = {role: op.inputs[1].tensor.storage_offset() for role, op in made.items() if op is not None}
+    taken = {role: op.inputs[1] for role, op in made.items() if op is not None and len(op.inputs) > 1}
+    if len({id(slot) for slot in taken.values()}) == len(operands):  # each takes rows of its own
+        offsets = {role: slot.tensor.storage_offset() for role, slot in taken.items()}
         return f"rows are [{'; '.join(role[0] for role in sorted(offsets, key=lambda role: offsets[role]))}]"
     rows = {operand.role: feature_of(operand.codes) for operand in operands}
     first, last = ({role: int(x) for role, x in ((r, f(rows[r])) for r in rows)} for f in (torch.amin, torch.amax))

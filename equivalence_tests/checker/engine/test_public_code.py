@@ -122,6 +122,36 @@ class LooksAtNeighbours(nn.Module):
         return self.out(context.mT.flatten(1, 2))
 
 
+class NormalisedNeighbours(LooksAtNeighbours):
+    """The same, with queries and keys of length one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(1, (self.num_head, -1)).mT for part in self.qkv(x).chunk(3, dim=1))
+        context = F.scaled_dot_product_attention(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, scale=1.0)
+        return self.out(context.mT.flatten(1, 2))
+
+
+class FeedsForwardItself(Attends):
+    """A block whose feed-forward network writes its own GELU."""
+
+    def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
+        super().__init__(dim, context_dim, num_heads)
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 20), nn.Linear(20, dim)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + self.attend(x, x)
+        y = self.up(self.norm(x))
+        return x + self.down(0.5 * y * (1.0 + torch.erf(y / 2**0.5)))
+
+
+def test_what_a_network_behind_the_attention_does_is_no_change_of_its_output() -> None:
+    assert verify(lambda: FeedsForwardItself(12, 12, 3)).mistakes == ()
+
+
+def test_queries_of_one_convolution_may_be_normalised() -> None:
+    assert "check broke off" not in verify(NormalisedNeighbours).reason
+
+
 def test_a_convolution_over_neighbours_keeps_tokens_in_their_places() -> None:
     assert "query_order_differs" not in verify(LooksAtNeighbours).mistakes
     assert verify(LooksAtNeighbours).mistakes == ()

@@ -41,11 +41,12 @@ def exchanged_departures(attention: Attention) -> Iterator[Departure]:
 
 
 def _later(attention: Attention) -> dict[int, Source]:
-    """What was made of the averaged values, by number."""
+    """What was made of the averaged values, by number, as far as the projections of other layers."""
     numbers = set(attention.context_sources)
     found: dict[int, Source] = {}
     for source in attention.run.names.sources.values():
-        if numbers.union(found).intersection(source.parents) and source.kind != "score":
+        own = numbers if source.kind == "projection" else numbers.union(found)
+        if own.intersection(source.parents) and source.kind != "score":
             found[source.number] = source
     return found
 
