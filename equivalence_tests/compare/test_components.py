@@ -20,7 +20,7 @@ NAMES = [component.name for component in components(torch.float64, 0)]
 SMALL = [name for name in NAMES if "sizes of the paper" not in name]
 FUNCTIONS = [x.name for x in components(torch.float64, 0) if x.case.is_function]
 FLEX_FORWARD = "flex_attention, window, ALiBi"
-TODAYS_MODULES = ("RMSNorm", "SwiGLU", "RotaryEmbedding", "GroupedQueryAttention", "DecoderOnly")
+TODAYS_MODULES = ("RMSNorm", "RotaryEmbedding", "GroupedQueryAttention", "DecoderOnly")
 WITH_MAPS = [x for x in NAMES if not x.startswith((*TODAYS_MODULES, "rms_norm", "varlen_attn"))]
 QUANTITIES = ["output", "attention maps", "masks", "input gradients", "parameter gradients"]
 

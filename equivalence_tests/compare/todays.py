@@ -95,7 +95,6 @@ def _parts(draw: Drawing) -> Iterator[Component]:
     yield Component("rms_norm", draw.case("rms_norm", {}, x), identical=True)
     tokens = {"x": draw.normal(BATCH, KEY_LEN, EMBED_DIM)}
     yield Component("RMSNorm", draw.case("RMSNorm", {"normalized_shape": (KEY_LEN, EMBED_DIM)}, tokens), identical=True)
-    yield Component("SwiGLU", draw.case("SwiGLU", {"d_model": EMBED_DIM, "dim_feedforward": FF_DIM}, tokens))
     heads = {"x": draw.normal(BATCH, NUM_HEADS, KEY_LEN, EVEN_HEAD_DIM)}
     for pairing in ("adjacent", "halves"):
         case = draw.case("RotaryEmbedding", {"head_dim": EVEN_HEAD_DIM, "pairing": pairing}, heads)

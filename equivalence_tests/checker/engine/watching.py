@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, INPLACE
+from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, INPLACE, UNFILLED
 from equivalence_tests.checker.lines import Frames, frames_here
 
 __all__ = ["Operation", "Recorder", "Slot", "tensors_of"]
@@ -186,6 +186,9 @@ class Recorder(TorchFunctionMode):
         if inplace and tensors:
             inputs[0].value = inputs[0].value.clone()
         result = func(*args, **kwargs, **target)
+        if name in UNFILLED:
+            for tensor in tensors_of(result):  # whatever lies in that memory would make one run unlike the next
+                tensor.detach().zero_()
         given = [tensors[0]] if inplace and tensors else list(tensors_of(result))
         operation.outputs = [self._slot(tensor, 0 if inplace else 1) for tensor in given]
         origins = 0

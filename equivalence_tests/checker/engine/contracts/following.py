@@ -41,13 +41,17 @@ def exchanged_departures(attention: Attention) -> Iterator[Departure]:
 
 
 def _later(attention: Attention) -> dict[int, Source]:
-    """What was made of the averaged values, by number, as far as the projections of other layers."""
+    """What was made of the averaged values, by number, as far as a second projection: another layer's."""
     numbers = set(attention.context_sources)
     found: dict[int, Source] = {}
+    projected = set[int]()
     for source in attention.run.names.sources.values():
-        own = numbers if source.kind == "projection" else numbers.union(found)
-        if own.intersection(source.parents) and source.kind != "score":
-            found[source.number] = source
+        behind = source.kind == "projection" and projected.intersection(source.parents)
+        if not numbers.union(found).intersection(source.parents) or source.kind == "score" or behind:
+            continue
+        found[source.number] = source
+        if source.kind == "projection" or projected.intersection(source.parents):
+            projected.add(source.number)
     return found
 
 
