@@ -289,7 +289,7 @@ class _Evidence:
             yield own
         for part, model in zip(self.judgement.attention.parts, self.judgement.models, strict=False):
             if model.cap:
-                yield self._capped(part, model)
+                yield self._capped(model)
             if "mask" not in wrong and "scores" not in wrong:
                 yield from self._biases(part, model)
             return
@@ -350,14 +350,13 @@ class _Evidence:
                 return f"it is as wide as {name} says ({number:g})"
         return ""
 
-    def _capped(self, part: Part, model: WeightsModel) -> Departure:
+    def _capped(self, model: WeightsModel) -> Departure:
         operation = next((op for op, _ in self._between() if op.name.startswith("tanh")), None)
         evidence = ""
         held = [item for m in self.module.modules() for item in _numbers(m)] if self.module is not None else []
         for name, number in [*self.settings(), *(item for item in held if CAP.search(item[0]))]:
             if abs(number / model.cap - 1) < 1e-6 and not SIZES.search(name):
                 evidence = f"the cap is {name}, a setting ({number:g})"
-        del part
         return Departure("scores_capped", "scores", operation, {"cap": model.cap}, evidence=evidence)
 
     def _biases(self, part: Part, model: WeightsModel) -> Iterator[Departure]:
