@@ -249,8 +249,10 @@ def _long_lengths(trial: Trial, judge: Judge, covered: Covered) -> None:
 
 
 def _ends_at(function: Callable[..., Any], limit: int) -> bool:
-    """Whether a table of the module ends there, which makes the number the greatest length and no block."""
-    held = [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
+    """Whether a table of the code ends there, which makes the number its greatest length; a layer's weight is none."""
+    children = function.modules() if isinstance(function, nn.Module) else ()
+    own = [m for m in children if isinstance(m, nn.Embedding) or not type(m).__module__.startswith("torch.")]
+    held = [x for m in own for x in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     return any(limit in tensor.shape for tensor in held)
 
 

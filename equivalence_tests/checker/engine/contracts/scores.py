@@ -434,8 +434,6 @@ class _Scores:
             name = "mask_fill_too_small" if small else "mask_added_as_01"
             yield Departure(name, "mask", operation, {"fill": levels}, patches=self._softmaxed("given"))
             return
-        # A row of which nothing is left, so that all of its keys weigh the same.
-        hidden = hidden | (model.dead[model.rows] & ~with_some(hidden, model.rows) & live)
         every = ~model.weights.isnan() & with_some(~wanted, model.rows)  # rows that see nothing tell which they are
         name = _mask_name(self.part, hidden | soft, wanted, live)
         if name in ("mask_hides_other_entries", "mask_never_used"):
