@@ -63,7 +63,7 @@ triton: $(STAMP) ## Run the tests of the CUDA kernel in Triton's interpreter, on
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 scratch/triton_attention.py equivalence_tests/twins/test_triton_attention.py $(ARGS)
 
 diagnose-report: $(STAMP) ## Verify every class of the zoo, right or broken, and print what was found and named
-	$(BIN)/python -m equivalence_tests.checker.confusion
+	$(BIN)/python -m equivalence_tests.checker.zoo.confusion
 
 mutants: $(STAMP) ## Break scratch in every small way and see that a test fails; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.mutation $(ARGS)

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 import builtin
 from benchmarks.grids import Case
 from benchmarks.workloads import Results, Workload, compiled, may_attend_of, workload
-from equivalence_tests.checker.calling import Caller, Inputs, from_layout
-from equivalence_tests.checker.construction import Sizes, argument_lists, prepare
 from equivalence_tests.checker.engine.mask_trials import mask_form_of
 from equivalence_tests.checker.engine.parameters import places_of
 from equivalence_tests.checker.engine.reading import is_causal
 from equivalence_tests.checker.engine.situations import Situation, likeliest, plans_of
-from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.loading import load
-from equivalence_tests.checker.masking import MaskForm
-from equivalence_tests.checker.state import preserved_global_state
-from equivalence_tests.checker.subject import Adapter, Subject, subjects
-from equivalence_tests.checker.tracing import tensors_in
+from equivalence_tests.checker.reach.calling import Caller, Inputs, from_layout
+from equivalence_tests.checker.reach.construction import Sizes, argument_lists, prepare
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.loading import load
+from equivalence_tests.checker.reach.masking import MaskForm
+from equivalence_tests.checker.reach.state import preserved_global_state
+from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
+from equivalence_tests.checker.reach.tracing import tensors_in
 from scratch.validation import ArgumentValueError
 
 __all__ = ["check_own", "is_own", "own_takes_part", "own_workload"]

@@ -6,9 +6,9 @@ from equivalence_tests.lazily import from_homes
 
 if TYPE_CHECKING:
     from equivalence_tests.checker.divergence import first_divergence
+    from equivalence_tests.checker.doors.pytest_checks import parametrize_with_checks
     from equivalence_tests.checker.doors.watch import watch
-    from equivalence_tests.checker.pytest_checks import parametrize_with_checks
-    from equivalence_tests.checker.subject import Adapter
+    from equivalence_tests.checker.reach.subject import Adapter
     from equivalence_tests.checker.verify import verify
     from equivalence_tests.instruments.differences import (
         Comparison,
@@ -46,9 +46,9 @@ __all__ = [
 ]
 
 CHECKER = {
-    "Adapter": "subject",
+    "Adapter": "reach.subject",
     "first_divergence": "divergence",
-    "parametrize_with_checks": "pytest_checks",
+    "parametrize_with_checks": "doors.pytest_checks",
     "verify": "verify",
     "watch": "doors.watch",
 }

@@ -17,6 +17,8 @@ FILES = {
     for room in ROOMS
     for file in sorted((ROOT / room).rglob("*.py"))
 }
+CHECKER = "equivalence_tests.checker"
+FLOORS = ("reporting", "reach", "mistakes", "engine", "parts", "layers", "doors")
 # What imports modules by names that stand in a text.
 BY_NAME = {"import_module", "from_homes"}
 
@@ -69,6 +71,19 @@ def packages_of(module: str) -> Iterator[str]:
 def test_a_room_imports_only_from_rooms_to_its_left(module: str) -> None:
     rooms = {name.split(".")[0] for name in imported_by(parsed(module))} & set(ROOMS)
     assert rooms <= set(ROOMS[: ROOMS.index(module.split(".")[0]) + 1])
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if not name.rpartition(".")[2].startswith("test_")])
+def test_a_floor_of_the_checker_imports_only_from_those_below(module: str) -> None:
+    floor = floor_of(module)
+    if floor is not None:
+        below = {floor_of(name) for name in imports_of(module)} - {None}
+        assert below <= set(FLOORS[: FLOORS.index(floor) + 1])
+
+
+def floor_of(module: str) -> str | None:
+    name = module.removeprefix(f"{CHECKER}.").split(".")[0]
+    return name if module.startswith(f"{CHECKER}.") and name in FLOORS else None
 
 
 def test_no_import_goes_round_in_a_circle() -> None:

@@ -6,12 +6,12 @@ from equivalence_tests.lazily import from_homes
 
 if TYPE_CHECKING:
     from equivalence_tests.checker.divergence import Divergence, first_divergence
+    from equivalence_tests.checker.doors.pytest_checks import parametrize_with_checks
     from equivalence_tests.checker.doors.watch import watch
-    from equivalence_tests.checker.errors import CannotCheckError
-    from equivalence_tests.checker.findings import KINDS, CheckResult, Finding
-    from equivalence_tests.checker.pytest_checks import parametrize_with_checks
-    from equivalence_tests.checker.report import Report
-    from equivalence_tests.checker.subject import Adapter
+    from equivalence_tests.checker.reach.errors import CannotCheckError
+    from equivalence_tests.checker.reach.subject import Adapter
+    from equivalence_tests.checker.reporting.findings import KINDS, CheckResult, Finding
+    from equivalence_tests.checker.reporting.report import Report
     from equivalence_tests.checker.verify import verify
 
 __all__ = [
@@ -29,15 +29,15 @@ __all__ = [
 ]
 
 HOMES = {
-    "KINDS": "findings",
-    "Adapter": "subject",
-    "CannotCheckError": "errors",
-    "CheckResult": "findings",
+    "KINDS": "reporting.findings",
+    "Adapter": "reach.subject",
+    "CannotCheckError": "reach.errors",
+    "CheckResult": "reporting.findings",
     "Divergence": "divergence",
-    "Finding": "findings",
-    "Report": "report",
+    "Finding": "reporting.findings",
+    "Report": "reporting.report",
     "first_divergence": "divergence",
-    "parametrize_with_checks": "pytest_checks",
+    "parametrize_with_checks": "doors.pytest_checks",
     "verify": "verify",
     "watch": "doors.watch",
 }

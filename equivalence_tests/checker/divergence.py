@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.tracing import tensors_in
+from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.instruments.differences import FLOAT64_BOUND, Comparison, compare_tensors
 from scratch.validation import ArgumentValueError
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from equivalence_tests.checker.findings import Finding
+from equivalence_tests.checker.reporting.findings import Finding
 
 
 def line_of(finding: Finding) -> str:

@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 
-from equivalence_tests.checker.findings import CheckResult
 from equivalence_tests.checker.mistakes import MISTAKES
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.findings import CheckResult
+from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["accepted", "check_meant"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from equivalence_tests.checker.engine.calls import diagnose_call
-from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["NO_ATTENTION", "examine_call"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests import verify
-from equivalence_tests.checker.construction import Sizes, value_for
 from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.reach.construction import Sizes, value_for
 
 
 class Grouped(nn.Module):

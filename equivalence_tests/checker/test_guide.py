@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from equivalence_tests import checker
 from equivalence_tests.__main__ import app
-from equivalence_tests.checker import report
 from equivalence_tests.checker.engine.checks import attention_checks
 from equivalence_tests.checker.helpers_for_tests import blocks, without_rounding
 
-GUIDE = Path(report.__file__).with_name("GUIDE.md")
+GUIDE = Path(checker.__file__).with_name("GUIDE.md")
 WIDTH = 100
 
 

@@ -11,16 +11,16 @@ from torch import nn
 
 from equivalence_tests.checker.engine.checks import NOT_JUDGED
 from equivalence_tests.checker.engine.subjects import examine_attention
-from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.findings import KINDS, CheckResult
 from equivalence_tests.checker.intended import accepted, check_meant
-from equivalence_tests.checker.loading import load, with_signature
+from equivalence_tests.checker.layers.walking import examine_layers, kind_of
 from equivalence_tests.checker.own_call import examine_call
-from equivalence_tests.checker.parts import examine_part, guess_kind, there_and_back
-from equivalence_tests.checker.report import Report
-from equivalence_tests.checker.state import preserved_global_state
-from equivalence_tests.checker.subject import Adapter, subjects
-from equivalence_tests.checker.walking import examine_layers, kind_of
+from equivalence_tests.checker.parts.checking import examine_part, guess_kind, there_and_back
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.loading import load, with_signature
+from equivalence_tests.checker.reach.state import preserved_global_state
+from equivalence_tests.checker.reach.subject import Adapter, subjects
+from equivalence_tests.checker.reporting.findings import KINDS, CheckResult
+from equivalence_tests.checker.reporting.report import Report
 from scratch.validation import check_choice
 
 __all__ = ["verify"]

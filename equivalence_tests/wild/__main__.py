@@ -16,7 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.wild.broken import mutant_summary, mutant_table, mutants_told
 from equivalence_tests.wild.checking import Attention, judged_attentions
 from equivalence_tests.wild.children import Limits, in_children

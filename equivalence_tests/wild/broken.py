@@ -8,9 +8,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from equivalence_tests.checker.findings import Finding
-from equivalence_tests.checker.lines import CodeLine
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.findings import Finding
+from equivalence_tests.checker.reporting.lines import CodeLine
+from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.wild.checking import Attention, Part, attentions_in, part_of, told, verdict_of
 from equivalence_tests.wild.models import WildModel
 from equivalence_tests.wild.mutants import Mutant, broken, mutants_of

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from equivalence_tests.checker.findings import Finding
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.findings import Finding
+from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.wild.counting import Call, attentions_of, captured_calls, variant_of
 from equivalence_tests.wild.models import WildModel, runnable
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.findings import Finding
-from equivalence_tests.checker.lines import CodeLine
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.findings import Finding
+from equivalence_tests.checker.reporting.lines import CodeLine
+from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.wild.broken import mutants_told
 from equivalence_tests.wild.checking import Attention, attentions_in, judged_attentions, part_of
 from equivalence_tests.wild.children import Limits, in_children

@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from equivalence_tests.checker.doors.discovery import Candidate, candidates, names_one_thing
-from equivalence_tests.checker.doors.exports import to_github, to_json, to_junit, to_sarif
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
-from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.findings import KINDS, VERDICTS
 from equivalence_tests.checker.intended import check_meant
-from equivalence_tests.checker.rendering import show
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reporting.exports import to_github, to_json, to_junit, to_sarif
+from equivalence_tests.checker.reporting.findings import KINDS, VERDICTS
+from equivalence_tests.checker.reporting.rendering import show
+from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["verify_command"]
 

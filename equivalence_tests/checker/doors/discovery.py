@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from equivalence_tests.checker.doors.notebooks import cells_of, without_magics
-from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.notebooks import cells_of, without_magics
 
 __all__ = ["Candidate", "candidates", "names_one_thing"]
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
-from equivalence_tests.checker.lines import is_users
+from equivalence_tests.checker.reporting.lines import is_users
 
 __all__ = ["Arguments", "Functions"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["Limits", "Request", "checked"]
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from equivalence_tests.__main__ import app
 from equivalence_tests.checker.doors import command
 from equivalence_tests.checker.doors.sandbox import Limits, Request
-from equivalence_tests.checker.findings import CheckResult, Example, Exercise, Finding, Proof, Verdict
-from equivalence_tests.checker.lines import CodeLine
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.findings import CheckResult, Example, Exercise, Finding, Proof, Verdict
+from equivalence_tests.checker.reporting.lines import CodeLine
+from equivalence_tests.checker.reporting.report import Report
 
 ZOO = Path(__file__).parents[1] / "zoo" / "conventions.py"
 SCALE = Finding(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from equivalence_tests.checker.doors.discovery import candidates, names_one_thing
-from equivalence_tests.checker.doors.importing import import_place, users_modules_first
-from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.loading import load
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.importing import import_place, users_modules_first
+from equivalence_tests.checker.reach.loading import load
 
 MODULE = """
 raise SystemExit("nobody runs this because it was looked at")

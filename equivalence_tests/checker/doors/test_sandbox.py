@@ -10,7 +10,7 @@ import pytest
 
 from equivalence_tests.checker.doors import sandbox
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.report import Report
 
 ROOT = Path(__file__).parents[3]
 SOURCE = """

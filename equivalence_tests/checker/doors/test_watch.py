@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.doors import watch as watching
 from equivalence_tests.checker.doors.watch import watch
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.report import Report
 
 
 def training_step(layer: nn.Module) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from equivalence_tests.checker.doors.frames import Arguments, Functions
 from equivalence_tests.checker.own_call import NO_ATTENTION
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
 
 __all__ = ["Watched", "WatchedCall", "watch"]

@@ -12,9 +12,9 @@ import threading
 import time
 from typing import IO, Any
 
-from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.loading import load
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.loading import load
+from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
 
 __all__: list[str] = []

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import POSITION, Inputs, forward_parameters
 from equivalence_tests.checker.engine.trying import Trial
-from equivalence_tests.checker.errors import said
-from equivalence_tests.checker.findings import Exercise, Finding
-from equivalence_tests.checker.kept_state import CACHE
-from equivalence_tests.checker.lines import code_lines, frames_of
-from equivalence_tests.checker.masking import MaskForm, mask_forms
 from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.reach.calling import POSITION, Inputs, forward_parameters
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.kept_state import CACHE
+from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
+from equivalence_tests.checker.reporting.findings import Exercise, Finding
+from equivalence_tests.checker.reporting.lines import code_lines, frames_of
 
 __all__ = ["cache_arguments", "exercised_cache"]
 

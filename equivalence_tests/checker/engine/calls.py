@@ -20,7 +20,7 @@ from equivalence_tests.checker.engine.judging import Judgement
 from equivalence_tests.checker.engine.meaning import untold, with_evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["diagnose_call"]
 

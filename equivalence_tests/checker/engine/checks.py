@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import Caller, CallPlan, Inputs, random_inputs
-from equivalence_tests.checker.construction import retype
-from equivalence_tests.checker.distance import distance
 from equivalence_tests.checker.engine.anchors import Run
 from equivalence_tests.checker.engine.contracts.context import is_tiled
+from equivalence_tests.checker.engine.distance import distance
 from equivalence_tests.checker.engine.intervening import reference
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
-from equivalence_tests.checker.errors import said
-from equivalence_tests.checker.findings import CheckResult
-from equivalence_tests.checker.kept_state import keeping_state
-from equivalence_tests.checker.report import Report
-from equivalence_tests.checker.state import default_dtype
-from equivalence_tests.checker.tracing import tensors_in
+from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs, random_inputs
+from equivalence_tests.checker.reach.construction import retype
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.kept_state import keeping_state
+from equivalence_tests.checker.reach.state import default_dtype
+from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.findings import CheckResult
+from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.instruments.differences import compare_errors
 
 __all__ = ["Checked", "attention_checks", "run_check"]

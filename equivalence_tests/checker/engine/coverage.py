@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import forward_parameters, role_of_parameter
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
 from equivalence_tests.checker.engine.trying import Trial
-from equivalence_tests.checker.errors import said
-from equivalence_tests.checker.findings import Exercise, Finding
-from equivalence_tests.checker.lines import code_lines, frames_of
 from equivalence_tests.checker.mistakes import named_mistake
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reach.calling import forward_parameters, role_of_parameter
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reporting.findings import Exercise, Finding
+from equivalence_tests.checker.reporting.lines import code_lines, frames_of
+from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["Covered", "cover"]
 

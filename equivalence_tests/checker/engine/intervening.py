@@ -13,8 +13,8 @@ from equivalence_tests.checker.engine.contracts.formula import context_by_formul
 from equivalence_tests.checker.engine.judging import Judgement, judge
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
-from equivalence_tests.checker.findings import Proof
-from equivalence_tests.checker.tracing import tensors_in
+from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.findings import Proof
 
 __all__ = ["Examination", "examine", "prove", "reference"]
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import Caller
 from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
 from equivalence_tests.checker.engine.contracts.expectation import Expectation, ExpectedFor
@@ -15,12 +14,13 @@ from equivalence_tests.checker.engine.intervening import Examination
 from equivalence_tests.checker.engine.situations import DROWNED, Situation, new_departures, situation_of
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.errors import said
-from equivalence_tests.checker.findings import Exercise
-from equivalence_tests.checker.lines import frames_of
-from equivalence_tests.checker.masking import MaskForm, draw_masks, mask_forms
-from equivalence_tests.checker.report import Report
-from equivalence_tests.checker.tracing import tensors_in
+from equivalence_tests.checker.reach.calling import Caller
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms
+from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import frames_of
+from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["mask_form_of", "masked_departures"]
 

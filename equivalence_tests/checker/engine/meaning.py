@@ -20,7 +20,7 @@ from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.judging import Judgement
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.findings import Exercise
+from equivalence_tests.checker.reporting.findings import Exercise
 
 __all__ = ["untold", "with_evidence"]
 

@@ -1,9 +1,9 @@
 """Turn what departs into words: a name, a sentence, formulas, a fix, and the lines that ran."""
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.findings import Example, Finding, Proof
-from equivalence_tests.checker.lines import code_lines
 from equivalence_tests.checker.mistakes import Mistake, named_mistake
+from equivalence_tests.checker.reporting.findings import Example, Finding, Proof
+from equivalence_tests.checker.reporting.lines import code_lines
 
 __all__ = ["finding_of"]
 

@@ -15,7 +15,7 @@ from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation
-from equivalence_tests.checker.errors import CannotCheckError
+from equivalence_tests.checker.reach.errors import CannotCheckError
 
 __all__ = ["places_of"]
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import torch
 
-from equivalence_tests.checker.calling import Caller, cross_plans, random_inputs
-from equivalence_tests.checker.causality import causal_claim
+from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.situations import Situation, situation_of
-from equivalence_tests.checker.errors import said
-from equivalence_tests.checker.lines import frames_of
-from equivalence_tests.checker.tracing import layers_made
+from equivalence_tests.checker.reach.calling import Caller, cross_plans, random_inputs
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.tracing import layers_made
+from equivalence_tests.checker.reporting.lines import frames_of
 
 LOUD = 30.0
 

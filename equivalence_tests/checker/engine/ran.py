@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from equivalence_tests.checker.engine.watching import Operation, Recorder
-from equivalence_tests.checker.lines import CodeLine, code_lines, frames_here, inside
+from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, frames_here, inside
 
 __all__ = ["lines_where", "operations_of"]
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import torch
 
-from equivalence_tests.checker.calling import CallPlan
 from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import feature_of
 from equivalence_tests.checker.engine.contracts.ending import wrap_of
@@ -15,8 +14,9 @@ from equivalence_tests.checker.engine.contracts.scores_table import causal_patte
 from equivalence_tests.checker.engine.identities import Identities, Source
 from equivalence_tests.checker.engine.judging import Judgement
 from equivalence_tests.checker.engine.situations import Situation, output_codes
-from equivalence_tests.checker.kept_state import changed_by_calls
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reach.calling import CallPlan
+from equivalence_tests.checker.reach.kept_state import changed_by_calls
+from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["is_causal", "notes_of", "reading_of"]
 

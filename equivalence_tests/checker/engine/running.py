@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.anchors import Run
 from equivalence_tests.checker.engine.identities import identify
 from equivalence_tests.checker.engine.watching import Patch, Recorder
-from equivalence_tests.checker.kept_state import keeping_state
+from equivalence_tests.checker.reach.kept_state import keeping_state
 
 __all__ = ["Call"]
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.calling import Caller, CallPlan, Inputs, call_plans, random_inputs
-from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import coded, known
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
@@ -20,9 +18,11 @@ from equivalence_tests.checker.engine.intervening import Examination, examine
 from equivalence_tests.checker.engine.judging import Judgement
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
-from equivalence_tests.checker.masking import MaskForm
-from equivalence_tests.checker.subject import Subject
-from equivalence_tests.checker.tracing import tensors_in
+from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs, call_plans, random_inputs
+from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.masking import MaskForm
+from equivalence_tests.checker.reach.subject import Subject
+from equivalence_tests.checker.reach.tracing import tensors_in
 
 DROWNED = 1e3  # scores below its opposite are hidden
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from equivalence_tests.checker.calling import Caller, other_mask_plans
-from equivalence_tests.checker.construction import prepare
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.checks import NOT_JUDGED, Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
@@ -29,11 +27,13 @@ from equivalence_tests.checker.engine.probing import (
 from equivalence_tests.checker.engine.reading import notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, plans_of
 from equivalence_tests.checker.engine.trying import Trial
-from equivalence_tests.checker.errors import CannotCheckError
-from equivalence_tests.checker.findings import Exercise
-from equivalence_tests.checker.report import Report
-from equivalence_tests.checker.state import default_dtype
-from equivalence_tests.checker.subject import Adapter, Subject, subjects
+from equivalence_tests.checker.reach.calling import Caller, other_mask_plans
+from equivalence_tests.checker.reach.construction import prepare
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.state import default_dtype
+from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
+from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["diagnose_subject", "examine_attention"]
 

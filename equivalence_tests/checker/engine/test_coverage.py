@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.calling import Caller, call_plans
-from equivalence_tests.checker.construction import Sizes
 from equivalence_tests.checker.engine.coverage import Covered, cover
 from equivalence_tests.checker.engine.trying import Trial
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reach.calling import Caller, call_plans
+from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reporting.report import Report
 
 WIDTH, HEADS = 12, 3
 Cache = tuple[Tensor, Tensor]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.construction import prepare
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.subjects import diagnose_subject
-from equivalence_tests.checker.report import Report
-from equivalence_tests.checker.state import preserved_global_state
-from equivalence_tests.checker.subject import Adapter, subjects
+from equivalence_tests.checker.reach.construction import prepare
+from equivalence_tests.checker.reach.state import preserved_global_state
+from equivalence_tests.checker.reach.subject import Adapter, subjects
+from equivalence_tests.checker.reporting.report import Report
 
 
 def diagnosed(target: Any) -> Report:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.calls import diagnose_call
-from equivalence_tests.checker.report import Report
-from equivalence_tests.checker.state import preserved_global_state
+from equivalence_tests.checker.reach.state import preserved_global_state
+from equivalence_tests.checker.reporting.report import Report
 
 WIDTH, HEADS = 12, 3
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.calling import Caller, CallPlan, Inputs, from_layout, random_inputs
-from equivalence_tests.checker.construction import Sizes
-from equivalence_tests.checker.kept_state import keeping_state
-from equivalence_tests.checker.tracing import tensors_in
+from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs, from_layout, random_inputs
+from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.kept_state import keeping_state
+from equivalence_tests.checker.reach.tracing import tensors_in
 
 __all__ = ["Trial"]
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, INPLACE, UNFILLED
-from equivalence_tests.checker.lines import Frames, frames_here
+from equivalence_tests.checker.reporting.lines import Frames, frames_here
 
 __all__ = ["Operation", "Recorder", "Slot", "tensors_of"]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from equivalence_tests.checker.findings import Finding
+from equivalence_tests.checker.reporting.findings import Finding
 
 __all__ = ["Change", "Mistake"]
 

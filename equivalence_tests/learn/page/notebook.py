@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.report import Report
+from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.learn.page.figures import Matrix, matrices
 from equivalence_tests.learn.page.gallery import FORMS, conversions
 from equivalence_tests.learn.page.steps import WORDS

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.watching import Operation, Patch
-from equivalence_tests.checker.lines import Frames
+from equivalence_tests.checker.reporting.lines import Frames
 
 __all__ = ["SINGLE", "TOLERANCE", "Departure", "constant_ratio", "near"]
 

@@ -16,7 +16,7 @@ from equivalence_tests.checker.engine.contracts.operands import Operand
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
-from equivalence_tests.checker.lines import Frames
+from equivalence_tests.checker.reporting.lines import Frames
 
 __all__ = ["output_weight", "projection_departures", "unused_departures", "weight_of", "matrix_in"]
 

@@ -1,0 +1,76 @@
+"""Find out whether code that builds a causal mask, or is called causal, hides nothing with it.
+
+What is asked for here is evidence that a causal mask is meant: a triangle that the instance keeps or that forward
+makes, or the name of the class. A mask argument or a switch that is off leaves the causal mask to the caller.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.ran import operations_of
+from equivalence_tests.checker.reach.calling import forward_parameters
+
+__all__ = ["causal_claim"]
+
+CLAIM = re.compile(r"causal|masked|auto_?regressive", re.IGNORECASE)
+SWITCH = re.compile(r"mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)
+LEFT_TO_THE_CALLER = re.compile(r"mask|causal|bias|tril|triu|future|decoder|auto_?regressive", re.IGNORECASE)
+
+
+def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
+    """Say what shows that a causal mask is meant.
+
+    Args:
+        module: The module; that it is not causal is known.
+        call: Calls it.
+
+    Returns:
+        What speaks for a causal mask; "" if nothing does, or if whoever calls it decides.
+    """
+    if any(LEFT_TO_THE_CALLER.search(p.name) for p in forward_parameters(module)) or _switched_off(module):
+        return ""
+    kept = next((name for name, x in _tensors_kept(module) if _is_triangle(x)), "")
+    if kept:
+        return f"self.{kept} is a triangle"
+    cut = (op for op in operations_of(call) if op.name.strip("_") in ("tril", "triu"))
+    if any(_is_triangle(slot.value) for op in cut for slot in op.outputs):
+        return "forward makes a triangle"
+    name = type(module).__name__
+    return f"it is called {name}" if CLAIM.search(name) else ""
+
+
+def _switched_off(module: nn.Module) -> bool:
+    """Whether the constructor was asked for no causal mask, or an attribute says that there is none."""
+    try:
+        arguments = inspect.signature(type(module)).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    asked = any(SWITCH.search(p.name) and p.default is not True for p in arguments)
+    return asked or any(
+        value is False and SWITCH.search(name) for child in module.modules() for name, value in vars(child).items()
+    )
+
+
+def _tensors_kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_buffers()
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}".strip("."), value
+
+
+def _is_triangle(x: Tensor) -> bool:
+    """Whether the last two axes hold one value on and on one side of the diagonal, and another beyond."""
+    if x.dim() < 2 or x.size(-1) != x.size(-2) or x.size(-1) < 3:
+        return False
+    square = x.reshape(-1, *x.shape[-2:])[0]
+    below, above = square[-1, 0], square[0, -1]
+    inside = torch.ones_like(square, dtype=torch.bool)
+    return bool(below != above) and any(
+        bool((square == torch.where(inside.tril(offset), below, above)).all()) for offset in (-1, 0, 1)
+    )

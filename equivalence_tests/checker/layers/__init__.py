@@ -1,0 +1,1 @@
+"""Layers, stacks and whole models: how attentions and parts are put together, and which masks reach them."""

@@ -1,0 +1,210 @@
+"""Run a whole model: are its layers chained, does the decoder read the encoder, do positions count?"""
+
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.causality import causal_claim
+from equivalence_tests.checker.parts.checking import kind_of_name
+from equivalence_tests.checker.reach.model_calls import ModelRun
+from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
+
+__all__ = ["judge_model", "reads_later_tokens"]
+
+Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
+GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)
+
+
+def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
+    """Look at how a model is put together.
+
+    Args:
+        module: The model.
+        run: How it is called.
+
+    Yields:
+        What was looked at, the name of the mistake ("" if there is none), and where.
+    """
+    yield from _unused(module, run)
+    with torch.no_grad():
+        yield from _judge_order(module, run)
+
+
+def _judge_order(module: nn.Module, run: ModelRun) -> Iterator[Row]:
+    seen = trace(module, lambda: run.call(run.source, run.target))
+    stacks = list(_stacks(module))
+    for path, layers in stacks:
+        yield "layers of their own", "layers_share_parameters" if _shared(layers) else "", path
+        yield "layers feed one another", "" if _chained(path, len(layers), seen) else "layers_not_chained", path
+    if run.target is not None and len(stacks) == 2:
+        yield "memory", _memory_mistake(run, stacks, seen), stacks[1][0]
+    if bool(run.call(run.source, run.target).isfinite().all()):
+        yield from _judge_tokens(module, run, [path for path, _ in stacks])
+
+
+def _unused(module: nn.Module, run: ModelRun) -> Iterator[Row]:
+    """Name the norms and embeddings that no gradient reaches, where it reaches what stands beside them."""
+    module.zero_grad(set_to_none=True)
+    output = run.call(run.source, run.target)
+    if not output.requires_grad:
+        return
+    output.square().sum().backward()
+    for path, child in module.named_modules():
+        small = "norm" in type(child).__name__.lower() or isinstance(child, nn.Embedding)
+        alone = small and not list(child.children()) and any(p.requires_grad for p in child.parameters())
+        if alone and not _reached(child) and _reached(_owner(module, path)):
+            yield "all parts take part", "part_never_used", path
+    module.zero_grad(set_to_none=True)
+
+
+def _reached(module: nn.Module) -> bool:
+    return any(p.grad is not None for p in module.parameters())
+
+
+def _owner(module: nn.Module, path: str) -> nn.Module:
+    """The module that calls a part: if nothing of it is reached, it stands on another branch, or is left out whole."""
+    owner = path.rpartition(".")[0]
+    while owner and isinstance(module.get_submodule(owner), nn.ModuleDict | nn.ModuleList):
+        owner = owner.rpartition(".")[0]
+    return module.get_submodule(owner)
+
+
+def reads_later_tokens(run: ModelRun) -> bool | None:
+    """Whether an output changes with a later token of the last sequence; None where there is no output for each."""
+    ids = run.source if run.target is None else run.target
+    before = _with(run, ids)
+    if before.size(1) != ids.size(1) or run.kind == "image" or not bool(before.isfinite().all()):
+        return None
+    other = ids.clone()
+    other[:, -2] = ids[:, 0]  # the last one may be cut off, where targets are shifted inside
+    return not torch.allclose(before[:, :-2], _with(run, other)[:, :-2], rtol=1e-9, atol=1e-11)
+
+
+def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterator[Row]:
+    later = None if run.masked or run.kind == "stack" else reads_later_tokens(run)
+    asked = run.target is not None or GENERATES.search(type(module).__name__)
+    if later is not None and (asked or not later or _claims_to_be_causal(module, run)):
+        yield "the future is unseen", "future_is_seen" if later else "", stacks[-1] if stacks else ""
+    # Without ids, tokens may be a set, unless the model holds positions.
+    if run.kind not in ("ids", "memory") and not _holds_positions(module):
+        return
+    if run.target is not None and run.kind != "memory":
+        lost = _is_lost(lambda x: run.call(x, run.target), run, run.source)
+        yield "positions of the source", "no_positions" if lost else "", "source"
+    yield (
+        "positions",
+        "no_positions" if _order_is_lost(module, run, stacks) else "",
+        "target" * (run.target is not None),
+    )
+
+
+def _claims_to_be_causal(module: nn.Module, run: ModelRun) -> bool:
+    return bool(causal_claim(module, lambda: run.call(run.source, run.target)))
+
+
+def _holds_positions(module: nn.Module) -> bool:
+    """Whether a part, a parameter or a buffer is called a positional encoding."""
+    names = [name for child in module.modules() for name in (*child._parameters, *child._buffers, *child._modules)]
+    names += [type(child).__name__ for child in module.modules()]
+    return any(kind_of_name(name) == "positional_encoding" for name in names)
+
+
+def _is_lost(call: Callable[[Tensor], Tensor], run: ModelRun, x: Tensor) -> bool:
+    """Whether exchanging the first two tokens leaves the last output alone, though it reads them."""
+    before, after, changed = (call(given)[:, -1] for given in (x, run.exchanged(x), run.replaced(x)))
+    if torch.allclose(before, changed, rtol=1e-9, atol=1e-11):
+        return False
+    return torch.allclose(before, after, rtol=1e-9, atol=1e-11)
+
+
+def _order_is_lost(module: nn.Module, run: ModelRun, stacks: list[str]) -> bool:
+    """Look at what the first layer gives: later on a causal mask alone tells the order of what came before."""
+    last = run.source if run.target is None else run.target
+
+    def first_layer(x: Tensor) -> Tensor:
+        calls = trace(module, lambda: _with(run, x))
+        output = _outputs(calls, f"{stacks[-1]}.0")
+        return _with(run, x) if output is None else _upright(output, run)
+
+    if not stacks or run.kind == "image":
+        return _is_lost(lambda x: _with(run, x), run, last)
+    return _is_lost(first_layer, run, last)
+
+
+def _upright(output: Tensor, run: ModelRun) -> Tensor:
+    """Batch first, as the samples of the run are counted."""
+    return output.transpose(0, 1) if output.dim() == 3 and output.size(0) != len(run.source) else output
+
+
+def _stacks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """List the stacks of at least two layers that hold an attention, those not inside another."""
+    outer: list[str] = []
+    for path, child in module.named_modules():
+        layers = list(child) if isinstance(child, nn.ModuleList | nn.Sequential) else []
+        inside = any(path.startswith(f"{other}.") for other in outer)
+        alike = len({type(layer) for layer in layers}) == 1 and not isinstance(layers[0], nn.ModuleList | nn.Linear)
+        if len(layers) > 1 and alike and not inside and len(list(layers[0].children())) > 1:
+            outer.append(path)
+            yield path, layers
+
+
+def _shared(layers: list[nn.Module]) -> bool:
+    first, second = ({id(p) for p in layer.parameters()} for layer in layers[:2])
+    return bool(first) and first == second
+
+
+def _inputs(calls: list[ModuleCall], path: str) -> list[Tensor]:
+    found = next((call for call in calls if call.path == path), None)
+    return [] if found is None else [x for x in tensors_in((found.args, found.kwargs)) if x.dim() == 3]
+
+
+def _outputs(calls: list[ModuleCall], path: str) -> Tensor | None:
+    found = next((call for call in calls if call.path == path), None)
+    return None if found is None else next(tensors_in((found.output,)), None)
+
+
+def _chained(path: str, count: int, calls: list[ModuleCall]) -> bool:
+    """Whether no layer after the first reads just what the first read, and nothing of the one before."""
+    given = [_inputs(calls, f"{path}.{i}") for i in range(count)]
+    results = [_outputs(calls, f"{path}.{i}") for i in range(count)]
+    for i in range(1, count):
+        before = results[i - 1]
+        if before is None or not given[i] or len(given[i]) != len(given[0]):
+            continue
+        repeated = all(_same(x, y) for x, y in zip(given[i], given[0], strict=True))
+        if repeated and not any(_same(x, before) for x in given[i]):
+            return False
+    return True
+
+
+def _memory_mistake(run: ModelRun, stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> str:
+    assert run.target is not None  # asked only then
+    rows = run.call(run.source, run.target).size(1)
+    if rows == run.source.size(1) != run.target.size(1):
+        return "memory_and_target_exchanged"
+    return "" if _memory_is_encoded(run, stacks, calls) else "memory_is_not_encoder_output"
+
+
+def _memory_is_encoded(run: ModelRun, stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> bool:
+    """Whether the decoder's layers read something that was there only after the encoder's last layer."""
+    (encoder, layers), (decoder, _) = stacks
+    order = [call.path for call in calls]
+    last = f"{encoder}.{len(layers) - 1}"
+    given = _inputs(calls, f"{decoder}.0")
+    if last not in order or len(given) < 2:
+        return True
+    early = calls[: order.index(f"{encoder}.0")]
+    first_inputs = _inputs(calls, f"{encoder}.0")[:1]
+    known = [x for call in early for x in tensors_in((call.output,))] + first_inputs
+    memories = [x for x in given if run.source.size(1) in x.shape[:2]]
+    return not memories or not all(any(_same(x, y) for y in known) for x in memories)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.allclose(x, y, rtol=1e-10, atol=1e-12)
+
+
+def _with(run: ModelRun, last: Tensor) -> Tensor:
+    return run.call(last, None) if run.target is None else run.call(run.source, last)

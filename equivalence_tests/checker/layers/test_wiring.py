@@ -1,0 +1,711 @@
+"""Layers and models: what is put together rightly is followed to its end, what is not is named, the rest is said."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.layers.walking import atoms_of, kind_of
+from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo import layers
+
+
+@pytest.mark.parametrize("found", layers.CORRECT, ids=lambda found: found.__name__)
+def test_what_is_right_is_equal(found: Any) -> None:
+    report = verify(found)
+    assert report.verdict == "equal", str(report)
+    assert any(check.name.endswith("(wiring)") and check.outcome == "passed" for check in report.checks), str(report)
+
+
+@pytest.mark.parametrize(("found", "names", "_"), layers.BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_wrong_is_named(found: Any, names: tuple[str, ...], _: str) -> None:
+    report = verify(found)
+    assert report.verdict == "deviates", str(report)
+    assert set(report.mistakes) == set(names), str(report)
+
+
+def test_an_instance_keeps_its_own_width() -> None:
+    # A feed-forward four times as wide as the tokens was once taken for the width, and 4 heads of 8 for heads of 32.
+    layer = layers.SequentialFeedForwardLayer(32, 4, 128)
+    before = [p.clone() for p in layer.parameters()]
+    assert verify(layer).verdict == "equal", str(verify(layer))
+    assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
+
+
+def test_the_masks_of_a_layer_are_described() -> None:
+    rows = {what: here for what, here, _ in verify(layers.TwoMaskDecoderLayer).conventions}
+    assert rows["layer: tgt_mask"] == "hides the layer's own tokens: (batch * heads, query, key), True = may not look"
+    assert rows["layer: src_mask"].startswith("hides tokens of the memory: ")
+
+
+class ReZeroLayer(layers.SequentialFeedForwardLayer):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.alpha = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + self.alpha * self.attn(x, x, x)[0]
+        return x + self.alpha * self.mlp(x)
+
+
+def test_a_way_that_is_lost_is_no_verdict() -> None:
+    report = verify(ReZeroLayer)
+    assert (report.verdict, report.mistakes) == ("unchecked", ())
+    assert "what attn gives is not seen in any sum" in report.reason
+
+
+class SmallAttention(nn.MultiheadAttention):
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__(d_model, n_heads, batch_first=True)
+
+
+class SmallFeedForward(nn.Module):
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.linear1, self.linear2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.linear1(x).relu())
+
+
+class PositionwiseFeedForward(SmallFeedForward):
+    pass
+
+
+class GivenPartsLayer(nn.Module):
+    def __init__(self, size: int, self_attn: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.self_attn, self.feed_forward = self_attn, feed_forward
+        self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.self_attn(x, x, x)[0])
+        return self.norm2(x + self.feed_forward(x))
+
+
+def test_parts_that_are_handed_to_the_constructor_are_built() -> None:
+    report = verify(GivenPartsLayer)
+    assert report.verdict == "equal", str(report)
+    assert {check.name for check in report.checks} >= {"self_attn (multi-head attention)", "layer (wiring)"}
+
+
+class UnnamedPartsLayer(nn.Module):
+    def __init__(self, size: int, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = first, second, nn.LayerNorm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.second(x + self.first(x, x, x)[0]))
+
+
+def test_parts_that_cannot_be_built_are_asked_for() -> None:
+    report = verify(UnnamedPartsLayer)
+    assert report.verdict == "unchecked"
+    assert "pass an instance" in report.reason
+
+
+class DirectCallLayer(layers.SequentialFeedForwardLayer):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.ln_1(x + self.attn.forward(x, x, x)[0])
+        return self.ln_2(x + self.mlp.forward(x))
+
+
+def test_forward_called_by_name_is_seen() -> None:
+    assert verify(DirectCallLayer).verdict == "equal"
+
+
+class SequenceFirstLayer(nn.Module):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(d_model, n_heads)
+        self.linear1, self.linear2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+
+    def forward(self, src: Tensor, src_mask: Tensor | None = None) -> Tensor:
+        src = self.norm1(src + self.attn(src, src, src, attn_mask=src_mask)[0])
+        return self.norm2(src + self.linear2(self.linear1(src).relu()))
+
+
+def test_a_sequence_first_layer_is_followed() -> None:
+    report = verify(SequenceFirstLayer)
+    assert report.verdict == "equal", str(report)
+    assert any("src_mask" in what for what, _, _ in report.conventions)
+
+
+class ShiftedModel(layers.TranslationModel):
+    """Shifts the targets inside; without a causal mask it still sees the future."""
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        return super().forward(src, torch.cat([torch.zeros_like(tgt[:, :1]), tgt[:, :-1]], 1))
+
+
+class ShiftedPeekingModel(ShiftedModel, layers.PeekingModel):
+    pass
+
+
+def test_the_future_is_seen_behind_a_shift() -> None:
+    assert verify(ShiftedModel).verdict == "equal"
+    assert verify(ShiftedPeekingModel).mistakes == ("future_is_seen",)
+
+
+class FlatOutputModel(layers.TranslationModel):
+    """Gives the logits of all tokens in one axis, and keeps its positions fixed."""
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        self.positions.weight.requires_grad_(False)
+        return super().forward(src, tgt).flatten(0, 1)
+
+
+class UnorderedFlatModel(FlatOutputModel, layers.UnchainedModel):
+    pass
+
+
+def test_logits_in_one_axis_are_read_and_what_is_fixed_takes_part() -> None:
+    assert verify(FlatOutputModel).verdict == "equal", str(verify(FlatOutputModel))
+    assert verify(UnorderedFlatModel).mistakes == ("layers_not_chained",)
+
+
+class RequiredMasksDecoderLayer(layers.TwoMaskDecoderLayer):
+    def forward(self, x: Tensor, memory: Tensor, tgt_mask: Tensor, src_mask: Tensor) -> Tensor:  # type: ignore[override]
+        may = [mask.repeat_interleave(self.self_attn.num_heads, 0) for mask in (tgt_mask, src_mask)]
+        return super().forward(x, memory, *may)
+
+
+def test_a_layer_that_requires_two_masks_is_called() -> None:
+    report = verify(RequiredMasksDecoderLayer)
+    assert report.verdict == "equal", str(report)
+
+
+def test_a_norm_that_holds_others_is_no_norm() -> None:
+    class AddNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ln = nn.LayerNorm(3)
+
+    assert kind_of("addnorm1", AddNorm()) == ""
+    assert atoms_of(nn.ModuleList([AddNorm(), nn.Linear(3, 3)])) == {"0.ln": "layer_norm", "1": ""}
+
+
+class MemoryFirstDecoderLayer(layers.TwoMaskDecoderLayer):
+    """Takes (memory, target), under names that do not say so, and only of one length."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(y.view_as(x), x)
+
+
+class MemoryFirstMixedDecoderLayer(MemoryFirstDecoderLayer, layers.MixedMemoryDecoderLayer):
+    pass
+
+
+def test_of_two_tensors_of_one_length_the_memory_is_found_out() -> None:
+    assert verify(MemoryFirstDecoderLayer).verdict == "equal", str(verify(MemoryFirstDecoderLayer))
+    assert verify(MemoryFirstMixedDecoderLayer).mistakes == ("cross_values_from_decoder",)
+
+
+class SeriesModel(nn.Module):
+    """Takes features, batch first, and gives one number for the sequence."""
+
+    batch_first = True
+
+    def __init__(self, width: int, d_model: int, nhead: int) -> None:
+        super().__init__()
+        self.proj, self.pos_embedding = nn.Linear(width, d_model), nn.Parameter(torch.zeros(1, 9, d_model))
+        layer = nn.TransformerEncoderLayer(d_model, nhead, 20, batch_first=self.batch_first)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(d_model, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.place(self.proj(x)))[:, -1])
+
+    def place(self, x: Tensor) -> Tensor:
+        """The stage that defects replace."""
+        return x + self.pos_embedding
+
+
+class MixedSeriesModel(SeriesModel):
+    batch_first = False
+
+
+class UnorderedSeriesModel(SeriesModel):
+    def place(self, x: Tensor) -> Tensor:
+        return x + self.pos_embedding[:, :1]
+
+
+class ImageModel(SeriesModel):
+    """Takes images of 12 by 12, patches of 4 by 4."""
+
+    def __init__(self, d_model: int = 24) -> None:
+        super().__init__(3, d_model, 4)
+        self.patches, self.blocks = nn.Conv2d(3, d_model, 4, 4), nn.ModuleList(self.make_blocks(d_model))
+
+    def make_blocks(self, d_model: int) -> Sequence[nn.Module]:
+        """The stage that defects replace."""
+        return [layers.SequentialFeedForwardLayer(d_model, 4, 40) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.place(self.patches(x).flatten(2).mT)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class UnorderedImageModel(ImageModel, UnorderedSeriesModel):
+    pass
+
+
+class OneBlockImageModel(ImageModel):
+    def make_blocks(self, d_model: int) -> Sequence[nn.Module]:
+        return 2 * [layers.SequentialFeedForwardLayer(d_model, 4, 40)]
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (SeriesModel(6, 24, 4), ()),
+        (MixedSeriesModel(6, 24, 4), ("samples_mixed",)),
+        (UnorderedSeriesModel(6, 24, 4), ("no_positions",)),
+        (ImageModel(), ()),
+        (UnorderedImageModel(), ("no_positions",)),
+        (OneBlockImageModel(), ("layers_share_parameters",)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_models_of_features_and_images_are_run(model: nn.Module, names: tuple[str, ...]) -> None:
+    report = verify(model)
+    assert report.mistakes == names, str(report)
+    assert report.verdict == ("deviates" if names else "equal"), str(report)
+
+
+class PositionwiseLayer(layers.TwoMaskDecoderLayer):
+    """Its feed-forward speaks of positions, and is no encoding of them."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.mlp = nn.Sequential(PositionwiseFeedForward(d_model, d_ff))
+
+
+class Stack(nn.Module):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PositionwiseLayer(d_model, n_heads, d_ff) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+class LastLayerStack(Stack):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return [layer(x, memory) for layer in self.layers][-1]
+
+
+def test_a_bare_stack_is_run_as_its_layers_are() -> None:
+    assert verify(Stack).verdict == "equal", str(verify(Stack))
+    assert verify(LastLayerStack).mistakes == ("layers_not_chained",)
+
+
+class CausalModel(nn.Module):
+    """Has a causal mask, which gives later layers an order, and no name that says so."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, max_len: int) -> None:
+        super().__init__()
+        self.embedding, self.pe = nn.Embedding(vocab_size, d_model), nn.Parameter(torch.ones(max_len, d_model))
+        layer = nn.TransformerEncoderLayer(d_model, nhead, 20, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.embedding(x) + self.places(x.size(1)), mask=self.hidden(x.size(1)))
+
+    def places(self, length: int) -> Tensor:
+        """The stage that defects replace."""
+        return self.pe[:length]
+
+    def hidden(self, length: int) -> Tensor:
+        """The stage that defects replace."""
+        return torch.ones(length, length).triu(1).bool()
+
+
+class OneRowCausalModel(CausalModel):
+    def places(self, length: int) -> Tensor:
+        return self.pe[0]
+
+
+class TransposedCausalModel(CausalModel):
+    def hidden(self, length: int) -> Tensor:
+        return super().hidden(length).mT
+
+
+def test_a_causal_model_needs_positions_and_must_not_read_the_future() -> None:
+    report = verify(CausalModel)
+    assert report.verdict == "equal", str(report)
+    assert ("the model: an output reads", "no later token (GPT)", "") in report.conventions
+    assert verify(OneRowCausalModel).mistakes == ("no_positions",)
+    assert verify(TransposedCausalModel).mistakes == ("causal_mask_inverted",)  # and not that the future is seen
+
+
+class ExchangingModel(layers.TranslationModel):
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        memory, x = self.embed(tgt), self.encode(self.embed(src))
+        for layer in self.decoder_layers:
+            x = layer(x, memory)
+        return self.head(self.norm(x))
+
+
+def test_memory_and_target_are_told_apart() -> None:
+    assert "memory_and_target_exchanged" in verify(ExchangingModel).mistakes, str(verify(ExchangingModel))
+
+
+class DeafModel(CausalModel):
+    """Reads out a first token of its own, which sees no other: attention runs along the samples."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, max_len: int) -> None:
+        super().__init__(vocab_size, d_model, nhead, max_len)
+        layer = nn.TransformerEncoderLayer(d_model, nhead, 20)
+        self.encoder, self.first = nn.TransformerEncoder(layer, 2), nn.Parameter(torch.ones(1, 1, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(torch.cat([self.first.expand(len(x), -1, -1), self.embedding(x)], 1))[:, 0]
+
+
+def test_a_model_that_does_not_read_its_input_is_named() -> None:
+    assert verify(DeafModel).mistakes == ("input_never_read",), str(verify(DeafModel))
+
+
+class OuterMasksModel(layers.TranslationModel):
+    """Takes a mask for the source and one for the target, True = may not look."""
+
+    def make_decoder(self, d_model: int, n_heads: int, d_ff: int) -> nn.ModuleList:
+        self.num_heads = n_heads
+        return super().make_decoder(d_model, n_heads, d_ff)
+
+    def forward(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None = None, tgt_mask: Tensor | None = None
+    ) -> Tensor:
+        src_mask, tgt_mask = self.masks(src, tgt, src_mask, tgt_mask)
+        encoder, own, crossed = self.dealt(src_mask, tgt_mask, tgt.size(1))
+        memory, x = self.embed(src), self.embed(tgt)
+        for layer in self.encoder_layers:
+            memory = layer(memory, encoder)
+        for layer in self.decoder_layers:
+            x = layer(x, memory, own, crossed)
+        return self.head(self.norm(x))
+
+    def masks(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """From (batch, 1, key) to what torch's layers take."""
+        return self.full(src_mask, src, src), self.full(tgt_mask, tgt, tgt)
+
+    def full(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+        """The mask of each head."""
+        shape = (len(query), query.size(1), key.size(1))
+        return None if mask is None else mask.expand(shape).repeat_interleave(self.num_heads, 0)
+
+    def dealt(self, source: Tensor | None, target: Tensor | None, length: int) -> tuple[Tensor | None, ...]:
+        """The stage that defects replace: the masks of the encoder, the decoder, and its cross-attention."""
+        return source, target, self.crossed(source, length)
+
+    def crossed(self, source: Tensor | None, length: int) -> Tensor | None:
+        """The source's mask for as many queries as there are targets."""
+        return None if source is None else source[:, :1].expand(-1, length, -1)
+
+
+class ExchangedMasksModel(OuterMasksModel):
+    def dealt(self, source: Tensor | None, target: Tensor | None, length: int) -> tuple[Tensor | None, ...]:
+        return source, self.crossed(source, length), target
+
+
+class DroppedMaskModel(OuterMasksModel):
+    def dealt(self, source: Tensor | None, target: Tensor | None, length: int) -> tuple[Tensor | None, ...]:
+        return source, target, None
+
+
+class UnusedMaskModel(OuterMasksModel):
+    def dealt(self, source: Tensor | None, target: Tensor | None, length: int) -> tuple[Tensor | None, ...]:
+        return source, None, self.crossed(source, length)
+
+
+class InnerMasksModel(OuterMasksModel):
+    """Makes its masks of the padding, 0."""
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(src, tgt)
+
+    def masks(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        future = torch.ones(2 * [tgt.size(1)]).triu(1).bool()
+        return super().masks(src, tgt, self.hidden(src)[:, None], self.hidden(tgt)[:, None] | future)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """The stage that defects replace."""
+        return ids == 0
+
+
+class ExchangedInnerMasksModel(InnerMasksModel, ExchangedMasksModel):
+    pass
+
+
+class InvertedInnerMasksModel(InnerMasksModel):
+    def masks(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        source, target = super().masks(src, tgt, src_mask, tgt_mask)
+        return None if source is None else ~source, target
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        (OuterMasksModel, ()),
+        (ExchangedMasksModel, ("masks_exchanged",)),
+        (DroppedMaskModel, ("model_mask_dropped",)),
+        (UnusedMaskModel, ("model_mask_never_used",)),
+        (InnerMasksModel, ()),
+        (ExchangedInnerMasksModel, ("future_is_seen", "masks_exchanged")),
+        (InvertedInnerMasksModel, ("model_padding_inverted",)),
+    ],
+)
+def test_masks_are_followed_through_a_model(found: Any, names: tuple[str, ...]) -> None:
+    report = verify(found)
+    assert report.mistakes == names, str(report)
+    assert any(check.name.startswith("masks of the model") for check in report.checks), str(report)
+
+
+class UnreadNormDecoderLayer(layers.TwoMaskDecoderLayer):
+    """Normalises the memory, and reads it as it was."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.norm4 = nn.LayerNorm(d_model)
+
+    def cross(self, x: Tensor, memory: Tensor, src_mask: Tensor | None) -> Tensor:
+        self.norm4(memory)
+        return super().cross(x, memory, src_mask)
+
+
+def test_a_norm_that_nothing_reads_is_named() -> None:
+    assert verify(UnreadNormDecoderLayer).mistakes == ("norm_missing",)
+
+
+class EmbeddingDecoder(Stack):
+    """A decoder that embeds its own ids, and takes the memory and the masks of both."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int, d_ff: int, num_layers: int) -> None:
+        super().__init__(d_model, n_heads, d_ff, num_layers)
+        self.num_heads, self.embedding = n_heads, nn.Embedding(vocab_size, d_model)
+        self.positions = nn.Embedding(9, d_model)
+
+    def forward(self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor, src_mask: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.embedding(tgt) + self.positions(torch.arange(tgt.size(1)))
+        own, crossed = (mask.repeat_interleave(self.num_heads, 0) for mask in self.dealt(tgt_mask, src_mask))
+        for layer in self.layers:
+            x = layer(x, memory, own, crossed)
+        return x
+
+    def dealt(self, tgt_mask: Tensor, src_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The stage that defects replace."""
+        return tgt_mask, src_mask
+
+
+class ExchangingEmbeddingDecoder(EmbeddingDecoder):
+    def dealt(self, tgt_mask: Tensor, src_mask: Tensor) -> tuple[Tensor, Tensor]:
+        return src_mask, tgt_mask
+
+
+def test_a_decoder_that_embeds_its_own_ids_is_run_on_a_memory() -> None:
+    assert verify(EmbeddingDecoder).verdict == "equal", str(verify(EmbeddingDecoder))
+    assert verify(ExchangingEmbeddingDecoder).mistakes == ("masks_exchanged",)
+
+
+class TorchModel(nn.Module):
+    """nn.Transformer, with a padding mask for each side and one for the memory."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, max_len: int, device: str = "cuda") -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(d_model, nhead, 2, 2, 20, batch_first=True, device=device)
+        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(max_len, d_model)
+
+    def forward(self, src: Tensor, tgt: Tensor, src_mask: Tensor, tgt_mask: Tensor, src_padding_mask: Tensor) -> Tensor:
+        sequences = [self.embedding(x) + self.positions(torch.arange(x.size(1))) for x in (src, tgt)]
+        return self.transformer(*sequences, **self.masks(src_mask, tgt_mask, src_padding_mask))
+
+    def masks(self, src_mask: Tensor, tgt_mask: Tensor, src_padding_mask: Tensor) -> dict[str, Tensor]:
+        """The stage that defects replace."""
+        return {
+            "src_mask": src_mask,
+            "tgt_mask": tgt_mask,
+            "src_key_padding_mask": src_padding_mask,
+            "memory_key_padding_mask": src_padding_mask,
+        }
+
+
+class ExchangingTorchModel(TorchModel):
+    def masks(self, src_mask: Tensor, tgt_mask: Tensor, src_padding_mask: Tensor) -> dict[str, Tensor]:
+        return super().masks(tgt_mask, src_mask, src_padding_mask)
+
+
+def test_masks_are_followed_to_torchs_own_layers() -> None:
+    assert verify(TorchModel).verdict == "equal", str(verify(TorchModel))
+    assert verify(ExchangingTorchModel).mistakes == ("masks_exchanged",)
+
+
+class OnePatchImageModel(ImageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_size = 4
+
+    def place(self, x: Tensor) -> Tensor:
+        assert x.size(1) == 1
+        return x + self.pos_embedding[:, :1]
+
+
+def test_an_image_of_one_patch_shows_no_order() -> None:
+    report = verify(OnePatchImageModel())
+    assert report.verdict == "equal", str(report)
+    assert any("no way to run the whole model" in note for note in report.notes)
+
+
+class ChoosyModel(CausalModel):
+    """Refuses a token that comes twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert all(len(row.unique()) == len(row) for row in x), "a token comes twice"
+        return super().forward(x)
+
+
+def test_a_model_that_refuses_other_tokens_is_no_verdict() -> None:
+    report = verify(ChoosyModel)
+    assert report.verdict == "unchecked", str(report)
+    assert "a token comes twice" in report.reason
+
+
+class BlockWithItsOwnMask(nn.Module):
+    """Right attention, made wrong by the mask that the block hands to it."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.attn = nn.MultiheadAttention(d_model, n_heads, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
+
+    def hidden(self, length: int) -> Tensor:
+        return torch.ones(length, length).triu(1).bool()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.attn(h, h, h, attn_mask=self.hidden(x.size(1)), need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class BlockThatSeesTheFuture(BlockWithItsOwnMask):
+    def hidden(self, length: int) -> Tensor:
+        return torch.ones(length, length).tril(-1).bool()
+
+
+class SigmoidCrossLayer(nn.Module):
+    """Two attentions in one forward; only the second is wrong."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.h = n_heads
+        self.qkv, self.own_out = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
+        self.q, self.kv, self.out = (
+            nn.Linear(d_model, d_model),
+            nn.Linear(d_model, 2 * d_model),
+            nn.Linear(d_model, d_model),
+        )
+        self.up, self.down = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(d_model) for _ in range(3))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.h, -1)).transpose(1, 2)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = map(self.split, self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.own_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        q = self.split(self.q(self.norm2(x)))
+        k, v = map(self.split, self.kv(memory).chunk(2, -1))
+        weights = torch.sigmoid(q @ k.mT / q.size(-1) ** 0.5)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm3(x))))
+
+
+def test_a_mask_that_a_block_makes_is_judged_where_it_is_used() -> None:
+    assert verify(BlockWithItsOwnMask).verdict == "equal"
+    report = verify(BlockThatSeesTheFuture)
+    assert report.mistakes == ("causal_mask_inverted",)
+    (finding,) = report.findings
+    assert finding.line is not None
+    assert "attn_mask=self.hidden" in finding.line.text
+
+
+def test_every_attention_of_one_forward_is_judged() -> None:
+    assert verify(SigmoidCrossLayer).mistakes == ("sigmoid_for_softmax",)
+
+
+class PaddedAttention(nn.Module):
+    """True in its mask is padding."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.q, self.kv, self.o = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, context: Tensor, pad: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in (self.q(x), *self.kv(context).chunk(2, -1))
+        )
+        mask = None if pad is None else ~pad[:, None, None, :]
+        return self.o(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class PaddedLayer(nn.Module):
+    """Takes the padding of both of its inputs."""
+
+    def __init__(self, dim: int, n_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.self_attn, self.cross_attn = PaddedAttention(dim, n_heads), PaddedAttention(dim, n_heads)
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
+
+    def of_memory(self, pad: Tensor) -> Tensor:
+        return pad
+
+    def forward(
+        self, x: Tensor, memory: Tensor, x_pad: Tensor | None = None, memory_pad: Tensor | None = None
+    ) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.self_attn(y, y, x_pad)
+        pad = None if memory_pad is None else self.of_memory(memory_pad)
+        x = x + self.cross_attn(self.norm2(x), memory, pad)
+        return x + self.fc2(torch.relu(self.fc1(self.norm3(x))))
+
+
+class OppositeLayer(PaddedLayer):
+    def of_memory(self, pad: Tensor) -> Tensor:
+        return ~pad
+
+
+class GatedLayer(PaddedLayer):
+    def forward(
+        self, x: Tensor, memory: Tensor, gates: Tensor | None = None, memory_pad: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(x if gates is None else x * gates, memory, None, memory_pad)
+
+
+def test_masks_of_one_layer_mean_the_same() -> None:
+    assert verify(PaddedLayer).verdict == "equal"
+    report = verify(OppositeLayer)
+    assert report.mistakes == ("masks_of_opposite_meaning",)
+    assert "memory_pad: True = may look" in report.findings[0].evidence
+    assert "cross_attn" in report.findings[0].stack[-1].text
+
+
+def test_an_argument_of_a_layer_that_nobody_gave_is_listed() -> None:
+    report = verify(GatedLayer)
+    assert report.verdict == "partial"
+    assert [exercise.what for exercise in report.not_exercised] == ["gates"]

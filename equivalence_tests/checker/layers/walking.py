@@ -1,0 +1,588 @@
+"""Check a layer, a stack or a model: its parts one by one, then how they are put together.
+
+Every sub-module of a known kind is examined by itself, so that errors do not add up. The wiring of each kind of layer
+is followed from the input to the output (``wiring``), its masks are tried (``layer_masks``), and a model is run on
+token ids (``models``). What could not be looked at is said, and nothing is called equal on its account.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.engine.subjects import examine_attention
+from equivalence_tests.checker.layers.layer_masks import OF_SOURCE, LayerMask, opposite_masks, read_layer_masks
+from equivalence_tests.checker.layers.model_masks import judge_model_masks
+from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
+from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
+from equivalence_tests.checker.mistakes import MISTAKES, named_mistake
+from equivalence_tests.checker.parts.checking import BY_DATA_FLOW, examine_part, guess_kind, kind_of_name
+from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
+from equivalence_tests.checker.reach.calling import (
+    Caller,
+    CallPlan,
+    call_plans,
+    forward_parameters,
+    independent_samples,
+    random_inputs,
+)
+from equivalence_tests.checker.reach.construction import Sizes, prepare
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.model_calls import Attempts, ModelRun, run_model, run_stack
+from equivalence_tests.checker.reach.subject import Adapter, Subject, sizes_of, subjects
+from equivalence_tests.checker.reach.tracing import layers_made, tensors_in, trace
+from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, Verdict
+from equivalence_tests.checker.reporting.lines import Frames, code_lines
+from equivalence_tests.checker.reporting.report import Report
+
+__all__ = ["examine_layers", "kind_of"]
+
+EXAMINED = ("attention", "layer_norm", "feed_forward", "positional_encoding")
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+MOST_SIZES = 2
+FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
+MOST_PROJECTIONS = 4
+WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
+
+
+@dataclass
+class Walk:
+    """What is known while a model is walked through.
+
+    Args:
+        report: Receives what is found.
+        module: The model, prepared.
+        sizes: Of the tensors.
+        contained: For each part that was examined, whether it adds its own residual; None if that is not known.
+        masks: For each class of layer, what its masks hide.
+        meant: Which deviations are on purpose.
+        watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
+    """
+
+    report: Report
+    module: nn.Module
+    sizes: Sizes
+    contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
+    masks: dict[type[nn.Module], list[LayerMask]] = field(default_factory=dict)
+    watched: dict[str, Report] = field(default_factory=dict)
+    meant: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str) -> None:
+        """Add a row, and a finding for each mistake, with its lines."""
+        outcome: Literal["passed", "failed"] = "failed" if mistakes else "passed"
+        self.report.checks.append(CheckResult(name, outcome, ", ".join(mistakes)))
+        for mistake, frames in mistakes.items():
+            if (mistake, place) not in [(f.name, f.where) for f in self.report.findings]:
+                finding = named_mistake(mistake).finding(stack=code_lines(frames), evidence=evidence, where=place)
+                self.report.findings.append(finding)
+
+    def skip(self, name: str, reason: str) -> None:
+        """Say what could not be looked at."""
+        self.report.checks.append(CheckResult(name, "skipped", reason))
+
+
+def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
+    """Check a layer or a model.
+
+    Args:
+        found: Class, instance or factory.
+        name: What to call it.
+        adapter: How to build it.
+
+    Returns:
+        One report for all sub-modules and the wiring.
+
+    Raises:
+        CannotCheckError: If it cannot be built, or holds nothing that is known.
+    """
+    reports, tried = list[Report](), set[Sizes]()
+    for subject in subjects(found, name, adapter):
+        if subject.sizes in tried:
+            continue
+        if len(reports) == MOST_SIZES:
+            break
+        tried.add(subject.sizes)
+        reports.append(_examine_subject(subject, name))
+        if reports[-1].verdict != "unchecked":
+            break  # some classes take only heads of even width, and no other sizes tell more
+    return min(reports, key=lambda report: (report.verdict == "unchecked", _skipped(report)))
+
+
+def _skipped(report: Report) -> int:
+    return sum(check.outcome == "skipped" for check in report.checks)
+
+
+def _examine_subject(subject: Subject, name: str) -> Report:
+    if subject.module is None:
+        raise CannotCheckError(f"{name} is no module")
+    module = subject.copied()
+    torch.set_default_dtype(torch.float64)
+    prepare(module)
+    walk = Walk(Report(name, "layers"), module, subject.sizes, meant=subject.adapter.meant)
+    _watch(walk)
+    for path, child in _examined_children(module):
+        _add_child(walk, path, child)
+    _add_inline(walk)
+    _add_masks_made_inside(walk)
+    layers = list(_layers(module))
+    for path, layer in layers:
+        _add_layer(walk, path, layer)
+    if not layers and not walk.watched and not set(atoms_of(module).values()) & {"attention", "layers"}:
+        walk.skip("wiring", "it holds no attention; if parts are handed to its constructor, pass an instance")
+    _add_mask_methods(walk)
+    _add_layout_clash(walk)
+    _add_model(walk)
+    return _concluded(walk.report, subject)
+
+
+def _watch(walk: Walk) -> None:
+    """Run the whole once, and find its attentions by their data flow, whatever their names."""
+    run, _ = _run(walk)
+    if run is None:
+        return
+    module = walk.module
+    try:
+        for report in diagnose_call(run.call, (run.source, run.target), module=module, name=walk.report.target):
+            walk.watched[report.place] = _joined(walk.watched.get(report.place), report)
+    except Exception as error:  # its parts are looked at one by one all the same
+        said = f"watching the whole run raised {type(error).__name__}: {error}"
+        walk.report.coverage.append(Exercise("attentions where they stand", False, said))
+    for path in walk.watched:
+        child = module.get_submodule(path)
+        if path and not kind_of(path, child) and not any(kind_of(path, m) == "attention" for m in child.modules()):
+            vars(child)[BY_DATA_FLOW] = "attention"
+
+
+def _joined(known: Report | None, report: Report) -> Report:
+    """One report on what one module computes, however many attentions it runs."""
+    if known is None:
+        return report
+    worse = max(known.verdict, report.verdict, key=FROM_BEST.index)
+    return replace(known, findings=[*known.findings, *report.findings], verdict=worse)
+
+
+def _add_masks_made_inside(walk: Walk) -> None:
+    """Tell of a mask that a layer makes wrongly and hands to an attention that is right by itself."""
+    known = {(finding.name, finding.line) for finding in walk.report.findings}
+    told = {finding.where for finding in walk.report.findings if finding.stage == "mask"}
+    for path, report in walk.watched.items():
+        for finding in report.findings:
+            own = finding.stage == "mask" and path not in told
+            if own and (finding.name, finding.line) not in known:
+                known.add((finding.name, finding.line))
+                walk.report.findings.append(replace(finding, where=path))
+                walk.report.checks.append(CheckResult(f"{path or 'it'} (mask made inside)", "failed", finding.name))
+
+
+def _add_inline(walk: Walk) -> None:
+    """Tell of an attention that a layer computes in its own forward, where no module of its own holds it."""
+    attentions = [path for path, kind in atoms_of(walk.module).items() if kind in ("attention", "layers")]
+    seen: set[type[nn.Module]] = set()
+    for path, report in walk.watched.items():
+        child = walk.module.get_submodule(path)
+        held = any(path == one or path.startswith(f"{one}.") or one.startswith(f"{path}.") for one in attentions)
+        if not path and _is_attention_alone(child):
+            return  # it is one, whatever it is called
+        if type(child) not in seen and not (held and path) and not (attentions and not path):
+            seen.add(type(child))
+            _add_part(walk, path, report)
+            around = f"residuals and norms around the attention{f' of {path}' if path else ''}"
+            walk.report.coverage.append(
+                Exercise(around, False, "it has no module of its own, so they were not followed")
+            )
+
+
+def _is_attention_alone(module: nn.Module) -> bool:
+    """Whether nothing but projections has parameters: then there is nothing around the attention."""
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    return len(matrices) <= MOST_PROJECTIONS and not any(guess_kind(m) == "layer_norm" for m in module.modules())
+
+
+def _concluded(report: Report, subject: Subject) -> Report:
+    if not report.checks and type(subject.module).__module__.startswith("torch."):
+        report.checks.append(CheckResult("torch.nn's own modules", "passed", "what others are compared with"))
+    if not report.checks:
+        raise CannotCheckError(
+            f"{report.target} holds no attention, LayerNorm, feed-forward or positional encoding of its own to check"
+        )
+    unchecked = [c for c in report.checks if c.outcome == "skipped"]
+    blamed = [f for f in report.findings if not _expressible(f.name)]
+    failed = [c for c in report.checks if c.outcome == "failed"]
+    least: Verdict = "partial" if report.coverage else "equal"
+    report.verdict = "deviates" if failed or blamed else "unchecked" if unchecked else least
+    if report.verdict == "unchecked":
+        report.reason = "; ".join(f"{c.name}: {c.detail}" for c in unchecked)
+    return report
+
+
+def _expressible(name: str) -> bool:
+    return name in MISTAKES and MISTAKES[name].expressible
+
+
+def kind_of(path: str, child: nn.Module) -> str:
+    """Tell what a sub-module is, by its class, or else by the name of the attribute that holds it.
+
+    What is called a norm and holds other modules is none: it normalises for them, or adds a residual.
+
+    >>> kind_of("blocks.0.ln_1", nn.LayerNorm(3)), kind_of("mlp", nn.Identity()), kind_of("x", nn.Dropout())
+    ('layer_norm', '', '')
+    """
+    attribute = "" if type(child).__module__.startswith("torch.") else path.rpartition(".")[2]
+    kind = guess_kind(child) or kind_of_name(attribute)
+    if kind == "attention" and not guess_kind(child) and _is_one_matrix(child):
+        return ""  # a projection, whatever holds it
+    if kind in EXAMINED and kind != "attention" and any(guess_kind(m) == "attention" for m in child.modules()):
+        return "layers"  # whatever its name says
+    if kind == "layer_norm" and any(True for _ in child.children()):
+        linears = sum(isinstance(m, nn.Linear | nn.Conv1d) for m in child.modules())
+        return "feed_forward" if linears == 2 and "feed" in type(child).__name__.lower() else ""
+    return kind
+
+
+def _is_one_matrix(child: nn.Module) -> bool:
+    matrices = [p for p in child.parameters() if p.dim() > 1]
+    return len(matrices) == 1 and not any(True for _ in child.children())
+
+
+def _is_torchs(child: nn.Module) -> bool:
+    return type(child).__module__.startswith("torch.") and not isinstance(child, nn.Sequential)
+
+
+def atoms_of(module: nn.Module) -> dict[str, str]:
+    """List the outermost sub-modules that are looked at as wholes, by path, with their kind.
+
+    Args:
+        module: A layer or a model.
+
+    Returns:
+        Parts of a known kind, torch's own layers, and under "" every other module with parameters and no children.
+    """
+    chosen: dict[str, str] = {}
+    for path, child in module.named_modules():
+        if not path or any(path.startswith(f"{other}.") for other in chosen):
+            continue
+        kind = kind_of(path, child)
+        has_parameters = any(True for _ in child.parameters())
+        torchs_layer = kind == "layers" and _is_torchs(child)
+        if torchs_layer or (kind in EXAMINED and (has_parameters or kind == "positional_encoding")):
+            chosen[path] = kind
+        elif has_parameters and not any(True for _ in child.children()):
+            chosen[path] = ""
+    return chosen
+
+
+def _mark(child: nn.Module) -> tuple[Any, ...]:
+    """What two modules share that need not be examined twice."""
+    return (type(child), tuple(p.shape for p in child.parameters()), str(child) if _has_no_source(child) else "")
+
+
+def _has_no_source(child: nn.Module) -> bool:
+    return isinstance(child, nn.Sequential)
+
+
+def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """List the outermost sub-modules of a known kind, one of each class and shape; torch's own are right."""
+    seen: set[tuple[Any, ...]] = set()
+    for path, kind in atoms_of(module).items():
+        child = module.get_submodule(path)
+        if kind in EXAMINED and not _is_torchs(child) and _mark(child) not in seen:
+            seen.add(_mark(child))
+            yield path, child
+
+
+def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
+    kind = kind_of(path, child)
+    width = walk.sizes.embed_dim  # that of a model may be that of its input only
+    adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None, meant=walk.meant)
+    try:
+        part = (
+            examine_attention(child, path, adapter)
+            if kind == "attention"
+            else examine_part(child, path, kind, adapter, path)
+        )
+    except CannotCheckError as error:
+        part = Report(path, reason=str(error))
+    if kind == "attention" and part.verdict == "unchecked":
+        part = walk.watched.get(path, part)  # what cannot be called alone was run where it stands
+    walk.contained[_mark(child)] = _adds_residual(part)
+    _add_part(walk, path, part)
+    torch.set_default_dtype(torch.float64)
+
+
+def _add_part(walk: Walk, path: str, part: Report) -> None:
+    """Take over what was found out about a part."""
+    outcome = {"equal": "passed", "partial": "passed", "deviates": "failed", "unchecked": "skipped"}[part.verdict]
+    failed = [c.name for c in part.checks if c.outcome == "failed"]
+    detail = "" if part.verdict == "equal" else ", ".join(part.mistakes or failed) or " ".join(part.reason.split())
+    kind = part.kind or kind_of(path, walk.module.get_submodule(path))
+    walk.report.checks.append(CheckResult(f"{path or 'it'} ({kind})", outcome, detail))  # type: ignore[arg-type]
+    walk.report.findings += [replace(f, where=path) for f in part.findings]
+    walk.report.meant += [replace(f, where=path) for f in part.meant if f.name in walk.meant]
+    told = [*part.conventions[:1], *(row for row in part.conventions[1:] if row[0] == "queries and keys")]
+    walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in told]
+
+
+def _adds_residual(part: Report) -> bool | None:
+    """Read in a report whether a part includes the residual; None where the part was not understood."""
+    words = " ".join(here for what, here, _ in part.conventions if what == "includes")
+    fresh = "layer_made_in_forward" in part.mistakes and "residual" not in words
+    if part.verdict == "unchecked" or fresh:
+        return None
+    return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in part.mistakes)
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """List one of each kind of layer: the innermost modules that hold an attention and a feed-forward.
+
+    Where there is no feed-forward at all, an attention with a norm or with another attention is a layer.
+    """
+    found = list(_holding(module, lambda kinds: "attention" in kinds and _has_feed_forward(kinds)))
+    found = found or list(
+        _holding(module, lambda kinds: kinds.count("attention") > 1 or set(kinds) >= {"attention", "layer_norm"})
+    )
+    seen: set[tuple[Any, ...]] = set()
+    for path, child in found:
+        innermost = not any(other != path and (other.startswith(f"{path}.") or not path) for other, _ in found)
+        if innermost and _mark(child) not in seen:
+            seen.add(_mark(child))
+            yield path, child
+
+
+def _has_feed_forward(kinds: list[str]) -> bool:
+    return "feed_forward" in kinds or kinds.count("") > 1
+
+
+def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
+    for path, child in module.named_modules():
+        if isinstance(child, CONTAINERS) or _is_torchs(child) or kind_of(path, child) in EXAMINED:
+            continue
+        kinds = list(atoms_of(child).values())
+        if wanted(kinds):
+            yield path, child
+
+
+def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
+    """Follow the wiring of one layer, and try its masks and the maps it returns."""
+    label = path or "layer"
+    caller = Subject(label, layer, sizes_of(layer, walk.sizes, Adapter()), Adapter()).caller()
+    errors: list[str] = []
+    plans = list(call_plans(caller, sizes_of(layer, walk.sizes, Adapter()), errors))
+    found = next((item for item in plans if independent_samples(caller, *item)), plans[0] if plans else None)
+    if found is None:
+        said = f": {errors[0]}" if errors else ""
+        walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
+        return
+    (plan, lengths), wiring = _followed(walk, caller, [found, *_exchanged(found, plans)], layer)
+    _add_fresh_parts(walk, path, caller, plan, lengths)
+    if wiring.mistakes or not wiring.unread:
+        walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED)
+    else:
+        walk.skip(f"{label} (wiring)", "; ".join(wiring.unread))
+    _add_layer_masks(walk, label, path, caller, plan, lengths, wiring)
+    _add_maps(walk, label, path, caller, plan, lengths)
+
+
+def _exchanged(found: tuple[CallPlan, Sizes], plans: list[tuple[CallPlan, Sizes]]) -> list[tuple[CallPlan, Sizes]]:
+    """List the other ways to call it that give the same parts to other arguments."""
+    roles = sorted(role for _, role in found[0].roles)
+    return [item for item in plans if item != found and sorted(role for _, role in item[0].roles) == roles]
+
+
+def _followed(
+    walk: Walk, caller: Caller, plans: list[tuple[CallPlan, Sizes]], layer: nn.Module
+) -> tuple[tuple[CallPlan, Sizes], Wiring]:
+    """Read the wiring; where it is not right, which of two tensors is the memory may have been taken wrongly."""
+    read = [(plans[0], _wiring(walk, caller, *plans[0], layer))]
+    for plan in plans[1:]:
+        if not (read[-1][1].mistakes or read[-1][1].unread):
+            break
+        read.append((plan, _wiring(walk, caller, *plan, layer)))
+    return min(read, key=lambda item: _doubts(item[1]))
+
+
+def _doubts(wiring: Wiring) -> tuple[int, bool]:
+    """Count what is wrong or unread under one reading; a memory that is read first may be no memory."""
+    return len(wiring.mistakes) + len(wiring.unread), "sublayers_in_another_order" in wiring.mistakes
+
+
+def _add_fresh_parts(walk: Walk, path: str, caller: Caller, plan: CallPlan, lengths: Sizes) -> None:
+    made = layers_made(lambda: caller.returned(plan, random_inputs(lengths, plan, 9, caller.dtype)))
+    if made and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
+        stack, evidence = code_lines(next(iter(made.values()))), f"each call constructs {', '.join(sorted(made))}"
+        mistake = named_mistake("layer_made_in_forward")
+        walk.report.findings.append(mistake.finding(stack=stack, evidence=evidence, where=path))
+
+
+def _wiring(walk: Walk, caller: Caller, plan: CallPlan, lengths: Sizes, layer: nn.Module) -> Wiring:
+    atoms = atoms_of(layer)
+    contained = {path: walk.contained.get(_mark(layer.get_submodule(path)), False) for path in atoms}
+    wiring = read_wiring(caller, plan, lengths, atoms, contained)
+    called = {step.path for step in wiring.steps}
+    norms = [path for path, kind in atoms.items() if kind == "layer_norm"]
+    if any(norm in called for norm in norms) and any(norm not in called for norm in norms):
+        wiring.blame("norm_missing", ())
+    return wiring
+
+
+def _add_layer_masks(
+    walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes, wiring: Wiring
+) -> None:
+    within = [f.stage for f in walk.report.findings if f.where.startswith(f"{path}." if path else "")]
+    if {"softmax", "mask"} & set(within):
+        return  # what the layer does with a mask cannot be told where its attention goes wrong over it
+    read = list(read_layer_masks(caller, plan, lengths))
+    crossed = any(name.startswith("cross_") for name in wiring.mistakes)
+    attentions = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
+    walk.masks[type(caller.function)] = read  # type: ignore[index]  # layers are modules
+    for mask in read:
+        if crossed and not mask.hides:
+            continue  # without a cross-attention that works, its mask has nothing to hide
+        hidden = {"x": "the layer's own tokens", "memory": "tokens of the memory"}.get(mask.hides, "")
+        evidence = f"a mask that hides one token was given as {mask.parameter} in {mask.tried} forms"
+        frames = attentions[-1 if OF_SOURCE.search(mask.parameter.lower()) else 0]
+        walk.check(f"{label} ({mask.parameter})", {mask.mistake: frames} if mask.mistake else {}, path, evidence)
+        if mask.form is not None:
+            walk.report.conventions.append(
+                (f"{label}: {mask.parameter}", f"hides {hidden}: {mask.form}", "True = may not look, or added")
+            )
+    opposite = opposite_masks(read)
+    if opposite is not None:
+        said = {"look": "may look", "block": "may not look"}
+        evidence = "; ".join(f"{mask.parameter}: True = {said[mask.meaning]}" for mask in opposite)
+        walk.check(f"{label} (meaning of masks)", {"masks_of_opposite_meaning": attentions[-1]}, path, evidence)
+    _add_idle_arguments(walk, label, caller, plan, [mask.parameter for mask in read])
+
+
+def _add_idle_arguments(walk: Walk, label: str, caller: Caller, plan: CallPlan, masks: Sequence[str]) -> None:
+    """List the arguments of a layer that no call has given."""
+    given = {name for name, role in plan.roles if not role.startswith("=")} | set(masks)
+    for parameter in forward_parameters(caller.function):
+        default = parameter.default
+        if parameter.name not in given and not isinstance(default, bool) and default is not parameter.empty:
+            what = f"{parameter.name} of {label}" if label != "layer" else parameter.name
+            walk.report.coverage.append(Exercise(what, False, "its name does not say what it does"))
+
+
+def _add_maps(walk: Walk, label: str, path: str, caller: Caller, plan: CallPlan, lengths: Sizes) -> None:
+    """A layer that returns the maps of its self-attention twice forgets those of the cross-attention."""
+    if plan.self_attention or lengths.query_len == lengths.key_len:
+        return
+    inputs = random_inputs(lengths, plan, 7, caller.dtype)
+    with torch.no_grad():
+        maps = [x for x in caller.returned(plan, inputs) if x.dim() >= 3 and x.size(-2) == lengths.query_len]
+    own = [x for x in maps if x.size(-1) == lengths.query_len]
+    crossed = [x for x in maps if x.size(-1) == lengths.key_len]
+    if own or crossed:
+        twice = not crossed and any(_same(x, y) for i, x in enumerate(own) for y in own[:i])
+        mistakes: dict[str, Frames] = {"cross_maps_are_self_maps": ()} if twice else {}
+        walk.check(f"{label} (attention maps)", mistakes, path, "the same map comes back twice")
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def _add_mask_methods(walk: Walk) -> None:
+    """Check the methods that build masks, as far as they can be read."""
+    for name, method in mask_methods(walk.module):
+        with contextlib.suppress(CannotCheckError):
+            part = examine_mask_builder(method, name)
+            if part.verdict != "unchecked":
+                outcome: Literal["passed", "failed"] = "failed" if part.findings else "passed"
+                walk.report.checks.append(CheckResult(f"{name} (mask builder)", outcome, ", ".join(part.mistakes)))
+                walk.report.findings += [replace(finding, where=name) for finding in part.findings]
+
+
+def _add_model(walk: Walk) -> None:
+    """Run a whole model, or a stack, and look at how it is put together."""
+    if kind_of("model", walk.module) in EXAMINED or walk.module in [layer for _, layer in _layers(walk.module)]:
+        return
+    run, attempts = _run(walk)
+    if run is None:
+        _say_that_it_does_not_run(walk, attempts)
+        return
+    evidence = "seen when the model is run, and run again with one or two of its tokens changed"
+    called = {call.path: call.frames for call in reversed(trace(walk.module, lambda: run.call(run.source, run.target)))}
+    judged = itertools.chain(judge_model(walk.module, run), judge_model_masks(walk.module, run, walk.masks))
+    misplaced = any(finding.name.startswith("position_") for finding in walk.report.findings)
+    mismasked = any(finding.name.startswith("causal_") for finding in walk.report.findings)
+    try:
+        for what, mistake, where in judged:
+            if (misplaced and mistake == "no_positions") or (mismasked and mistake == "future_is_seen"):
+                continue  # what is wrong with its positions or its mask was said where they are made
+            mistakes = {mistake: _called_at(called, mistake, where)} if mistake else {}
+            walk.check(f"{what}{f' ({where})' if where else ''}", mistakes, where, evidence)
+    except Exception as error:  # the user's code may refuse other tokens than those it ran on
+        walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")
+    walk.report.conventions += list(_model_rows(run))
+
+
+def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames:
+    """The lines that call a sub-module, or the first layer of a stack, where a mistake shows in the call."""
+    return called.get(where, called.get(f"{where}.0", ())) if named_mistake(mistake).ran == "call" else ()
+
+
+def _run(walk: Walk) -> tuple[ModelRun | None, Attempts]:
+    """A stack is called as a layer is; what is no stack has a way in: embeddings, patches or a projection."""
+    embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in walk.module.modules())
+    if not embeds:
+        caller = Subject("it", walk.module, walk.sizes, Adapter()).caller()
+        stack = run_stack(caller, walk.sizes)
+        if stack is not None:
+            return stack, Attempts()
+    return run_model(walk.module)
+
+
+def _say_that_it_does_not_run(walk: Walk, attempts: Attempts) -> None:
+    if attempts.wrong:
+        evidence = "seen when one sample of the batch is changed, in every way in which the model runs"
+        walk.check("samples are independent", {attempts.wrong: ()}, "", evidence)
+        return
+    said = f"; it said {attempts.said[-1]}" if attempts.said else ""
+    walk.report.notes.append(
+        f"no way to run the whole model was found: its parts and layers were checked, not their order{said}"
+    )
+
+
+def _model_rows(run: ModelRun) -> Iterator[tuple[str, str, str]]:
+    """Say what a model reads: what is right for one that classifies is wrong for one that predicts the next token."""
+    if run.turned:
+        yield "the model: layout", "(len, batch)", "(len, batch) unless batch_first"
+    later = reads_later_tokens(run) if run.kind != "stack" else None
+    if later is not None and not run.masked:
+        words = "every token, later ones too (BERT)" if later else "no later token (GPT)"
+        yield "the model: an output reads", words, ""
+
+
+def _add_layout_clash(walk: Walk) -> None:
+    """A positional table along axis 0 beside layers that are batch first."""
+    batch_first = any(getattr(child, "batch_first", False) is True for child in walk.module.modules())
+    rows = walk.report.conventions
+    along_first = [c for c in rows if c[0].endswith("positions run along") and c[1].startswith("axis 0")]
+    places = _position_axes(walk.module)
+    if batch_first and (along_first or places):
+        evidence = "the table runs along axis 0, and the attention of the same model is batch first"
+        walk.check("positional layout", {"position_indexed_by_batch": ()}, places[0] if places else "", evidence)
+
+
+def _position_axes(module: nn.Module) -> list[str]:
+    """Name the positional encodings that change along axis 0 and not along axis 1."""
+    found = []
+    for path, child in module.named_modules():
+        if not path or kind_of(path, child) != "positional_encoding" or type(child).__module__.startswith("torch."):
+            continue
+        width = next((x.size(-1) for x in (*child.buffers(), *child.parameters()) if x.dim() >= 2), 0)
+        try:
+            with torch.no_grad():
+                table = next(tensors_in((child(torch.zeros(3, 5, width)),)))
+        except Exception:
+            continue
+        same_tokens = torch.equal(table[:, 0], table[:, 1])
+        if same_tokens and not torch.equal(table[0], table[1]):
+            found.append(path)
+    return found

@@ -1,0 +1,343 @@
+"""Check code that builds masks: try what it takes, and compare what it gives with every mask that it could mean.
+
+Token ids, lengths and sizes are drawn so that no two axes are alike and padding has holes. A mask is read when one
+reading, right or with known mistakes, gives it on all draws, in one shape and one meaning of its numbers.
+"""
+
+import functools
+import inspect
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.ran import lines_where, operations_of
+from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.parts.mask_meanings import OF_BOOLS, BuilderPlan, Drawn, Meaning, draws_of, meanings
+from equivalence_tests.checker.reach.construction import build
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reach.masking import ENCODINGS, KEY_SHAPES, SHAPES, SHARED_SHAPES
+from equivalence_tests.checker.reporting.findings import CheckResult
+from equivalence_tests.checker.reporting.report import Report
+
+__all__ = ["builds_masks", "examine_mask_builder", "mask_methods"]
+
+BUILDER_NAME = re.compile(r"(^|_)mask(s|ing)?($|_)|subsequent|no_?peak|look_?ahead", re.IGNORECASE)
+# What a parameter of a mask builder is given, by its name; one whose name says nothing is tried as all of them.
+ROLES = (
+    (r"device", "device"),
+    (r"dtype", "dtype"),
+    (
+        r"(pad|ignore)_?\w*(id|idx|index|token|value|symbol)|(id|idx|index)_?pad|^pad$|^(src|tgt|trg|target)_?pad$",
+        "pad_id",
+    ),
+    (r"window|width|band", "window"),
+    (r"head", "heads"),
+    (r"^(b|bs|bsz)$|batch_?size|num_?batch|n_?batch", "samples"),
+    (r"lengths$|lens$|valid_?len|_lengths?_|^(x|y)?_?lengths?$", "lengths"),
+    (r"shape", "shape"),
+    (r"^(k|key|src|source|mem|memory)_?(len|length|size|seq_?len)$", "key_size"),
+    (
+        r"max_?len|^(sz|size|n|t|l|s|q|dim|num|len)$|_(len|length|size|sz)$|^(seq|target|tgt|trg|q|query)_?(len|size)",
+        "size",
+    ),
+    (r"^(k|key|keys|seq_k|src|source|enc\w*|k_\w+)$", "key_ids"),
+    (r"mask|padding", "keep"),
+    (r"ids|seq|pad|tokens?|^x$|inputs?$|tgt|trg|target|^q$|quer|dec|batch|src|data|sent|y", "ids"),
+)
+UNKNOWN = ("ids", "size", "key_ids", "key_size", "lengths", "keep", "pad_id", "vectors", "window")
+SHAPES_OUT: dict[str, Callable[[Tensor, int], Tensor]] = {
+    **SHAPES,
+    "(key, batch)": lambda m, h: m[:, 0].T,
+    "(key,)": lambda m, h: m[0, 0],
+    "(batch, query, 1)": lambda m, h: m[:, :, :1],
+    "(batch, 1, query, 1)": lambda m, h: m[:, None, :, :1],
+}
+EVERY_QUERY_ALIKE = (*KEY_SHAPES, "(key, batch)", "(key,)")
+EVERY_KEY_ALIKE = ("(batch, query, 1)", "(batch, 1, query, 1)")
+EVERY_SAMPLE_ALIKE = (*SHARED_SHAPES, "(key,)")
+KEEP_LAYOUTS = ("(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)")
+TORCH_WORDS = "attn_mask (query, key), or key_padding_mask (batch, key): True = may not look"
+STRONG = -1e4
+
+
+@dataclass(frozen=True)
+class ReadMask:
+    """One mask that was understood."""
+
+    meaning: Meaning
+    shape: str
+    encoding: str
+    mistakes: tuple[str, ...]
+    alternatives: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to call a builder, and what came back."""
+
+    plan: BuilderPlan
+    masks: list[ReadMask | None]
+    outputs: list[Tensor]
+
+    @property
+    def badness(self) -> tuple[int, int]:
+        """Count what was not understood, and the mistakes in the rest; a mask that hides nothing tells nothing."""
+        telling = [m for m in self.masks if m is None or m.meaning.words != "hides nothing"]
+        unread = sum(m is None for m in telling) if telling else len(self.masks)
+        return unread, sum(len(m.mistakes) for m in telling if m is not None)
+
+
+def builds_masks(found: Any) -> bool:
+    """Tell from its name whether a function builds masks.
+
+    >>> def subsequent_mask(size): ...
+    >>> def masked_attention(query, key, value): ...
+    >>> builds_masks(subsequent_mask), builds_masks(masked_attention), builds_masks(torch.nn.Linear)
+    (True, False, False)
+    """
+    return inspect.isroutine(found) and BUILDER_NAME.search(getattr(found, "__name__", "")) is not None
+
+
+def mask_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """List the methods of the user's own class that build masks, bound to the instance."""
+    for owner in type(module).__mro__:
+        if not owner.__module__.startswith(("torch", "builtins")):
+            yield from ((name, getattr(module, name)) for name, x in vars(owner).items() if _own_builder(name, x))
+
+
+def _own_builder(name: str, member: Any) -> bool:
+    return BUILDER_NAME.search(name) is not None and isinstance(member, staticmethod | classmethod | type(_own_builder))
+
+
+def examine_mask_builder(found: Any, name: str) -> Report:
+    """Check a function or method that builds masks.
+
+    Args:
+        found: The function, a bound method, or a method of a class that can be built.
+        name: What to call it.
+
+    Returns:
+        The report: which mask each output is, in which shape and meaning, and what is wrong with it.
+
+    Raises:
+        CannotCheckError: If it cannot be called, or gives no mask.
+    """
+    function = _bound(found)
+    draws = draws_of(_pads_near(function))
+    report = Report(name, "mask builder")
+    errors: list[str] = []
+    best: Attempt | None = None
+    for named, attempts in _attempts(function, draws, errors):
+        found = min(attempts, key=lambda attempt: attempt.badness, default=None)
+        if found is not None and (named or found.badness == (0, 0)):
+            best = found
+            break
+        best = best or found
+    if best is None:
+        answers = "; ".join(dict.fromkeys(errors)) or "it takes nothing that a mask is built from"
+        raise CannotCheckError(f"no way to call {name} as a mask builder was found: {answers}")
+    ran = operations_of(lambda: best.plan.call(function, draws[0]))
+    return _reported(report, best, draws[0], ran)
+
+
+def _bound(found: Any) -> Callable[..., Any]:
+    """Bind a method that was named through its class to an instance of that class."""
+    parameters = list(inspect.signature(found).parameters)
+    if inspect.ismethod(found) or parameters[:1] != ["self"]:
+        return found
+    owner: Any = sys.modules[found.__module__]
+    for part in found.__qualname__.split(".")[:-1]:
+        owner = getattr(owner, part)
+    instance, _ = next(iter(build(owner)))
+    return functools.partial(found, instance)
+
+
+def _pads_near(function: Callable[..., Any]) -> set[int]:
+    """List the numbers that are called pad in the globals around a function, or on its instance."""
+    inner = getattr(function, "func", function)
+    instance = getattr(function, "__self__", None) or next(iter(getattr(function, "args", ())), None)
+    names = {**getattr(inner, "__globals__", {}), **getattr(instance, "__dict__", {})}
+    return {x for name, x in names.items() if "pad" in name.lower() and type(x) is int}
+
+
+def _role(name: str) -> str:
+    """Say what a parameter of this name is given.
+
+    >>> [_role(name) for name in ("sz", "pad_idx", "tgt", "lengths", "thing")]
+    ['size', 'pad_id', 'ids', 'lengths', '']
+    """
+    return next((role for pattern, role in ROLES if re.search(pattern, name.lower())), "")
+
+
+def _attempts(
+    function: Callable[..., Any], draws: Sequence[Drawn], errors: list[str]
+) -> Iterator[tuple[bool, list[Attempt]]]:
+    """Call with every assignment of roles that works, in each layout: first as the names say, and whether they do."""
+    parameters = list(inspect.signature(function).parameters.values())
+    for number, roles in enumerate(itertools.islice(_role_lists(parameters), 200)):
+        plans = [BuilderPlan(roles, layout) for layout in _layouts({role for _, role in roles})]
+        attempts = [_attempt(function, plan, draws, errors) for plan in plans]
+        yield number == 0, [attempt for attempt in attempts if attempt is not None]
+
+
+def _attempt(
+    function: Callable[..., Any], plan: BuilderPlan, draws: Sequence[Drawn], errors: list[str]
+) -> Attempt | None:
+    try:
+        outputs = [plan.call(function, drawn) for drawn in draws]
+    except Exception as error:
+        errors.append(said(error))
+        return None
+    if not outputs[0] or len({len(o) for o in outputs}) > 1:
+        return None
+    return Attempt(plan, [_read(plan, draws, list(same)) for same in zip(*outputs, strict=True)], outputs[0])
+
+
+def _layouts(roles: set[str]) -> list[str]:
+    if "keep" in roles:
+        return [f"{layout}{bools}" for bools in ("", OF_BOOLS) for layout in KEEP_LAYOUTS]
+    return ["(batch, len)", "(len, batch)", "(len,)"] if roles & {"ids", "key_ids"} else [""]
+
+
+def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Propose roles for the required parameters, and for optional ones that name the padding."""
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    asked = [p for p in named if p.default is p.empty or (_role(p.name) == "pad_id" and type(p.default) is int)]
+    choices = [_choices(p) for p in asked]
+    lists = sorted(
+        itertools.product(*choices), key=lambda roles: sum(c.index(r) for c, r in zip(choices, roles, strict=True))
+    )
+    for roles in lists:
+        sequences = [r for r in roles if r in ("ids", "key_ids", "size", "key_size")]
+        if len(sequences) == len(set(sequences)):
+            yield tuple(zip((p.name for p in asked), roles, strict=True))
+
+
+def _choices(parameter: inspect.Parameter) -> list[str]:
+    role = _role(parameter.name)
+    if role in ("pad_id", "device", "dtype", "heads", "shape", "samples"):
+        return [role]
+    return list(dict.fromkeys((role, *UNKNOWN))) if role else list(UNKNOWN)
+
+
+def _read(plan: BuilderPlan, draws: Sequence[Drawn], masks: list[Tensor]) -> ReadMask | None:
+    """Find what a mask means: the reading with the fewest mistakes that gives it on all draws."""
+    found: list[ReadMask] = []
+    encodings = list(_encodings(masks))
+    for meaning in sorted(meanings(plan, draws), key=lambda m: len(m.mistakes)):
+        expected = [meaning.formula(drawn) for drawn in draws]
+        for encoding, looks, wrong in encodings:
+            shape = _shape_in_which(expected, looks)
+            if shape:
+                found.append(ReadMask(meaning, shape, encoding, (*meaning.mistakes, *wrong)))
+        if any(not mask.mistakes for mask in found):
+            break
+    found.sort(key=lambda mask: len(mask.mistakes))
+    if not found:
+        return None
+    same = [m for m in found if len(m.mistakes) == len(found[0].mistakes)]
+    others = dict.fromkeys(m.mistakes for m in same if m.mistakes != found[0].mistakes)
+    return ReadMask(found[0].meaning, found[0].shape, found[0].encoding, found[0].mistakes, tuple(others))
+
+
+def _encodings(masks: list[Tensor]) -> Iterator[tuple[str, list[Tensor], tuple[str, ...]]]:
+    """Turn masks into True = may look, in each way that their numbers allow; with the mistake that this would be."""
+    values = torch.cat([x.double().flatten() for x in masks]).unique()
+    kind = "" if masks[0].dtype == torch.bool else "_float" if masks[0].is_floating_point() else "_int"
+    if bool(((values == 0) | (values == 1)).all()):
+        yield "look" + kind, [x.bool() for x in masks], ()
+        yield "block" + kind, [~x.bool() for x in masks], ()
+    elif len(values) == 2 and 0 in values and kind == "_float":
+        fill = float(values[values != 0])
+        weak = () if fill <= STRONG else ("fill_too_weak",)
+        yield "additive", [x == 0 for x in masks], weak
+        yield "additive", [x != 0 for x in masks], (*weak, "added_mask_inverted")
+
+
+def _shape_in_which(expected: list[Tensor], looks: list[Tensor]) -> str:
+    """Name the shape in which masks (b, q, k) equal these; "" if there is none."""
+    pairs = list(zip(expected, looks, strict=True))
+    for shape, arrange in SHAPES_OUT.items():
+        if shape.startswith("lengths") or not all(_expressible(m, shape) for m in expected):
+            continue
+        if all(_equal(arrange(m, max(x.size(0) // m.size(0), 1)), x) for m, x in pairs):
+            return shape
+    return ""
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool((x == y).all())
+
+
+def _expressible(m: Tensor, shape: str) -> bool:
+    """Whether a shape without some axis can hold a mask: then all along that axis must be alike."""
+    alike = {0: EVERY_SAMPLE_ALIKE, 1: EVERY_QUERY_ALIKE, 2: EVERY_KEY_ALIKE}
+    return all(shape not in shapes or bool((m == m.narrow(axis, 0, 1)).all()) for axis, shapes in alike.items())
+
+
+def _reported(report: Report, attempt: Attempt, drawn: Drawn, ran: list[Operation]) -> Report:
+    plan, masks = attempt.plan, attempt.masks
+    ids = f"token ids {plan.layout}"
+    kept = f"{'True and False' if OF_BOOLS in plan.layout else '0 and 1'}, {plan.layout.removesuffix(OF_BOOLS)}"
+    words = {"ids": ids, "key_ids": ids, "keep": kept, "vectors": "(batch, len, features)"}
+    given = ", ".join(f"{name}: {words.get(role, role.replace('_', ' '))}" for name, role in plan.roles)
+    report.conventions.append(("arguments", given or "none", ""))
+    for number, (mask, output) in enumerate(zip(masks, attempt.outputs, strict=True), start=1):
+        label = f"mask {number}" if len(masks) > 1 else "mask"
+        if mask is None or (len(masks) == 1 and mask.meaning.words == "hides nothing"):
+            report.checks.append(CheckResult(label, "skipped", _closest(plan, drawn, output)))
+        else:
+            _report_one(report, label, mask, output, ran)
+    unread = [f"{c.name}: {c.detail}" for c in report.checks if c.outcome == "skipped"]
+    report.verdict = "deviates" if report.findings else "unchecked" if unread else "equal"
+    report.reason = "" if report.verdict != "unchecked" else "; ".join(unread)
+    return report
+
+
+def _report_one(report: Report, label: str, mask: ReadMask, output: Tensor, ran: list[Operation]) -> None:
+    fill = float(output.min()) if mask.encoding == "additive" else -math.inf
+    meaning = f"{mask.shape}, {ENCODINGS[mask.encoding]}" + (f" (here {fill:g})" if math.isfinite(fill) else "")
+    report.conventions += [(label, mask.meaning.words, ""), ("", meaning, TORCH_WORDS)]
+    report.checks.append(CheckResult(label, "failed" if mask.mistakes else "passed", ", ".join(mask.mistakes)))
+    alternatives = tuple(
+        " ".join(named_mistake(name).sentence for name in names) for names in mask.alternatives if names
+    )
+    for name in mask.mistakes:
+        report.findings.append(
+            named_mistake(name).finding(
+                stack=lines_where(named_mistake(name).ran, ran),
+                evidence="gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake "
+                "does",
+                alternatives=alternatives,
+            )
+        )
+    if "padded queries too" in mask.meaning.words:
+        report.notes.append("the rows of padded queries hide everything: with -inf their softmax is NaN")
+    if mask.shape == "(heads * batch, query, key)":
+        report.notes.append("the heads come before the samples; torch.nn wants (batch * num_heads, query, key)")
+
+
+def _closest(plan: BuilderPlan, drawn: Drawn, output: Tensor) -> str:
+    """Say what a mask that was not understood comes closest to, and where it differs."""
+    if not bool(output.double().isfinite().any()) or bool(output.double().isnan().any()):
+        return "holds NaN" if bool(output.double().isnan().any()) else "hides everything"
+    best = (1.0, "", "")
+    for _, looks, _ in _encodings([output]):
+        for meaning in meanings(plan, [drawn]):
+            for arrange in SHAPES_OUT.values():
+                expected = arrange(meaning.formula(drawn), 1)
+                if not meaning.mistakes and expected.shape == looks[0].shape:
+                    wrong = (expected != looks[0]).nonzero()
+                    best = min(best, (len(wrong) / expected.numel(), meaning.words, str(tuple(wrong[0].tolist()))))
+    if best[0] > 0.2:
+        return f"no mask that is known: shape {tuple(output.shape)}, {output.dtype}"
+    share, words, place = best
+    return f"no mask that is known; closest is {words}, which differs in {share:.1%} of the entries, first at {place}"

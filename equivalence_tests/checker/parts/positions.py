@@ -1,0 +1,134 @@
+"""Every positional encoding: sinusoids with their known mistakes, and learned tables.
+
+What is compared is the table alone: ``position_calls`` takes the input off what came back.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.parts.position_calls import tensors_of
+from equivalence_tests.checker.parts.readings import PartReading
+
+__all__ = ["position_readings"]
+
+BASES = (10000.0, 1000.0, 100.0, 100000.0)
+# What stands on even and odd features, or in the first and the second half.
+LAYOUTS: dict[str, tuple[str, str, bool, tuple[str, ...]]] = {
+    "sine and cosine interleaved": ("sin", "cos", True, ()),
+    "sines, then cosines": ("sin", "cos", False, ()),
+    "cosine and sine interleaved": ("cos", "sin", True, ("position_sine_cosine_swapped",)),
+    "cosines, then sines": ("cos", "sin", False, ("position_sine_cosine_swapped",)),
+    "sines everywhere": ("sin", "sin", True, ("position_cosine_missing",)),
+}
+# Exponent of the base for pair i of a width d, for the first and second of the pair: right, then wrong in known ways.
+Exponents = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+EXPONENTS: dict[str, Exponents] = {
+    "": lambda i, d: (2 * i / d, 2 * i / d),
+    "position_exponent_halved": lambda i, d: (i / d, i / d),
+    "position_exponent_doubled": lambda i, d: (4 * i / d, 4 * i / d),
+    "position_cosine_exponent_shifted": lambda i, d: (2 * i / d, (2 * i + 1) / d),
+    "position_cosine_exponent_doubled": lambda i, d: (4 * i / d, 2 * (2 * i + 1) / d),
+    "position_timescale_of_tensor2tensor": lambda i, d: (i / max(d // 2 - 1, 1), i / max(d // 2 - 1, 1)),
+}
+# What is done to the numbers 0, 1, ... of the positions.
+NUMBERINGS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
+    "from 0": (lambda p: p, ()),
+    "from 1": (lambda p: p + 1, ("position_starts_at_one",)),
+    "from 1, divided by the length": (
+        lambda p: 2 * math.pi * (p + 1) / (p[-1] + 1 + 1e-6),
+        ("position_normalised",),
+    ),
+}
+
+
+def position_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
+    """Read a table in every way.
+
+    Args:
+        module: What holds it, for learned tables and learned scales; None for a function.
+        width: Width of the table.
+
+    Yields:
+        Learned tables, then sinusoids. Their formulas take the numbers of the positions.
+    """
+    parameters = {} if module is None else {n: p.detach() for n, p in module.named_parameters()}
+    for name, p in parameters.items():
+        if p.dim() >= 2 and p.size(-1) == width:
+            yield from _learned(name, p.reshape(-1, width))
+    yield PartReading(lambda p: torch.zeros(len(p), width), (("table", "none", ""),), ("position_not_added",))
+    scales = {"": torch.ones(())} | {name: p.flatten()[0] for name, p in parameters.items() if p.numel() == 1}
+    zero_first = module is None or _has_a_row_of_zeros(module)
+    for (scale, factor), zeroed in itertools.product(scales.items(), (False, True) if zero_first else (False,)):
+        yield from _sinusoids(width, scale, factor, zeroed)
+
+
+def _learned(name: str, table: Tensor) -> Iterator[PartReading]:
+    note = "a learned table: its values cannot be wrong, only the way it is indexed was checked"
+    for offset in (0, 1, 2):
+        first = f", from row {offset} on" if offset else ""
+        words = (("table", f"learned: {name}{first}", "nn.Embedding of the positions"),)
+        yield PartReading(_rows(table, offset), words, (), (note,))
+
+
+def _rows(table: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
+    return lambda positions: table[positions.long() + offset]
+
+
+def _has_a_row_of_zeros(module: nn.Module) -> bool:
+    tables = [x for x in tensors_of(module) if x.dim() >= 2]
+    return any(bool((x.reshape(-1, x.size(-1)) == 0).all(-1).any()) for x in tables)
+
+
+def _sinusoids(width: int, scale: str, factor: Tensor, zeroed: bool) -> Iterator[PartReading]:
+    options = itertools.product(BASES, LAYOUTS.items(), EXPONENTS.items(), NUMBERINGS.items())
+    for base, (layout, (one, two, interleaved, wrong)), (exponent, exponents), (numbers, (number, shifted)) in options:
+        mistakes = (
+            *((exponent,) if exponent else ()),
+            *wrong,
+            *shifted,
+            *(() if base == 10000.0 else ("position_base_other",)),
+        )
+        words = (
+            ("order", layout, "torch.nn has none"),
+            ("positions", numbers + (", with row 0 all zeros for padding" if zeroed else ""), ""),
+            *((("scaled by", scale, ""),) if scale else ()),
+            *((("base", f"{base:g}", "10000"),) if base != 10000.0 else ()),
+        )
+        table = _formula((one, two), interleaved, exponents, base, width)
+        yield PartReading(_numbered(table, number, factor, zeroed), words, mistakes)
+
+
+def _numbered(
+    table: Callable[[Tensor], Tensor], number: Callable[[Tensor], Tensor], factor: Tensor, zeroed: bool
+) -> Callable[[Tensor], Tensor]:
+    def formula(positions: Tensor) -> Tensor:
+        rows = factor * table(number(positions))
+        return torch.where((positions == 0)[:, None], 0.0, rows) if zeroed else rows
+
+    return formula
+
+
+def _formula(
+    functions: Sequence[str], interleaved: bool, exponents: Exponents, base: float, width: int
+) -> Callable[[Tensor], Tensor]:
+    pairs = torch.arange((width + 1) // 2, dtype=torch.float64)
+    for_first, for_second = exponents(pairs, width)
+
+    def formula(positions: Tensor) -> Tensor:
+        first = _wave(functions[0], positions, base**-for_first)
+        second = _wave(functions[1], positions, base**-for_second)
+        if interleaved:
+            return torch.stack((first, second), -1).flatten(1)[:, :width]
+        return torch.cat((first, second[:, : width // 2]), 1)
+
+    return formula
+
+
+def _wave(function: str, positions: Tensor, frequencies: Any) -> Tensor:
+    angles = positions[:, None] * frequencies
+    return angles.sin() if function == "sin" else angles.cos()

@@ -1,0 +1,180 @@
+"""Code that builds masks: what it means is read off what it gives, and what is wrong with it is named."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.parts.mask_builders import builds_masks, examine_mask_builder, mask_methods
+from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo import builders
+from scratch import masks
+
+MEANINGS = {
+    "subsequent_mask": ("causal", "(1, query, key), True = may look"),
+    "square_subsequent_mask": ("causal", "(query, key), added to the scores: 0 = may look, -inf = may not"),
+    "finite_causal_mask": (
+        "causal, aligned at the end",
+        "(query, key), added to the scores: 0 = may look, -inf = may not (here -1e+09)",
+    ),
+    "key_padding_mask": ("padding of tokens (pad_idx)", "(batch, key), True = may not look"),
+    "cross_pad_mask": ("padding of seq_k (id 1)", "(batch, query, key), True = may not look"),
+    "target_mask": ("causal, padding of tgt (pad)", "(batch, 1, query, key), 1 = may look, 0 = may not"),
+    "mask_from_lengths": ("padding of lengths", "(batch, key), True = may look"),
+    "window_mask": ("causal, a window with the token itself", "(query, key), True = may look"),
+}
+
+
+def rows(found: Any) -> list[str]:
+    return [here for what, here, _ in examine_mask_builder(found, "it").conventions if what != "arguments"]
+
+
+@pytest.mark.parametrize("found", builders.CORRECT, ids=lambda found: found.__name__)
+def test_what_is_right_is_read(found: Callable[..., Any]) -> None:
+    report = verify(found)
+    assert report.verdict == "equal", str(report)
+    assert report.kind == "mask builder"
+    if found.__name__ in MEANINGS:
+        assert tuple(rows(found)) == MEANINGS[found.__name__]
+
+
+def test_several_masks_are_read_one_by_one() -> None:
+    assert rows(builders.all_masks)[::2] == [
+        "hides nothing",
+        "causal",
+        "padding of src (id 1)",
+        "padding of tgt (id 1)",
+    ]
+    assert verify(builders.all_masks).conventions[0][1].count("(len, batch)") == 2
+
+
+@pytest.mark.parametrize(("found", "names", "_"), builders.BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_is_wrong_is_named(found: Callable[..., Any], names: tuple[str, ...], _: str) -> None:
+    report = verify(found)
+    assert report.verdict == "deviates"
+    assert set(report.mistakes) == set(names), str(report)
+    assert all(finding.line for finding in report.findings), str(report)
+    assert not any("def " in line_of(finding) for finding in report.findings), str(report)
+
+
+class Translator(nn.Module):
+    def __init__(self, d_model: int, trg_pad_idx: int = 2) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.attn = nn.MultiheadAttention(d_model, 1, batch_first=True)
+        self.trg_pad_idx = trg_pad_idx
+
+    def make_trg_mask(self, trg: Tensor) -> Tensor:
+        keep = (trg != self.trg_pad_idx).unsqueeze(1).unsqueeze(3)
+        return keep & torch.ones(trg.size(1), trg.size(1)).tril().bool()
+
+    def mask_scores(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask, 0.0)
+
+
+def test_a_method_is_bound_to_an_instance() -> None:
+    assert examine_mask_builder(Translator.make_trg_mask, "it").mistakes == ("padding_hides_queries",)
+    assert examine_mask_builder(Translator(6).make_trg_mask, "it").mistakes == ("padding_hides_queries",)
+
+
+def test_the_methods_of_a_model_are_checked_with_it() -> None:
+    assert [name for name, _ in mask_methods(Translator(6))] == ["make_trg_mask", "mask_scores"]
+    report = verify(Translator, kind="layers")
+    assert [(f.where, f.name) for f in report.findings] == [("make_trg_mask", "padding_hides_queries")], str(report)
+
+
+def test_readings_that_give_the_same_mask_are_listed_together() -> None:
+    def subsequent_mask(size: int) -> Tensor:
+        return torch.from_numpy(1 - np.triu(np.ones((1, size, size))).astype("uint8"))
+
+    finding = examine_mask_builder(subsequent_mask, "it").findings[0]
+    assert finding.name == "causal_mask_hides_itself"
+    assert finding.alternatives == ("The causal mask shows the future and hides the past.",)
+
+
+def test_rows_that_hide_everything_are_noted() -> None:
+    def pad_mask(q: Tensor, k: Tensor) -> Tensor:
+        return (q != 0)[:, None, :, None] & (k != 0)[:, None, None, :]
+
+    report = verify(pad_mask)
+    assert report.verdict == "equal"
+    assert "padded queries" in report.notes[0]
+
+
+def test_nothing_that_is_unknown_is_blamed() -> None:
+    def first_frame_mask(size: int) -> Tensor:
+        mask = torch.ones(size, size).tril()
+        mask[0, 1] = 1
+        return mask
+
+    def empty_mask(size: int) -> Tensor:
+        return torch.full((size, size), float("nan"))
+
+    def open_mask(tokens: Tensor) -> Tensor:
+        return torch.zeros(tokens.shape).bool()
+
+    report = verify(first_frame_mask)
+    assert (report.verdict, report.findings) == ("unchecked", [])
+    assert "closest is causal, which differs in 0.8% of the entries, first at (0, 1)" in report.reason
+    assert "NaN" in verify(empty_mask).reason
+    assert verify(open_mask).verdict == "unchecked"
+
+
+def test_what_cannot_be_called_is_said_with_its_error() -> None:
+    def subsequent_mask(size: int) -> Tensor:
+        raise TypeError("ones() got an unexpected keyword argument 'k'")
+
+    report = verify(subsequent_mask)
+    assert report.verdict == "unchecked"
+    assert "unexpected keyword argument 'k'" in report.reason
+
+
+def test_only_functions_that_build_masks_are_taken_for_such() -> None:
+    def masked_softmax(x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+    assert builds_masks(masks.causal) is False  # the name does not say it
+    assert not builds_masks(masked_softmax)
+    assert not builds_masks(nn.Transformer)
+    assert builds_masks(nn.Transformer.generate_square_subsequent_mask)
+
+
+@pytest.mark.parametrize("found", [masks.causal, masks.from_token_ids, nn.Transformer.generate_square_subsequent_mask])
+def test_ours_and_torchs_are_right(found: Callable[..., Any]) -> None:
+    assert verify(found, kind="mask_builder").verdict == "equal"
+
+
+def batch_causal_mask(batch_size: int, seq_len: int, padding: Tensor) -> Tensor:
+    causal = torch.ones(seq_len, seq_len).tril().bool().expand(batch_size, -1, -1)
+    return causal & ~padding[:, None]
+
+
+def additive_mask(key_padding: Tensor) -> Tensor:
+    hidden = key_padding.bool()[:, None] | torch.ones(2 * [key_padding.size(1)]).triu(1).bool()
+    return torch.where(hidden, -torch.inf, 0.0)
+
+
+def pad_masking(x: Tensor, target_len: int) -> Tensor:
+    return (x == 0)[:, None].expand(-1, target_len, -1)
+
+
+look_ahead_mask = lambda n: np.tril(np.ones((n, n), dtype=bool))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("batch_causal_mask", "causal, padding of padding (1)"),
+        ("additive_mask", "causal, padding of key_padding (1)"),
+        ("pad_masking", "padding of x (id 0)"),
+        ("look_ahead_mask", "causal"),
+    ],
+)
+def test_arguments_and_results_of_other_kinds_are_known(name: str, meaning: str) -> None:
+    report = verify(f"{__name__}:{name}")
+    assert (report.verdict, report.kind) == ("equal", "mask builder"), str(report)
+    assert ("mask", meaning, "") in report.conventions

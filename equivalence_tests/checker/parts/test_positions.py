@@ -1,0 +1,187 @@
+"""Positional encodings by themselves: however they are called, the table is found and compared."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.parts.checking import guess_kind
+from equivalence_tests.checker.reporting.report import Report
+from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.parts import PaperPositionalEncoding
+
+
+def row(report: Report, what: str) -> str:
+    return next((here for name, here, _ in report.conventions if name == what), "")
+
+
+def table_of_sines(n_position: int, d_model: int) -> Any:
+    angles = np.arange(n_position)[:, None] / 10000 ** (2 * (np.arange(d_model) // 2) / d_model)
+    return np.where(np.arange(d_model) % 2 == 0, np.sin(angles), np.cos(angles))
+
+
+def position_table(dim: int, length: int) -> Any:
+    return torch.from_numpy(table_of_sines(length, dim))[None]
+
+
+def position_encoding_of_times(timesteps: Tensor, dim: int) -> Tensor:
+    angles = timesteps[:, None] * torch.exp(-math.log(10000.0) * torch.arange(dim // 2) / (dim // 2))
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
+class Table(PaperPositionalEncoding):
+    """Its table is a tensor."""
+
+    pe: Tensor
+
+
+class IdsPositionalEncoding(Table):
+    """Token ids in, the table out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, length = x.size()
+        return self.pe[:length]
+
+
+class EmbeddingPositionalEncoding(Table):
+    """Embeds the ids itself, and is not cut to their length."""
+
+    def __init__(self, d_model: int, max_len: int, n_vocab: int) -> None:
+        super().__init__(d_model, max_len)
+        self.embedding = nn.Embedding(n_vocab, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding(x) * self.d_model**0.5 + self.pe
+
+
+class LengthPositionalEncoding(Table):
+    def forward(self, x: int) -> Tensor:  # type: ignore[override]
+        return self.pe[:x].unsqueeze(0)
+
+
+class ScaledPositionalEncoding(Table):
+    """A learned scale."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.alpha = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.alpha * self.pe[: x.size(1)]
+
+
+class LearnedPositionalEmbedding(nn.Module):
+    def __init__(self, max_len: int, d_model: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(max_len, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(x.size(1)))
+
+
+class OneRowPositionalEncoding(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pe[None][:, x.size(1)]
+
+
+class FirstRowPositionalEncoding(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pe[0]
+
+
+class MaskedPositionalEncoding(nn.Module):
+    """Sums up a mask: positions from 1, divided by the last."""
+
+    def __init__(self, width: int = 32, normalize: bool = False) -> None:
+        super().__init__()
+        self.width, self.normalize = width, normalize
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        position = mask.cumsum(1)
+        if self.normalize:
+            position = position / (position[:, -1:] + 1e-6) * 2 * math.pi
+        angles = position[:, :, None] / 10000 ** (torch.arange(0, self.width, 2) / self.width)
+        return torch.stack((angles.sin(), angles.cos()), -1).flatten(2)
+
+
+class SinesOnlyPositionalEncoding(Table):
+    def table(self, length: int) -> Tensor:
+        return self.angles(length).sin().repeat_interleave(2, 1)[:, : self.d_model]
+
+
+class Postion(Table):
+    """Only what it holds says what it is."""
+
+
+class ForgottenPositionalEncoding(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class MultipliedPositionalEncoding(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.pe[: x.size(1)]
+
+
+RIGHT: dict[str, tuple[Any, str, str]] = {
+    "ids": (IdsPositionalEncoding, "takes", "token ids"),
+    "ids, embedded": (EmbeddingPositionalEncoding, "gives", "sqrt(d_model) embedding(ids) + pe"),
+    "a length": (LengthPositionalEncoding, "takes", "a length"),
+    "a learned scale": (ScaledPositionalEncoding, "scaled by", "alpha"),
+    "a learned table": (LearnedPositionalEmbedding, "table", "learned: table.weight"),
+    "a function, length first": (table_of_sines, "takes", "a length and a width"),
+    "a function, width first": (position_table, "takes", "a width and a length"),
+    "a name that says nothing": (Postion, "order", "sine and cosine interleaved"),
+    "an instance": (PaperPositionalEncoding(16), "order", "sine and cosine interleaved"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_read(name: str) -> None:
+    found, what, said = RIGHT[name]
+    report = verify(found)
+    assert report.verdict == "equal", str(report)
+    assert row(report, what) == said
+
+
+def test_a_learned_table_is_said_to_be_one() -> None:
+    assert any("a learned table" in note for note in verify(LearnedPositionalEmbedding).notes)
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        (OneRowPositionalEncoding, {"position_one_row"}),
+        (FirstRowPositionalEncoding, {"position_one_row"}),
+        (ForgottenPositionalEncoding, {"position_not_added"}),
+        (MultipliedPositionalEncoding, {"position_multiplied"}),
+        (SinesOnlyPositionalEncoding, {"position_cosine_missing"}),
+        (MaskedPositionalEncoding, {"position_starts_at_one"}),
+        (lambda: MaskedPositionalEncoding(normalize=True), {"position_normalised"}),
+        (position_encoding_of_times, {"position_sine_cosine_swapped"}),
+    ],
+)
+def test_what_is_wrong_is_named(found: Callable[..., Any], names: set[str]) -> None:
+    report = verify(found)
+    assert set(report.mistakes) == names, str(report)
+
+
+@pytest.mark.parametrize(
+    "name", ["PostionalEncoding", "PositonalEmbedding", "PosEmb", "SinusoidalPositions", "LearnedPositions", "RelPE"]
+)
+def test_names_are_known_in_other_spellings(name: str) -> None:
+    assert guess_kind(type(name, (nn.Module,), {})) == "positional_encoding"
+
+
+def test_a_table_of_sines_tells_what_a_module_is() -> None:
+    assert guess_kind(Postion(16)) == "positional_encoding"
+    assert guess_kind(nn.Embedding(16, 8)) == ""
+
+
+@pytest.mark.parametrize("name", ["PostNormEncoderLayer", "PosteriorEncoder", "PositionWiseFFN", "PositionalFF"])
+def test_other_names_are_left_alone(name: str) -> None:
+    assert guess_kind(type(name, (nn.Module,), {})) != "positional_encoding"

@@ -1,0 +1,359 @@
+"""Build somebody's class: work out the constructor's arguments from their names, and by trying.
+
+Sizes are chosen so that no two axes are equal. A config object is imitated by one that answers every name it knows a
+size for.
+"""
+
+import contextlib
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.ready_made import classes_for
+from equivalence_tests.instruments.weights import randomize_parameters
+
+__all__ = ["DROPOUT", "SIZES", "Sizes", "build", "exact_lengths", "prepare", "retype"]
+
+DROPOUT = 0.25
+MAX_LEN = 64
+SHORT, LONGEST = 7, 256  # tables of other lengths are not tried
+VOCABULARY = 29
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one test, no two axes alike.
+
+    Args:
+        batch: Number of samples.
+        num_heads: Number of heads.
+        query_len: Number of queries.
+        key_len: Number of keys.
+        head_dim: Width of each head.
+        ff_dim: Width of the hidden layer of a feed-forward network.
+        num_layers: Number of layers of a stack.
+    """
+
+    batch: int = 2
+    num_heads: int = 3
+    query_len: int = 5
+    key_len: int = 7
+    head_dim: int = 11
+    ff_dim: int = 37
+    num_layers: int = 2
+
+    @property
+    def whole(self) -> bool:
+        """Whether the lengths are those of a table, or the greatest that was asked for: some code takes no other."""
+        return self.query_len == self.key_len != Sizes.query_len
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of the tokens."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_heads(self) -> int:
+        """Number of heads of keys and values where groups of heads share them."""
+        return self.num_heads if self.num_heads % 2 else 2
+
+
+# Odd sizes show the most; code that insists on even ones, or on its own defaults, gets what it asks for.
+SIZES = (Sizes(), Sizes(num_heads=3, head_dim=10), Sizes(num_heads=4, head_dim=16), Sizes(num_heads=8, head_dim=64))
+
+# Heads of even width; two of keys, each for three of queries, so that neither their order nor their counts mix up.
+GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
+ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
+COUNTS_KEY_HEADS = r"(kv|key_value|group|kv_n)_?\w*(head|group)|heads?_kv|query_groups|n_local_kv|n_kv"
+
+# What a name asks for, the first pattern that matches the lower-cased name decides.
+NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
+    (r"drop|(^|_)p(drop)?$|attn_pd|resid_pd|prob", lambda s: DROPOUT),
+    (r"vocab|num_embed|n_token|ntoken|num_tokens|src_size|tgt_size|trg_size", lambda s: VOCABULARY),
+    (COUNTS_KEY_HEADS, lambda s: s.key_heads),
+    (
+        r"head_?(dim|size|width|features|hidden|channels)|(dim|d|size)_?(per_)?heads?$|^d_?[kqv]{1,2}$|^(key|query|value)_?dim$|^depth_k|^dk$|^dv$",
+        lambda s: s.head_dim,
+    ),
+    (r"head|^h$|^nh$", lambda s: s.num_heads),
+    (r"layer_?norm_?eps|eps|epsilon", lambda s: 1e-5),
+    (
+        r"n_?layers?$|num_?(hidden_)?(\w*_)?layers?|^layers$|^depth$|n_?blocks?$|num_?blocks?|^n$|^num_?\w*layers",
+        lambda s: s.num_layers,
+    ),
+    (
+        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|max_?seq|n_?positions?|max_?tokens|window|num_steps|^(max_?)?(t|l)$|position_embeddings|src_len|tgt_len|num_patches|^length$|^max_?size$",
+        lambda s: MAX_LEN,
+    ),
+    (
+        r"ff|feed_?forward|inner|interm|mlp_?(dim|hidden)|hidden_?(features|units)|dim_?hid|pf_dim|ffn|d_?hid|mult",
+        lambda s: s.ff_dim,
+    ),
+    (r"relative\w*buckets", lambda s: 32),
+    (r"bias|^scale_(attn|attention|scores?|weights)(_weights)?$", lambda s: True),
+    (r"^scale_\w+|^reorder_", lambda s: False),
+    (r"pad_?\w*(idx|id|index|token)|(idx|id|index|token)_?pad|^pad$", lambda s: 0),
+    (r"device", lambda s: "cpu"),
+    (r"dtype", lambda s: torch.float32),
+    (r"act(ivation)?(_?fn|_?func(tion)?)?$|^hidden_act$", lambda s: "relu"),
+    (
+        r"scale$|is_\w+|use_\w+|causal|flash|mask|return|output_att|pre_?norm|norm_first|verbose|sdpa|cross|decoder|gradient_check",
+        lambda s: False,
+    ),
+    (r"theta|^base$", lambda s: 10000.0),
+    (
+        r"emb|dim|model|hid|width|channel|feature|units?$|size|state|^d$|^e$|^c$|^k$|^in$|^out$|d_?in$|d_?out$|n_?in$|n_?out$|shape",
+        lambda s: s.embed_dim,
+    ),
+)
+# Names that mean one thing here and another there.
+AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
+    (r"^(query|key|value)_?(dim|size)$", lambda s: [s.embed_dim, s.head_dim]),
+    (r"d_?hid|^(n_?|dim_?)?hid(den)?(_?dim|_?size)?$", lambda s: [s.embed_dim, s.ff_dim]),
+    (r"ffn?_\w*out", lambda s: [s.embed_dim, s.ff_dim]),
+    (r"hidden_?units", lambda s: [s.ff_dim, s.embed_dim]),
+    (r"shape", lambda s: [s.embed_dim, [s.embed_dim]]),
+    (r"window", lambda s: [MAX_LEN, (2, 3)]),
+)
+ALTERNATIVES = 3
+# Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
+ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
+
+SECTION = re.compile(
+    r"^(transformer|attention|attn|encoder|decoder|model|network|arch\w*)(_(config|cfg|args|params))?$"
+)
+
+
+class ImitatedConfig:
+    """Answers config.n_embd, config["n_embd"], config.num_attention_heads, ... with sizes, by what the name says."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+
+    def __getattr__(self, name: str) -> Any:
+        if SECTION.search(name.lower()):
+            return self
+        if name.startswith("_") or ABSENT.search(name.lower()):
+            raise AttributeError(name)
+        known, value = value_for(name, self._sizes)
+        if not known:
+            raise AttributeError(f"nothing is known about the config's {name!r}")
+        return value
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError as error:
+            raise KeyError(str(error)) from error
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Answer like a dictionary."""
+        return getattr(self, name, default)
+
+    def __contains__(self, name: str) -> bool:
+        return hasattr(self, name)
+
+
+def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
+    """Say what a constructor argument of this name probably wants, and whether anything is known.
+
+    >>> value_for("n_heads", Sizes()), value_for("d_model", Sizes()), value_for("zebra", Sizes())
+    ((True, 3), (True, 33), (False, None))
+    """
+    for pattern, value in NAMES:
+        if re.search(pattern, name.lower()):
+            return True, value(sizes)
+    return False, None
+
+
+def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
+    """Construct instances of a class or from a factory, the most telling sizes first.
+
+    Args:
+        target: A class, or a factory without required arguments.
+
+    Returns:
+        Instances with the sizes that they were asked to have.
+
+    Raises:
+        CannotCheckError: If no attempt succeeds, with the last error of the constructor.
+    """
+    errors: list[str] = []
+    built = False
+    for sizes in GROUPED_SIZES if _asks_for_groups(target) or _rotates(target) else SIZES:
+        alternatives = itertools.groupby(argument_lists(target, sizes), key=lambda proposal: proposal[0])
+        made = (_first_that_builds(target, (arguments for _, arguments in group), errors) for _, group in alternatives)
+        for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
+            if isinstance(instance, nn.Module):
+                materialise(instance, sizes)
+            built = True
+            yield instance, sizes
+    if not built:
+        raise CannotCheckError(
+            f"{errors[0] if errors else getattr(target, '__name__', target)}\nCould not work out how to "
+            "construct it. Pass an instance, a factory "
+            "(verify(lambda: Mine(...))) or Adapter(build=lambda: Mine(...))."
+        )
+
+
+def _asks_for_groups(target: Any) -> bool:
+    """Whether a constructor names a count of key heads, as an argument or as an attribute or entry of its config."""
+    code = getattr(getattr(target, "__init__", target), "__code__", None) or getattr(target, "__code__", None)
+    words = [*code.co_varnames, *code.co_names, *code.co_consts] if code else []
+    return any(isinstance(word, str) and re.search(COUNTS_KEY_HEADS, word.lower()) for word in words)
+
+
+def _rotates(target: Any) -> bool:
+    """Whether the file of a class speaks of rotary positions, which need heads of even width."""
+    try:
+        return bool(ROTARY.search(inspect.getsource(inspect.getmodule(target) or target)))
+    except (OSError, TypeError):
+        return False
+
+
+def _first_that_builds(target: Any, proposals: Iterator[dict[str, Any]], errors: list[str]) -> Any:
+    for arguments in proposals:
+        try:
+            return target(**arguments)
+        except Exception as error:  # the user's constructor may raise anything
+            errors.append(f"{_call_text(target, arguments)} raised {type(error).__name__}: {error}")
+    return None
+
+
+def argument_lists(target: Any, sizes: Sizes) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Propose keyword arguments for the constructor: by name first, then every guess for names that say nothing.
+
+    Args:
+        target: What is to be called.
+        sizes: What the arguments are to say.
+
+    Yields:
+        The number of the guess for the required ones, and all: with sizes for optional ones, then without.
+    """
+    parameters = parameters_of(target)
+    required = [p for p in parameters if p.default is p.empty]
+    optional = [p for p in parameters if p.default is not p.empty]
+    extras = {p.name: value for p in optional for value in _override(p, sizes)}
+    candidates = [[*_ready_made(p, sizes, target), *_candidates(p, sizes)] for p in required]
+    for number, values in enumerate(itertools.islice(itertools.product(*candidates), 60)):
+        chosen = dict(zip((p.name for p in required), values, strict=True))
+        yield number, chosen | extras
+        if extras:
+            yield number, chosen
+
+
+def materialise(module: nn.Module, sizes: Sizes) -> None:
+    """Call a module with lazy layers once, so that its parameters get their shapes."""
+    if not any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
+        return
+    x = torch.randn(sizes.batch, sizes.query_len, sizes.embed_dim)
+    for count, more in itertools.product((3, 1, 2), ((), (None,), (None, None))):
+        with contextlib.suppress(Exception), torch.no_grad():
+            module(*[x] * count, *more)
+            return
+
+
+def retype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Turn all numbers of a module to this precision, complex ones and those of plain attributes too."""
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype.to_complex() if x.is_complex() else dtype) if x.is_floating_point() or x.is_complex() else x
+
+    module._apply(turned)
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                setattr(child, name, turned(value))
+
+
+def prepare(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """Give a module random parameters, in eval mode and in this precision, without touching its own code."""
+    retype(module, dtype)
+    module.eval()  # a train() of the user's own may return nothing
+    return randomize_parameters(module, seed=seed)
+
+
+def parameters_of(target: Any) -> list[inspect.Parameter]:
+    """List the arguments of a callable that have names of their own; none where they cannot be read."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p for p in signature.parameters.values() if p.kind not in variadic]
+
+
+def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
+    """Give sizes to optional arguments too, where the name says so; flags and other switches keep their default."""
+    default = parameter.default
+    if parameter.name == "device" and default is not None:
+        return ["cpu"]  # some default to a GPU
+    known, value = value_for(parameter.name, sizes)
+    wanted_number = isinstance(default, int | float) and not isinstance(default, bool)
+    if known and wanted_number and isinstance(value, int | float) and not isinstance(value, bool):
+        if re.search(r"eps|base|theta|pad|window", parameter.name.lower()) or re.search(
+            r"(^|_)n?_?kv_?h", parameter.name
+        ):
+            return []
+        return [value]
+    return []
+
+
+def _ready_made(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[nn.Module]:
+    """Build the parts that may be meant by an argument, at the same sizes."""
+    made = (
+        _first_that_builds(found, (arguments for _, arguments in argument_lists(found, sizes)), [])
+        for found in itertools.islice(classes_for(parameter.name, target), 2)
+    )
+    return [part for part in made if part is not None]
+
+
+def _candidates(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
+    given = parameter.annotation if parameter.annotation is not parameter.empty else None
+    annotation = given if isinstance(given, type) else None
+    if re.search(r"config|cfg|^args$|params|hparams|options|^opts?$|settings|hyper", parameter.name.lower()):
+        return [*_configs(annotation, sizes), ImitatedConfig(sizes)]
+    known, value = value_for(parameter.name, sizes)
+    if annotation is not None and hasattr(annotation, "__dataclass_fields__"):
+        return [*_configs(annotation, sizes), ImitatedConfig(sizes)]
+    for pattern, guesses in AMBIGUOUS:
+        if re.search(pattern, parameter.name.lower()):
+            return guesses(sizes)
+    if known:
+        return [value] if value != sizes.embed_dim else [value, (value,)]
+    return [sizes.embed_dim, sizes.num_heads, sizes.head_dim, DROPOUT, False, None, ImitatedConfig(sizes)]
+
+
+def _configs(annotation: type | None, sizes: Sizes) -> list[Any]:
+    """Fill the user's own config class, if the constructor's annotation names one."""
+    if annotation is None:
+        return []
+    filled = _first_that_builds(annotation, (arguments for _, arguments in argument_lists(annotation, sizes)), [])
+    return [] if filled is None else [filled]
+
+
+def _call_text(target: Any, arguments: dict[str, Any]) -> str:
+    inside = ", ".join(
+        f"{name}={'<imitated config>' if isinstance(value, ImitatedConfig) else repr(value)}"
+        for name, value in arguments.items()
+    )
+    return f"{getattr(target, '__name__', 'factory')}({inside})"
+
+
+def exact_lengths(module: nn.Module) -> list[int]:
+    """List the lengths that tables of positions may insist on.
+
+    Args:
+        module: Holds learned tables of shape (1, len, features), or indices into one whose last axis is the length.
+    """
+    learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
+    indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]
+    return [n for n in dict.fromkeys([*learned, *indices]) if SHORT < n <= LONGEST]

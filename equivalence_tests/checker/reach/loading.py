@@ -1,0 +1,92 @@
+"""Find what is to be checked: an object, "file.py:Name", "module.path:Name", "file.py:Name.sub.module"."""
+
+import ast
+import functools
+import inspect
+import re
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.importing import import_place, users_modules_first
+
+__all__ = ["load", "with_signature"]
+
+
+def load(target: Any, run_all: bool = False) -> Any:
+    """Import what a string names; anything else stands for itself.
+
+    Args:
+        target: "file.py:Name", "notebook.ipynb:Name", "module.path:Name" (each with ``.attribute`` after it) or an
+            object.
+        run_all: Run every cell of a notebook, not only its imports and definitions.
+
+    Returns:
+        The class, function or instance.
+
+    Raises:
+        CannotCheckError: If there is no such file, module or name, or if importing it fails.
+
+    >>> load("math:sqrt")(9.0)
+    3.0
+    """
+    if not isinstance(target, str):
+        return target
+    place, colon, name = target.rpartition(":")
+    if not colon or not name:
+        raise CannotCheckError(f"{target!r} does not say what to check: write file.py:Name or module.path:Name")
+    with users_modules_first(place):
+        found: Any = import_place(place, run_all)
+    for part in name.split("."):
+        found = _member(found, part, place)
+    if inspect.isfunction(found) and found.__name__ == "<lambda>":
+        found.__name__ = name.rpartition(".")[2]
+    return found
+
+
+def with_signature(target: Any) -> Any:
+    """Give a function written in C the signature that the first line of its docstring shows.
+
+    Args:
+        target: Any object.
+
+    Returns:
+        The object itself, or a function around it where Python cannot tell its arguments.
+
+    >>> inspect.signature(with_signature(nn.functional.scaled_dot_product_attention)).parameters["is_causal"]
+    <Parameter "is_causal=False">
+    """
+    if not inspect.isbuiltin(target):
+        return target
+    shown = re.search(r"(\w+)(\(.*?\))", (target.__doc__ or "").strip().partition("\n\n")[0], re.DOTALL)
+    try:
+        made = ast.parse(f"def {shown[1]}{shown[2]}: ..." if shown else "").body[0]
+        names: dict[str, Any] = {}
+        exec(compile(ast.Module([made], []), "<signature>", "exec"), names)
+        signature = inspect.signature(names[made.name])  # type: ignore[attr-defined]
+    except (SyntaxError, NameError, IndexError):
+        return target
+
+    @functools.wraps(target)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _member(owner: Any, name: str, place: str) -> Any:
+    try:
+        return owner[int(name)] if name.isdigit() else getattr(owner, name)
+    except (AttributeError, IndexError, TypeError) as error:
+        names = sorted(
+            key
+            for key, value in vars(owner).items()
+            if isinstance(owner, ModuleType)
+            and getattr(value, "__module__", None) == owner.__name__
+            and (inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, nn.Module)))
+        )
+        hint = f"; it has {', '.join(names)}" if names else ""
+        raise CannotCheckError(f"there is no {name} in {place}{hint}") from error

@@ -1,0 +1,105 @@
+"""Watch a forward pass: which sub-module is called with what, and which layers it constructs."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.reporting.lines import Frames, frames_here, inside
+
+__all__ = ["ModuleCall", "layers_made", "tensors_in", "trace"]
+
+TRAINED = ("Linear", "LayerNorm", "Embedding", "Conv1d")
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a sub-module, and the user's lines that led to it."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    frames: Frames
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """List the floating tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def trace(module: nn.Module, call: Callable[[], Any]) -> list[ModuleCall]:
+    """Run a call of a module and note every sub-module that takes part.
+
+    Args:
+        module: The module that ``call`` calls.
+        call: Runs its forward pass; it is known to run.
+
+    Returns:
+        The calls, in the order in which they ended.
+    """
+    seen: list[ModuleCall] = []
+    outside = frames_here()
+    with contextlib.ExitStack() as stack:
+        for path, child in module.named_modules():
+            if path and type(child).forward is not nn.Module.forward:
+                stack.enter_context(_noting(child, path, seen, outside))
+        with torch.no_grad():
+            call()
+    return seen
+
+
+@contextlib.contextmanager
+def _noting(child: nn.Module, path: str, seen: list[ModuleCall], outside: Frames) -> Iterator[None]:
+    """Note the calls of a sub-module, also where its forward is called by name, which passes hooks by."""
+    own, forward = "forward" in vars(child), child.forward
+
+    @functools.wraps(forward)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        frames = inside(frames_here(), outside)
+        output = forward(*args, **kwargs)
+        seen.append(ModuleCall(path, args, kwargs, output, frames))
+        return output
+
+    vars(child)["forward"] = noted
+    try:
+        yield
+    finally:
+        del vars(child)["forward"]
+        if own:
+            vars(child)["forward"] = forward
+
+
+def layers_made(call: Callable[[], Any]) -> dict[str, Frames]:
+    """Name the kinds of layers with weights that a call constructs, each with the lines where it first does.
+
+    >>> list(layers_made(lambda: nn.Linear(2, 3)(torch.ones(2))))
+    ['Linear']
+    """
+    made: dict[str, Frames] = {}
+    original, outside = nn.Module.__init__, frames_here()
+
+    def noting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if type(self).__name__ in TRAINED:
+            made.setdefault(type(self).__name__, inside(frames_here(), outside))
+        original(self, *args, **kwargs)
+
+    nn.Module.__init__ = noting  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        nn.Module.__init__ = original  # type: ignore[method-assign]
+    return made

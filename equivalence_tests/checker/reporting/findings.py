@@ -1,0 +1,148 @@
+"""What the checker finds, as data: the mistakes with their proof, and what was exercised."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from equivalence_tests.checker.reporting.lines import CodeLine
+
+__all__ = [
+    "KINDS",
+    "VERDICTS",
+    "CheckResult",
+    "Example",
+    "Exercise",
+    "Finding",
+    "Outcome",
+    "Proof",
+    "Verdict",
+]
+
+Verdict = Literal["equal", "partial", "deviates", "unchecked"]
+# What can be checked; an attention unless the name or the parts say otherwise.
+KINDS = ("attention", "layer_norm", "feed_forward", "positional_encoding", "mask_builder", "layers")
+
+Outcome = Literal["passed", "failed", "skipped", "expected"]
+
+# Verdicts with their exit statuses.
+VERDICTS: Mapping[Verdict, int] = {"equal": 0, "deviates": 1, "unchecked": 2, "partial": 3}
+
+
+# Relative differences: the proofs run in float64.
+ROUNDING, ABOVE_ROUNDING = 1e-9, 1e-6
+
+
+@dataclass(frozen=True)
+class Example:
+    """A few numbers of one small input: what the code has at a stage, and what it should have.
+
+    Args:
+        quantity: Which numbers: "scores[0, 1, 2, :]".
+        have: As the code computes them.
+        want: As they should be.
+    """
+
+    quantity: str
+    have: tuple[float, ...]
+    want: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What happens when the right value is put in and the user's own code goes on.
+
+    Args:
+        error: The greatest difference from torch with this and every other finding put right, relative to the
+            largest value.
+        without: The same with every other finding put right, but not this one.
+        inputs: On how many fresh inputs.
+    """
+
+    error: float
+    without: float
+    inputs: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether it proves anything: rounding with it, and a difference far above rounding without it."""
+        return self.error < ROUNDING < ABOVE_ROUNDING < self.without
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake, or one deviation that is meant so.
+
+    Args:
+        name: Its short identifier; "changed_by_clamp" where no catalogue knows it.
+        stage: Where it stands: "project", "split", "product", "scale", "mask", "softmax", "context", "merge", ...
+        sentence: What is wrong, in one plain sentence.
+        have: The formula that the code computes.
+        want: The formula that it should compute.
+        fix: What to change.
+        stack: The lines that ran, the outermost of the user's class first, the guilty one last; empty if unknown.
+        example: Numbers before and after.
+        proof: What putting it right does; None where nothing was put right.
+        evidence: Why we are sure where nothing was put right.
+        alternatives: Other mistakes that would give the same numbers.
+        on_purpose_in: Which well-known models do this on purpose; "" if none does.
+        meant: The evidence that it is meant so; "" if there is none.
+        where: Path of the sub-module; "" for the checked object itself.
+    """
+
+    name: str
+    stage: str
+    sentence: str
+    have: str = ""
+    want: str = ""
+    fix: str = ""
+    stack: tuple[CodeLine, ...] = ()
+    example: Example | None = None
+    proof: Proof | None = None
+    evidence: str = ""
+    alternatives: tuple[str, ...] = ()
+    on_purpose_in: str = ""
+    meant: str = ""
+    where: str = ""
+
+    @property
+    def line(self) -> CodeLine | None:
+        """The line to change."""
+        return self.stack[-1] if self.stack else None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Finding":
+        """Read what ``dataclasses.asdict`` gave, through JSON or not."""
+        example, proof = data["example"], data["proof"]
+        return cls(
+            **{
+                **data,
+                "stack": tuple(CodeLine(**line) for line in data["stack"]),
+                "alternatives": tuple(data["alternatives"]),
+                "example": example and Example(example["quantity"], tuple(example["have"]), tuple(example["want"])),
+                "proof": proof and Proof(**proof),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """Something that the code offers, and whether it was run.
+
+    Args:
+        what: "mask", "past_key_value", "use_cache=True", "lengths beyond the window of 16", ...
+        exercised: Whether there is a verdict on it.
+        detail: How it was exercised, or why it could not be.
+    """
+
+    what: str
+    exercised: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One small check and how it went."""
+
+    name: str
+    outcome: Outcome
+    detail: str = ""

@@ -1,0 +1,98 @@
+"""The user's lines: which frames of a stack are theirs, and what stands there."""
+
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of", "inside", "is_users"]
+
+CHECKER = str(Path(__file__).parents[1])
+ENGINE = str(Path(__file__).parents[1] / "engine")
+# Where torch is, without importing it: the command has its first line on the screen before that.
+TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent)
+NOT_THE_USERS = ("<frozen", "/einops/", "/jaxtyping/", "/beartype/")
+STANDARD = sysconfig.get_path("stdlib")
+# Path, number and function of each line, the innermost first.
+Frames = tuple[tuple[str, int, str], ...]
+
+
+@dataclass(frozen=True)
+class CodeLine:
+    """One line of the user's code.
+
+    Args:
+        path: Its file, as the user would name it; "<stdin>" or "In[3]" where there is none.
+        number: Its number in the file.
+        text: The code, without the blanks around it.
+        function: The function that it stands in.
+    """
+
+    path: str
+    number: int
+    text: str
+    function: str = ""
+
+
+def code_lines(frames: Frames) -> tuple[CodeLine, ...]:
+    """Turn frames into lines, the outermost first.
+
+    Args:
+        frames: The innermost first.
+    """
+    lines = (CodeLine(_shown(path), n, linecache.getline(path, n).strip(), name) for path, n, name in frames)
+    return tuple(reversed(list(lines)))
+
+
+def frames_of(error: BaseException) -> Frames:
+    """The user's lines in which an error came up."""
+    walked = [
+        (frame.f_code.co_filename, n, frame.f_code.co_name) for frame, n in traceback.walk_tb(error.__traceback__)
+    ]
+    return tuple(line for line in reversed(walked) if is_users(line[0]))
+
+
+def frames_here() -> Frames:
+    """The user's lines that led here: what stands between the engine that called and this operation."""
+    found: list[tuple[str, int, str]] = []
+    for frame in _outwards(sys._getframe(1)):
+        path = frame.f_code.co_filename
+        if path.startswith(ENGINE) and "/test_" not in path:
+            if found:
+                break
+        elif is_users(path):
+            found.append((path, frame.f_lineno, frame.f_code.co_name))
+    return tuple(found)
+
+
+def inside(frames: Frames, outside: Frames) -> Frames:
+    """Leave out the lines that led to the checker."""
+    return frames[: -len(outside)] if outside and frames[-len(outside) :] == outside else frames
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _shown(path: str) -> str:
+    """Name a file as the user would: from the working directory, where it is below that."""
+    return os.path.relpath(path) if path.startswith(str(Path.cwd()) + os.sep) else path
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is the user's: neither torch's, nor ours, nor one that only hands calls on."""
+    standard = path.startswith(STANDARD) and "site-packages" not in path
+    return not (_is_ours(path) or standard or path.startswith(TORCH) or any(part in path for part in NOT_THE_USERS))
+
+
+def _is_ours(path: str) -> bool:
+    """Whether it is code of the checker; the classes that its tests check are as good as a user's."""
+    return path.startswith(CHECKER) and "/test_" not in path and "/zoo/" not in path

@@ -1,0 +1,194 @@
+"""How findings look on a terminal: what is wrong and the proof of it, then how the code was read."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from equivalence_tests.checker.reporting.findings import (
+    ABOVE_ROUNDING,
+    CheckResult,
+    Example,
+    Exercise,
+    Finding,
+    Proof,
+    Verdict,
+)
+from equivalence_tests.checker.reporting.lines import CodeLine
+
+__all__ = [
+    "checks_view",
+    "coverage_view",
+    "finding_view",
+    "headline",
+    "indented",
+    "meant_view",
+    "notes_view",
+    "reading_view",
+    "reason_view",
+    "show",
+]
+
+WORDS: dict[Verdict, tuple[str, str]] = {
+    "equal": ("EQUAL", "bold green"),
+    "partial": ("EQUAL, as far as it was run", "bold yellow"),
+    "deviates": ("DEVIATES", "bold red"),
+    "unchecked": ("COULD NOT BE CHECKED", "bold yellow"),
+}
+SHOWN_NUMBERS = 4
+ROUNDED = 1e-3  # of the difference that a mistake makes: what is left beyond that is no rounding
+
+
+def headline(verdict: Verdict, target: str, kind: str, meant: Sequence[Finding]) -> Text:
+    """Give the verdict in a word, and what it is about."""
+    word, style = WORDS[verdict]
+    if verdict == "equal" and meant:
+        word = "EQUAL, but for what is meant so"
+    return Text.assemble((word, style), f"  {target}", (f"  ({kind})" if kind else "", "dim"))
+
+
+def finding_view(finding: Finding) -> Group:
+    """Lay out one mistake: the sentence, the line that ran, have and want, the fix and the proof."""
+    sentence = (f"{finding.where}: " if finding.where else "") + finding.sentence
+    rows = grid()
+    for label, value in (
+        ("line", _lines(finding.stack)),
+        ("have", _formula(finding.have, finding.example, "have")),
+        ("want", _formula(finding.want, finding.example, "want")),
+        ("fix", Text(finding.fix)),
+        ("proof", Text(_proof(finding.proof))),
+        ("evidence", Text(finding.evidence)),
+        ("or", Text("; ".join(finding.alternatives))),
+        ("on purpose in", Text(finding.on_purpose_in)),
+    ):
+        if value.plain:
+            rows.add_row(Text(label, style="dim"), value)
+    return Group(Text(sentence, style="bold"), rows)
+
+
+def meant_view(meant: Sequence[Finding]) -> Group:
+    """List what deviates from torch's formula on purpose, with the evidence."""
+    rows = grid()
+    for finding in meant:
+        difference = f" Without it, the difference from torch is {finding.proof.without:.2g}." if finding.proof else ""
+        rows.add_row(
+            Text(finding.name, style="bold"), Text(f"{finding.sentence} Meant so: {finding.meant}{difference}")
+        )
+    return Group(Text("Meant so", style="bold"), rows)
+
+
+def coverage_view(coverage: Iterable[Exercise]) -> Group:
+    """List what the verdict says nothing about."""
+    rows = grid()
+    for exercise in coverage:
+        if not exercise.exercised:
+            rows.add_row(Text(exercise.what), Text(exercise.detail))
+    return Group(Text("Not run, so the verdict says nothing about it", style="bold"), rows)
+
+
+def reading_view(conventions: Iterable[tuple[str, str, str]]) -> Table:
+    """Put how the code was read beside how torch.nn has it."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("how it was read", "in this code", "in torch.nn"):
+        table.add_column(heading, overflow="fold")
+    for row in conventions:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def checks_view(checks: Sequence[CheckResult], explained: bool) -> RenderableType:
+    """Count the checks, and list those that failed, unless a finding explains them."""
+    counted = [check for check in checks if check.outcome != "skipped"]
+    passed = [check for check in counted if check.outcome == "passed"]
+    heading = f"{len(passed)} of {len(counted)} checks passed"
+    if explained and len(passed) < len(counted):
+        return Text(f"{heading}; the others fail because of the above", style="dim")
+    rows = grid()
+    for check in checks:
+        if check.outcome in ("failed", "expected"):
+            rows.add_row(Text(check.outcome, style="red" if check.outcome == "failed" else "yellow"), _detail(check))
+    return Group(Text(heading, style="dim"), rows) if rows.row_count else Text(heading, style="dim")
+
+
+def show(view: RenderableType, console: Console) -> None:
+    """Print something; without the blanks at the ends of lines that only a terminal needs."""
+    if console.is_terminal:
+        console.print(view)
+        return
+    with console.capture() as captured:
+        console.print(view)
+    for line in captured.get().splitlines():
+        print(line.rstrip())
+
+
+def reason_view(reason: str) -> Padding:
+    """Say why there is no verdict, or what differs where no finding says so."""
+    return Padding(Text(reason), (0, 2))
+
+
+def notes_view(notes: Iterable[str]) -> Group:
+    """List what else the user should know."""
+    return Group(*(Text(f"Note: {note}", style="dim") for note in notes))
+
+
+def grid() -> Table:
+    """Rows of a label and a text that is folded under itself."""
+    rows = Table.grid(padding=(0, 2, 0, 2))
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")
+    return rows
+
+
+def indented(view: RenderableType) -> Padding:
+    """Set a part off from what stands before it."""
+    return Padding(view, (1, 0, 0, 2))
+
+
+def place(line: CodeLine) -> str:
+    """Name a line: "model.py:12"."""
+    return f"{line.path}:{line.number}"
+
+
+def _lines(stack: Sequence[CodeLine]) -> Text:
+    """Show the line to change, and below it the lines that led there."""
+    if not stack:
+        return Text("")
+    *callers, guilty = stack
+    text = Text.assemble((place(guilty), "cyan"), f"  {guilty.text}")
+    for line in reversed(callers):
+        text.append(f"\ncalled from {place(line)}  {line.text}", style="dim")
+    return text
+
+
+def _formula(formula: str, example: Example | None, side: str) -> Text:
+    """Show a formula with the numbers that it gives."""
+    if example is None:
+        return Text(formula)
+    values = getattr(example, side)[:SHOWN_NUMBERS]
+    numbers = f"{example.quantity} = [{', '.join(f'{value:.4g}' for value in values)}{', …' if more(example) else ''}]"
+    return Text(f"{formula}\n{numbers}" if formula else numbers)
+
+
+def more(example: Example) -> bool:
+    """Whether an example has more numbers than are shown."""
+    return max(len(example.have), len(example.want)) > SHOWN_NUMBERS
+
+
+def _proof(proof: Proof | None) -> str:
+    if proof is None:
+        return ""
+    if proof.error > proof.without * ROUNDED:
+        return f"None: with this put right, the output still differs from torch's by {proof.error:.2g}."
+    if proof.without < ABOVE_ROUNDING:
+        return "None: the output is the same with this put right and without."
+    exactly = f"to {proof.error:.0e}" if proof.error else "exactly"
+    return (
+        f"With this put right, your own code returns torch's numbers {exactly} on {proof.inputs} fresh "
+        f"inputs; without it the difference is {proof.without:.2g}."
+    )
+
+
+def _detail(check: CheckResult) -> Text:
+    return Text(f"{check.name}: {check.detail}")

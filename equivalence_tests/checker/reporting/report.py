@@ -1,0 +1,131 @@
+"""The answer to ``verify``, as data and on the screen."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+
+from equivalence_tests.checker.reporting.findings import VERDICTS, CheckResult, Exercise, Finding, Verdict
+from equivalence_tests.checker.reporting.rendering import (
+    checks_view,
+    coverage_view,
+    finding_view,
+    headline,
+    indented,
+    meant_view,
+    notes_view,
+    reading_view,
+    reason_view,
+)
+
+__all__ = ["Report"]
+
+WIDTH = 110
+
+
+@dataclass
+class Report:
+    """The answer to ``verify``: all that was found out about one attention, layer, part or model.
+
+    Args:
+        target: What was checked.
+        kind: What it is: "multi-head attention", "decoder layer", ...
+        verdict: "equal" (with ``meant`` too), "partial" (equal as far as it was run), "deviates" or "unchecked".
+        findings: What is wrong.
+        meant: What deviates from torch's formula and is meant so.
+        coverage: What the code offers, exercised or not.
+        conventions: What was found out about the code: (what, as found, as torch.nn has it).
+        checks: The small checks.
+        notes: What else the user should know.
+        reason: Why it could not be checked, or what differs where no finding says so; "" otherwise.
+        place: Path of the module that runs it, where it is one of several in a call; "" otherwise.
+        seconds: CPU time that it took.
+    """
+
+    target: str
+    kind: str = ""
+    verdict: Verdict = "unchecked"
+    findings: list[Finding] = field(default_factory=list)
+    meant: list[Finding] = field(default_factory=list)
+    coverage: list[Exercise] = field(default_factory=list)
+    conventions: list[tuple[str, str, str]] = field(default_factory=list)
+    checks: list[CheckResult] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reason: str = ""
+    place: str = ""
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        """True if it is equal to torch, but for what is meant so at most."""
+        return self.verdict == "equal"
+
+    @property
+    def title(self) -> str:
+        """What was checked, and where in it."""
+        return f"{self.target}: {self.place}" if self.place else self.target
+
+    @property
+    def exit_status(self) -> int:
+        """0 equal, 1 deviates, 2 could not be checked, 3 equal as far as it was run."""
+        return VERDICTS[self.verdict]
+
+    @property
+    def mistakes(self) -> tuple[str, ...]:
+        """The names of what is wrong."""
+        return tuple(finding.name for finding in self.findings)
+
+    @property
+    def not_exercised(self) -> list[Exercise]:
+        """What the verdict says nothing about."""
+        return [exercise for exercise in self.coverage if not exercise.exercised]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain data."""
+        return asdict(self) | {"exit_status": self.exit_status}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
+        """Read what ``to_dict`` gave, through JSON or not."""
+        plain = {key: value for key, value in data.items() if key != "exit_status"}
+        return cls(
+            **{
+                **plain,
+                "findings": [Finding.from_dict(x) for x in plain["findings"]],
+                "meant": [Finding.from_dict(x) for x in plain["meant"]],
+                "coverage": [Exercise(**x) for x in plain["coverage"]],
+                "conventions": [tuple(row) for row in plain["conventions"]],
+                "checks": [CheckResult(**x) for x in plain["checks"]],
+            }
+        )
+
+    def __rich__(self) -> Group:
+        """Lay the report out for a terminal: what is wrong first, and how the code was read after it."""
+        return Group(headline(self.verdict, self.title, self.kind, self.meant), *self._parts())
+
+    def _parts(self) -> Iterator[RenderableType]:
+        if self.reason:
+            yield reason_view(self.reason)
+        yield from (indented(finding_view(finding)) for finding in self.findings)
+        if self.meant:
+            yield indented(meant_view(self.meant))
+        if self.not_exercised:
+            yield indented(coverage_view(self.coverage))
+        if self.conventions:
+            yield indented(reading_view(self.conventions))
+        if self.checks:
+            yield indented(checks_view(self.checks, explained=bool(self.findings)))
+        if self.notes:
+            yield indented(notes_view(self.notes))
+
+    def __str__(self) -> str:
+        console = Console(width=WIDTH, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def _repr_html_(self) -> str:
+        console = Console(width=WIDTH, record=True, file=StringIO(), force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

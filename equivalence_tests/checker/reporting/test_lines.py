@@ -1,0 +1,57 @@
+"""The line of a mistake that only the output shows: where what is wrong ran, or where the part was called."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.layers import walking
+from equivalence_tests.checker.mistakes import MISTAKES
+from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo import builders, layers, parts
+
+OPERATORS = {"getitem", "pow", "and", "or", "div"}
+
+
+@pytest.mark.parametrize("mistake", [m for m in MISTAKES.values() if m.ran], ids=lambda mistake: mistake.name)
+def test_what_runs_at_a_line_is_something_that_torch_has(mistake: Any) -> None:
+    for name in mistake.ran.split(", "):
+        name = name.removeprefix("last ")
+        known = name in ("end", "call", *OPERATORS) or any(hasattr(home, name) for home in (torch, F, torch.linalg))
+        assert known, name
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (parts.EpsOutsideLayerNorm, "/ (x.std("),
+        (parts.SwappedPositionalEncoding, "torch.stack((angles.cos()"),  # it runs in the constructor
+        (parts.NormalisedResidualEncoderLayer, "x = y + self.self_attention("),
+        (layers.StaleResidualLayer, "x + self.mlp(y)"),
+        (layers.UnchainedModel, "layer(x) for layer in"),
+        (builders.mask_with_axes_swapped, "torch.tril("),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_line_is_the_one_that_ran(found: Any, line: str) -> None:
+    (finding,) = verify(found).findings
+    assert finding.line is not None
+    assert line in finding.line.text
+
+
+def test_what_never_ran_has_no_line() -> None:
+    assert [(f.name, f.line) for f in verify(parts.NoCrossDecoderLayer).findings] == [
+        ("cross_attention_left_out", None)
+    ]
+
+
+def test_a_run_that_cannot_be_watched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no operations")
+
+    monkeypatch.setattr(walking, "diagnose_call", broken)
+    report = verify(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2))
+    assert report.verdict == "partial"
+    assert "watching the whole run raised RuntimeError: no operations" in report.not_exercised[0].detail
