@@ -49,4 +49,7 @@ def test_what_is_written_piece_by_piece_is_read() -> None:
         report = verify(right)
         assert report.verdict == "equal", str(report)
         assert [finding.name for finding in report.meant] == ["rotary_positions"]
-    assert verify(NoRotation).mistakes == ("rotary_mixed",)
+    (finding,) = verify(NoRotation).findings
+    assert finding.name == "rotary_mixed"
+    assert finding.line is not None
+    assert "a * angles.sin() + b * angles.cos()" in finding.line.text

@@ -85,7 +85,7 @@ class Operation:
         given = iter(tensors)
         flat = [next(given) if item is HOLE else item for item in self.skeleton]
         args, kwargs = tree_unflatten(flat, self.spec)
-        return self.function(*args, **kwargs)
+        return _emptied(self.name, self.function(*args, **kwargs))
 
     @property
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
@@ -185,10 +185,7 @@ class Recorder(TorchFunctionMode):
         self.operations.append(operation)
         if inplace and tensors:
             inputs[0].value = inputs[0].value.clone()
-        result = func(*args, **kwargs, **target)
-        if name in UNFILLED:
-            for tensor in tensors_of(result):  # whatever lies in that memory would make one run unlike the next
-                tensor.detach().zero_()
+        result = _emptied(name, func(*args, **kwargs, **target))
         given = [tensors[0]] if inplace and tensors else list(tensors_of(result))
         operation.outputs = [self._slot(tensor, 0 if inplace else 1) for tensor in given]
         origins = 0
@@ -324,6 +321,14 @@ def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     underscored = name.endswith("_") and not name.endswith("__")
     return name in INPLACE or underscored or kwargs.get("inplace") is True
+
+
+def _emptied(name: str, result: Any) -> Any:
+    """Zero memory that nothing was written into: what lies there would make one run unlike the next."""
+    if name in UNFILLED:
+        for tensor in tensors_of(result):
+            tensor.detach().zero_()
+    return result
 
 
 def _storage(tensor: Tensor) -> int:
