@@ -1,17 +1,21 @@
 """Find every attention of a recorded run by its data flow: two products with something between that weighs."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from equivalence_tests.checker.engine.codes import FEATURES, known, place_of, source_of, sources_in
+from equivalence_tests.checker.engine.codes import FEATURES, looked_up, source_of, sources_in
 from equivalence_tests.checker.engine.identities import Context, Identities, Product, ScoreTable, Source
-from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
 
 __all__ = ["Attention", "Part", "Run", "attentions_of", "live_operations", "values_at"]
+
+WEIGHS = SOFTMAXES | words("exp exp_ exp2 sigmoid sigmoid_")
 
 
 @dataclass(eq=False)
@@ -63,6 +67,15 @@ class Part:
         return least * FEATURES + self.table.place_of_head
 
     @property
+    def sides(self) -> dict[str, tuple[Tensor, Operation]]:
+        """Queries, keys and values by their roles: their names, and the product that takes them."""
+        product = self.product
+        sides = {"query": (product.left, product.operation), "key": (product.right, product.operation)}
+        if self.contexts:
+            sides["value"] = self.contexts[0].values, self.contexts[0].operation
+        return sides
+
+    @property
     def rows(self) -> Tensor:
         """Names the query and head of each score: the same in all parts that weigh keys for one query."""
         return self.places_of_heads[self.table.head] * FEATURES + self.table.query
@@ -90,6 +103,17 @@ class Attention:
         return self.parts[0].product.operation
 
     @property
+    def last(self) -> Operation:
+        """The last product of weights and values."""
+        return max((c.operation for p in self.parts for c in p.contexts), key=lambda operation: operation.index)
+
+    @cached_property
+    def tiled(self) -> bool:
+        """Whether several parts add up to the weights of one query: tiles, or keys of two kinds."""
+        rows = torch.cat([part.rows.unique() for part in self.parts])
+        return len(rows.unique()) < len(rows)
+
+    @property
     def context_sources(self) -> list[int]:
         """The numbers of the names of its contexts."""
         found = {c.source.number for p in self.parts for c in p.contexts if c.source is not None}
@@ -102,8 +126,12 @@ class Attention:
 
     def chain(self, part: Part) -> list[tuple[Operation, Tensor, Tensor]]:
         """List the operations between the two products of a part: names and numbers of what they give."""
-        last = max((c.operation.index for c in part.contexts), default=len(self.run.operations))
-        return list(self.run.names.carrying(part.number, last))
+        return list(_between(self.run, part))
+
+
+def _between(run: Run, part: Part) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+    last = max(context.operation.index for context in part.contexts)
+    return run.names.carrying([part.number], before=last + 1)
 
 
 def live_operations(run: Run) -> set[int]:
@@ -153,39 +181,29 @@ def _part(run: Run, product: Product) -> Part:
 
 def _is_weighed(run: Run, part: Part) -> bool:
     """Whether an exponential or a norm of rows stands between the products."""
-    last = max(context.operation.index for context in part.contexts)
-    for operation, _, value in run.names.carrying(part.number, last):
-        if operation.name in SOFTMAXES or operation.name in ("exp", "exp_", "sigmoid", "exp2", "sigmoid_"):
-            return True
-        del value
-    return False
+    return any(operation.name in WEIGHS for operation, _, _ in _between(run, part))
 
 
 def _end_of(run: Run, part: Part) -> tuple[Operation, Tensor | None]:
     """The last operation that gives nothing but what the part's contexts gave, as far as the first weight."""
     numbers = {context.source.number for context in part.contexts if context.source is not None}
     last, names = part.contexts[-1].operation, None
-    for operation, after in zip(run.operations, run.names.after, strict=True):
-        for codes in after[:1]:
-            if codes is None or codes.is_complex():
-                continue
-            sources = set(sources_in(codes))
-            later = operation.index >= part.contexts[0].operation.index
-            if sources & numbers and later and all(run.names.sources[x].kind == "context" for x in sources):
-                last, names = operation, codes
+    for operation, codes, _ in run.names.carrying(numbers, part.contexts[0].operation.index - 1):
+        first = codes is run.names.after[operation.index][0]
+        if first and all(run.names.sources[x].kind == "context" for x in sources_in(codes)):
+            last, names = operation, codes
     return last, names
 
 
-def values_at(source: Source, codes: Tensor) -> Tensor:
-    """Give the numbers that a source has under these names; NaN where it has none.
+def values_at(sources: Iterable[Source], codes: Tensor, values: Iterable[Tensor] | None = None) -> Tensor:
+    """Give the numbers that sources have under these names; NaN where they have none.
 
     Args:
-        source: Where the names come from.
+        sources: Where the names come from.
         codes: Names.
+        values: The numbers of each source; None for those of the run.
     """
-    place, order = place_of(source.codes.reshape(-1)).sort()
-    values = source.slot.value.reshape(-1)[order].double()
-    asked = place_of(codes)
-    at = torch.searchsorted(place, asked.contiguous()).clamp_max(len(place) - 1)
-    right = (place[at] == asked) & known(codes) & (source_of(codes) == source.number)
-    return torch.where(right, values[at], torch.nan)
+    sources = list(sources)
+    held = [source.slot.value for source in sources] if values is None else values
+    names = torch.cat([torch.zeros(0, dtype=torch.float64), *(source.codes.reshape(-1) for source in sources)])
+    return looked_up(codes, names, torch.cat([torch.zeros(0), *(x.reshape(-1).double() for x in held)]))

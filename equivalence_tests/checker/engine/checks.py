@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.anchors import Run
-from equivalence_tests.checker.engine.contracts.context import is_tiled
 from equivalence_tests.checker.engine.distance import distance
 from equivalence_tests.checker.engine.intervening import reference
 from equivalence_tests.checker.engine.running import Call
@@ -100,7 +99,7 @@ class Checked:
         """Torch's formula in the place of the context; skips the check where something else is meant."""
         others = [finding.name for finding in self.report.meant if finding.name not in PLAIN]
         judgements = self.situation.found.judgements
-        if others or any(is_tiled(judgement.attention) for judgement in judgements):
+        if others or any(judgement.attention.tiled for judgement in judgements):
             raise SkippedError(f"the formula is another one: {', '.join(others) or 'tiles'}")
         return {index: patch for judgement in judgements for index, patch in reference(judgement, dtype).items()}
 

@@ -9,6 +9,7 @@ __all__ = [
     "coded",
     "feature_of",
     "known",
+    "looked_up",
     "retagged",
     "score_codes",
     "numbered_pairs",
@@ -71,6 +72,26 @@ def numbered_pairs(first: Tensor, second: Tensor) -> Tensor:
     width = int(second.max()) + 1
     found = torch.bincount((first * width + second).reshape(-1)).nonzero()
     return torch.cat([found // width, found % width], -1)
+
+
+def looked_up(asked: Tensor, names: Tensor, values: Tensor) -> Tensor:
+    """Give the numbers that belong to some names; NaN where a name is not known.
+
+    Args:
+        asked: Names.
+        names: All names that are known.
+        values: The number of each of these.
+
+    >>> names = coded(3, torch.tensor(5), torch.arange(2))
+    >>> looked_up(coded(3, torch.tensor(5), torch.tensor([1, 2])), names, torch.tensor([0.5, 0.25])).tolist()
+    [0.25, nan]
+    """
+    if not names.numel():
+        return torch.full(asked.shape, torch.nan, dtype=torch.float64)
+    ordered, order = names.reshape(-1).sort()
+    at = torch.searchsorted(ordered, asked.contiguous()).clamp_max(len(ordered) - 1)
+    found = values.reshape(-1)[order[at]].double()
+    return torch.where((ordered[at] == asked) & known(asked), found, torch.nan)
 
 
 def place_of(codes: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ read by the names on both of its sides. Nothing is told from the names of variab
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -159,25 +160,61 @@ class Identities:
     after: list[list[Tensor | None]] = field(default_factory=list)
     mixes: list[Operation] = field(default_factory=list)  # that sum over tokens without scores
 
-    def carrying(self, number: int, last: int | None = None) -> Iterable[tuple[Operation, Tensor, Tensor]]:
-        """List the operations whose results carry names of a source, with the names and the numbers."""
-        for operation, names in zip(self.operations, self.after, strict=True):
-            if last is not None and operation.index > last:
-                return
-            for slot, codes in zip(operation.outputs, names, strict=False):
-                if codes is not None and not codes.is_complex() and bool((source_of(codes) == number).any()):
-                    yield operation, codes, slot.value
+    @cached_property
+    def _given(self) -> list[tuple[frozenset[int], Operation, Tensor, Slot]]:
+        """What each operation gives that has names, with the sources that these come from."""
+        return [
+            (frozenset(sources_in(codes)), operation, codes, slot)
+            for operation, names in zip(self.operations, self.after, strict=True)
+            for slot, codes in zip(operation.outputs, names, strict=False)
+            if codes is not None and not codes.is_complex()
+        ]
 
-    def back_to_projections(self, numbers: Iterable[int]) -> list[int]:
-        """Give sources, and those that they were made of, as far as what a weight made or was given; the last first."""
-        found: list[int] = []
+    def carrying(
+        self, numbers: Iterable[int], after: int = -1, before: int | None = None
+    ) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+        """List the operations whose results carry names of some sources, with the names and the numbers.
+
+        Args:
+            numbers: The sources.
+            after: The last operation that is not listed yet.
+            before: The first one that is not listed any more; None for the end of the run.
+        """
+        wanted, end = set(numbers), len(self.operations) if before is None else before
+        for sources, operation, codes, slot in self._given:
+            if after < operation.index < end and not wanted.isdisjoint(sources):
+                yield operation, codes, slot.value
+
+    def last_of(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Give the last numbers of a tensor with their names; None if it has none."""
+        found = [(slot.value, codes) for _, _, codes, slot in self._given if slot.tensor is tensor]
+        return found[-1] if found else None
+
+    def taken(self, operation: Operation) -> list[tuple[Slot, Tensor]]:
+        """List what an operation takes that has names, with these."""
+        pairs = zip(operation.inputs, self.before[operation.index], strict=True)
+        return [(slot, codes) for slot, codes in pairs if codes is not None and not codes.is_complex()]
+
+    def beside(self, operation: Operation) -> list[tuple[Slot, int]]:
+        """List what an operation takes that has no names, with the named tensors that it was made from."""
+        found = zip(operation.inputs, operation.origins, self.before[operation.index], strict=True)
+        return [(slot, bits) for slot, bits, codes in found if codes is None]
+
+    def made_of(self, numbers: Iterable[int], beyond: bool = False) -> list[Source]:
+        """List sources and what they were made of, the last first.
+
+        Args:
+            numbers: The sources.
+            beyond: Whether what weights made is followed further than to these.
+        """
+        found: dict[int, Source] = {}
         left = list(numbers)
         while left:
-            number = left.pop(0)
-            if number not in found:
-                found.append(number)
-                left += self.sources[number].parents if self.sources[number].kind in REMADE else ()
-        return found
+            source = self.sources[left.pop(0)]
+            if source.number not in found:
+                found[source.number] = source
+                left += source.parents if beyond or source.kind != "projection" else ()
+        return list(found.values())
 
 
 def identify(

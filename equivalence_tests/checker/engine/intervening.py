@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Run, attentions_of
-from equivalence_tests.checker.engine.codes import place_of, source_of
+from equivalence_tests.checker.engine.codes import looked_up
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.expectation import ExpectedFor
 from equivalence_tests.checker.engine.contracts.formula import context_by_formula
@@ -136,16 +136,8 @@ def reference(judgement: Judgement, dtype: torch.dtype = torch.float64) -> dict[
         return {}
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        flat = torch.full((names.numel(),), torch.nan, dtype=torch.float64)
-        asked, source = place_of(names).reshape(-1), source_of(names).reshape(-1)
-        for part, operands, hidden in zip(attention.parts, judgement.operands, judgement.hidden, strict=True):
-            tokens, values = context_by_formula(recorder, part, operands, hidden, dtype=dtype)
-            order = tokens.argsort()
-            at = torch.searchsorted(tokens[order], asked).clamp_max(len(tokens) - 1)
-            own = torch.tensor([c.source.number for c in part.contexts if c.source is not None])
-            hit = (tokens[order][at] == asked) & torch.isin(source, own)  # each head may have a projection of its own
-            flat = torch.where(hit, values[order][at].double(), flat)
-        given = operation.outputs[0].value.double().reshape(-1)
-        return torch.where(flat.isnan(), given, flat).view(names.shape)
+        made = context_by_formula(recorder, attention, judgement.operands, judgement.hidden, dtype)
+        want = looked_up(names, *made)
+        return torch.where(want.isnan(), operation.outputs[0].value.double().view(names.shape), want)
 
     return {attention.end.index: patch}

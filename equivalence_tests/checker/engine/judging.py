@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, Part
-from equivalence_tests.checker.engine.contracts.context import context_departures, is_tiled, turned_back
+from equivalence_tests.checker.engine.contracts.context import context_departures, turned_back
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.entering import input_departures
 from equivalence_tests.checker.engine.contracts.expectation import Expectation
@@ -65,7 +65,7 @@ def judge(attention: Attention, expected: dict[int, Expectation] | None = None) 
     if found.blocked():
         found.departures = _once(found.departures)
         return found
-    if is_tiled(attention):
+    if attention.tiled:
         return _judge_tiles(found, expected or {})
     found.departures += input_departures(attention)
     for part in attention.parts:
@@ -125,7 +125,7 @@ def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
         model = read_weights(found.attention.run, part, context)
         found.models.append(model)
         found.departures += score_departures(found.attention, part, operands, model, expected)
-        live = ~model.weights.isnan() & ~model.dead[model.rows]
+        live = model.live
         pattern = causal_pattern(part, model.hidden | model.replaced, live)
         pattern = next((d.name for d in found.departures if d.name.startswith("causal")), pattern)
         found.hidden.append(hidden_by_formula(part, model, expected.may, pattern))

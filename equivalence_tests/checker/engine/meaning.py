@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.anchors import Part
 from equivalence_tests.checker.engine.codes import source_of, sources_in
-from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, constant_ratio
-from equivalence_tests.checker.engine.contracts.entering import strange_operations
+from equivalence_tests.checker.engine.contracts.changing import strange_operations
+from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, constant_ratio
 from equivalence_tests.checker.engine.contracts.layout import are_followed
 from equivalence_tests.checker.engine.contracts.operands import Operand, is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
@@ -66,7 +66,7 @@ def untold(judgement: Judgement, module: nn.Module | None) -> Iterator[Exercise]
 class _Evidence:
     def __init__(self, judgement: Judgement, module: nn.Module | None) -> None:
         self.judgement, self.module = judgement, module
-        self.recorder = judgement.attention.run.recorder
+        self.recorder, self._names = judgement.attention.run.recorder, judgement.attention.run.names
 
     # ------------------------------------------------------------------------------------------ departures
     def of(self, departure: Departure) -> str:
@@ -94,7 +94,7 @@ class _Evidence:
             return f"the argument {argument} is added, which has no other use"
         if not kinds or departure.stage == "operand":
             return self._activation(operation)
-        before = self.judgement.attention.run.names.before[operation.index]
+        before = self._names.before[operation.index]
         numbers = set(self.judgement.attention.context_sources)
         for place, (bits, codes) in enumerate(zip(operation.origins, before, strict=True)):
             own = place == 0 if departure.stage == "output" else _is_of(codes, numbers)
@@ -109,14 +109,11 @@ class _Evidence:
         """The argument that is added to the values and reaches neither queries nor keys; "" if there is none."""
         part, kept = self.judgement.attention.parts[0], self.recorder.origins_of
         others = [kept(slot.tensor) for slot in part.product.operands]
-        for bits, codes in zip(operation.origins, self._names_before(operation), strict=True):
-            names = self.recorder.named(bits) if codes is None else []
+        for _, bits in self._names.beside(operation):
+            names = self.recorder.named(bits)
             if [name.startswith("arg:") for name in names] == [True] and not any(bits & other for other in others):
                 return names[0].partition(":")[2]
         return ""
-
-    def _names_before(self, operation: Operation) -> list[Tensor | None]:
-        return self.judgement.attention.run.names.before[operation.index]
 
     def _activation(self, operation: Operation) -> str:
         """A function that stands in the module as a part."""
@@ -145,7 +142,7 @@ class _Evidence:
 
     def _scaled_by_a_part(self, departure: Departure) -> bool:
         """Whether a module inside multiplies queries or keys by a parameter or a buffer of its own."""
-        role = departure.facts.get("role")
+        role = departure.facts["what"]
         for operand in [x for operands in self.judgement.operands[:1] for x in operands[:2] if x.role == role]:
             for operation in self._steps(operand):
                 own = [name for bits in operation.origins for name in self.recorder.named(bits)]
@@ -155,11 +152,7 @@ class _Evidence:
         return False
 
     def _steps(self, operand: Operand) -> list[Operation]:
-        names = self.judgement.attention.run.names
-        carried = (
-            op for source in operand.sources for op, _, _ in names.carrying(source.number, operand.until.index - 1)
-        )
-        return [operation for operation in carried if operation.index > operand.start]
+        return [operation for operation, _, _ in operand.steps(self.judgement.attention.run)]
 
     def _of_scale(self, departure: Departure) -> str:
         learnt = departure.name in ("scale_other", "scale_differs_by_head")
@@ -185,16 +178,8 @@ class _Evidence:
 
     def _gains(self, operand: Operand) -> list[str]:
         """The parameters of the norms that an operand went through, one a norm."""
-        names, left, found = self.judgement.attention.run.names, list(operand.sources), []
-        while left:
-            source = left.pop()
-            if source.kind in NORMED and source.operation is not None and source.operation.name != "batch_norm":
-                before = names.before[source.operation.index]
-                beside = [bits for bits, codes in zip(source.operation.origins, before, strict=True) if codes is None]
-                taken = [name for bits in beside for name in self.recorder.named(bits)]
-                found += [name for name in taken if name.startswith("param:")][:1]
-            left += [names.sources[n] for n in source.parents] if source.kind != "projection" else []
-        return found[:1]
+        norms = (source.operation for source in self._norms_before(operand) if source.operation is not None)
+        return [name for norm in norms for name in self._parameters_beside(norm)][:1]
 
     def _stated_scale(self) -> bool:
         """Whether the module in which the product runs holds a scale other than one."""
@@ -205,11 +190,10 @@ class _Evidence:
 
     def _own_scale(self, operand: Operand) -> float:
         """What a rotation multiplies by, without what numbers multiply before it and after it."""
-        scale, names = operand.factor, self.judgement.attention.run.names
-        for source in operand.sources[:1]:
-            for operation, _, value in names.carrying(source.number, operand.until.index - 1):
-                if operation.index > operand.start and operation.inputs[0].value.shape == value.shape:
-                    scale /= constant_ratio(value, operation.inputs[0].value, SINGLE) or 1.0
+        scale = operand.factor
+        for operation, _, value in operand.steps(self.judgement.attention.run):
+            if operation.inputs[0].value.shape == value.shape:
+                scale /= constant_ratio(value, operation.inputs[0].value, SINGLE) or 1.0
         return scale
 
     def _configured(self, value: float) -> str:
@@ -251,27 +235,22 @@ class _Evidence:
         return list(found.values())
 
     def _is_normed(self, operand: Operand) -> bool:
-        return operand.change == "normed" or any(self._made_by_norm(source) for source in operand.sources)
+        return operand.change == "normed" or bool(self._norms_before(operand))
 
-    def _made_by_norm(self, source: Source) -> bool:
-        if source.kind in NORMED:
-            return source.operation is None or source.operation.name != "batch_norm"
-        if source.kind in ("added", "gated"):
-            return any(self._made_by_norm(self.judgement.attention.run.names.sources[n]) for n in source.parents)
-        return False
+    def _norms_before(self, operand: Operand) -> list[Source]:
+        """What norms of tokens made of an operand, after its projection."""
+        made_of = self._names.made_of(source.number for source in operand.sources)
+        return [s for s in made_of if s.kind in NORMED and (s.operation is None or s.operation.name != "batch_norm")]
 
     def _parameters_between(self, functions: frozenset[str]) -> list[str]:
         """Parameters that such functions take between the two products."""
-        found: list[str] = []
-        for operation, _ in self._between():
-            if operation.name not in functions:
-                continue
-            for bits, codes in zip(
-                operation.origins, self.judgement.attention.run.names.before[operation.index], strict=True
-            ):
-                if codes is None:
-                    found += [n.partition(":")[2] for n in self.recorder.named(bits) if n.startswith("param:")]
-        return found
+        between = (operation for operation, _ in self._between() if operation.name in functions)
+        return [name for operation in between for name in self._parameters_beside(operation)]
+
+    def _parameters_beside(self, operation: Operation) -> list[str]:
+        """The parameters of which an operation takes something beside what has names."""
+        found = [name for _, bits in self._names.beside(operation) for name in self.recorder.named(bits)]
+        return [name.partition(":")[2] for name in found if name.startswith("param:")]
 
     def _between(self) -> Iterator[tuple[Operation, Part]]:
         for part in self.judgement.attention.parts:
@@ -312,7 +291,7 @@ class _Evidence:
         """A pattern that the code hides by itself and that is not causal; with evidence or without."""
         judgement = self.judgement
         for part, model, hidden in zip(judgement.attention.parts, judgement.models, judgement.hidden, strict=False):
-            live = ~model.weights.isnan() & ~model.dead[model.rows]
+            live = model.live
             if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
                 operation, names = self._hiding()
                 evidence = (
@@ -325,7 +304,7 @@ class _Evidence:
         """The first operation that scores meet something else in, and what that is made from."""
         first: Operation | None = None
         for operation, part in self._between():
-            codes = self.judgement.attention.run.names.before[operation.index]
+            codes = self._names.before[operation.index]
             pairs = zip(operation.origins, codes, strict=True)
             others = [bits for bits, names in pairs if not _is_of(names, {part.number})]
             first = first or (operation if others else None)
@@ -360,13 +339,11 @@ class _Evidence:
         return Departure("scores_capped", "scores", operation, {"cap": model.cap}, evidence=evidence)
 
     def _biases(self, part: Part, model: WeightsModel) -> Iterator[Departure]:
-        live = ~model.weights.isnan() & ~model.hidden & ~model.dead[model.rows] & ~model.replaced
+        live = model.live & ~model.hidden & ~model.replaced
         if not bool(live.any()) or float(model.bias[live].abs().max()) < 1e-5:
             return
         for operation, _ in self._between():
-            for bits, codes in zip(
-                operation.origins, self.judgement.attention.run.names.before[operation.index], strict=True
-            ):
+            for bits, codes in zip(operation.origins, self._names.before[operation.index], strict=True):
                 score = codes is not None and bool((source_of(codes) == part.number).any())
                 if not score and bits and operation.name.strip("_") in ("add", "iadd", "sub", "isub", "radd"):
                     names = self.recorder.named(bits)
@@ -389,13 +366,9 @@ class _Evidence:
     def _bent(self, operation: Operation, names: list[str]) -> Iterator[Departure]:
         """What no known model does to a bias that is learnt."""
         if any(name.startswith("param:") for name in names):
-            run, before = self.judgement.attention.run, self.judgement.attention.run.names.before[operation.index]
-            beside = [slot for slot, codes in zip(operation.inputs, before, strict=True) if codes is None]
-            for slot in beside:
-                for strange in strange_operations(run, slot, operation.index):
-                    function = strange.name.strip("_")
-                    facts = {"function": function, "what": "bias of the scores"}
-                    yield Departure(f"changed_by_{function}", "bias", strange, facts)
+            for slot, _ in self._names.beside(operation):
+                for strange in strange_operations(self.judgement.attention.run, slot, operation.index):
+                    yield changed_by(strange, "bias", "bias of the scores")
 
 
 # Values of a configuration that are the scale of the scores, whatever the value.
@@ -420,11 +393,8 @@ def _numbers(holder: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _first_step(judgement: Judgement, operand: Operand) -> Operation | None:
-    for source in operand.sources:
-        for operation, _, _ in judgement.attention.run.names.carrying(source.number, operand.until.index - 1):
-            if operation.index > operand.start and operation.name.strip("_") in ("mul", "rmul"):
-                return operation
-    return None
+    steps = (operation for operation, _, _ in operand.steps(judgement.attention.run))
+    return next((operation for operation in steps if operation.name.strip("_") in ("mul", "rmul")), None)
 
 
 def _grows(part: Part, model: WeightsModel, live: Tensor) -> bool:

@@ -31,8 +31,7 @@ def finding_of(departure: Departure, proof: Proof | None = None, where: str = ""
 
 def _changed(departure: Departure) -> Mistake:
     """What no catalogue knows: a stage is changed by a function that torch's formula does not have."""
-    function = departure.name.partition("changed_by_")[2]
-    what = departure.facts.get("role", departure.facts.get("what", departure.stage))
+    function, what = departure.facts["function"], departure.facts["what"]
     is_or_are = "are" if what.endswith("s") else "is"
     return Mistake(
         departure.name,

@@ -44,7 +44,7 @@ def missing_keys(situation: Situation) -> list[Departure]:
         lost = attention.first
         for source in {int(x) for p in attention.parts for x in source_of(p.product.right).unique()}:
             whole = len(token_of(names.sources[source].codes).unique())
-            for operation, codes, _ in names.carrying(source, attention.first.index - 1):
+            for operation, codes, _ in names.carrying([source], before=attention.first.index):
                 fewer = len(token_of(codes[known(codes)]).unique()) < whole and len(operation.outputs) == 1
                 if fewer and len(feature_of(codes).unique()) == len(feature_of(names.sources[source].codes).unique()):
                     return [Departure("key_tokens_missing", "product", operation, {"keys": keys})]
@@ -80,11 +80,8 @@ def in_training(situation: Situation) -> list[Departure]:
     finally:
         module.eval()
     for part in judgement.attention.parts:
-        for operation, codes, _ in run.names.carrying(part.number):
-            if "dropout" not in operation.name or not operation.inputs:
-                continue
-            taken = operation.inputs[0].value
-            if bool((taken[known(codes)] < -1e-6).any()):
+        for operation, codes, _ in run.names.carrying([part.number]):
+            if "dropout" in operation.name and bool((operation.inputs[0].value[known(codes)] < -1e-6).any()):
                 return [Departure("dropout_on_scores", "dropout", operation)]
     return []
 

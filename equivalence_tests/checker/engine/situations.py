@@ -246,15 +246,10 @@ def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:
     if plan.output >= len(outputs):
         return None
     output = outputs[plan.output]
-    codes = None
-    for operation, names in zip(run.operations, run.names.after, strict=True):
-        for slot, found in zip(operation.outputs, names, strict=False):
-            if slot.tensor is output:
-                codes = found
-    wanted = _wanted_tokens(situation, output)
-    if codes is None or wanted is None or not bool(known(codes).all()):
+    found, wanted = run.names.last_of(output), _wanted_tokens(situation, output)
+    if found is None or wanted is None or not bool(known(found[1]).all()):
         return None
-    return output.detach().double(), codes, wanted
+    return output.detach().double(), found[1], wanted
 
 
 def _wanted_tokens(situation: Situation, output: Tensor) -> Tensor | None:

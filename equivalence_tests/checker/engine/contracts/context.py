@@ -6,35 +6,19 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention
-from equivalence_tests.checker.engine.codes import known, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, constant_ratio, near
+from equivalence_tests.checker.engine.codes import known, looked_up, token_of
+from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, near
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
-__all__ = ["context_departures", "is_tiled", "turned_back", "values_by_name"]
-
-
-def is_tiled(attention: Attention) -> bool:
-    """Whether several parts add up to the weights of one query: tiles, or keys of two kinds."""
-    seen: set[int] = set()
-    for part in attention.parts:
-        rows = {int(x) for x in part.rows.unique()}
-        if rows & seen:
-            return True
-        seen |= rows
-    return False
+__all__ = ["context_departures", "turned_back", "values_by_name"]
 
 
 def values_by_name(attention: Attention) -> tuple[Tensor, Tensor]:
     """Names and numbers of everything that the products of weights and values gave."""
-    names, values = [], []
-    for part in attention.parts:
-        for context in part.contexts:
-            if context.source is not None:
-                names.append(context.codes.reshape(-1))
-                values.append(context.operation.outputs[0].value.double().reshape(-1))
-    flat, order = torch.cat(names).sort()
-    return flat, torch.cat(values)[order]
+    contexts = [context for part in attention.parts for context in part.contexts if context.source is not None]
+    values = [context.operation.outputs[0].value.double().reshape(-1) for context in contexts]
+    return torch.cat([context.codes.reshape(-1) for context in contexts]), torch.cat(values)
 
 
 def context_departures(attention: Attention, padding: Tensor) -> Iterator[Departure]:
@@ -44,29 +28,16 @@ def context_departures(attention: Attention, padding: Tensor) -> Iterator[Depart
         attention: Read so far.
         padding: Tokens that are padding: what comes out for them may be anything.
     """
-    numbers = set(attention.context_sources)
-    if not numbers or is_tiled(attention):
+    numbers = attention.context_sources
+    if not numbers or attention.tiled:
         return
     names, values = values_by_name(attention)
-    last = max(context.operation.index for part in attention.parts for context in part.contexts)
-    for operation, after in zip(attention.run.operations, attention.run.names.after, strict=True):
-        if operation.index <= last or operation.index > attention.end.index:
-            continue
-        for slot, codes in zip(operation.outputs, after, strict=False):
-            if codes is None or codes.is_complex() or not set(sources_in(codes)) & numbers:
-                continue
-            mine = known(codes) & torch.isin(codes, names) & ~torch.isin(token_of(codes), padding)
-            want = values[torch.searchsorted(names, codes[mine].contiguous()).clamp_max(len(names) - 1)]
-            have = slot.value.double()[mine]
-            if near(have.nan_to_num(0.0), want.nan_to_num(0.0), 1e-3 if slot.value.dtype != torch.float64 else 1e-6):
-                continue
-            function = operation.name.strip("_")
-            ratio = constant_ratio(have, want)
-            facts = {"function": function, "what": "context", "factor": ratio}
-            departure = Departure(f"changed_by_{function}", "context", operation, facts)
-            differing = (have - want).abs().argsort(descending=True)[:4].sort().values
-            departure.have, departure.want = tuple(have[differing].tolist()), tuple(want[differing].tolist())
-            departure.quantity = f"context after {function}"
+    for operation, codes, value in attention.run.names.carrying(numbers, attention.last.index, attention.end.index + 1):
+        mine = torch.isin(codes, names[known(names)]) & ~torch.isin(token_of(codes), padding)
+        have, want = value.double()[mine], looked_up(codes[mine], names, values)
+        if not near(have.nan_to_num(0.0), want.nan_to_num(0.0), 1e-3 if value.dtype != torch.float64 else 1e-6):
+            departure = changed_by(operation, "context", "context")
+            departure.show(have, want)
             departure.patches = {operation.index: _as_it_was} if _like(operation) else {}
             yield departure
             return
@@ -87,17 +58,11 @@ def turned_back(attention: Attention) -> Departure | bool:
         found = replayed(run.recorder, {slot.key: x.to(slot.value.dtype)}, start, asked, until)
         return None if found is None else found.double()
 
-    for source in attention.context_sources:
-        for operation, _, _ in run.names.carrying(source, attention.end.index):
-            out = operation.outputs[0]
-            parts = [given(x, out, operation.index) for x in (one, two, one + two)] if operation.index > start else []
-            if any(part is None for part in parts) or not parts or out.value.is_complex():
-                continue
-            first, second, both = (part for part in parts if part is not None)
-            if not near(both, first + second, SINGLE):
-                function = operation.name.strip("_")
-                facts = {"function": function, "what": "context", "factor": None}
-                return Departure(f"changed_by_{function}", "context", operation, facts)
+    for operation, _, _ in run.names.carrying(attention.context_sources, start, attention.end.index + 1):
+        parts = [given(x, operation.outputs[0], operation.index) for x in (one, two, one + two)]
+        first, second, both = (torch.zeros(()) if part is None else part for part in parts)
+        if not near(both, first + second, SINGLE):
+            return changed_by(operation, "context", "context")
     end = given(one, attention.end_slot, attention.end.index)
     if end is None or attention.names is None:
         return False

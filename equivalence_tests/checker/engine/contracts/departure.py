@@ -10,7 +10,9 @@ from torch import Tensor
 from equivalence_tests.checker.engine.watching import Operation, Patch
 from equivalence_tests.checker.reporting.lines import Frames
 
-__all__ = ["SINGLE", "TOLERANCE", "Departure", "constant_ratio", "near"]
+__all__ = ["ROLES", "SINGLE", "TOLERANCE", "Departure", "changed_by", "constant_ratio", "near"]
+
+ROLES = ("query", "key", "value")
 
 TOLERANCE = 1e-7
 SINGLE = 2e-4  # where a part is computed in float32, whatever the input is
@@ -52,6 +54,27 @@ class Departure:
     def lines(self) -> Frames:
         """The user's lines that led there, the innermost first."""
         return self.frames or (self.operation.frames if self.operation is not None else ())
+
+    def show(self, have: Tensor, want: Tensor) -> None:
+        """Take over the four numbers that differ most, as they are and as they should be."""
+        have, want = have.reshape(-1), want.reshape(-1)
+        differing = (have - want).abs().nan_to_num(0.0).argsort(descending=True)[:4].sort().values
+        self.have, self.want = tuple(have[differing].tolist()), tuple(want[differing].tolist())
+        self.quantity = f"{self.facts['what']} after {self.facts['function']}"
+
+
+def changed_by(operation: Operation, stage: str, what: str, **more: Any) -> Departure:
+    """Name what no catalogue knows: a function that torch's formula does not have there.
+
+    Args:
+        operation: That changes it.
+        stage: Where it stands.
+        what: What is changed; a role is part of the name.
+        more: What else the departure holds.
+    """
+    function = operation.name.strip("_")
+    name = f"{what}_changed_by_{function}" if what in ROLES else f"changed_by_{function}"
+    return Departure(name, stage, operation, {"function": function, "what": what}, **more)
 
 
 def near(x: Tensor, y: Tensor, tolerance: float = TOLERANCE) -> bool:

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, values_at
 from equivalence_tests.checker.engine.codes import known, source_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.departure import Departure, near
-from equivalence_tests.checker.engine.contracts.entering import puts_back
-from equivalence_tests.checker.engine.contracts.following import first_change
-from equivalence_tests.checker.engine.contracts.permuting import shuffling
+from equivalence_tests.checker.engine.contracts.changing import adds_two, has_twin, shuffling
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, near
+from equivalence_tests.checker.engine.contracts.following import changed_output
 from equivalence_tests.checker.engine.contracts.projecting import matrix_in
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.watching import Operation, tensors_of
@@ -62,8 +61,8 @@ def ending_departures(
     if source is None:
         return
     judged = source.number in attention.context_sources  # as far as the end of the attention, divided or not
-    if not judged and not near(output, values_at(source, codes), 1e-6):
-        yield first_change(attention, source)
+    if not judged and not near(output, values_at([source], codes), 1e-6):
+        yield changed_output(attention, source)
         return
     expression = _read(attention, source, 0)
     name = _mistake(expression)
@@ -78,11 +77,9 @@ def output_departures(attention: Attention) -> Iterator[Departure]:
         attention: The only one of the call.
     """
     output = next(tensors_of(attention.run.output), None)
-    for operation, after in zip(reversed(attention.run.operations), reversed(attention.run.names.after), strict=True):
-        for slot, codes in zip(operation.outputs, after, strict=False):
-            if slot.tensor is output and codes is not None and not codes.is_complex():
-                yield from _unchanged(attention, slot.value.double(), codes)
-                return
+    found = attention.run.names.last_of(output) if output is not None else None
+    if found is not None:
+        yield from _unchanged(attention, found[0].double(), found[1])
 
 
 def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[Departure]:
@@ -92,19 +89,15 @@ def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[
         late = source.operation is not None and source.operation.index > attention.end.index
         if late and codes.shape == source.codes.shape and not torch.equal(codes, source.codes):
             moved = shuffling(attention.run, numbers, attention.end.index, len(attention.run.operations))
-            if moved is not None and puts_back(attention, moved):
+            if moved is not None and has_twin(attention, moved):
                 return
-            name = f"changed_by_{moved.name.strip('_')}" if moved is not None else "output_tokens_moved"
-            yield Departure(name, "output", moved or _last_move(attention))
+            gone = Departure("output_tokens_moved", "output", _last_move(attention))
+            yield changed_by(moved, "output", "output") if moved is not None else gone
             return
-        if late and not near(output, values_at(source, codes), 1e-4):
-            changed = first_change(attention, source)
-            if not _adds_two(changed.operation):  # a residual, which came from where names are not followed
+        if late and not near(output, values_at([source], codes), 1e-4):
+            changed = changed_output(attention, source)
+            if not adds_two(changed.operation):  # a residual, which came from where names are not followed
                 yield changed
-
-
-def _adds_two(operation: Operation | None) -> bool:
-    return operation is not None and operation.name.strip("_") in ("add", "iadd", "radd") and len(operation.inputs) > 1
 
 
 def wrap_of(attention: Attention, codes: Tensor) -> str:
@@ -168,9 +161,8 @@ def _read(attention: Attention, source: Source, depth: int) -> _Expression:
 
 def _operands(attention: Attention) -> set[int]:
     """The sources of queries, keys and values; none where all are one tensor, which is then the input."""
-    contexts = [context.values for part in attention.parts for context in part.contexts]
-    codes = [side for part in attention.parts for side in (part.product.left, part.product.right)] + contexts
-    numbers = {number for names in codes for number in sources_in(names)}
+    sides = (codes for part in attention.parts for codes, _ in part.sides.values())
+    numbers = {number for codes in sides for number in sources_in(codes)}
     return numbers if len(numbers) > 1 else set()
 
 
@@ -192,7 +184,7 @@ def _factors(source: Source, parents: list[Source]) -> tuple[float, ...] | None:
     for parent in parents:
         codes = source.codes
         shifted = torch.where(known(codes), torch.remainder(codes, 1 << 40) + parent.number * float(1 << 40), codes)
-        columns.append(values_at(parent, shifted).reshape(-1))
+        columns.append(values_at([parent], shifted).reshape(-1))
     table = torch.stack(columns, -1)
     if bool(table.isnan().any()):
         return None

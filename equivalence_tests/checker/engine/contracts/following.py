@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 from equivalence_tests.checker.engine.anchors import Attention, values_at
 from equivalence_tests.checker.engine.codes import sources_in
-from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, near
-from equivalence_tests.checker.engine.contracts.entering import USUAL, puts_back
-from equivalence_tests.checker.engine.contracts.permuting import shuffling
+from equivalence_tests.checker.engine.contracts.changing import USUAL, first_change, has_twin, shuffling
+from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, near
 from equivalence_tests.checker.engine.identities import Source
 from equivalence_tests.checker.engine.watching import Operation
 
-__all__ = ["exchanged_departures", "first_change", "later_departures"]
+__all__ = ["changed_output", "exchanged_departures", "later_departures"]
 
 EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
 
@@ -36,8 +35,7 @@ def exchanged_departures(attention: Attention) -> Iterator[Departure]:
     Args:
         attention: All products of which have been read.
     """
-    start = max(context.operation.index for part in attention.parts for context in part.contexts)
-    yield from _moved(attention, attention.context_sources, start, attention.end.index + 1)
+    yield from _moved(attention, attention.context_sources, attention.last.index, attention.end.index + 1)
 
 
 def _later(attention: Attention) -> dict[int, Source]:
@@ -56,13 +54,13 @@ def _later(attention: Attention) -> dict[int, Source]:
 
 
 def _held(attention: Attention, source: Source, taker: Operation) -> Iterator[Departure]:
-    for slot, codes in zip(taker.inputs, attention.run.names.before[taker.index], strict=True):
-        if codes is None or codes.is_complex() or source.number not in sources_in(codes):
+    for slot, codes in attention.run.names.taken(taker):
+        if source.number not in sources_in(codes):
             continue
-        want = values_at(source, codes)
+        want = values_at([source], codes)
         mine = ~want.isnan()
         if not near(slot.value.double()[mine], want[mine], SINGLE):
-            yield first_change(attention, source)
+            yield changed_output(attention, source)
         else:
             start = source.operation.index if source.operation is not None else -1
             yield from _moved(attention, [source.number], start, taker.index)
@@ -70,24 +68,21 @@ def _held(attention: Attention, source: Source, taker: Operation) -> Iterator[De
 
 def _moved(attention: Attention, numbers: list[int], start: int, until: int) -> Iterator[Departure]:
     moved = shuffling(attention.run, numbers, start, until)
-    if moved is None or moved.name not in EXCHANGES or puts_back(attention, moved):
+    if moved is None or moved.name not in EXCHANGES or has_twin(attention, moved):
         return
     again = shuffling(attention.run, numbers, moved.index, until)
     if again is None or again.name != moved.name:
-        yield Departure(f"changed_by_{moved.name}", "output", moved, {"function": moved.name, "what": "output"})
+        yield changed_by(moved, "output", "output")
 
 
-def first_change(attention: Attention, source: Source) -> Departure:
+def changed_output(attention: Attention, source: Source) -> Departure:
     """Name the first operation that gives other numbers than a source has under the same names.
 
     Args:
         attention: Whose output it is.
         source: Holds the numbers as they were made.
     """
-    for operation, codes, value in attention.run.names.carrying(source.number):
-        want = values_at(source, codes)
-        mine = ~want.isnan()
-        if operation is not source.operation and not near(value.double()[mine], want[mine], 1e-6):
-            function = operation.name.strip("_")
-            return Departure(f"changed_by_{function}", "output", operation, {"function": function, "what": "output"})
-    return Departure("output_changed", "output", source.operation)
+    changed = first_change(attention.run, [source], tolerance=1e-6)
+    if changed is None:
+        return Departure("output_changed", "output", source.operation)
+    return changed_by(changed, "output", "output")

@@ -1,31 +1,32 @@
 """torch's formula on what a recorded run multiplies: softmax(q kᵀ / sqrt(d)) v, with what is hidden left out."""
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Part
-from equivalence_tests.checker.engine.codes import known, place_of
+from equivalence_tests.checker.engine.anchors import Attention, Part
+from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.contracts.operands import Operand
 from equivalence_tests.checker.engine.contracts.scores_table import future_of
 from equivalence_tests.checker.engine.contracts.weights import WeightsModel
-from equivalence_tests.checker.engine.identities import Context, Product, ScoreTable
+from equivalence_tests.checker.engine.identities import Context, Product
 from equivalence_tests.checker.engine.watching import Recorder
 
 __all__ = ["context_by_formula", "hidden_by_formula", "weights_by_formula"]
 
 
-def weights_by_formula(scores: Tensor, table: ScoreTable, hidden: Tensor) -> Tensor:
+def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
     """Softmax over the keys of each row.
 
     Args:
         scores: Scaled, flat.
-        table: Which row each belongs to.
+        rows: Which row each belongs to.
         hidden: Which keys are hidden.
     """
-    order = table.row.argsort(stable=True)
-    row = table.row[order]
+    order = rows.argsort(stable=True)
+    row = rows[order]
     start = torch.searchsorted(row, row)
     column = torch.arange(len(row)) - start
     dense = torch.full((int(row.max()) + 1, int(column.max()) + 1), -torch.inf, dtype=scores.dtype)
@@ -38,40 +39,56 @@ def weights_by_formula(scores: Tensor, table: ScoreTable, hidden: Tensor) -> Ten
 
 def context_by_formula(
     recorder: Recorder,
-    part: Part,
-    operands: list[Operand],
-    hidden: Tensor,
-    bias: Tensor | None = None,
+    attention: Attention,
+    operands: list[list[Operand]],
+    hidden: list[Tensor],
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """What the values are averaged to, with the places of the names of the results.
+    """What the values are averaged to: the names of the results, and the numbers.
 
     Args:
         recorder: A run; it may be going on.
-        part: Whose products.
-        operands: What the queries and keys of that part carry as a factor.
-        hidden: Which keys are hidden.
-        bias: What is meant to be added to the scores.
+        attention: Whose products; where its parts are tiles, each gives its share.
+        operands: What the queries, keys and values of each part carry as a factor.
+        hidden: Which keys are hidden, for each part.
         dtype: In which it is computed.
     """
+    parts = attention.parts
+    scores = [_scores(recorder, part, own, dtype) for part, own in zip(parts, operands, strict=True)]
+    rows = _rows(attention)
+    weights = weights_by_formula(torch.cat(scores), rows, torch.cat(hidden)).split([len(x) for x in scores])
+    names, values = [], []
+    for part, own, mine in zip(parts, operands, weights, strict=True):
+        for context in part.contexts:
+            if context.source is not None:
+                value = context.contraction.columns(_operand(recorder, context, 1).to(dtype)) / own[2].factor
+                values.append(torch.einsum("nik,nfk->nif", _used(part, context, mine), value).reshape(-1))
+                names.append(context.contraction.result(context.codes).reshape(-1))
+    return torch.cat(names), torch.cat(values)
+
+
+def _rows(attention: Attention) -> Tensor:
+    """Number the rows of all parts: those of tiles go on in one another."""
+    if attention.tiled:
+        return torch.cat([part.rows for part in attention.parts]).unique(return_inverse=True)[1]
+    counts = [0, *(int(part.table.row.max()) + 1 for part in attention.parts)]
+    starts = itertools.accumulate(counts)
+    return torch.cat([part.table.row + start for part, start in zip(attention.parts, starts, strict=False)])
+
+
+def _scores(recorder: Recorder, part: Part, operands: list[Operand], dtype: torch.dtype) -> Tensor:
+    """The product of queries and keys, over sqrt(width), flat."""
     product = part.product
     query, key = (_operand(recorder, product, side).to(dtype) for side in (0, 1))
     scores = torch.einsum("nid,njd->nij", product.contraction.rows(query), product.contraction.columns(key))
     factor = operands[0].factor * operands[1].factor * math.sqrt(product.left.size(-1))
-    flat = product.contraction.scattered(scores / factor).reshape(-1)
-    if bias is not None:
-        flat = flat + bias
-    weights = weights_by_formula(flat, part.table, hidden)
-    places, values = [], []
-    for context in part.contexts:
-        if context.source is None:
-            continue
-        used = weights[place_of(context.weights).clamp_min(0)].masked_fill(~known(context.weights), 0.0)
-        value = context.contraction.columns(_operand(recorder, context, 1).to(dtype)) / operands[2].factor
-        result = torch.einsum("nik,nfk->nif", used, value)
-        places.append(context.contraction.result(place_of(context.codes)).reshape(-1))
-        values.append(result.reshape(-1))
-    return torch.cat(places), torch.cat(values)
+    return product.contraction.scattered(scores / factor).reshape(-1)
+
+
+def _used(part: Part, context: Context, weights: Tensor) -> Tensor:
+    """The weights of one part at their places in a product with values."""
+    own = known(context.weights) & (source_of(context.weights) == part.number)
+    return weights[place_of(context.weights).clamp(0, len(weights) - 1)].masked_fill(~own, 0.0)
 
 
 def _operand(recorder: Recorder, product: Product | Context, side: int) -> Tensor:

@@ -19,14 +19,15 @@ from equivalence_tests.checker.engine.codes import (
     unified,
 )
 from equivalence_tests.checker.engine.contraction import contraction_of
-from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.entering import is_undone
-from equivalence_tests.checker.engine.contracts.permuting import reshaped_for_transposed, shuffling
+from equivalence_tests.checker.engine.contracts.changing import has_twin, reshaped_for_transposed, shuffling
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.identities import Context, Source
-from equivalence_tests.checker.engine.vocabulary import MOVES
+from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
 __all__ = ["are_followed", "layout_departures", "merge_departures"]
+
+REPEATS = words("repeat expand tile repeat_interleave cat __getitem__ expand_as")
 
 
 def layout_departures(attention: Attention) -> Iterator[Departure]:
@@ -75,21 +76,9 @@ def _misplaced_operand(attention: Attention, part: Part) -> Iterator[Departure]:
         )
 
 
-def _sides(part: Part) -> list[tuple[str, Tensor, Operation]]:
-    """Queries, keys and values: their names, and the products that take them."""
-    product = part.product
-    operands = [("query", product.left, product.operation), ("key", product.right, product.operation)]
-    return operands + [("value", context.values, context.operation) for context in part.contexts[:1]]
-
-
 def _turned_wrongly(attention: Attention, part: Part) -> Departure | None:
     """A view that exchanges axes, where sizes do not tell which."""
-    operands = [
-        ("query", part.product.left, part.product.operation),
-        ("key", part.product.right, part.product.operation),
-    ]
-    operands += [("value", context.values, context.operation) for context in part.contexts[:1]]
-    for role, codes, until in operands:
+    for role, (codes, until) in part.sides.items():
         operation = _reshaped(attention, codes, until)
         if operation is not None:
             facts = {"role": role, "shape": tuple(operation.outputs[0].value.shape), "function": operation.name}
@@ -100,7 +89,7 @@ def _turned_wrongly(attention: Attention, part: Part) -> Departure | None:
 def _misplaced_operands(attention: Attention, part: Part) -> Iterator[Departure]:
     """For queries, keys and values: the first operation after which elements are elsewhere than their axes say."""
     seen: set[int] = set()
-    for role, codes, until in _sides(part):
+    for role, (codes, until) in part.sides.items():
         numbers = sources_in(codes)
         departure = _first_misplaced(attention, numbers, codes, until, role)
         if departure is None or departure.operation is None or departure.operation.index in seen:
@@ -116,22 +105,27 @@ def _first_misplaced(
 ) -> Departure | None:
     names = attention.run.names
     for number in numbers:
-        source = names.sources[number]
-        for operation, codes, _ in names.carrying(number, until.index - 1):
-            wanted = _as_axes_say(source, codes) if bool(torch.isin(codes, mine).any()) else None
-            if wanted is None or torch.equal(wanted, codes):
-                continue
-            before = next((c for c in names.before[operation.index] if c is not None), None)
-            if before is None or operation.name not in MOVES:
-                continue
-            name = "heads_split_without_transpose"
-            split = before.dim() == codes.dim()
-            facts = {"role": role, "shape": tuple(codes.shape), "function": operation.name, "split": split}
-            patch = _gathering(before, wanted)
-            return Departure(
-                name, "split", operation, facts, {operation.index: patch}, {operation.index: wanted}, blocks=True
-            )
+        for operation, codes, _ in names.carrying([number], before=until.index):
+            wanted = _as_axes_say(names.sources[number], codes) if bool(torch.isin(codes, mine).any()) else None
+            departure = _laid_elsewhere(attention, "heads_split_without_transpose", "split", operation, codes, wanted)
+            if departure is not None:
+                before = names.taken(operation)[0][1]
+                departure.facts = {"role": role, "function": operation.name, "split": before.dim() == codes.dim()}
+                departure.facts |= {"shape": tuple(codes.shape)}
+                return departure
     return None
+
+
+def _laid_elsewhere(
+    attention: Attention, name: str, stage: str, operation: Operation, codes: Tensor, wanted: Tensor | None
+) -> Departure | None:
+    """What a move gives, where its axes say that the elements should lie otherwise; None where they lie as wanted."""
+    taken = attention.run.names.taken(operation)
+    if wanted is None or torch.equal(wanted, codes) or not taken or operation.name not in MOVES:
+        return None
+    patch, facts = _gathering(taken[0][1], wanted), {"shape": tuple(codes.shape)}
+    index = operation.index
+    return Departure(name, stage, operation, facts, {index: patch}, {index: wanted}, blocks=True)
 
 
 def _as_axes_say(source: Source, codes: Tensor) -> Tensor | None:
@@ -186,26 +180,20 @@ def _gathering(before: Tensor, wanted: Tensor) -> Patch:
 def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
     """One of queries, keys and values that is rolled or flipped where the others are not, or all at once for good."""
     found = {}
-    for role, codes, until in _sides(part):
-        numbers = attention.run.names.back_to_projections(sources_in(codes))
-        if any(attention.run.names.sources[number].kind == "given" for number in numbers):
+    for role, (codes, until) in part.sides.items():
+        sources = attention.run.names.made_of(sources_in(codes))
+        if any(source.kind == "given" for source in sources):
             return None
-        moved = shuffling(attention.run, numbers, -1, until.index, codes)
+        moved = shuffling(attention.run, [source.number for source in sources], -1, until.index, codes)
         found[role] = moved if moved is not None and moved.name in ("roll", "flip") else None
     alone = [role for role, moved in found.items() if moved is not None]
     moved = found["query"]
     if moved is not None and len(alone) == len(found) == 3 and len(set(found.values())) == 1:
-        if is_undone(attention, moved):
+        if has_twin(attention, moved):
             return None
-        facts = {"function": moved.name, "what": "order of queries, keys and values"}
-        return Departure(f"changed_by_{moved.name}", "split", moved, facts)
-    if len(alone) != 1:
-        return None
-    moved = found[alone[0]]
-    function = moved.name if moved is not None else ""
-    return Departure(
-        f"{alone[0]}_changed_by_{function}", "split", moved, {"role": alone[0], "function": function}, blocks=True
-    )
+        return changed_by(moved, "split", "order of queries, keys and values")
+    moved = found[alone[0]] if len(alone) == 1 else None
+    return None if moved is None else changed_by(moved, "split", alone[0], blocks=True)
 
 
 # ---------------------------------------------------------------------------------------------- heads
@@ -224,19 +212,15 @@ def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
 
 
 def _reshaped(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
-    numbers = attention.run.names.back_to_projections(sources_in(codes))
-    return reshaped_for_transposed(attention.run, reversed(numbers), -1, until.index)
+    numbers = [source.number for source in reversed(attention.run.names.made_of(sources_in(codes)))]
+    return reshaped_for_transposed(attention.run, numbers, -1, until.index)
 
 
 def _last_move(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
     """The last operation that laid out an operand."""
-    numbers = set(sources_in(codes))
-    found = None
-    for number in numbers:
-        for operation, _, _ in attention.run.names.carrying(number, until.index - 1):
-            if operation.name in ("view", "reshape", "unflatten", "split", "chunk"):
-                found = operation
-    return found
+    carried = attention.run.names.carrying(sources_in(codes), before=until.index)
+    found = [op for op, _, _ in carried if op.name in ("view", "reshape", "unflatten", "split", "chunk")]
+    return found[-1] if found else None
 
 
 def _within(codes: Tensor) -> Tensor:
@@ -274,21 +258,10 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
 
 def _repeater(attention: Attention, codes: Tensor, until: Operation) -> Operation:
     """The last operation that repeated an operand, or laid it out."""
-    found = None
-    for number in sources_in(codes):
-        for operation, given, _ in attention.run.names.carrying(number, until.index - 1):
-            repeats = operation.name in (
-                "repeat",
-                "expand",
-                "tile",
-                "repeat_interleave",
-                "cat",
-                "__getitem__",
-                "expand_as",
-            )
-            if repeats and given.numel() > operation.inputs[0].value.numel():
-                found = operation
-    return found or _last_move(attention, codes, until) or until
+    carried = attention.run.names.carrying(sources_in(codes), before=until.index)
+    wider = [op for op, given, _ in carried if given.numel() > op.inputs[0].value.numel()]
+    found = [op for op in wider if op.name in REPEATS]
+    return found[-1] if found else _last_move(attention, codes, until) or until
 
 
 def _sets(within: Tensor) -> list[Tensor] | None:
@@ -370,10 +343,9 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
 
 def _exchange(name: str, stage: str, moved: Operation | None, otherwise: Operation, blocks: bool) -> Departure:
     """Elements that are exchanged: named by the function that does it, where one is found."""
-    if moved is None:
-        return Departure(name, stage, otherwise, blocks=blocks)
-    function = moved.name.strip("_")
-    return Departure(f"changed_by_{function}", stage, moved, {"function": function, "what": "order"}, blocks=blocks)
+    if moved is not None:
+        return changed_by(moved, stage, "order", blocks=blocks)
+    return Departure(name, stage, otherwise, blocks=blocks)
 
 
 def _shuffled(attention: Attention, part: Part, context: Context) -> Operation | None:
@@ -443,16 +415,9 @@ def _returned(attention: Attention) -> tuple[Operation, Tensor, torch.Size] | No
 
 def _projection(attention: Attention) -> Source | None:
     """What the queries were before they were normed, rotated or split; None if that is not one tensor."""
-    names = attention.run.names
-    numbers = sources_in(attention.parts[0].product.left)
-    for _ in range(len(names.sources)):
-        if len(numbers) != 1:
-            return None
-        source = names.sources[numbers[0]]
-        if source.kind not in ("normed", "gain", "added", "gated"):
-            return source if source.kind == "projection" else None
-        numbers = list(source.parents)
-    return None
+    made_of = attention.run.names.made_of(sources_in(attention.parts[0].product.left))
+    ends = [source for source in made_of if source.kind == "projection" or not source.parents]
+    return ends[0] if [source.kind for source in ends] == ["projection"] else None
 
 
 def _tokens_elsewhere(attention: Attention, tokens: Tensor, lead: torch.Size) -> bool:
@@ -479,14 +444,10 @@ def _consumer(attention: Attention) -> tuple[Operation, Tensor, torch.Size] | No
     """The weight that takes what is merged, with the names of its rows, and the sizes of the axes that they lie in."""
     run, numbers = attention.run, set(attention.context_sources)
     for operation in run.operations[attention.end.index + 1 :]:
-        for side, codes in enumerate(run.names.before[operation.index]):
-            if codes is None or codes.is_complex():
-                continue
-            if set(sources_in(codes)) & numbers:
-                contraction = contraction_of(operation)
-                if contraction is None:
-                    continue
-                if contraction.sides[0] != side:
+        for slot, codes in run.names.taken(operation):
+            contraction = contraction_of(operation) if not numbers.isdisjoint(sources_in(codes)) else None
+            if contraction is not None:
+                if operation.inputs[contraction.sides[0]] is not slot:
                     contraction = contraction.swapped()
                 return operation, contraction.rows(codes), codes.shape[:-1]
     return None
@@ -497,31 +458,17 @@ def _unmerged(attention: Attention, numbers: list[int], consumer: Operation) -> 
     run = attention.run
     context = attention.parts[0].contexts[0].operation
     lead = _lead_sizes(attention)
-    candidates = []
-    for number in numbers:
-        for operation, codes, _ in run.names.carrying(number, consumer.index - 1):
-            if operation.index > context.index:
-                candidates.append((operation, codes))
+    candidates = list(run.names.carrying(numbers, context.index, consumer.index))
     turned = reshaped_for_transposed(run, numbers, context.index, consumer.index)
     earlier = [item for item in candidates if turned is None or item[0].index < turned.index]
-    for operation, codes in earlier:
+    name = "heads_merged_without_transpose"
+    for operation, codes, _ in earlier:
         wanted = _merged_as_axes_say(attention, codes, lead)
-        if wanted is None or torch.equal(token_of(wanted), token_of(codes)):
-            continue
-        before = next((c for c in run.names.before[operation.index] if c is not None), None)
-        if before is None or operation.name not in MOVES:
-            continue
-        return Departure(
-            "heads_merged_without_transpose",
-            "merge",
-            operation,
-            {"shape": tuple(codes.shape)},
-            {operation.index: _gathering(before, wanted)},
-            {operation.index: wanted},
-            blocks=True,
-        )
+        departure = _laid_elsewhere(attention, name, "merge", operation, codes, wanted)
+        if departure is not None and wanted is not None and not torch.equal(token_of(wanted), token_of(codes)):
+            return departure
     guilty = turned or (candidates[-1][0] if candidates else consumer)
-    return Departure("heads_merged_without_transpose", "merge", guilty, blocks=True)
+    return Departure(name, "merge", guilty, blocks=True)
 
 
 def _lead_sizes(attention: Attention) -> torch.Size:

@@ -46,10 +46,8 @@ def _lines_of_norms(module: nn.Module | None) -> set[tuple[str, int]]:
 
 def _normalised(attention: Attention, operation: Operation, source: Source) -> Tensor | None:
     """What the gain multiplies."""
-    for slot, codes in zip(operation.inputs, attention.run.names.before[operation.index], strict=True):
-        if codes is not None and slot.value.shape == source.codes.shape and not slot.value.is_complex():
-            return slot.value
-    return None
+    taken = (slot.value for slot, _ in attention.run.names.taken(operation))
+    return next((value for value in taken if value.shape == source.codes.shape), None)
 
 
 def _sizes_differ(value: Tensor, codes: Tensor) -> bool:

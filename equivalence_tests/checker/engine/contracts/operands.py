@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import Attention, Part, Run, values_at
-from equivalence_tests.checker.engine.codes import source_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio, near
-from equivalence_tests.checker.engine.contracts.entering import USUAL, is_strange, strange_operations
+from equivalence_tests.checker.engine.codes import sources_in, token_of
+from equivalence_tests.checker.engine.contracts.changing import (
+    USUAL,
+    adds_two,
+    first_change,
+    is_strange,
+    strange_operations,
+)
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio, near
 from equivalence_tests.checker.engine.identities import REMADE, Source
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
@@ -77,6 +83,10 @@ class Operand:
         """The first operation that gave it names."""
         return min((s.operation.index if s.operation is not None else -1 for s in self.sources), default=-1)
 
+    def steps(self, run: Run) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+        """List the operations on its way from there to the product, with the names and numbers of what they give."""
+        return run.names.carrying((source.number for source in self.sources), self.start, self.until.index)
+
 
 def read_operands(attention: Attention, part: Part) -> list[Operand]:
     """Find out how queries, keys and values came from their projections.
@@ -86,16 +96,13 @@ def read_operands(attention: Attention, part: Part) -> list[Operand]:
         part: Which of its parts.
     """
     run, product = attention.run, part.product
+    (left, right), contraction = product.operands, product.contraction
     found = [
-        _operand(run, "query", product.operands[0], product.left, product.contraction.left, product.operation),
-        _operand(run, "key", product.operands[1], product.right, product.contraction.right, product.operation),
+        _operand(run, "query", left, product.left, contraction.left, product.operation),
+        _operand(run, "key", right, product.right, contraction.right, product.operation),
     ]
-    for context in part.contexts[:1]:
-        found.append(
-            _operand(
-                run, "value", context.operands[1], context.values.mT, context.contraction.right.mT, context.operation
-            )
-        )
+    for c in part.contexts[:1]:
+        found.append(_operand(run, "value", c.operands[1], c.values.mT, c.contraction.right.mT, c.operation))
     return found
 
 
@@ -104,13 +111,12 @@ def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, unt
     operand = Operand(role, [run.names.sources[n] for n in numbers], slot, codes, places, until)
     operand.single = any(
         s.value.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for n in numbers
-        for op, _, _ in run.names.carrying(n, until.index)
+        for op, _, _ in run.names.carrying(numbers, before=until.index + 1)
         for s in (*op.outputs, *op.inputs)
         if s.value.is_floating_point()
     )
     operand.tolerance = 5e-4 if operand.single else 1e-7
-    want = _wanted(operand)
+    want = values_at(operand.sources, codes)
     have = slot.value.double().reshape(-1)[places]
     missing = want.isnan()
     ratio = constant_ratio(have[~missing], want[~missing], 1e-5 if operand.single else 1e-7)
@@ -121,15 +127,6 @@ def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, unt
         operand.change = "other"
         _experiment(run, operand)
     return operand
-
-
-def _wanted(operand: Operand) -> Tensor:
-    """The numbers at the projection of the elements that are used."""
-    want = torch.full(operand.codes.shape, torch.nan, dtype=torch.float64)
-    for source in operand.sources:
-        values = values_at(source, operand.codes)
-        want = torch.where(values.isnan(), want, values)
-    return want
 
 
 def _rerun(run: Run, operand: Operand, given: dict[int, Tensor], slot: Slot, until: int) -> Tensor | None:
@@ -151,14 +148,7 @@ def _rows(run: Run, operand: Operand, given: dict[int, Tensor]) -> tuple[Tensor,
     """Rows of the operand for other numbers at the projections, with those numbers."""
     value = _rerun(run, operand, given, operand.slot, operand.until.index - 1)
     have = (operand.slot.value if value is None else value).double().reshape(-1)[operand.places]
-    want = torch.full(operand.codes.shape, torch.nan, dtype=torch.float64)
-    for source in operand.sources:
-        other = Source(
-            source.number, source.kind, source.operation, Slot(source.slot.tensor, given[source.slot.key]), source.codes
-        )
-        values = values_at(other, operand.codes)
-        want = torch.where(values.isnan(), want, values)
-    return have, want
+    return have, values_at(operand.sources, operand.codes, [given[source.slot.key] for source in operand.sources])
 
 
 def _experiment(run: Run, operand: Operand) -> None:
@@ -276,12 +266,7 @@ def _is_own(attention: Attention, departure: Departure) -> bool:
     operation = departure.operation
     if operation is None or operation.place != attention.first.place:
         return operation is not None and is_strange(operation)
-    return departure.facts["function"] not in USUAL and not _adds_two(operation)
-
-
-def _adds_two(operation: Operation) -> bool:
-    """Whether it is a residual, or a position that is added."""
-    return operation.name.strip("_") in ("add", "iadd", "radd") and len(operation.inputs) > 1
+    return departure.facts["function"] not in USUAL and not adds_two(operation)
 
 
 def _named(departure: Departure, operand: Operand) -> Departure:
@@ -295,15 +280,10 @@ def _named(departure: Departure, operand: Operand) -> Departure:
 def _bent_angles(run: Run, operand: Operand) -> Departure | None:
     """What no known model does to the angles by which an operand is turned."""
     mixed = operand.change == "other"  # as where a sine is multiplied and its cosine is not
-    for source in operand.sources:
-        for operation, _, _ in run.names.carrying(source.number, operand.until.index - 1):
-            for slot, codes in zip(operation.inputs, run.names.before[operation.index], strict=True):
-                made = strange_operations(run, slot, operation.index, mixed) if codes is None else iter(())
-                bent = next(made, None) if operation.index > operand.start else None
-                if bent is not None:
-                    function = bent.name.strip("_")
-                    facts = {"function": function, "role": operand.role, "what": "table of angles"}
-                    return Departure(f"{operand.role}_changed_by_{function}", "rotary", bent, facts)
+    for operation, _, _ in operand.steps(run):
+        for slot, _ in run.names.beside(operation):
+            for bent in strange_operations(run, slot, operation.index, mixed):
+                return changed_by(bent, "rotary", operand.role)
     return None
 
 
@@ -318,12 +298,8 @@ def earlier(run: Run, operand: Operand, through: tuple[str, ...] = NORMED) -> Op
     source = operand.sources[0] if operand.sources else None
     if source is None or source.operation is None or source.kind not in through:
         return None
-    for slot, codes in zip(source.operation.inputs, run.names.before[source.operation.index], strict=True):
-        if (
-            codes is not None
-            and not codes.is_complex()
-            and {int(x) for x in source_of(codes).unique()} & set(source.parents)
-        ):
+    for slot, codes in run.names.taken(source.operation):
+        if not set(source.parents).isdisjoint(sources_in(codes)):
             rows = torch.arange(codes.numel()).view(1, -1, codes.size(-1))
             return _operand(run, operand.role, slot, codes.reshape(rows.shape), rows, source.operation)
     return None
@@ -354,41 +330,25 @@ def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
 
 def _last_sum(run: Run, operand: Operand) -> Operation | None:
     """The last operation that adds up what was turned."""
-    steps = [
-        op for source in operand.sources for op, _, _ in run.names.carrying(source.number, operand.until.index - 1)
-    ]
-    sums = [op for op in steps if op.index > operand.start and op.name.strip("_") in ("add", "sub", "iadd", "isub")]
-    return max(sums, key=lambda operation: operation.index, default=_first_change(run, operand))
+    sums = [op for op, _, _ in operand.steps(run) if op.name.strip("_") in ("add", "sub", "iadd", "isub")]
+    return sums[-1] if sums else _first_change(run, operand)
 
 
 def _first_change(run: Run, operand: Operand) -> Operation | None:
-    for number in [source.number for source in operand.sources]:
-        source = run.names.sources[number]
-        for operation, codes, value in run.names.carrying(number, operand.until.index - 1):
-            if operation.index <= operand.start:
-                continue
-            want = values_at(source, codes)
-            if not near(value.double()[~want.isnan()], want[~want.isnan()]):
-                return operation
-    return None
+    return first_change(run, operand.sources, operand.start, operand.until.index)
 
 
 def _located(attention: Attention, operand: Operand) -> Departure:
     """The first operation after the last one that is still right."""
     run = attention.run
     steps: list[tuple[Operation, Tensor, Tensor, bool]] = []
-    for source in operand.sources:
-        for operation, codes, value in run.names.carrying(source.number, operand.until.index - 1):
-            if operation.index <= operand.start or value.is_complex():
-                continue
-            want = values_at(source, codes)
-            mine = ~want.isnan() & torch.isin(codes, operand.codes)
-            if not bool(mine.any()):
-                continue
+    for operation, codes, value in operand.steps(run):
+        want = values_at(operand.sources, codes)
+        mine = ~want.isnan() & torch.isin(codes, operand.codes)
+        if bool(mine.any()):
             ratio = constant_ratio(value.double()[mine], want[mine], operand.tolerance)
             good = ratio is not None and (operand.role != "value" or abs(ratio - 1) <= 1e-6)
             steps.append((operation, codes, want, good))
-    steps.sort(key=lambda step: step[0].index)
     last = max((i for i, step in enumerate(steps) if step[3]), default=-1)
     guilty = steps[min(last + 1, len(steps) - 1)] if steps else None
     bent = next((step for step in steps[last + 1 :] if not _is_linear(run, operand, step[0])), None)
@@ -398,23 +358,11 @@ def _located(attention: Attention, operand: Operand) -> Departure:
     strange = next((step for step in steps if step[0] in known_nowhere), None)
     guilty = strange or bent or guilty
     if guilty is None:
-        function = operand.until.name.strip("_")
-        return Departure(
-            f"{operand.role}_changed_by_{function}",
-            "operand",
-            operand.until,
-            {"role": operand.role, "function": function},
-        )
-    operation, codes, want, _ = guilty
+        return changed_by(operand.until, "operand", operand.role)
+    operation, _, want, _ = guilty
     end, end_codes, end_want, _ = steps[-1]
-    name = f"{operand.role}_changed_by_{operation.name.strip('_')}"
-    facts = {"role": operand.role, "function": operation.name.strip("_")}
-    have = operation.outputs[0].value.double().reshape(-1)
-    departure = Departure(name, "operand", operation, facts)
-    first = want.reshape(-1)
-    differing = (have - first).abs().nan_to_num(0.0).argsort(descending=True)[:4].sort().values
-    departure.have, departure.want = tuple(have[differing].tolist()), tuple(first[differing].tolist())
-    departure.quantity = f"{operand.role} after {operation.name.strip('_')}"
+    departure = changed_by(operation, "operand", operand.role)
+    departure.show(operation.outputs[0].value.double(), want)
     if not bool(end_want.isnan().any()) and len(end.outputs) == 1:
         departure.patches[end.index] = _from_source(run, end_codes)
         departure.names[end.index] = end_codes
@@ -437,14 +385,11 @@ def _from_source(run: Run, codes: Tensor) -> Patch:
     """Take the numbers as the projection gave them in this run."""
     sources = [run.names.sources[x] for x in sources_in(codes)]
 
+    def made(recorder: Recorder, source: Source) -> Tensor:
+        operation = source.operation
+        return source.slot.value if operation is None else recorder.operations[operation.index].outputs[0].value
+
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        want = torch.full(codes.shape, torch.nan, dtype=torch.float64)
-        for source in sources:
-            made = source.operation
-            value = source.slot.value if made is None else recorder.operations[made.index].outputs[0].value
-            here = Source(source.number, source.kind, made, Slot(value, value), source.codes)
-            found = values_at(here, codes)
-            want = torch.where(found.isnan(), want, found)
-        return want
+        return values_at(sources, codes, [made(recorder, source) for source in sources])
 
     return patch

@@ -73,19 +73,11 @@ def projection_departures(
         yield from _normalised_alike(attention, operands, roles)
 
 
-def _roots(attention: Attention, source: Source, depth: int = 0) -> set[int]:
-    """The inputs that a source was made from."""
-    if not source.parents or depth > 20:
-        return {source.number}
-    names = attention.run.names
-    return set().union(*(_roots(attention, names.sources[n], depth + 1) for n in source.parents))
-
-
 def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
     letters = ""
     for operand, own in zip(operands, "qkv", strict=True):
-        roots = set().union(*(_roots(attention, source) for source in operand.sources))
-        given = "".join(sorted({letter for root in roots for letter in roles.get(root, "")}))
+        made_of = attention.run.names.made_of((source.number for source in operand.sources), beyond=True)
+        given = "".join(sorted({letter for source in made_of for letter in roles.get(source.number, "")}))
         if not given:
             return
         letters += own if own in given else given[0]
@@ -108,8 +100,7 @@ def _made_by(attention: Attention, operand: Operand) -> Operation | None:
 
 def _made_of(attention: Attention, operand: Operand) -> list[Source]:
     """The sources of an operand, and those before them as far as the projection."""
-    names = attention.run.names
-    return [names.sources[n] for n in names.back_to_projections(source.number for source in operand.sources)]
+    return attention.run.names.made_of(source.number for source in operand.sources)
 
 
 def _from_right_input(attention: Attention, operand: Operand, own: str, roles: Mapping[int, str]) -> dict[int, Patch]:
@@ -174,19 +165,9 @@ def _projections_of_context(attention: Attention) -> Iterator[Source]:
     numbers, live = set(attention.context_sources), live_operations(attention.run)
     for source in attention.run.names.sources.values():
         used = source.operation is not None and source.operation.index in live
-        if used and source.kind == "projection" and numbers & _ancestors(attention, source):
+        made_of = attention.run.names.made_of(source.parents, beyond=True) if used else []
+        if source.kind == "projection" and any(other.number in numbers for other in made_of):
             yield source
-
-
-def _ancestors(attention: Attention, source: Source) -> set[int]:
-    """The sources that it was made of, as far as the context."""
-    found, left = set[int](), list(source.parents)
-    while left:
-        number = left.pop()
-        if number not in found:
-            found.add(number)
-            left += attention.run.names.sources[number].parents
-    return found
 
 
 def matrix_in(attention: Attention, operation: Operation | None) -> str:
@@ -315,10 +296,8 @@ def _unprojected(attention: Attention, operands: list[Operand], unused: list[str
 
 
 def _first_use(attention: Attention, operand: Operand) -> Operation:
-    for source in operand.sources:
-        for operation, _, _ in attention.run.names.carrying(source.number, operand.until.index):
-            return operation
-    return operand.until
+    carried = attention.run.names.carrying((source.number for source in operand.sources), before=operand.until.index)
+    return next((operation for operation, _, _ in carried), operand.until)
 
 
 def _normalised_alike(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
@@ -390,23 +369,21 @@ def _worked_in_vain(attention: Attention, parameter: str) -> Operation | None:
     bit = 1 << recorder.names.index(f"param:{parameter}")
     made = [op.index for op in attention.run.operations if op.index not in live and any(x & bit for x in op.origins)]
     later = (op for op in attention.run.operations if made and op.index > made[-1] and op.index in live)
-    named = attention.run.names.before
-    return next((op for op in later if any(codes is not None for codes in named[op.index])), None)
+    return next((op for op in later if attention.run.names.taken(op)), None)
 
 
 def _norm_never_used(attention: Attention, weight: str) -> Departure:
     """A norm by whose name it should follow the projection of queries or keys: what comes where the other's is."""
     part, names = attention.parts[0], attention.run.names
     facts = {"unused": [weight]}
-    sides = {"query": part.product.left, "key": part.product.right}
-    role = next((role for role in sides if SAID_NORM[role].search(weight.rpartition(".")[0])), "")
+    role = next((role for role in ("query", "key") if SAID_NORM[role].search(weight.rpartition(".")[0])), "")
     if not role:
         return Departure("norm_never_used", "wrap", None, facts)
-    own, other = (sources_in(sides[r]) for r in (role, "key" if role == "query" else "query"))
+    own, other = (sources_in(part.sides[r][0]) for r in (role, "key" if role == "query" else "query"))
     made = next((op for op in (names.sources[number].operation for number in own) if op is not None), None)
     normed = [names.sources[n].operation for n in other if names.sources[n].kind in ("normed", "gain")]
     after = max((op.index for op in normed if op is not None), default=-1)
-    steps = [op for n in own for op, _, _ in names.carrying(n, part.product.operation.index) if op.index > after]
+    steps = [op for op, _, _ in names.carrying(own, after, part.product.operation.index + 1)]
     beside = (_beside(op, made) for op in steps if made is not None)
     return Departure("norm_never_used", "wrap", made, facts, frames=next(filter(None, beside), ()))
 
@@ -434,11 +411,6 @@ def _user_of(attention: Attention, weight: str) -> Operation | None:
 
 
 def _role_of(attention: Attention, operation: Operation) -> str:
-    product = attention.parts[0].product
     made = {n.number for n in attention.run.names.sources.values() if n.operation is operation}
-    sides = [("query", product.left), ("key", product.right)]
-    sides += [("value", context.values) for context in attention.parts[0].contexts[:1]]
-    for role, codes in sides:
-        if made & set(sources_in(codes)):
-            return role
-    return "output"
+    roles = (role for role, (codes, _) in attention.parts[0].sides.items() if made & set(sources_in(codes)))
+    return next(roles, "output")

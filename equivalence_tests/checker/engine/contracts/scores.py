@@ -11,7 +11,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.anchors import Attention, Part
 from equivalence_tests.checker.engine.codes import known, place_of
 from equivalence_tests.checker.engine.contraction import contraction_of
-from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio
 from equivalence_tests.checker.engine.contracts.expectation import Expectation
 from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula, weights_by_formula
 from equivalence_tests.checker.engine.contracts.operands import Operand
@@ -61,13 +61,8 @@ def _steps(attention: Attention, part: Part) -> list[_Step]:
     run = attention.run
     for operation, codes, value in attention.chain(part):
         step = _Step(operation, place_of(codes).masked_fill(~known(codes), -1), value)
-        before = [c for c in run.names.before[operation.index] if c is not None]
-        taken = [
-            slot.value
-            for slot, c in zip(operation.inputs, run.names.before[operation.index], strict=True)
-            if c is not None
-        ]
-        if before and taken and taken[0].shape == value.shape and value.is_floating_point():
+        taken = [slot.value for slot, _ in run.names.taken(operation)]
+        if taken and taken[0].shape == value.shape and value.is_floating_point():
             step.ratio = _ratio(value, operation.inputs[0].value if operation.inplace else taken[0])
         found.append(step)
     return found
@@ -199,10 +194,7 @@ class _Scores:
         strange.sort(key=lambda step: step.operation.name.strip("_") in FACTORS)  # those may be learnt
         odd = next(iter(strange), None)
         operation = odd.operation if odd is not None else self.part.contexts[0].operation
-        function = operation.name.strip("_")
-        departure = Departure(f"changed_by_{function}", "scores", operation, {"function": function, "what": "scores"})
-        departure.patches = self._softmaxed()
-        return departure
+        return changed_by(operation, "scores", "scores", patches=self._softmaxed())
 
     def _is_odd(self, step: _Step) -> bool:
         """Whether a step changes scores that are seen, in another way than by a factor, a sum or a softmax."""
@@ -211,13 +203,7 @@ class _Scores:
             return False
         if name in SOFTMAXES or name in ("exp", "exp_", "dropout", "exp2", "log", "nan_to_num") or name in MASKS:
             return False
-        taken = [
-            slot.value
-            for slot, c in zip(
-                step.operation.inputs, self.attention.run.names.before[step.operation.index], strict=True
-            )
-            if c is not None
-        ]
+        taken = [slot.value for slot, _ in self.attention.run.names.taken(step.operation)]
         same = bool(taken) and taken[0].numel() == step.values.numel()
         if (
             same
@@ -233,7 +219,7 @@ class _Scores:
         model = self.model
         if model.axis != "" or model.kind != "softmax":
             return None
-        live = ~model.weights.isnan() & ~model.dead[model.rows]
+        live = model.live
         sums = model.sums[live]
         ratio = constant_ratio(sums, torch.ones_like(sums), LOOSE if model.single else PLAIN)
         operation = self._weights_changed()
@@ -246,9 +232,7 @@ class _Scores:
         if bool(model.hidden.any()):
             name = "mask_after_softmax" if self.expected.masked else "causal_mask_after_softmax"
             return Departure(name, "mask", operation, patches=self._softmaxed())
-        function = operation.name.strip("_")
-        facts = {"function": function, "what": "weights"}
-        return Departure(f"changed_by_{function}", "softmax", operation, facts, patches=self._softmaxed())
+        return changed_by(operation, "softmax", "weights", patches=self._softmaxed())
 
     def _weights_changed(self) -> Operation:
         """The first operation after the softmax that gives something else."""
@@ -308,21 +292,17 @@ class _Scores:
         return next((operation for operation, _ in (*before[-1:], *operands[:1])), None)
 
     def _scaled_operand(self, operand: Operand) -> Iterator[tuple[Operation, float]]:
-        run = self.attention.run
-        for source in operand.sources:
-            for operation, _, value in run.names.carrying(source.number, operand.until.index - 1):
-                if operation.index <= operand.start or not operation.inputs:
-                    continue
-                taken, factor = operation.inputs[0].value, operation.name.strip("_") in FACTORS
-                if factor and taken.shape == value.shape and taken.is_floating_point():
-                    ratio = constant_ratio(value, taken)
-                    if ratio is not None and abs(ratio - 1) > 1e-9:
-                        yield operation, ratio
+        for operation, _, value in operand.steps(self.attention.run):
+            taken = operation.inputs[0].value
+            if operation.name.strip("_") in FACTORS and taken.shape == value.shape and taken.is_floating_point():
+                ratio = constant_ratio(value, taken)
+                if ratio is not None and abs(ratio - 1) > 1e-9:
+                    yield operation, ratio
 
     # ------------------------------------------------------------------------------------------ mask
     def _mask(self) -> Iterator[Departure]:
         model, may = self.model, self.expected.may
-        live = ~model.weights.isnan() & ~model.dead[model.rows]
+        live = model.live
         soft = self._soft(live)
         if may is None:
             yield from self._own_mask(live, soft)
@@ -479,7 +459,7 @@ def _right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> 
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         scores = recorder.operations[index].outputs[0].value.double().reshape(-1) * factor
-        weights = weights_by_formula(scores, part.table, hidden)
+        weights = weights_by_formula(scores, part.table.row, hidden)
         return weights[place_of(names).clamp_min(0)].masked_fill(~known(names), 0.0)
 
     return patch

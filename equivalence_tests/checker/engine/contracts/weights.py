@@ -5,6 +5,7 @@ softmax(factor * score + bias) for some factor and bias, or it is something else
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, TOLERANCE, constant_ratio
 from equivalence_tests.checker.engine.identities import Context
 from equivalence_tests.checker.engine.replaying import replayed
+from equivalence_tests.checker.engine.watching import Operation
 
 __all__ = ["WeightsModel", "read_weights"]
 
@@ -67,6 +69,11 @@ class WeightsModel:
         return self.bias == -torch.inf
 
     @property
+    def live(self) -> Tensor:
+        """What meets a value, in rows that see some key."""
+        return ~self.weights.isnan() & ~self.dead[self.rows]
+
+    @property
     def tells(self) -> bool:
         """Whether some query had keys to choose from."""
         return self.kind != "softmax" or not math.isnan(self.factor)
@@ -89,13 +96,12 @@ class _Reader:
         self.raw = part.product.operation.outputs[0].value.double().reshape(-1)
         self.rows = part.table.row
         self.count = int(self.rows.max()) + 1
-        dtypes = {
-            slot.value.dtype
-            for operation, _, _ in run.names.carrying(part.number, context.operation.index)
-            for slot in operation.outputs
-        }
+        dtypes = {slot.value.dtype for operation, _, _ in self._steps() for slot in operation.outputs}
         self.capped = False
         self.single = bool(dtypes & {torch.float32, torch.float16, torch.bfloat16})
+
+    def _steps(self) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+        return self.run.names.carrying([self.part.number], before=self.context.operation.index + 1)
 
     def weights_of(self, raw: Tensor) -> Tensor:
         """Run the stages between on other scores."""
@@ -130,7 +136,7 @@ class _Reader:
     def _cap(self) -> float:
         """What a tanh is multiplied by."""
         held = False
-        for operation, _, value in self.run.names.carrying(self.part.number, self.context.operation.index):
+        for operation, _, value in self._steps():
             if held and operation.inputs and operation.inputs[0].value.shape == value.shape:
                 return constant_ratio(value, operation.inputs[0].value) or 0.0
             held = held or operation.name.startswith("tanh")
@@ -285,7 +291,7 @@ class _Reader:
 
     def _all_held_down(self) -> bool:
         """Whether a mask hides every key from every query, which leaves nothing to choose."""
-        for _, codes, value in self.run.names.carrying(self.part.number, self.context.operation.index):
+        for _, codes, value in self._steps():
             mine = known(codes) & (source_of(codes) == self.part.number)
             if value.is_floating_point() and bool(mine.any()) and bool((value[mine] < HELD_DOWN).all()):
                 return True

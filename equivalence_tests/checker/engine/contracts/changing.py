@@ -1,0 +1,172 @@
+"""What changes numbers or exchanges elements on a way on which torch's formula changes nothing.
+
+Of what comes from beside (the input, a bias of the scores, the angles of a rotation) nothing says what it should be.
+But some functions stand on none of these ways in any known model: an ``abs``, a ``clamp`` or a ``roll`` is shown
+wherever one is met.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.anchors import Attention, Run, values_at
+from equivalence_tests.checker.engine.codes import place_of
+from equivalence_tests.checker.engine.contracts.departure import TOLERANCE, constant_ratio, near
+from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.vocabulary import (
+    CONTRACTIONS,
+    CREATES,
+    ELEMENTWISE,
+    INDEXED,
+    MOVES,
+    NORMS,
+    REDUCES,
+    SOFTMAXES,
+    words,
+)
+from equivalence_tests.checker.engine.watching import Operation, Slot
+
+__all__ = [
+    "USUAL",
+    "adds_two",
+    "first_change",
+    "has_twin",
+    "is_strange",
+    "reshaped_for_transposed",
+    "shuffling",
+    "strange_operations",
+]
+
+VIEWS = words("view reshape unflatten flatten")
+USUAL = words(
+    "relu relu6 gelu silu mish tanh sigmoid softplus elu selu celu leaky_relu prelu hardswish hardsigmoid hardtanh "
+    "logsigmoid softsign dropout cos sin exp exp2 log log1p expm1 sqrt rsqrt reciprocal to float double half bfloat16"
+)
+TURNS = words("transpose permute t T mT swapaxes swapdims movedim moveaxis")
+ENDS = CONTRACTIONS | SOFTMAXES | REDUCES | INDEXED | CREATES
+
+
+def has_twin(attention: Attention, moved: Operation) -> bool:
+    """Say whether a function is called on the other side of an attention, too, as where windows are shifted and back.
+
+    Args:
+        attention: Whose input or output is moved.
+        moved: What moves it.
+    """
+    operations, first = attention.run.operations, attention.first.index
+    others = operations[:first] if moved.index > first else operations[attention.last.index :]
+    return any((op.name, op.place) == (moved.name, moved.place) for op in others)
+
+
+def adds_two(operation: Operation | None) -> bool:
+    """Say whether it is a residual, or a position that is added."""
+    return operation is not None and operation.name.strip("_") in ("add", "iadd", "radd") and len(operation.inputs) > 1
+
+
+def first_change(
+    run: Run, sources: list[Source], after: int = -1, before: int | None = None, tolerance: float = TOLERANCE
+) -> Operation | None:
+    """Give the first operation after which numbers are others than their sources have under the same names.
+
+    Args:
+        run: The recorded run.
+        sources: Hold the numbers as they were made.
+        after: The last operation that is not looked at.
+        before: The first one that is not looked at again; None for the end of the run.
+        tolerance: What differs by less is rounding.
+    """
+    for operation, codes, value in run.names.carrying((source.number for source in sources), after, before):
+        want = values_at(sources, codes)
+        mine = ~want.isnan()
+        if not near(value.double()[mine], want[mine], tolerance):
+            return operation
+    return None
+
+
+def shuffling(run: Run, numbers: Iterable[int], after: int, before: int, of: Tensor | None = None) -> Operation | None:
+    """Give the first operation that keeps the shape of what it takes and exchanges elements in it.
+
+    Args:
+        run: The recorded run.
+        numbers: The sources whose elements are followed.
+        after: The last operation that is not looked at.
+        before: The first one that is not looked at again.
+        of: The elements that matter, of whichever source; None for all.
+    """
+    for operation, taken, given in _moves(run, numbers, after, before):
+        if of is not None and not bool(torch.isin(place_of(given), place_of(of)).any()):
+            continue
+        same = taken.shape == given.shape and not torch.equal(taken, given)
+        if same and torch.equal(taken.reshape(-1).sort().values, given.reshape(-1).sort().values):
+            return operation
+    return None
+
+
+def reshaped_for_transposed(run: Run, numbers: Iterable[int], after: int, before: int) -> Operation | None:
+    """Give the first view that exchanges the sizes of two axes, as a transpose would, and leaves the elements.
+
+    Args:
+        run: The recorded run.
+        numbers: The sources whose elements are followed.
+        after: The last operation that is not looked at.
+        before: The first one that is not looked at again.
+    """
+    for operation, taken, given in _moves(run, numbers, after, before):
+        exchanged = taken.shape != given.shape and sorted(taken.shape) == sorted(given.shape)
+        if operation.name in VIEWS and exchanged and max(taken.dim(), 2) > 2:
+            return operation
+    return None
+
+
+def _moves(run: Run, numbers: Iterable[int], after: int, before: int) -> Iterable[tuple[Operation, Tensor, Tensor]]:
+    for number in numbers:
+        for operation, given, _ in run.names.carrying([number], after, before):
+            for _, taken in run.names.taken(operation)[:1]:
+                yield operation, taken, given
+
+
+def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False) -> Iterator[Operation]:
+    """Give the operations that no known model has where a tensor comes from, the last one first.
+
+    Args:
+        run: The recorded run.
+        slot: The tensor.
+        before: The first operation that comes too late to have made it.
+        factors: Whether a number that multiplies is strange too.
+    """
+    left = [(slot.key, before)]
+    while left:
+        key, until = left.pop()
+        made = (op for op in reversed(run.operations[:until]) if any(out.key == key for out in op.outputs))
+        operation = next(made, None)
+        if operation is None or operation.name in ENDS:
+            continue
+        if is_strange(operation, factors):
+            yield operation
+        size = operation.outputs[0].value.numel()
+        for taken in operation.inputs:
+            if taken.value.is_floating_point() and (operation.name in MOVES or taken.value.numel() == size):
+                left.append((taken.key, operation.index))
+
+
+def is_strange(operation: Operation, factors: bool = False) -> bool:
+    """Say whether an operation of one tensor does what no known model does on the way into an attention.
+
+    Args:
+        operation: Any.
+        factors: Whether a number that multiplies is strange too.
+    """
+    taken = [slot.value for slot in operation.inputs if slot.value.is_floating_point()]
+    given = operation.outputs[0].value
+    if len(taken) != 1 or taken[0].shape != given.shape or torch.equal(taken[0].nan_to_num(), given.nan_to_num()):
+        return False
+    name = operation.name.strip("_")
+    if operation.name in MOVES:
+        exchanged = torch.equal(taken[0].flatten().sort().values, given.flatten().sort().values)
+        return name not in TURNS and exchanged
+    if operation.name in NORMS or name in USUAL:
+        return False
+    if constant_ratio(given, taken[0]) is not None:
+        return factors and name != "neg"
+    return operation.name not in ELEMENTWISE
