@@ -1,6 +1,6 @@
 """Write a recorded product of two tensors as batched rows times columns, by the places of their elements."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -21,6 +21,8 @@ class Contraction:
         out: (n, i, j): which element of the result.
         sides: Which of the operation's inputs the left and the right operand are.
         shape: Shape of the result.
+        apart: The equation that would be this product, where an einsum sums each operand by itself and multiplies the
+            sums; "" where it is this product.
     """
 
     left: Tensor
@@ -28,10 +30,11 @@ class Contraction:
     out: Tensor
     sides: tuple[int, int]
     shape: tuple[int, ...]
+    apart: str = ""
 
     def swapped(self) -> "Contraction":
         """Exchange rows and columns."""
-        return Contraction(self.right, self.left, self.out.transpose(1, 2), self.sides[::-1], self.shape)
+        return replace(self, left=self.right, right=self.left, out=self.out.transpose(1, 2), sides=self.sides[::-1])
 
     def rows(self, values: Tensor) -> Tensor:
         """Lay out what belongs to the left operand's elements as (n, i, d)."""
@@ -118,23 +121,39 @@ def _einsum(operation: Operation) -> Contraction | None:
     if len(set(one)) < len(one) or len(set(two)) < len(two) or len(set(given)) < len(given):
         return None
     sizes = dict(zip(one, first.shape, strict=True)) | dict(zip(two, second.shape, strict=True))
+    two, apart = _joined(equation, one, two, given, sizes)
     shared = [x for x in given if x in one and x in two]
-    summed = [x for x in one if x in two and x not in given]
+    summed = [x for x in dict.fromkeys(one + two) if x not in given]
     rows, columns = ([x for x in given if x in side and x not in other] for side, other in ((one, two), (two, one)))
-    if len(shared) + len(summed) + len(rows) != len(one) or len(shared) + len(summed) + len(columns) != len(two):
-        return None
     count = [prod(sizes[x] for x in group) for group in (shared, rows, columns, summed)]
-    left = _places(first).permute([one.index(x) for x in (*shared, *rows, *summed)])
-    right = _places(second).permute([two.index(x) for x in (*shared, *columns, *summed)])
+
+    def laid(x: Tensor, letters: str, order: list[str]) -> Tensor:
+        """Repeat what is summed alone for each element that it is then multiplied with."""
+        places = _places(x).permute([letters.index(letter) for letter in order if letter in letters])
+        for axis, letter in enumerate(order):
+            places = places if letter in letters else places.unsqueeze(axis)
+        return places.expand([sizes[letter] for letter in order]).reshape(count[0], -1, count[3])
+
     shape = tuple(sizes[x] for x in given)
     out = torch.arange(prod(shape)).view(shape).permute([given.index(x) for x in (*shared, *rows, *columns)])
     return Contraction(
-        left.reshape(count[0], count[1], count[3]),
-        right.reshape(count[0], count[2], count[3]),
+        laid(first, one, [*shared, *rows, *summed]),
+        laid(second, two, [*shared, *columns, *summed]),
         out.reshape(count[0], count[1], count[2]),
         (0, 1),
         shape,
+        apart,
     )
+
+
+def _joined(equation: str, one: str, two: str, given: str, sizes: dict[str, int]) -> tuple[str, str]:
+    """Give the second operand the letter of the first for an axis that each sums by itself, and say the equation."""
+    mine, other = ([x for x in side if x not in rest + given] for side, rest in ((one, two), (two, one)))
+    if len(mine) != 1 or len(other) != 1 or sizes[mine[0]] != sizes[other[0]]:
+        return two, ""
+    inside, arrow, out = equation.partition("->")
+    first, _, second = inside.partition(",")
+    return two.replace(other[0], mine[0]), f"{first},{second.replace(other[0], mine[0])}{arrow}{out}"
 
 
 def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | None:

@@ -33,6 +33,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["diagnose_subject", "examine_attention"]
@@ -213,6 +214,15 @@ def _cover(report: Report, situation: Situation, caller: Caller) -> None:
         report.verdict = "partial"
 
 
+def _what_is_missing(situation: Situation) -> str:
+    """What keeps it from being an attention."""
+    products = situation.found.run.names.products
+    if not products:
+        return "no product of queries and keys weighs values."
+    line = code_lines(products[0].operation.frames)[-1]
+    return f"what line {line.number}, `{line.text}`, gives is multiplied with no values."
+
+
 def _is_torchs(function: Any) -> bool:
     """Whether what runs is torch's own: there is nothing of the user's to cover."""
     forward = type(function).forward if isinstance(function, torch.nn.Module) else function
@@ -223,7 +233,7 @@ def _conclude(report: Report, situation: Situation, departures: list[Departure])
     judgement = situation.judgement
     if judgement is None:
         report.verdict = "unchecked"
-        report.reason = "No attention runs in it: no product of queries and keys weighs values."
+        report.reason = f"No attention runs in it: {_what_is_missing(situation)}"
         return
     departures = with_evidence(judgement, departures, situation.subject.module)
     for departure in departures:

@@ -342,3 +342,51 @@ class WithoutResidual(Attends):
 def test_what_stands_around_an_attention_and_is_not_followed_is_listed() -> None:
     report = verify(lambda: WithoutResidual(12, 12, 3), kind="attention")
     assert ("what stands around the attention", False) in [(e.what, e.exercised) for e in report.coverage]
+
+
+class SumsByLetters(Attends):
+    """Public code writes the letters of its products by hand."""
+
+    scores, context = "bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd"
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = (
+            made.unflatten(-1, (self.num_heads, -1)) for made in (self.to_q(x), self.to_k(context), self.to_v(context))
+        )
+        weights = (torch.einsum(self.scores, q, k) / math.sqrt(q.size(-1))).softmax(-1)
+        return self.to_out(torch.einsum(self.context, weights, v).flatten(2))
+
+
+class SumsFeaturesApart(SumsByLetters):
+    scores = "bqhd,bkhe->bhqk"
+
+
+class SumsKeysApart(SumsByLetters):
+    context = "bhqk,bvhd->bqhd"
+
+
+class SumsOverHeadsOfKeys(SumsByLetters):
+    scores = "bqhd,bkjd->bhqk"
+
+
+def test_letters_of_an_einsum_that_do_not_meet_are_told_with_those_that_would() -> None:
+    assert verify(SumsByLetters).verdict == "equal"
+    for wrong, right in ((SumsFeaturesApart, "bqhd,bkhd->bhqk"), (SumsKeysApart, "bhqk,bkhd->bqhd")):
+        (finding,) = verify(wrong).findings
+        assert (finding.name, finding.want) == ("operands_summed_apart", f"einsum('{right}')")
+        assert finding.proof is not None
+        assert finding.proof.holds
+    assert verify(SumsOverHeadsOfKeys).mistakes == ("product_pairs_wrong_axes",)
+
+
+class NeverLooksAtItsScores(Attends):
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        weights = (self.split(self.to_q(x)) @ self.split(self.to_k(context)).mT).softmax(-1)
+        every = self.split(self.to_v(context)).sum(2, keepdim=True)
+        return self.to_out((weights.sum(-1, keepdim=True) * every).transpose(1, 2).flatten(2))
+
+
+def test_where_scores_meet_no_values_their_line_is_told() -> None:
+    report = verify(NeverLooksAtItsScores)
+    assert report.verdict == "unchecked"
+    assert "self.split(self.to_k(context)).mT" in report.reason

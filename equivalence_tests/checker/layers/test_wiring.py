@@ -491,6 +491,19 @@ def test_a_norm_that_nothing_reads_is_named() -> None:
     assert verify(UnreadNormDecoderLayer).mistakes == ("norm_missing",)
 
 
+class ForgetfulDecoderLayer(layers.TwoMaskDecoderLayer):
+    """Adds what it had before in the place of what the cross-attention gave."""
+
+    def cross(self, x: Tensor, memory: Tensor, src_mask: Tensor | None) -> Tensor:
+        super().cross(x, memory, src_mask)
+        return x
+
+
+def test_a_sub_layer_whose_output_nothing_uses_is_named() -> None:
+    report = verify(ForgetfulDecoderLayer)
+    assert report.mistakes == ("sublayer_unused",), str(report)
+
+
 class EmbeddingDecoder(Stack):
     """A decoder that embeds its own ids, and takes the memory and the masks of both."""
 

@@ -7,7 +7,7 @@ is said, and nothing is claimed.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,6 +39,7 @@ class Step:
         kind: attention, feed_forward, layer_norm, or "" for another module with parameters.
         inputs: What went in, each as a sum of labels; None where it is no sum.
         output: The label of what came out.
+        place: Which call of a sub-module it is.
         contained: Whether it adds its own residual; None if that is not known.
         frames: The lines that called it.
         summed: The lines that first add what came out to something.
@@ -48,6 +49,7 @@ class Step:
     kind: str
     inputs: tuple[Sum | None, ...]
     output: str
+    place: int
     contained: bool | None = False
     frames: Frames = ()
     summed: Frames = ()
@@ -55,11 +57,12 @@ class Step:
 
 @dataclass
 class Wiring:
-    """What was read: the mistakes with their lines, what could not be read, and the steps."""
+    """What was read: the mistakes with their lines, what could not be read, the steps, and what nothing uses."""
 
     mistakes: dict[str, Frames] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    unused: set[str] = field(default_factory=set)
 
     def blame(self, name: str, frames: Frames) -> None:
         """Note a mistake once, and the lines where it shows."""
@@ -154,7 +157,7 @@ def read_wiring(
     module, seen = caller.function, list[ModuleCall]()
     assert isinstance(module, nn.Module)  # layers are modules
     ran = operations_of(lambda: seen.extend(trace(module, lambda: caller.returned(plan, inputs))))
-    calls = [call for call in seen if call.path in atoms]
+    calls = {place: call for place, call in enumerate(seen) if call.path in atoms}
     sums = [operation for operation in ran if operation.name.strip("_") in ("add", "iadd", "radd")]
     wiring = Wiring()
     steps = [
@@ -164,21 +167,28 @@ def read_wiring(
     wiring.steps = list(_feed_forwards_joined(steps, values, calls, wiring))
     with torch.no_grad():
         final = values.as_sum(caller.output(plan, inputs))
+
+    def told(place: int | None) -> list[Tensor]:
+        given: list[Tensor] = []
+        trace(module, lambda: given.extend(caller.returned(plan, inputs)), changed=place)
+        return given
+
+    _judge_unused(wiring, final, told)
     _Stream(wiring, final, plan).follow()
-    _judge_norms(wiring, final)
+    _judge_shared_norms(wiring)
     if not plan.self_attention:
         _judge_cross(wiring, atoms)
     return wiring
 
 
 def _steps(
-    calls: list[ModuleCall],
+    calls: Mapping[int, ModuleCall],
     values: Values,
     atoms: Mapping[str, str],
     contained: Mapping[str, bool | None],
     width: int,
 ) -> Iterator[Step]:
-    for index, call in enumerate(calls):
+    for place, call in calls.items():
         output = next(tensors_in((call.output,)), None)
         if output is None or output.dim() != 3:
             continue
@@ -186,10 +196,10 @@ def _steps(
         inputs = tuple(values.as_sum(x) for x in given)
         if len(values.as_sum(output) or ()) == 1:
             continue  # it hands on what it gets, or what another call gave
-        label = f"{call.path}#{index}"
+        label = f"{call.path}#{place}"
         values.add(label, output)
         kind = atoms[call.path]
-        yield Step(call.path, kind, inputs, label, contained.get(call.path, False), call.frames)
+        yield Step(call.path, kind, inputs, label, place, contained.get(call.path, False), call.frames)
 
 
 def _where_summed(step: Step, values: Values, sums: list[Operation]) -> Frames:
@@ -199,9 +209,11 @@ def _where_summed(step: Step, values: Values, sums: list[Operation]) -> Frames:
     return next((operation.frames for operation in adding), step.frames)
 
 
-def _feed_forwards_joined(steps: list[Step], values: Values, calls: list[ModuleCall], wiring: Wiring) -> Iterator[Step]:
+def _feed_forwards_joined(
+    steps: list[Step], values: Values, calls: Mapping[int, ModuleCall], wiring: Wiring
+) -> Iterator[Step]:
     """Take matrices that follow one another through an activation for one feed-forward."""
-    inputs_of = {f"{call.path}#{i}": next(tensors_in((call.args, call.kwargs)), None) for i, call in enumerate(calls)}
+    inputs_of = {f"{call.path}#{i}": next(tensors_in((call.args, call.kwargs)), None) for i, call in calls.items()}
     waiting: Step | None = None
     for step in steps:
         entered = inputs_of.get(step.output)
@@ -261,6 +273,8 @@ class _Stream:
         if entered != self.now and self._normalised(entered) != self.now:
             return self._wrong_input(step, entered)
         used = self._first_sum_with(step.output)
+        if step.output in self.wiring.unused:
+            return False
         if used is None:
             return self._lost(f"what {step.path} gives is not seen in any sum")
         rest = tuple((Counter(used) - Counter([step.output])).elements())
@@ -381,13 +395,20 @@ class _Stream:
         return any(Counter(x) == Counter((*self.now, label)) for x in sums)
 
 
-def _judge_norms(wiring: Wiring, final: Sum | None) -> None:
-    """Name a LayerNorm that stands in two places, and one whose result nothing reads."""
-    read = [x for step in wiring.steps for x in step.inputs] + [final]
-    labels = {label for x in read if x is not None for label in x}
+def _judge_unused(wiring: Wiring, final: Sum | None, told: Callable[[int | None], list[Tensor]]) -> None:
+    """Name what a sub-module gives in vain: the output stays the same if it gives something else."""
+    read = {label for x in [final, *(x for step in wiring.steps for x in step.inputs)] for label in x or ()}
+    for step in wiring.steps:
+        if not step.kind or step.output in read:
+            continue
+        if all(map(torch.equal, told(None), told(step.place))):
+            wiring.unused.add(step.output)
+            wiring.blame("norm_missing" if step.kind == "layer_norm" else "sublayer_unused", step.frames)
+
+
+def _judge_shared_norms(wiring: Wiring) -> None:
+    """Name a LayerNorm that stands in two places."""
     norms = [step for step in wiring.steps if step.kind == "layer_norm"]
-    for unread in (step for step in norms if None not in read and step.output not in labels):
-        wiring.blame("norm_missing", unread.frames)
     first: dict[str, Sum | None] = {}
     for step in norms:
         given = step.inputs[0] if step.inputs else ("memory",)

@@ -54,6 +54,13 @@ ROWS = (
         "Call it between the two.",
     ),
     _layer(
+        "sublayer_unused",
+        "What a sub-layer gives is used by nothing.",
+        "x",
+        "x + f(x)",
+        "Add it to the residual stream; look which variable the next sum takes.",
+    ),
+    _layer(
         "cross_maps_are_self_maps",
         "The self-attention maps are returned in place of the cross-attention maps.",
         "returns the self-attention maps twice",

@@ -21,7 +21,7 @@ from equivalence_tests.checker.engine.codes import (
 from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.contracts.changing import has_twin, reshaped_for_transposed, shuffling
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
-from equivalence_tests.checker.engine.identities import Context, Source
+from equivalence_tests.checker.engine.identities import Context, Product, Source
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
@@ -39,6 +39,13 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
     Yields:
         Departures; the first one that blocks comes last.
     """
+    for part in attention.parts:
+        products: list[Product | Context] = [part.product, *part.contexts]
+        apart = [product for product in products if product.contraction.apart and product.operation.patch is None]
+        for product in apart:
+            yield _summed_apart(product)
+        if apart:
+            return
     for part in attention.parts:
         if part.product.trouble:
             yield from _misplaced_operand(attention, part)
@@ -63,6 +70,18 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
                 return
             yield from _paired_tokens(attention, part, context)
             yield from _paired_values(attention, part, context)
+
+
+def _summed_apart(product: Product | Context) -> Departure:
+    """An einsum whose letters do not say that both operands have the axis that is summed over."""
+    operation, contraction = product.operation, product.contraction
+
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        left, right = (operation.inputs[side].value for side in contraction.sides)
+        return contraction.scattered(contraction.rows(left) @ contraction.columns(right).mT)
+
+    facts = {"have": operation.argument(0, "equation"), "want": contraction.apart}
+    return Departure("operands_summed_apart", "product", operation, facts, {operation.index: patch}, blocks=True)
 
 
 # ---------------------------------------------------------------------------------------------- operands
@@ -233,6 +252,9 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     """Each head of queries meets its own head of keys, element by element."""
     left, right = _within(part.product.left), _within(part.product.right)
     lefts, rights = _sets(left), _sets(right)
+    if _any_twice(left) or _any_twice(right):
+        yield Departure("product_pairs_wrong_axes", "product", part.product.operation, blocks=True)
+        return
     if lefts is None or rights is None or len(sources_in(unified(part.product.right))) > 1:
         return
     if len(sources_in(unified(part.product.left))) > 1:
@@ -262,6 +284,11 @@ def _repeater(attention: Attention, codes: Tensor, until: Operation) -> Operatio
     wider = [op for op, given, _ in carried if given.numel() > op.inputs[0].value.numel()]
     found = [op for op in wider if op.name in REPEATS]
     return found[-1] if found else _last_move(attention, codes, until) or until
+
+
+def _any_twice(within: Tensor) -> bool:
+    """Whether a row holds an element more than once, since an axis that the other operand lacks is summed over."""
+    return bool((within.sort(-1).values.diff(dim=-1) == 0).any())
 
 
 def _sets(within: Tensor) -> list[Tensor] | None:
