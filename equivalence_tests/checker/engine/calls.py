@@ -15,11 +15,12 @@ from equivalence_tests.checker.engine.contracts.ending import output_departures
 from equivalence_tests.checker.engine.contracts.norming import norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
 from equivalence_tests.checker.engine.given_masks import GivenMasks
-from equivalence_tests.checker.engine.intervening import Examination, examine, prove
-from equivalence_tests.checker.engine.judging import Judgement
+from equivalence_tests.checker.engine.intervening import prove
+from equivalence_tests.checker.engine.judgement import Judgement
+from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.meaning import untold, with_evidence
 from equivalence_tests.checker.engine.naming import finding_of
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["diagnose_call"]

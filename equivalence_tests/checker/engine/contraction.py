@@ -1,4 +1,4 @@
-"""Write a recorded product of two tensors as batched rows times columns, by the places of their elements."""
+"""Write a product of two tensors as batched rows times columns, by the places of their elements."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -6,9 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.watching import Operation
-
-__all__ = ["Contraction", "contraction_of", "multiplied_and_summed"]
+__all__ = ["Contraction", "einsum", "matmul", "multiplied_and_summed", "pointwise"]
 
 
 @dataclass(frozen=True)
@@ -55,38 +53,18 @@ class Contraction:
         return flat.view(self.shape)
 
 
-def contraction_of(operation: Operation) -> Contraction | None:
-    """Read a product.
-
-    Args:
-        operation: A recorded call of matmul, bmm, einsum, linear, ...
-
-    Returns:
-        None for what is no product of two tensors, or one that is not read.
-    """
-    name = operation.name
-    if len(operation.inputs) < 2:
-        return None
-    first, second = (slot.value for slot in operation.inputs[:2])
-    if name in ("matmul", "__matmul__", "bmm", "mm", "mv", "dot"):
-        return _matmul(first, second)
-    if name == "__rmatmul__":
-        found = _matmul(second, first)
-        return found and Contraction(found.left, found.right, found.out, (1, 0), found.shape)
-    if name == "linear":
-        return _matmul(first, second, turned=True) if second.dim() == 2 else None
-    if name in ("conv1d", "conv2d", "conv3d"):
-        return _pointwise(operation, first, second)
-    if name == "einsum":
-        return _einsum(operation)
-    return None
-
-
 def _places(x: Tensor) -> Tensor:
     return torch.arange(x.numel()).view(x.shape)
 
 
-def _matmul(first: Tensor, second: Tensor, turned: bool = False) -> Contraction | None:
+def matmul(first: Tensor, second: Tensor, turned: bool = False) -> Contraction | None:
+    """Read first @ second, or first @ secondᵀ; None where the second is no matrix.
+
+    Args:
+        first: The rows.
+        second: The columns.
+        turned: Whether the second holds its columns as rows, as a weight does.
+    """
     if first.dim() < 1 or second.dim() < 2:
         return None
     left = _places(first)[None] if first.dim() == 1 else _places(first)
@@ -99,9 +77,14 @@ def _matmul(first: Tensor, second: Tensor, turned: bool = False) -> Contraction 
     return Contraction(left, right, out, (0, 1), shape)
 
 
-def _pointwise(operation: Operation, first: Tensor, second: Tensor) -> Contraction | None:
-    """A convolution that looks at one place at a time is a matrix for each of them."""
-    out = operation.outputs[0].value
+def pointwise(first: Tensor, second: Tensor, out: Tensor) -> Contraction | None:
+    """Read a convolution that looks at one place at a time: a matrix for each of them.
+
+    Args:
+        first: What is convolved.
+        second: The kernel.
+        out: What comes out.
+    """
     unread = first.dim() != second.dim() or any(size != 1 for size in second.shape[2:])
     if unread or first.size(1) != second.size(1) or out.shape[2:] != first.shape[2:]:
         return None
@@ -109,11 +92,14 @@ def _pointwise(operation: Operation, first: Tensor, second: Tensor) -> Contracti
     return Contraction(left, _places(second).view(1, *second.shape[:2]), result, (0, 1), tuple(out.shape))
 
 
-def _einsum(operation: Operation) -> Contraction | None:
-    equation = operation.argument(0, "equation")
-    if not isinstance(equation, str) or len(operation.inputs) != 2:
-        return None
-    first, second = (slot.value for slot in operation.inputs)
+def einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
+    """Read a sum over letters; None where one operand is summed or repeats a letter by itself.
+
+    Args:
+        equation: As torch.einsum has it.
+        first: The operand before the comma.
+        second: The operand behind it.
+    """
     read = _letters(equation, first.dim(), second.dim())
     if read is None:
         return None
@@ -175,21 +161,17 @@ def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | N
     return one, two, given
 
 
-def multiplied_and_summed(product: Operation, total: Operation) -> Contraction | None:
-    """Read (a * b).sum(axis) as a product.
+def multiplied_and_summed(first: Tensor, second: Tensor, axis: int, shape: torch.Size) -> Contraction:
+    """Read (first * second).sum(axis) as a product.
 
     Args:
-        product: The multiplication.
-        total: The sum over one of its axes.
+        first: One factor.
+        second: The other.
+        axis: Over which is summed.
+        shape: Of what comes out.
     """
-    axis = total.argument(1, "dim", total.argument(1, "axis"))
-    axis = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
-    if not isinstance(axis, int) or len(product.inputs) != 2:
-        return None
-    shape = product.outputs[0].value.shape
-    first, second = (_places(slot.value).expand(shape).movedim(axis, -1) for slot in product.inputs)
-    width = first.size(-1)
-    out = torch.arange(first.numel() // width).view(-1, 1, 1)
-    return Contraction(
-        first.reshape(-1, 1, width), second.reshape(-1, 1, width), out, (0, 1), tuple(total.outputs[0].value.shape)
-    )
+    wide = torch.broadcast_shapes(first.shape, second.shape)
+    left, right = (_places(x).expand(wide).movedim(axis, -1) for x in (first, second))
+    width = left.size(-1)
+    out = torch.arange(left.numel() // width).view(-1, 1, 1)
+    return Contraction(left.reshape(-1, 1, width), right.reshape(-1, 1, width), out, (0, 1), tuple(shape))

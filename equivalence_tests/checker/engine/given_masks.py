@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.anchors import Attention, Part
-from equivalence_tests.checker.engine.contracts.expectation import Expectation, ExpectedFor
 from equivalence_tests.checker.engine.contracts.scores_table import future_of, ranks_of, with_some
 from equivalence_tests.checker.engine.contracts.weights import read_weights
+from equivalence_tests.checker.engine.judgement import Expectation, ExpectedFor
+from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.running import Call
 
 __all__ = ["GivenMasks"]

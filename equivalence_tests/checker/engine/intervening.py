@@ -1,86 +1,21 @@
 """Put the right values in, let the user's code go on, and see whether torch's numbers come out."""
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Run, attentions_of
 from equivalence_tests.checker.engine.codes import looked_up
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.expectation import ExpectedFor
 from equivalence_tests.checker.engine.contracts.formula import context_by_formula
-from equivalence_tests.checker.engine.judging import Judgement, judge
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.judgement import Judgement
+from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Proof
 
-__all__ = ["Examination", "examine", "prove", "reference"]
+__all__ = ["prove", "reference"]
 
-ROUNDS = 8
 INPUTS = 20
 MANY = 1500  # operations: a run of more is repeated on fewer inputs
-
-
-@dataclass(eq=False)
-class Examination:
-    """All judgements of one call.
-
-    Args:
-        call: What was run.
-        run: The last run, with what blocks the reading put right.
-        judgements: One for each attention of that run.
-        departures: What was found in each attention, in the order in which it was found.
-        patches: What had to be put right before the rest could be read.
-    """
-
-    call: Call
-    run: Run
-    judgements: list[Judgement] = field(default_factory=list)
-    departures: list[list[Departure]] = field(default_factory=list)
-    patches: dict[int, Patch] = field(default_factory=dict)
-
-
-def examine(call: Call, expected: ExpectedFor | None = None) -> Examination:
-    """Find the attentions of a call, judge each, and put right what keeps the rest from being read.
-
-    Args:
-        call: What to run.
-        expected: Says what is known about the masks.
-    """
-    expected = expected or ExpectedFor()
-    names: dict[int, Tensor] = {}
-    found = Examination(call, call.run())
-    for _ in range(ROUNDS):
-        judgements = [judge(a, expected.of(a)) for a in attentions_of(found.run)]
-        _keep(found, judgements)
-        fresh = [d for j in judgements for d in j.departures if d.blocks and not set(d.patches) <= set(found.patches)]
-        if not fresh:
-            break
-        for departure in fresh:
-            found.patches.update(departure.patches)
-            names.update(departure.names)
-        found.run = call.run(found.patches, names)
-    return found
-
-
-def _keep(found: Examination, judgements: list[Judgement]) -> None:
-    """Add what is new: the attentions are those of the run before, in the same order."""
-    if len(judgements) < len(found.judgements):
-        return
-    found.judgements = judgements
-    while len(found.departures) < len(judgements):
-        found.departures.append([])
-    for judgement, kept in zip(judgements, found.departures, strict=True):
-        now = {_place(departure) for departure in judgement.departures}
-        kept[:] = [d for d in kept if not d.blocks or d.patches or _place(d) in now]  # what only followed is gone
-        old = {_place(departure) for departure in kept}
-        kept += [departure for departure in judgement.departures if _place(departure) not in old]
-
-
-def _place(departure: Departure) -> tuple[object, ...]:
-    return departure.name, departure.lines
 
 
 def prove(found: Examination, place: int, inputs: int = INPUTS) -> list[Proof | None]:
@@ -135,8 +70,10 @@ def reference(judgement: Judgement, dtype: torch.dtype = torch.float64) -> dict[
     if names is None or len(attention.context_sources) == 0:
         return {}
 
+    factors = [[operand.factor for operand in own] for own in judgement.operands]
+
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        made = context_by_formula(recorder, attention, judgement.operands, judgement.hidden, dtype)
+        made = context_by_formula(recorder, attention, factors, judgement.hidden, dtype)
         want = looked_up(names, *made)
         return torch.where(want.isnan(), operation.outputs[0].value.double().view(names.shape), want)
 

@@ -1,56 +1,30 @@
-"""Hold one attention against torch's formula, stage after stage."""
+"""Hold the attentions of a call against torch's formula, stage after stage."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention, Part
+from equivalence_tests.checker.engine.anchors import attentions_of
 from equivalence_tests.checker.engine.contracts.context import context_departures, turned_back
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.entering import input_departures
-from equivalence_tests.checker.engine.contracts.expectation import Expectation
 from equivalence_tests.checker.engine.contracts.following import exchanged_departures, later_departures
-from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula
 from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
-from equivalence_tests.checker.engine.contracts.operands import Operand, operand_departures, read_operands
+from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
 from equivalence_tests.checker.engine.contracts.scores import score_departures
-from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, padded_queries
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, hidden_by_formula, padded_queries
 from equivalence_tests.checker.engine.contracts.tiles import tile_departures
-from equivalence_tests.checker.engine.contracts.weights import WeightsModel, read_weights
+from equivalence_tests.checker.engine.contracts.weights import read_weights
+from equivalence_tests.checker.engine.judgement import Expectation, ExpectedFor, Judgement
+from equivalence_tests.checker.engine.names import Attention, Part
+from equivalence_tests.checker.engine.running import Call, Examination
 
-__all__ = ["Judgement", "judge"]
+__all__ = ["examine", "judge"]
 
+ROUNDS = 8
 # The stages between the product of queries and keys and what the values are averaged to.
 WEIGHING = ("scale", "scores", "mask", "softmax", "context")
-
-
-@dataclass(eq=False)
-class Judgement:
-    """What was found out about one attention.
-
-    Args:
-        attention: Which.
-        departures: What departs, in the order of the stages.
-        operands: Its queries, keys and values, by part.
-        models: What happens to its scores, by part.
-        hidden: Which scores should be hidden, by part.
-        unread: Why a stage could not be read; "" if all were.
-        turned: Whether values are turned by their positions and turned back when they are averaged.
-    """
-
-    attention: Attention
-    departures: list[Departure] = field(default_factory=list)
-    operands: list[list[Operand]] = field(default_factory=list)
-    models: list[WeightsModel] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    unread: str = ""
-    turned: bool = False
-
-    def blocked(self) -> bool:
-        """Whether what departs keeps later stages from being read."""
-        return any(departure.blocks for departure in self.departures)
 
 
 def judge(attention: Attention, expected: dict[int, Expectation] | None = None) -> Judgement:
@@ -128,7 +102,7 @@ def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
         live = model.live
         pattern = causal_pattern(part, model.hidden | model.replaced, live)
         pattern = next((d.name for d in found.departures if d.name.startswith("causal")), pattern)
-        found.hidden.append(hidden_by_formula(part, model, expected.may, pattern))
+        found.hidden.append(hidden_by_formula(part, model.hidden, expected.may, pattern))
 
 
 def _once(departures: list[Departure]) -> list[Departure]:
@@ -141,3 +115,44 @@ def _once(departures: list[Departure]) -> list[Departure]:
             first.patches.update(departure.patches)
             first.names.update(departure.names)
     return list(kept.values())
+
+
+def examine(call: Call, expected: ExpectedFor | None = None) -> Examination:
+    """Find the attentions of a call, judge each, and put right what keeps the rest from being read.
+
+    Args:
+        call: What to run.
+        expected: Says what is known about the masks.
+    """
+    expected = expected or ExpectedFor()
+    names: dict[int, Tensor] = {}
+    found = Examination(call, call.run())
+    for _ in range(ROUNDS):
+        judgements = [judge(a, expected.of(a)) for a in attentions_of(found.run)]
+        _keep(found, judgements)
+        fresh = [d for j in judgements for d in j.departures if d.blocks and not set(d.patches) <= set(found.patches)]
+        if not fresh:
+            break
+        for departure in fresh:
+            found.patches.update(departure.patches)
+            names.update(departure.names)
+        found.run = call.run(found.patches, names)
+    return found
+
+
+def _keep(found: Examination, judgements: list[Judgement]) -> None:
+    """Add what is new: the attentions are those of the run before, in the same order."""
+    if len(judgements) < len(found.judgements):
+        return
+    found.judgements = judgements
+    while len(found.departures) < len(judgements):
+        found.departures.append([])
+    for judgement, kept in zip(judgements, found.departures, strict=True):
+        now = {_place(departure) for departure in judgement.departures}
+        kept[:] = [d for d in kept if not d.blocks or d.patches or _place(d) in now]  # what only followed is gone
+        old = {_place(departure) for departure in kept}
+        kept += [departure for departure in judgement.departures if _place(departure) not in old]
+
+
+def _place(departure: Departure) -> tuple[object, ...]:
+    return departure.name, departure.lines

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
-from equivalence_tests.checker.engine.contracts.expectation import Expectation, ExpectedFor
-from equivalence_tests.checker.engine.intervening import Examination
+from equivalence_tests.checker.engine.judgement import Expectation, ExpectedFor
+from equivalence_tests.checker.engine.names import Attention
+from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.situations import DROWNED, Situation, new_departures, situation_of
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.anchors import Part
 from equivalence_tests.checker.engine.codes import source_of, sources_in
 from equivalence_tests.checker.engine.contracts.changing import strange_operations
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, constant_ratio
 from equivalence_tests.checker.engine.contracts.layout import are_followed
-from equivalence_tests.checker.engine.contracts.operands import Operand, is_normed
+from equivalence_tests.checker.engine.contracts.operands import is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
-from equivalence_tests.checker.engine.contracts.weights import WeightsModel
-from equivalence_tests.checker.engine.identities import Source
-from equivalence_tests.checker.engine.judging import Judgement
+from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
+from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.findings import Exercise

@@ -9,10 +9,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.anchors import Attention, Run
 from equivalence_tests.checker.engine.codes import feature_of, source_of, token_of
-from equivalence_tests.checker.engine.contraction import contraction_of
-from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.names import Attention, Run, Source
+from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.reach.errors import CannotCheckError

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 
 import torch
 
-from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import feature_of
 from equivalence_tests.checker.engine.contracts.ending import wrap_of
-from equivalence_tests.checker.engine.contracts.operands import Operand, earlier
+from equivalence_tests.checker.engine.contracts.operands import earlier
 from equivalence_tests.checker.engine.contracts.projecting import output_weight, weight_of
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern
-from equivalence_tests.checker.engine.identities import Identities, Source
-from equivalence_tests.checker.engine.judging import Judgement
+from equivalence_tests.checker.engine.judgement import Judgement, Operand
+from equivalence_tests.checker.engine.names import Attention, Identities, Source
 from equivalence_tests.checker.engine.situations import Situation, output_codes
 from equivalence_tests.checker.reach.calling import CallPlan
 from equivalence_tests.checker.reach.kept_state import changed_by_calls

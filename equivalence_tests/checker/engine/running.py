@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.anchors import Run
+from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.identities import identify
+from equivalence_tests.checker.engine.judgement import Judgement
+from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.watching import Patch, Recorder
 from equivalence_tests.checker.reach.kept_state import keeping_state
 
-__all__ = ["Call"]
+__all__ = ["Call", "Examination"]
 
 
 @dataclass(eq=False)
@@ -98,6 +100,25 @@ class Call:
             return _copied(x)
 
         return tuple(fresh(x) for x in self.args), {key: fresh(x) for key, x in self.kwargs.items()}, replaced
+
+
+@dataclass(eq=False)
+class Examination:
+    """All judgements of one call.
+
+    Args:
+        call: What was run.
+        run: The last run, with what blocks the reading put right.
+        judgements: One for each attention of that run.
+        departures: What was found in each attention, in the order in which it was found.
+        patches: What had to be put right before the rest could be read.
+    """
+
+    call: Call
+    run: Run
+    judgements: list[Judgement] = field(default_factory=list)
+    departures: list[list[Departure]] = field(default_factory=list)
+    patches: dict[int, Patch] = field(default_factory=dict)
 
 
 @contextmanager

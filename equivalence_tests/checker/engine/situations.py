@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import coded, known
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
 from equivalence_tests.checker.engine.contracts.ending import ending_departures
-from equivalence_tests.checker.engine.contracts.expectation import ExpectedFor
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
-from equivalence_tests.checker.engine.intervening import Examination, examine
-from equivalence_tests.checker.engine.judging import Judgement
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.judgement import ExpectedFor, Judgement
+from equivalence_tests.checker.engine.judging import examine
+from equivalence_tests.checker.engine.names import Attention
+from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs, call_plans, random_inputs
 from equivalence_tests.checker.reach.construction import Sizes

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention, Run, values_at
 from equivalence_tests.checker.engine.codes import place_of
-from equivalence_tests.checker.engine.contracts.departure import TOLERANCE, constant_ratio, near
-from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.contracts.departure import TOLERANCE, Departure, changed_by, constant_ratio, near
+from equivalence_tests.checker.engine.names import Attention, Run, Source, values_at
 from equivalence_tests.checker.engine.vocabulary import (
     CONTRACTIONS,
     CREATES,
@@ -30,6 +29,7 @@ from equivalence_tests.checker.engine.watching import Operation, Slot
 __all__ = [
     "USUAL",
     "adds_two",
+    "changed_output",
     "first_change",
     "has_twin",
     "is_strange",
@@ -82,6 +82,19 @@ def first_change(
         if not near(value.double()[mine], want[mine], tolerance):
             return operation
     return None
+
+
+def changed_output(attention: Attention, source: Source) -> Departure:
+    """Name the first operation that gives other numbers than a source has under the same names.
+
+    Args:
+        attention: Whose output it is.
+        source: Holds the numbers as they were made.
+    """
+    changed = first_change(attention.run, [source], tolerance=1e-6)
+    if changed is None:
+        return Departure("output_changed", "output", source.operation)
+    return changed_by(changed, "output", "output")
 
 
 def shuffling(run: Run, numbers: Iterable[int], after: int, before: int, of: Tensor | None = None) -> Operation | None:

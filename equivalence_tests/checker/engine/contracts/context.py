@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import known, looked_up, token_of
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, near
+from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 

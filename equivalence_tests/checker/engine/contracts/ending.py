@@ -6,13 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention, values_at
 from equivalence_tests.checker.engine.codes import known, source_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.changing import adds_two, has_twin, shuffling
+from equivalence_tests.checker.engine.contracts.changing import adds_two, changed_output, has_twin, shuffling
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, near
-from equivalence_tests.checker.engine.contracts.following import changed_output
-from equivalence_tests.checker.engine.contracts.projecting import matrix_in
-from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.names import Attention, Source, values_at
+from equivalence_tests.checker.engine.taking_part import matrix_in
 from equivalence_tests.checker.engine.watching import Operation, tensors_of
 
 __all__ = ["ending_departures", "output_departures", "wrap_of"]

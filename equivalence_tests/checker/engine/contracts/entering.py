@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import has_twin, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
-from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.names import Attention, Source
 
 __all__ = ["input_departures"]
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-from equivalence_tests.checker.engine.anchors import Attention, values_at
 from equivalence_tests.checker.engine.codes import sources_in
-from equivalence_tests.checker.engine.contracts.changing import USUAL, first_change, has_twin, shuffling
+from equivalence_tests.checker.engine.contracts.changing import USUAL, changed_output, has_twin, shuffling
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, near
-from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.watching import Operation
 
-__all__ = ["changed_output", "exchanged_departures", "later_departures"]
+__all__ = ["exchanged_departures", "later_departures"]
 
 EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
 
@@ -73,16 +72,3 @@ def _moved(attention: Attention, numbers: list[int], start: int, until: int) -> 
     again = shuffling(attention.run, numbers, moved.index, until)
     if again is None or again.name != moved.name:
         yield changed_by(moved, "output", "output")
-
-
-def changed_output(attention: Attention, source: Source) -> Departure:
-    """Name the first operation that gives other numbers than a source has under the same names.
-
-    Args:
-        attention: Whose output it is.
-        source: Holds the numbers as they were made.
-    """
-    changed = first_change(attention.run, [source], tolerance=1e-6)
-    if changed is None:
-        return Departure("output_changed", "output", source.operation)
-    return changed_by(changed, "output", "output")

@@ -2,19 +2,16 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention, Part
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
-from equivalence_tests.checker.engine.contracts.operands import Operand
-from equivalence_tests.checker.engine.contracts.scores_table import future_of
-from equivalence_tests.checker.engine.contracts.weights import WeightsModel
-from equivalence_tests.checker.engine.identities import Context, Product
+from equivalence_tests.checker.engine.names import Attention, Context, Part, Product
 from equivalence_tests.checker.engine.watching import Recorder
 
-__all__ = ["context_by_formula", "hidden_by_formula", "weights_by_formula"]
+__all__ = ["context_by_formula", "weights_by_formula"]
 
 
 def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
@@ -40,7 +37,7 @@ def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
 def context_by_formula(
     recorder: Recorder,
     attention: Attention,
-    operands: list[list[Operand]],
+    factors: Sequence[Sequence[float]],
     hidden: list[Tensor],
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
@@ -49,19 +46,19 @@ def context_by_formula(
     Args:
         recorder: A run; it may be going on.
         attention: Whose products; where its parts are tiles, each gives its share.
-        operands: What the queries, keys and values of each part carry as a factor.
+        factors: By what the queries, keys and values of each part are multiplied on the way.
         hidden: Which keys are hidden, for each part.
         dtype: In which it is computed.
     """
     parts = attention.parts
-    scores = [_scores(recorder, part, own, dtype) for part, own in zip(parts, operands, strict=True)]
+    scores = [_scores(recorder, part, own, dtype) for part, own in zip(parts, factors, strict=True)]
     rows = _rows(attention)
     weights = weights_by_formula(torch.cat(scores), rows, torch.cat(hidden)).split([len(x) for x in scores])
     names, values = [], []
-    for part, own, mine in zip(parts, operands, weights, strict=True):
+    for part, own, mine in zip(parts, factors, weights, strict=True):
         for context in part.contexts:
             if context.source is not None:
-                value = context.contraction.columns(_operand(recorder, context, 1).to(dtype)) / own[2].factor
+                value = context.contraction.columns(_operand(recorder, context, 1).to(dtype)) / own[2]
                 values.append(torch.einsum("nik,nfk->nif", _used(part, context, mine), value).reshape(-1))
                 names.append(context.contraction.result(context.codes).reshape(-1))
     return torch.cat(names), torch.cat(values)
@@ -76,12 +73,12 @@ def _rows(attention: Attention) -> Tensor:
     return torch.cat([part.table.row + start for part, start in zip(attention.parts, starts, strict=False)])
 
 
-def _scores(recorder: Recorder, part: Part, operands: list[Operand], dtype: torch.dtype) -> Tensor:
+def _scores(recorder: Recorder, part: Part, factors: Sequence[float], dtype: torch.dtype) -> Tensor:
     """The product of queries and keys, over sqrt(width), flat."""
     product = part.product
     query, key = (_operand(recorder, product, side).to(dtype) for side in (0, 1))
     scores = torch.einsum("nid,njd->nij", product.contraction.rows(query), product.contraction.columns(key))
-    factor = operands[0].factor * operands[1].factor * math.sqrt(product.left.size(-1))
+    factor = factors[0] * factors[1] * math.sqrt(product.left.size(-1))
     return product.contraction.scattered(scores / factor).reshape(-1)
 
 
@@ -94,17 +91,3 @@ def _used(part: Part, context: Context, weights: Tensor) -> Tensor:
 def _operand(recorder: Recorder, product: Product | Context, side: int) -> Tensor:
     index = (product.factors or product.operation).index
     return recorder.operations[index].inputs[product.contraction.sides[side]].value
-
-
-def hidden_by_formula(part: Part, model: WeightsModel, may: Tensor | None, pattern: str) -> Tensor:
-    """What should be hidden: what is not allowed; the future, where a causal mask is wrong; else what is hidden.
-
-    Args:
-        part: Whose scores.
-        model: What happens to them.
-        may: What is allowed, where that is known.
-        pattern: Which causal mask the code has.
-    """
-    if may is not None:
-        return ~may
-    return future_of(part) if pattern.startswith("causal") else model.hidden

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.anchors import Attention
 from equivalence_tests.checker.engine.codes import token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
 

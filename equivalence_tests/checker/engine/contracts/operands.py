@@ -5,12 +5,10 @@ that is told by experiments: the recorded operations between are run again on in
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention, Part, Run, values_at
 from equivalence_tests.checker.engine.codes import sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import (
     USUAL,
@@ -20,72 +18,17 @@ from equivalence_tests.checker.engine.contracts.changing import (
     strange_operations,
 )
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio, near
-from equivalence_tests.checker.engine.identities import REMADE, Source
+from equivalence_tests.checker.engine.judgement import Operand, Turn
+from equivalence_tests.checker.engine.names import Attention, Part, Run, Source, values_at
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 
-__all__ = ["Operand", "Turn", "earlier", "is_normed", "operand_departures", "read_operands"]
+__all__ = ["earlier", "is_normed", "operand_departures", "read_operands"]
 
 
+# The kinds of sources that queries, keys or values are made into from another one.
+MADE = ("normed", "gain", "added", "gated", "pooled", "projection")
 NORMED = ("normed", "gain", "added")
-
-
-@dataclass(frozen=True)
-class Turn:
-    """How elements of a token are turned into one another.
-
-    Args:
-        apart: How far the two elements of a pair are from one another.
-        width: Of the head.
-        forward: Whether the second element grows by the first, as the angle grows.
-    """
-
-    apart: int
-    width: int
-    forward: bool
-
-    def __str__(self) -> str:
-        return "pairs of neighbours" if self.apart == 1 else "halves of a head"
-
-
-@dataclass(eq=False)
-class Operand:
-    """One operand of a product, and how it came from its projection.
-
-    Args:
-        role: "query", "key" or "value".
-        sources: Where its names come from.
-        slot: The operand as it is used.
-        codes: The names of its rows, (n, i, d).
-        places: Which of its elements they are.
-        until: The operation that uses it.
-        factor: What it is multiplied by on the way.
-        change: "" (a factor), "rotated", "normed" or "other".
-        single: Whether a part is computed in float32.
-        tolerance: What differs by less is rounding.
-        turn: How the elements are paired where a token is turned.
-    """
-
-    role: str
-    sources: list[Source]
-    slot: Slot
-    codes: Tensor
-    places: Tensor
-    until: Operation
-    factor: float = 1.0
-    change: str = ""
-    single: bool = False
-    tolerance: float = 1e-7
-    turn: "Turn | None" = None
-
-    @property
-    def start(self) -> int:
-        """The first operation that gave it names."""
-        return min((s.operation.index if s.operation is not None else -1 for s in self.sources), default=-1)
-
-    def steps(self, run: Run) -> Iterator[tuple[Operation, Tensor, Tensor]]:
-        """List the operations on its way from there to the product, with the names and numbers of what they give."""
-        return run.names.carrying((source.number for source in self.sources), self.start, self.until.index)
 
 
 def read_operands(attention: Attention, part: Part) -> list[Operand]:
@@ -309,8 +252,8 @@ def _stretches(attention: Attention, operand: Operand) -> Iterator[Operand]:
     """An operand from what named it last to its product, and each stretch before, in the module of the attention."""
     place, step = attention.first.place, operand
     yield step
-    while (before := earlier(attention.run, step, (*REMADE, "projection"))) is not None:
-        made = [source.operation for source in before.sources if source.kind in (*REMADE, "projection")]
+    while (before := earlier(attention.run, step, MADE)) is not None:
+        made = [source.operation for source in before.sources if source.kind in MADE]
         inside = all(operation is not None and operation.place.startswith(place) for operation in made)
         if not inside or len(made) < len(before.sources):  # such as what another head averaged
             return

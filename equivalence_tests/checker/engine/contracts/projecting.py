@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.anchors import Attention, live_operations
 from equivalence_tests.checker.engine.codes import feature_of, retagged, sources_in
-from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.operands import Operand
-from equivalence_tests.checker.engine.identities import Source
+from equivalence_tests.checker.engine.judgement import Operand
+from equivalence_tests.checker.engine.names import Attention, Source
+from equivalence_tests.checker.engine.products import contraction_of
+from equivalence_tests.checker.engine.taking_part import live_operations, matrix_in, place_of_matrix, unused_parameters
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.reporting.lines import Frames
 
-__all__ = ["output_weight", "projection_departures", "unused_departures", "weight_of", "matrix_in"]
+__all__ = ["output_weight", "projection_departures", "unused_departures", "weight_of"]
 
 ORDERS = {
     "kqv": "query_key_swapped",
@@ -62,7 +62,7 @@ def projection_departures(
         roles: The role of each input, by the number of its source; where one tensor has several, all letters.
         module: Holds the weights.
     """
-    unused = _unused(attention, module)
+    unused = unused_parameters(attention, module)
     if len(operands) == 3 and roles:
         yield from _inputs(attention, operands, roles)
     if module is not None:
@@ -130,19 +130,6 @@ def _from_right_input(attention: Attention, operand: Operand, own: str, roles: M
 
 
 # ---------------------------------------------------------------------------------------------- weights
-def _unused(attention: Attention, module: nn.Module | None) -> list[str]:
-    """The parameters that take no part."""
-    if module is None:
-        return []
-    recorder = attention.run.recorder
-    bits, live = 0, live_operations(attention.run)
-    for operation in attention.run.operations:
-        for origin in operation.origins if operation.index in live else ():
-            bits |= origin
-    used = set(recorder.named(bits))
-    return [name for name, _ in module.named_parameters() if f"param:{name}" not in used]
-
-
 def weight_of(attention: Attention, operand: Operand) -> str:
     """Name the parameter that made an operand; "" if none did.
 
@@ -170,25 +157,6 @@ def _projections_of_context(attention: Attention) -> Iterator[Source]:
             yield source
 
 
-def matrix_in(attention: Attention, operation: Operation | None) -> str:
-    """The matrix among the parameters that take part in a product."""
-    return _matrix(attention, operation)[0]
-
-
-def _matrix(attention: Attention, operation: Operation | None) -> tuple[str, int]:
-    """Name that matrix, and say where in memory it starts: packed matrices have one name."""
-    if operation is None or operation.name not in CONTRACTIONS:
-        return "", 0
-    named = attention.run.recorder.named
-    for slot, bits in zip(operation.inputs, operation.origins, strict=True):
-        names = named(bits)
-        if slot.value.dim() >= 2 and not any(name.startswith("arg:") for name in names):
-            matrices = [name.partition(":")[2] for name in names if name.startswith("param:")]
-            if matrices:
-                return matrices[0], slot.value.data_ptr()
-    return "", 0
-
-
 def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
     """Weights that are used twice, and weights whose name says another role."""
     weights = {operand.role: weight_of(attention, operand) for operand in operands}
@@ -200,7 +168,7 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
     if distinct == 3:
         yield from _misnamed(attention, operands, weights)
         return
-    if len({_matrix(attention, _made_by(attention, operand)) for operand in operands}) > distinct:
+    if len({place_of_matrix(attention, _made_by(attention, operand)) for operand in operands}) > distinct:
         return  # rows of one packed matrix
     if distinct == 1 and _same(features):
         yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": idle})
@@ -328,7 +296,7 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
     """
     explained = {name for departure in found for name in departure.facts.get("unused", ())}
     stems = {name.rpartition(".")[0] for name in explained}
-    idle, seen = _unused(attention, module), list[Operation]()
+    idle, seen = unused_parameters(attention, module), list[Operation]()
     for name in idle:
         stem, _, last = name.rpartition(".")
         worked = _worked_in_vain(attention, name)

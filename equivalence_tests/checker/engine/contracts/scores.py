@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention, Part
 from equivalence_tests.checker.engine.codes import known, place_of
-from equivalence_tests.checker.engine.contraction import contraction_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio
-from equivalence_tests.checker.engine.contracts.expectation import Expectation
-from equivalence_tests.checker.engine.contracts.formula import hidden_by_formula, weights_by_formula
-from equivalence_tests.checker.engine.contracts.operands import Operand
-from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, padded_queries, ranks_of, with_some
-from equivalence_tests.checker.engine.contracts.weights import WeightsModel
+from equivalence_tests.checker.engine.contracts.formula import weights_by_formula
+from equivalence_tests.checker.engine.contracts.scores_table import (
+    causal_pattern,
+    hidden_by_formula,
+    padded_queries,
+    ranks_of,
+    with_some,
+)
+from equivalence_tests.checker.engine.judgement import Expectation, Operand, WeightsModel
+from equivalence_tests.checker.engine.names import Attention, Part
+from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
@@ -435,7 +439,7 @@ class _Scores:
         part, model, expected = self.part, self.model, self.expected
         right = 1 / (self.operands[0].factor * self.operands[1].factor * math.sqrt(self.width))
         factor = right if math.isnan(model.factor) or model.kind == "other" or rescaled else model.factor
-        hidden = hidden_by_formula(part, model, expected.may, "causal" if mask == "causal" else "")
+        hidden = hidden_by_formula(part, model.hidden, expected.may, "causal" if mask == "causal" else "")
         patches: dict[int, Patch] = {}
         for context in part.contexts:
             maker = self._maker_of(context.operands[0].key, context.operation.index)

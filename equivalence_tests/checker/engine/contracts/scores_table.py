@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Part
+from equivalence_tests.checker.engine.names import Part
 
-__all__ = ["causal_pattern", "future_of", "padded_queries", "ranks_of", "with_some"]
+__all__ = ["causal_pattern", "future_of", "hidden_by_formula", "padded_queries", "ranks_of", "with_some"]
 
 
 def ranks_of(part: Part) -> tuple[Tensor, Tensor, int, int]:
@@ -59,3 +59,17 @@ def padded_queries(part: Part, may: Tensor) -> Tensor:
     seen = part.table.key[may].unique()
     every = part.table.key.unique()
     return every[~torch.isin(every, seen)] if queries == keys else every[:0]
+
+
+def hidden_by_formula(part: Part, own: Tensor, may: Tensor | None, pattern: str) -> Tensor:
+    """What should be hidden: what is not allowed; the future, where a causal mask is wrong; else what is hidden.
+
+    Args:
+        part: Whose scores.
+        own: What is hidden by the code itself.
+        may: What is allowed, where that is known.
+        pattern: Which causal mask the code has.
+    """
+    if may is not None:
+        return ~may
+    return future_of(part) if pattern.startswith("causal") else own

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Attention, Part
 from equivalence_tests.checker.engine.codes import looked_up
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
-from equivalence_tests.checker.engine.contracts.expectation import Expectation
 from equivalence_tests.checker.engine.contracts.formula import context_by_formula
-from equivalence_tests.checker.engine.contracts.operands import Operand
+from equivalence_tests.checker.engine.judgement import Expectation, Operand
+from equivalence_tests.checker.engine.names import Attention, Part
 
 __all__ = ["tile_departures"]
 
@@ -27,10 +26,11 @@ def tile_departures(
     """
     if attention.names is None:
         return
+    factors = [[operand.factor for operand in own] for own in operands]
     have = attention.end_slot.value.double()
     for causal in (False, True):
         hidden = [_hidden(part, expected.get(part.number, Expectation()), causal) for part in attention.parts]
-        names, shares = context_by_formula(attention.run.recorder, attention, operands, hidden)
+        names, shares = context_by_formula(attention.run.recorder, attention, factors, hidden)
         names, place = names.unique(return_inverse=True)
         sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, place, shares)
         want = looked_up(attention.names, names, sums)

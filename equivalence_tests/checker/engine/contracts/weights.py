@@ -4,79 +4,25 @@ The recorded operations between the two products are run again on scores of our 
 softmax(factor * score + bias) for some factor and bias, or it is something else.
 """
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import Part, Run
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, TOLERANCE, constant_ratio
-from equivalence_tests.checker.engine.identities import Context
+from equivalence_tests.checker.engine.judgement import WeightsModel
+from equivalence_tests.checker.engine.names import Context, Part, Run
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation
 
-__all__ = ["WeightsModel", "read_weights"]
+__all__ = ["read_weights"]
 
 SMALLEST = 1e-30
 VISIBLE = 1e-25
 STEP = 4.0
 GENTLE = 1e-2
 HELD_DOWN = -1e3
-
-
-@dataclass(eq=False)
-class WeightsModel:
-    """weights = softmax(factor * score + bias) over the keys of each row, as far as that is what happens.
-
-    All tensors are flat, one entry for each score of the part.
-
-    Args:
-        factor: What the scores are multiplied by; NaN if nothing of the kind is seen.
-        bias: What is added, up to a constant of each row; -inf where a key is hidden.
-        weights: What is multiplied with the values; NaN where a score meets none.
-        replaced: Where the score itself has no influence, though the key is not hidden.
-        fill: What stands there instead of the score.
-        sums: The sum of the weights of each score's row.
-        rows: Which row each score belongs to.
-        axis: Over which scores the weights sum to one: "keys", "queries", "heads", "samples" or "".
-        kind: "softmax", "linear", "sigmoid" or "other".
-        single: Whether a part is computed in float32.
-        cap: Of a tanh that holds the scores; 0 if there is none.
-        by_head: What the scores of each head are multiplied by, where that is not the same; else None.
-        dead: Rows that see no key.
-    """
-
-    factor: float
-    bias: Tensor
-    weights: Tensor
-    replaced: Tensor
-    fill: Tensor
-    sums: Tensor
-    rows: Tensor
-    axis: str = "keys"
-    kind: str = "softmax"
-    single: bool = False
-    cap: float = 0.0
-    by_head: Tensor | None = None
-    dead: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-
-    @property
-    def hidden(self) -> Tensor:
-        """Keys whose weight is nothing."""
-        return self.bias == -torch.inf
-
-    @property
-    def live(self) -> Tensor:
-        """What meets a value, in rows that see some key."""
-        return ~self.weights.isnan() & ~self.dead[self.rows]
-
-    @property
-    def tells(self) -> bool:
-        """Whether some query had keys to choose from."""
-        return self.kind != "softmax" or not math.isnan(self.factor)
 
 
 def read_weights(run: Run, part: Part, context: Context) -> WeightsModel:

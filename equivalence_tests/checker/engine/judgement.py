@@ -1,0 +1,172 @@
+"""What is read of an attention before it is judged, what is known from outside, and what comes of it."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.names import Attention, Run, Source
+from equivalence_tests.checker.engine.watching import Operation, Slot
+
+__all__ = ["Expectation", "ExpectedFor", "Judgement", "Operand", "Turn", "WeightsModel"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How elements of a token are turned into one another.
+
+    Args:
+        apart: How far the two elements of a pair are from one another.
+        width: Of the head.
+        forward: Whether the second element grows by the first, as the angle grows.
+    """
+
+    apart: int
+    width: int
+    forward: bool
+
+    def __str__(self) -> str:
+        return "pairs of neighbours" if self.apart == 1 else "halves of a head"
+
+
+@dataclass(eq=False)
+class Operand:
+    """One operand of a product, and how it came from its projection.
+
+    Args:
+        role: "query", "key" or "value".
+        sources: Where its names come from.
+        slot: The operand as it is used.
+        codes: The names of its rows, (n, i, d).
+        places: Which of its elements they are.
+        until: The operation that uses it.
+        factor: What it is multiplied by on the way.
+        change: "" (a factor), "rotated", "normed" or "other".
+        single: Whether a part is computed in float32.
+        tolerance: What differs by less is rounding.
+        turn: How the elements are paired where a token is turned.
+    """
+
+    role: str
+    sources: list[Source]
+    slot: Slot
+    codes: Tensor
+    places: Tensor
+    until: Operation
+    factor: float = 1.0
+    change: str = ""
+    single: bool = False
+    tolerance: float = 1e-7
+    turn: "Turn | None" = None
+
+    @property
+    def start(self) -> int:
+        """The first operation that gave it names."""
+        return min((s.operation.index if s.operation is not None else -1 for s in self.sources), default=-1)
+
+    def steps(self, run: Run) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+        """List the operations on its way from there to the product, with the names and numbers of what they give."""
+        return run.names.carrying((source.number for source in self.sources), self.start, self.until.index)
+
+
+@dataclass(eq=False)
+class WeightsModel:
+    """weights = softmax(factor * score + bias) over the keys of each row, as far as that is what happens.
+
+    All tensors are flat, one entry for each score of the part.
+
+    Args:
+        factor: What the scores are multiplied by; NaN if nothing of the kind is seen.
+        bias: What is added, up to a constant of each row; -inf where a key is hidden.
+        weights: What is multiplied with the values; NaN where a score meets none.
+        replaced: Where the score itself has no influence, though the key is not hidden.
+        fill: What stands there instead of the score.
+        sums: The sum of the weights of each score's row.
+        rows: Which row each score belongs to.
+        axis: Over which scores the weights sum to one: "keys", "queries", "heads", "samples" or "".
+        kind: "softmax", "linear", "sigmoid" or "other".
+        single: Whether a part is computed in float32.
+        cap: Of a tanh that holds the scores; 0 if there is none.
+        by_head: What the scores of each head are multiplied by, where that is not the same; else None.
+        dead: Rows that see no key.
+    """
+
+    factor: float
+    bias: Tensor
+    weights: Tensor
+    replaced: Tensor
+    fill: Tensor
+    sums: Tensor
+    rows: Tensor
+    axis: str = "keys"
+    kind: str = "softmax"
+    single: bool = False
+    cap: float = 0.0
+    by_head: Tensor | None = None
+    dead: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+
+    @property
+    def hidden(self) -> Tensor:
+        """Keys whose weight is nothing."""
+        return self.bias == -torch.inf
+
+    @property
+    def live(self) -> Tensor:
+        """What meets a value, in rows that see some key."""
+        return ~self.weights.isnan() & ~self.dead[self.rows]
+
+    @property
+    def tells(self) -> bool:
+        """Whether some query had keys to choose from."""
+        return self.kind != "softmax" or not math.isnan(self.factor)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What is known about a call from outside.
+
+    Args:
+        may: Which key each score's query may look at, flat as the scores are; None if nothing is known.
+        masked: Whether a mask was handed over that hides something.
+    """
+
+    may: Tensor | None = None
+    masked: bool = False
+
+
+class ExpectedFor:
+    """Says what is known about the mask of an attention; overridden by who knows more."""
+
+    def of(self, attention: Attention) -> dict[int, Expectation]:
+        """Give what is known, by the number of each part."""
+        return {}
+
+
+@dataclass(eq=False)
+class Judgement:
+    """What was found out about one attention.
+
+    Args:
+        attention: Which.
+        departures: What departs, in the order of the stages.
+        operands: Its queries, keys and values, by part.
+        models: What happens to its scores, by part.
+        hidden: Which scores should be hidden, by part.
+        unread: Why a stage could not be read; "" if all were.
+        turned: Whether values are turned by their positions and turned back when they are averaged.
+    """
+
+    attention: Attention
+    departures: list[Departure] = field(default_factory=list)
+    operands: list[list[Operand]] = field(default_factory=list)
+    models: list[WeightsModel] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    unread: str = ""
+    turned: bool = False
+
+    def blocked(self) -> bool:
+        """Whether what departs keeps later stages from being read."""
+        return any(departure.blocks for departure in self.departures)

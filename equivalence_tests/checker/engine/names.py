@@ -1,0 +1,380 @@
+"""The names of one recorded run: where each element comes from, which products they meet in, and what attends."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.codes import (
+    FEATURES,
+    feature_of,
+    looked_up,
+    source_of,
+    sources_in,
+    token_of,
+    unified,
+)
+from equivalence_tests.checker.engine.contraction import Contraction
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
+
+__all__ = [
+    "Attention",
+    "Context",
+    "Identities",
+    "Part",
+    "Product",
+    "Run",
+    "ScoreTable",
+    "Source",
+    "values_at",
+]
+
+
+@dataclass(eq=False)
+class Source:
+    """Where names come from.
+
+    Args:
+        number: Its own.
+        kind: "input", "projection", "added", "gain", "normed", "gated", "pooled", "given", "score" or "context".
+        operation: What made it; None for what was given to the run.
+        slot: The tensor that carries its names first.
+        codes: Those names.
+        parents: The sources that it was made from.
+    """
+
+    number: int
+    kind: str
+    operation: Operation | None
+    slot: Slot
+    codes: Tensor
+    parents: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Product:
+    """A product of two activations: rows times columns.
+
+    Args:
+        operation: That gives the result.
+        contraction: How.
+        left: Names on the left, (n, i, d).
+        right: Names on the right, (n, j, d).
+        source: The names of its result; None if it cannot be read.
+        trouble: Why it cannot be read.
+    """
+
+    operation: Operation
+    contraction: Contraction
+    left: Tensor
+    right: Tensor
+    source: Source | None = None
+    trouble: str = ""
+    factors: Operation | None = None  # the multiplication, where a sum is the operation
+
+    @property
+    def operands(self) -> tuple[Slot, Slot]:
+        """The left and the right operand."""
+        slots = (self.factors or self.operation).inputs
+        return slots[self.contraction.sides[0]], slots[self.contraction.sides[1]]
+
+
+@dataclass(eq=False)
+class Context:
+    """A product of what came from scores with values.
+
+    Args:
+        operation: That gives the result.
+        contraction: Its left side holds the weights.
+        weights: Names of the weights, (n, i, k).
+        values: Names of the values, (n, f, k).
+        source: The names of the result; None if it cannot be read.
+        trouble: Why it cannot be read.
+    """
+
+    operation: Operation
+    contraction: Contraction
+    weights: Tensor
+    values: Tensor
+    source: Source | None = None
+    trouble: str = ""
+    factors: Operation | None = None
+    codes: Tensor = field(default_factory=lambda: torch.empty(0))  # the names of the result
+
+    @property
+    def operands(self) -> tuple[Slot, Slot]:
+        """The weights and the values."""
+        slots = (self.factors or self.operation).inputs
+        return slots[self.contraction.sides[0]], slots[self.contraction.sides[1]]
+
+    @property
+    def score_sources(self) -> list[int]:
+        """The products that the weights come from."""
+        return sources_in(self.weights)
+
+
+@dataclass(eq=False)
+class Identities:
+    """All names of one run.
+
+    Args:
+        operations: The run.
+        sources: By number.
+        products: Of two activations, none of which comes from scores.
+        contexts: Of what comes from scores with another activation.
+        before: For each operation, the names of its inputs.
+        after: For each operation, the names of its outputs.
+    """
+
+    operations: list[Operation]
+    sources: dict[int, Source] = field(default_factory=dict)
+    products: list[Product] = field(default_factory=list)
+    contexts: list[Context] = field(default_factory=list)
+    before: list[list[Tensor | None]] = field(default_factory=list)
+    after: list[list[Tensor | None]] = field(default_factory=list)
+    mixes: list[Operation] = field(default_factory=list)  # that sum over tokens without scores
+
+    @cached_property
+    def _given(self) -> list[tuple[frozenset[int], Operation, Tensor, Slot]]:
+        """What each operation gives that has names, with the sources that these come from."""
+        return [
+            (frozenset(sources_in(codes)), operation, codes, slot)
+            for operation, names in zip(self.operations, self.after, strict=True)
+            for slot, codes in zip(operation.outputs, names, strict=False)
+            if codes is not None and not codes.is_complex()
+        ]
+
+    def carrying(
+        self, numbers: Iterable[int], after: int = -1, before: int | None = None
+    ) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+        """List the operations whose results carry names of some sources, with the names and the numbers.
+
+        Args:
+            numbers: The sources.
+            after: The last operation that is not listed yet.
+            before: The first one that is not listed any more; None for the end of the run.
+        """
+        wanted, end = set(numbers), len(self.operations) if before is None else before
+        for sources, operation, codes, slot in self._given:
+            if after < operation.index < end and not wanted.isdisjoint(sources):
+                yield operation, codes, slot.value
+
+    def last_of(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Give the last numbers of a tensor with their names; None if it has none."""
+        found = [(slot.value, codes) for _, _, codes, slot in self._given if slot.tensor is tensor]
+        return found[-1] if found else None
+
+    def taken(self, operation: Operation) -> list[tuple[Slot, Tensor]]:
+        """List what an operation takes that has names, with these."""
+        pairs = zip(operation.inputs, self.before[operation.index], strict=True)
+        return [(slot, codes) for slot, codes in pairs if codes is not None and not codes.is_complex()]
+
+    def beside(self, operation: Operation) -> list[tuple[Slot, int]]:
+        """List what an operation takes that has no names, with the named tensors that it was made from."""
+        found = zip(operation.inputs, operation.origins, self.before[operation.index], strict=True)
+        return [(slot, bits) for slot, bits, codes in found if codes is None]
+
+    def made_of(self, numbers: Iterable[int], beyond: bool = False) -> list[Source]:
+        """List sources and what they were made of, the last first.
+
+        Args:
+            numbers: The sources.
+            beyond: Whether what weights made is followed further than to these.
+        """
+        found: dict[int, Source] = {}
+        left = list(numbers)
+        while left:
+            source = self.sources[left.pop(0)]
+            if source.number not in found:
+                found[source.number] = source
+                left += source.parents if beyond or source.kind != "projection" else ()
+        return list(found.values())
+
+
+class ScoreTable:
+    """Who meets whom in a product: the query, the head and the key of each score, by its place."""
+
+    def __init__(self, product: Product) -> None:
+        left, right = unified(product.left), unified(product.right)
+        n, rows, _ = left.shape
+        columns = right.size(1)
+        query, key = token_of(left)[..., 0], token_of(right)[..., 0]
+        sets = source_of(left) * FEATURES + feature_of(left)
+        self.heads, head = _numbered_rows(sets)
+        shape = (n, rows, columns)
+        self.rank_query = product.contraction.scattered(
+            _ranks_within(head)[:, :, None].expand(shape).contiguous()
+        ).reshape(-1)
+        self.rank_key = product.contraction.scattered(torch.arange(columns).expand(shape).contiguous()).reshape(-1)
+        self.place_of_head = _places_of_heads(sets, head)
+        keysets = source_of(right) * FEATURES + feature_of(right)
+        self.key_heads, key_head = _numbered_rows(keysets)
+        pair = head * (int(query.max()) + 1) + query
+        values, row = pair.unique(return_inverse=True)
+        self.token_of_row = values % (int(query.max()) + 1)
+        self.head_of_row = values // (int(query.max()) + 1)
+        shape = (n, rows, columns)
+        self.row = product.contraction.scattered(row[:, :, None].expand(shape).contiguous()).reshape(-1)
+        self.query = product.contraction.scattered(query[:, :, None].expand(shape).contiguous()).reshape(-1)
+        self.key = product.contraction.scattered(key[:, None, :].expand(shape).contiguous()).reshape(-1)
+        self.head = product.contraction.scattered(head[:, :, None].expand(shape).contiguous()).reshape(-1)
+        self.key_head = product.contraction.scattered(key_head[:, None, :].expand(shape).contiguous()).reshape(-1)
+
+
+def _ranks_within(head: Tensor) -> Tensor:
+    """(n, i): how many rows of the same head stand before, in the same slice."""
+    same = head[:, :, None] == head[:, None, :]
+    return same.tril(-1).sum(-1)
+
+
+def _places_of_heads(sets: Tensor, head: Tensor) -> Tensor:
+    """Where each head lies among the features of its source: the same number in every product that it takes part in."""
+    width = sets.size(-1)
+    flat, number = sets.reshape(-1, width) % FEATURES, head.reshape(-1)
+    least = torch.full((int(number.max()) + 1,), FEATURES, dtype=torch.long)
+    least = least.scatter_reduce(0, number, flat.amin(-1), "amin")
+    together = bool((flat.amax(-1) - flat.amin(-1) == width - 1).all())
+    return least // width if together else least
+
+
+def _numbered_rows(sets: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the different rows of features, in the order of their least ones."""
+    flat = sets.reshape(-1, sets.size(-1))
+    least = flat.amin(-1)
+    total = (flat.double() * (1 + torch.arange(flat.size(-1), dtype=torch.float64).sqrt())).sum(-1)
+    found, place = total.unique(return_inverse=True)
+    first = torch.empty_like(found, dtype=torch.long).scatter_(0, place, least)
+    order = first.argsort(stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))[place]
+    return found[order], place.view(sets.shape[:-1])
+
+
+@dataclass(eq=False)
+class Run:
+    """One recorded run with the names of its elements.
+
+    Args:
+        recorder: Holds the operations.
+        names: Their names.
+        output: What the call gave back.
+    """
+
+    recorder: Recorder
+    names: Identities
+    output: object = None
+
+    @property
+    def operations(self) -> list[Operation]:
+        """All operations."""
+        return self.recorder.operations
+
+
+@dataclass(eq=False)
+class Part:
+    """A product of queries and keys with the products of its weights and values.
+
+    Args:
+        product: Queries times keys.
+        contexts: Weights times values.
+    """
+
+    product: Product
+    contexts: list[Context]
+    table: ScoreTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = ScoreTable(self.product)
+
+    @property
+    def number(self) -> int:
+        """Of the names of its scores."""
+        assert self.product.source is not None  # every product that is kept has names
+        return self.product.source.number
+
+    @property
+    def places_of_heads(self) -> Tensor:
+        """Where each head lies: from which projection its queries come, and where among that one's features."""
+        least = int(source_of(self.product.left).amin())
+        return least * FEATURES + self.table.place_of_head
+
+    @property
+    def sides(self) -> dict[str, tuple[Tensor, Operation]]:
+        """Queries, keys and values by their roles: their names, and the product that takes them."""
+        product = self.product
+        sides = {"query": (product.left, product.operation), "key": (product.right, product.operation)}
+        if self.contexts:
+            sides["value"] = self.contexts[0].values, self.contexts[0].operation
+        return sides
+
+    def steps(self, run: Run) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+        """List the operations from its product to the last one with values: names and numbers of what they give."""
+        return run.names.carrying([self.number], before=max(c.operation.index for c in self.contexts) + 1)
+
+    @property
+    def rows(self) -> Tensor:
+        """Names the query and head of each score: the same in all parts that weigh keys for one query."""
+        return self.places_of_heads[self.table.head] * FEATURES + self.table.query
+
+
+@dataclass(eq=False)
+class Attention:
+    """One attention: all parts whose contexts end in one tensor.
+
+    Args:
+        run: Where it was seen.
+        parts: One, or one for each head, tile or chunk.
+        end: The last operation that carries its contexts.
+        names: The names of what that gives.
+    """
+
+    run: Run
+    parts: list[Part]
+    end: Operation
+    names: Tensor | None = None
+
+    @property
+    def first(self) -> Operation:
+        """Its first product."""
+        return self.parts[0].product.operation
+
+    @property
+    def last(self) -> Operation:
+        """The last product of weights and values."""
+        return max((c.operation for p in self.parts for c in p.contexts), key=lambda operation: operation.index)
+
+    @cached_property
+    def tiled(self) -> bool:
+        """Whether several parts add up to the weights of one query: tiles, or keys of two kinds."""
+        rows = torch.cat([part.rows.unique() for part in self.parts])
+        return len(rows.unique()) < len(rows)
+
+    @property
+    def context_sources(self) -> list[int]:
+        """The numbers of the names of its contexts."""
+        found = {c.source.number for p in self.parts for c in p.contexts if c.source is not None}
+        return sorted(found)
+
+    @property
+    def end_slot(self) -> Slot:
+        """What holds the contexts last."""
+        return self.end.outputs[0]
+
+    def chain(self, part: Part) -> list[tuple[Operation, Tensor, Tensor]]:
+        """List the operations between the two products of a part: names and numbers of what they give."""
+        return list(part.steps(self.run))
+
+
+def values_at(sources: Iterable[Source], codes: Tensor, values: Iterable[Tensor] | None = None) -> Tensor:
+    """Give the numbers that sources have under these names; NaN where they have none.
+
+    Args:
+        sources: Where the names come from.
+        codes: Names.
+        values: The numbers of each source; None for those of the run.
+    """
+    sources = list(sources)
+    held = [source.slot.value for source in sources] if values is None else values
+    names = torch.cat([torch.zeros(0, dtype=torch.float64), *(source.codes.reshape(-1) for source in sources)])
+    return looked_up(codes, names, torch.cat([torch.zeros(0), *(x.reshape(-1).double() for x in held)]))

@@ -1,0 +1,59 @@
+"""Which operations, and which parameters, take part in what comes back."""
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from equivalence_tests.checker.engine.names import Attention, Run
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
+from equivalence_tests.checker.engine.watching import Operation, _storage
+
+__all__ = ["live_operations", "matrix_in", "place_of_matrix", "unused_parameters"]
+
+
+def live_operations(run: Run) -> set[int]:
+    """Give the indices of the operations on which what comes back depends.
+
+    Args:
+        run: A recorded run.
+    """
+    needed = {_storage(x) for x in tree_leaves(run.output) if isinstance(x, Tensor)}
+    live: set[int] = set()
+    if not needed:
+        return {operation.index for operation in run.operations}
+    for operation in reversed(run.operations):
+        if any(_storage(slot.tensor) in needed for slot in operation.outputs):
+            live.add(operation.index)
+            needed |= {_storage(slot.tensor) for slot in operation.inputs}
+    return live
+
+
+def unused_parameters(attention: Attention, module: nn.Module | None) -> list[str]:
+    """The parameters that take no part."""
+    if module is None:
+        return []
+    recorder = attention.run.recorder
+    bits, live = 0, live_operations(attention.run)
+    for operation in attention.run.operations:
+        for origin in operation.origins if operation.index in live else ():
+            bits |= origin
+    used = set(recorder.named(bits))
+    return [name for name, _ in module.named_parameters() if f"param:{name}" not in used]
+
+
+def matrix_in(attention: Attention, operation: Operation | None) -> str:
+    """The matrix among the parameters that take part in a product."""
+    return place_of_matrix(attention, operation)[0]
+
+
+def place_of_matrix(attention: Attention, operation: Operation | None) -> tuple[str, int]:
+    """Name that matrix, and say where in memory it starts: packed matrices have one name."""
+    if operation is None or operation.name not in CONTRACTIONS:
+        return "", 0
+    named = attention.run.recorder.named
+    for slot, bits in zip(operation.inputs, operation.origins, strict=True):
+        names = named(bits)
+        if slot.value.dim() >= 2 and not any(name.startswith("arg:") for name in names):
+            matrices = [name.partition(":")[2] for name in names if name.startswith("param:")]
+            if matrices:
+                return matrices[0], slot.value.data_ptr()
+    return "", 0
