@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
 from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.mistakes import named_mistake
-from equivalence_tests.checker.reach.calling import forward_parameters, role_of_parameter
+from equivalence_tests.checker.reach.calling import Inputs, forward_parameters, role_of_parameter
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of
@@ -21,6 +21,7 @@ from equivalence_tests.checker.reporting.report import Report
 __all__ = ["Covered", "cover"]
 
 Judge = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Report]]
+Failed = Callable[[str, Exception], None]
 
 LONGEST = 300
 OTHER_SCALE = 0.7
@@ -33,8 +34,17 @@ DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
 
 @dataclass
 class Covered:
-    """What was exercised beyond the call that was judged, and what came out."""
+    """What was exercised beyond the call that was judged, and what came out.
 
+    Args:
+        trial: A way to call it that was judged.
+        judge: Judges a call by its arguments, as the one before was.
+        exercises: What was run, or not.
+        findings: What deviates.
+    """
+
+    trial: Trial
+    judge: Judge
     exercises: list[Exercise] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -58,6 +68,30 @@ class Covered:
             facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"
             self.add(what, [named_mistake("fails_with_what_it_offers").finding(facts, stack=stack, evidence=evidence)])
 
+    def run(self, what: str, inputs: Inputs, extra: dict[str, Any], failed: Failed | None = None) -> bool:
+        """Judge one more call: it has a verdict if each of its attentions has one.
+
+        Args:
+            what: Is exercised by it.
+            inputs: The tensors.
+            extra: More arguments, by name.
+            failed: What to do where the code raises; None for a mistake.
+
+        Returns:
+            Whether it ran.
+        """
+        try:
+            reports = self.judge(*self.trial.arguments(inputs, extra))
+        except Exception as error:
+            (failed or self.add_failure)(what, error)
+            return False
+        unread = [report.reason for report in reports if report.verdict == "unchecked"]
+        if unread or not reports:
+            self.leave_out(what, next(iter(unread), "no attention was found in the call"))
+        else:
+            self.add(what, [finding for report in reports for finding in report.findings])
+        return True
+
 
 def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covered:
     """Exercise what the code offers: optional arguments, switches, other lengths, long ones, caches.
@@ -70,16 +104,16 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
     Returns:
         All of it, and what deviates.
     """
-    covered = Covered()
-    _other_lengths(trial, judge, covered)
-    _long_lengths(trial, judge, covered)
+    covered = Covered(trial, judge)
+    _other_lengths(covered)
+    _long_lengths(covered)
     caches = cache_arguments(trial.caller.function)
     told, findings = exercised_cache(trial)
     covered.exercises += told
     covered.findings += findings
     for parameter in _optional(trial, {*exercised, *caches}):
-        _argument(trial, judge, parameter, covered)
-    _causal_setting(trial, judge, covered)
+        _argument(parameter, covered)
+    _causal_setting(covered)
     return covered
 
 
@@ -91,20 +125,21 @@ def _optional(trial: Trial, exercised: Collection[str]) -> Iterator[inspect.Para
             yield parameter
 
 
-def _argument(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered: Covered) -> None:
-    name = parameter.name
+def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
+    name, trial = parameter.name, covered.trial
     if trial.plan.positional:
         covered.leave_out(name, "it has no name to be given by")
     elif CAUSAL.search(name) and "mask" not in name and _is_bool(parameter):
-        _causal_switch(trial, judge, f"{name}=True", {name: True}, covered)
+        _causal_switch(f"{name}=True", {name: True}, covered)
     elif _is_bool(parameter):
-        _switch(trial, judge, parameter, covered)
+        value = parameter.default is not True
+        covered.run(f"{name}={value}", trial.inputs(), {name: value})
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
-        _context(trial, judge, name, covered)
+        _context(name, covered)
     elif LIMITED.search(name) and type(parameter.default) is int:
         return  # lengths beyond it are run
     elif SCALE.search(name) and not isinstance(trial.caller.function, nn.Module):
-        _scale(trial, name, covered)
+        _scale(name, covered)
     elif DROPS.search(name) and parameter.default in (0, 0.0, None):
         covered.add(name, (), "left at its default, which drops nothing")
     else:
@@ -115,9 +150,9 @@ def _is_bool(parameter: inspect.Parameter) -> bool:
     return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool", "bool | None")
 
 
-def _causal_switch(trial: Trial, judge: Judge, what: str, extra: dict[str, Any], covered: Covered) -> None:
+def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
     """The name says what it must do: with it no output may depend on a later token, and on all earlier ones."""
-    length = 5
+    length, trial = 5, covered.trial
     try:
         reach = trial.reach(length, extra)
     except Exception as error:
@@ -126,9 +161,8 @@ def _causal_switch(trial: Trial, judge: Judge, what: str, extra: dict[str, Any],
     wanted = torch.ones(length, length).tril().bool()
     findings = []
     if not torch.equal(reach, wanted):
-        findings = [
-            _located(_not_causal(what, reach, wanted), judge(*trial.arguments(trial.inputs(length, length), extra)))
-        ]
+        reports = covered.judge(*trial.arguments(trial.inputs(length, length), extra))
+        findings = [_located(_not_causal(what, reach, wanted), reports)]
     covered.add(what, findings, "one token changed at a time")
 
 
@@ -139,14 +173,15 @@ def _located(finding: Finding, reports: Sequence[Report]) -> Finding:
     return replace(finding, stack=found.stack, example=found.example, proof=found.proof)
 
 
-def _causal_setting(trial: Trial, judge: Judge, covered: Covered) -> None:
+def _causal_setting(covered: Covered) -> None:
     """What an instance holds as ``causal`` is true of its calls, unless whoever calls it hands the mask over."""
+    trial = covered.trial
     held = vars(trial.caller.function) if isinstance(trial.caller.function, nn.Module) else {}
     names = [name for name, value in held.items() if value is True and CAUSAL.search(name) and "mask" not in name]
     known = {exercise.what for exercise in covered.exercises}
     for name in names if trial.plan.self_attention and not trial.plan.mask_parameter else ():
         if f"{name}=True" not in known:
-            _causal_switch(trial, judge, f"{name}=True", {}, covered)
+            _causal_switch(f"{name}=True", {}, covered)
 
 
 def _not_causal(what: str, reach: Tensor, wanted: Tensor) -> Finding:
@@ -162,9 +197,10 @@ def _not_causal(what: str, reach: Tensor, wanted: Tensor) -> Finding:
     )
 
 
-def _scale(trial: Trial, name: str, covered: Covered) -> None:
+def _scale(name: str, covered: Covered) -> None:
     """A scale multiplies the scores: so does the same number on the queries, beside the default of 1 / sqrt(d)."""
-    what, inputs, scale = f"{name}={OTHER_SCALE}", trial.inputs(), OTHER_SCALE
+    trial, what, scale = covered.trial, f"{name}={OTHER_SCALE}", OTHER_SCALE
+    inputs = trial.inputs()
     scaled = replace(inputs, query=inputs.query * (scale * inputs.query.size(-1) ** 0.5))
     try:
         have, want = trial.output(inputs, {name: scale}), trial.output(scaled, {})
@@ -179,72 +215,43 @@ def _scale(trial: Trial, name: str, covered: Covered) -> None:
     covered.add(what, [] if same else [wrong], "held against queries that are multiplied instead")
 
 
-def _switch(trial: Trial, judge: Judge, parameter: inspect.Parameter, covered: Covered) -> None:
-    value = parameter.default is not True
-    what = f"{parameter.name}={value}"
-    try:
-        reports = judge(*trial.arguments(trial.inputs(), {parameter.name: value}))
-    except Exception as error:
-        covered.add_failure(what, error)
-        return
-    _note(covered, what, reports)
-
-
-def _context(trial: Trial, judge: Judge, name: str, covered: Covered) -> None:
+def _context(name: str, covered: Covered) -> None:
     """A second tensor of another length: queries from the first, keys and values from it."""
-    inputs = trial.inputs()
+    trial = covered.trial
     context = trial.inputs(trial.sizes.query_len + 2, seed=21).query
     if trial.plan.layout != "b l e":
         covered.leave_out(name, f"tensors are laid out as ({', '.join(trial.plan.layout.split())})")
         return
-    try:
-        reports = judge(*trial.arguments(inputs, {name: context}))
-    except Exception as error:  # it may want another width
-        covered.leave_out(name, f"a tensor of {context.size(1)} tokens of width {context.size(2)}: {said(error)}")
-        return
-    _note(covered, name, reports)
+
+    def failed(what: str, error: Exception) -> None:  # it may want another width
+        covered.leave_out(what, f"a tensor of {context.size(1)} tokens of width {context.size(2)}: {said(error)}")
+
+    covered.run(name, trial.inputs(), {name: context}, failed)
 
 
-def _note(covered: Covered, what: str, reports: Sequence[Report]) -> None:
-    """A call has a verdict if each of its attentions has one."""
-    unread = [report.reason for report in reports if report.verdict == "unchecked"]
-    if unread or not reports:
-        covered.leave_out(what, next(iter(unread), "no attention was found in the call"))
-    else:
-        covered.add(what, [finding for report in reports for finding in report.findings])
-
-
-def _other_lengths(trial: Trial, judge: Judge, covered: Covered) -> None:
+def _other_lengths(covered: Covered) -> None:
     """Where queries and keys are different tensors, their lengths differ."""
-    if trial.plan.self_attention or trial.sizes.whole:
-        return
-    what = "keys of another length than queries"
-    inputs = trial.inputs(trial.sizes.query_len, trial.sizes.query_len + 2)
-    try:
-        reports = judge(*trial.arguments(inputs, {}))
-    except Exception as error:
-        covered.add_failure(what, error)
-        return
-    _note(covered, what, reports)
+    trial = covered.trial
+    if not (trial.plan.self_attention or trial.sizes.whole):
+        inputs = trial.inputs(trial.sizes.query_len, trial.sizes.query_len + 2)
+        covered.run("keys of another length than queries", inputs, {})
 
 
-def _long_lengths(trial: Trial, judge: Judge, covered: Covered) -> None:
+def _long_lengths(covered: Covered) -> None:
     """Past every number that looks like a block or a window: what lies in a second one is new."""
+    trial = covered.trial
+
+    def ended(what: str, error: Exception) -> None:
+        covered.add(what, [], f"it takes no more: {said(error)}")
+
     for name, limit in _limits(trial.caller.function):
         what, length = f"lengths beyond {name} = {limit}", 2 * limit + 3
         if length > LONGEST:
             covered.leave_out(what, f"{length} tokens are more than {LONGEST}")
             continue
-        try:
-            reports = judge(*trial.arguments(trial.inputs(length, length), {}))
-        except Exception as error:
-            if _ends_at(trial.caller.function, limit):
-                covered.add(what, [], f"it takes no more: {said(error)}")
-            else:
-                covered.add_failure(what, error)
-            continue
-        _note(covered, what, reports)
-        if WINDOW.search(name) and trial.plan.self_attention:
+        failed = ended if _ends_at(trial.caller.function, limit) else None
+        ran = covered.run(what, trial.inputs(length, length), {}, failed)
+        if ran and WINDOW.search(name) and trial.plan.self_attention:
             covered.findings += _window_findings(trial, name, limit, length)
 
 

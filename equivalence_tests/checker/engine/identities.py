@@ -114,10 +114,8 @@ class _Follower:
         for tensor in recorder.kept:
             self._met(tensor)
             if id(tensor) in seeds:
-                self.found.sources[len(self.found.sources) + 1] = source = Source(
-                    len(self.found.sources) + 1, "input", None, Slot(tensor, tensor.detach()), seeds[id(tensor)]
-                )
-                self.codes[id(tensor)] = source.codes = retagged(seeds[id(tensor)], source.number)
+                source = self._new("input", None, Slot(tensor, tensor.detach()), seeds[id(tensor)])
+                self.codes[id(tensor)] = source.codes
                 self.tokens = max(self.tokens, int(token_of(source.codes).max()) + 1)
 
     # ------------------------------------------------------------------------------------------ one operation
@@ -146,12 +144,9 @@ class _Follower:
             return nothing
         if name in CONTRACTIONS:
             return [self._contracted(operation, before)]
-        if name == "sum" and (product := self._summed(operation)) is not None:
-            return [product]
-        if name == "sum" and (turned := self._turned(operation, before)) is not None:
-            return [turned]
-        if name == "sum" and (joined := self._heads_joined(operation, before)) is not None:
-            return [joined]
+        for read in (self._summed, self._turned, self._heads_joined) if name == "sum" else ():
+            if (found := read(operation, before)) is not None:
+                return [found]
         if name in POOLS or "pool" in name:
             return [self._pooled(operation, before), *nothing[1:]]
         if name in REDUCES or not any(codes is not None for codes in before):
@@ -375,7 +370,7 @@ class _Follower:
             return self._convolved(operation, before) if operation.name.startswith("conv") else None
         slots = [operation.inputs[side] for side in contraction.sides]
         if operation.index in self.learnt:
-            return self._multiplied(operation, contraction, None)
+            return self._multiplied(operation, contraction)
         heavy = [self._isweight(slot) for slot in slots]
         if heavy[0] and not heavy[1]:
             contraction, slots, heavy = contraction.swapped(), slots[::-1], heavy[::-1]
@@ -384,7 +379,7 @@ class _Follower:
             return self._projected(operation, contraction) if live else None
         if not all(self._isdata(slot) for slot in slots):
             return self._projected(operation, self._with_data_left(contraction, slots))
-        return self._multiplied(operation, contraction, None)
+        return self._multiplied(operation, contraction)
 
     def _with_data_left(self, contraction: Contraction, slots: list[Slot]) -> Contraction | None:
         """A product of data with what is neither data nor a weight, such as a learnt query that was projected."""
@@ -451,7 +446,7 @@ class _Follower:
         parents = () if codes is None or codes.is_complex() else tuple(sources_in(codes))
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
 
-    def _summed(self, operation: Operation) -> Tensor | None:
+    def _summed(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """A multiplication that is summed at once is a product."""
         maker = self.makers.get(operation.inputs[0].key) if operation.inputs else None
         if maker is None or maker.name not in MULTIPLIES or len(maker.inputs) != 2 or operation.inplace:
@@ -465,8 +460,8 @@ class _Follower:
 
     def _heads_joined(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """Names of sums over heads, each of which a matrix of its own has projected."""
-        codes, axis = before[0] if before else None, operation.argument(1, "dim", operation.argument(1, "axis"))
-        if codes is None or codes.is_complex() or not isinstance(axis, int) or not bool(known(codes).all()):
+        codes, axis = _over_one_axis(operation, before)
+        if codes is None:
             return None
         sources = [self.found.sources[number] for number in sources_in(codes)]
         first = codes.select(axis, 0)
@@ -479,19 +474,19 @@ class _Follower:
 
     def _pooled(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """Names of what stands for several tokens: the token of the first of them, or new ones for each place."""
-        codes, out = before[0] if before else None, operation.outputs[0].value
+        codes = before[0] if before else None
         if codes is None or codes.is_complex() or self._rank(codes) == 0:
             return None
-        axis = operation.argument(1, "dim", operation.argument(1, "axis"))
-        if operation.name in POOLS:
-            if not isinstance(axis, int) or not bool(known(codes).all()):
-                return None
-            first = codes.narrow(axis, 0, 1)
-            if not bool((feature_of(codes) == feature_of(first)).all()) or bool((codes == first).all()):
-                return None
-            named = first if out.dim() == codes.dim() else first.squeeze(axis)
-            return self._retag("pooled", operation, operation.outputs[0], named, [])
-        return self._placed(operation, codes)
+        if operation.name not in POOLS:
+            return self._placed(operation, codes)
+        pooled, axis = _over_one_axis(operation, before)
+        if pooled is None:
+            return None
+        first, out = pooled.narrow(axis, 0, 1), operation.outputs[0]
+        if not bool((feature_of(pooled) == feature_of(first)).all()) or bool((pooled == first).all()):
+            return None
+        named = first if out.value.dim() == pooled.dim() else first.squeeze(axis)
+        return self._retag("pooled", operation, out, named, [])
 
     def _placed(self, operation: Operation, codes: Tensor) -> Tensor | None:
         """New tokens, alike for all channels."""
@@ -513,8 +508,8 @@ class _Follower:
 
     def _turned(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """Names of sums over as many elements as there are sums of them: small matrices that turn parts of a token."""
-        codes, axis = before[0] if before else None, operation.argument(1, "dim", operation.argument(1, "axis"))
-        if codes is None or codes.is_complex() or not isinstance(axis, int) or not bool(known(codes).all()):
+        codes, axis = _over_one_axis(operation, before)
+        if codes is None:
             return None
         summed = codes.movedim(axis, -1).sort(-1).values
         taken = summed.reshape(-1, summed.size(-1))
@@ -523,18 +518,24 @@ class _Follower:
             return None
         return taken.gather(1, _occurrences(taken[:, 0])[:, None]).view(operation.outputs[0].value.shape)
 
-    def _multiplied(self, operation: Operation, contraction: Contraction, factors: Operation | None) -> Tensor | None:
-        """Read a product of two activations."""
+    def _multiplied(
+        self, operation: Operation, contraction: Contraction, factors: Operation | None = None
+    ) -> Tensor | None:
+        """Read a product of two activations: of queries and keys, or of what comes from scores and values."""
         slots = [(factors or operation).inputs[side] for side in contraction.sides]
         sides = [self._names_at(slot, factors) for slot in slots]
         scores = [side is not None and self._rank(side) == 0 for side in sides]
-        if scores[1] and not scores[0]:
-            contraction, slots, sides, scores = contraction.swapped(), slots[::-1], sides[::-1], scores[::-1]
         if all(scores):
             return None
-        if scores[0]:
-            return self._context(operation, contraction, slots, sides, factors)
-        return self._product(operation, contraction, slots, sides, factors)
+        if scores[1]:
+            contraction, slots, sides = contraction.swapped(), slots[::-1], sides[::-1]
+        if sides[0] is None or not any(scores):
+            left = self._completed(slots[0], sides[0], contraction.left)
+            right = self._completed(slots[1], sides[1], contraction.right)
+            rows, columns = contraction.rows(left), contraction.columns(right)
+            return self._product(Product(operation, contraction, rows, columns, factors=factors))
+        values = contraction.columns(self._completed(slots[1], sides[1], contraction.right.mT))
+        return self._context(Context(operation, contraction, contraction.rows(sides[0]), values, factors=factors))
 
     def _names_at(self, slot: Slot, factors: Operation | None) -> Tensor | None:
         if factors is not None:
@@ -542,26 +543,13 @@ class _Follower:
         codes = self.codes.get(slot.key)
         return None if codes is None or codes.is_complex() else codes
 
-    def _product(
-        self,
-        operation: Operation,
-        contraction: Contraction,
-        slots: list[Slot],
-        sides: list[Tensor | None],
-        factors: Operation | None,
-    ) -> Tensor | None:
-        left = self._completed(slots[0], sides[0], contraction.left)
-        right = self._completed(slots[1], sides[1], contraction.right)
-        product = Product(operation, contraction, contraction.rows(left), contraction.columns(right), factors=factors)
-        rows, columns = _tokens_of_rows(product.left), _tokens_of_rows(product.right)
-        if rows is None or columns is None:
+    def _product(self, product: Product) -> Tensor | None:
+        if _tokens_of_rows(product.left) is None or _tokens_of_rows(product.right) is None:
             if _one_feature(product.left) and _one_feature(product.right):
-                self.found.mixes.append(operation)
                 return None
             product.trouble = "one score is made of several tokens"
-        product.source = Source(len(self.found.sources) + 1, "score", operation, operation.outputs[0], left)
-        product.source.codes = score_codes(product.source.number, tuple(operation.outputs[0].value.shape))
-        self.found.sources[product.source.number] = product.source
+        slot = product.operation.outputs[0]
+        product.source = self._new("score", product.operation, slot, score_codes(1, tuple(slot.value.shape)))
         self.found.products.append(product)
         return product.source.codes
 
@@ -579,29 +567,17 @@ class _Follower:
         self.codes[slot.key] = given.codes
         return given.codes
 
-    def _context(
-        self,
-        operation: Operation,
-        contraction: Contraction,
-        slots: list[Slot],
-        sides: list[Tensor | None],
-        factors: Operation | None,
-    ) -> Tensor | None:
-        assert sides[0] is not None  # it comes from scores
-        values = self._completed(slots[1], sides[1], contraction.right.mT)
-        context = Context(
-            operation, contraction, contraction.rows(sides[0]), contraction.columns(values), factors=factors
-        )
+    def _context(self, context: Context) -> Tensor | None:
         self.found.contexts.append(context)
         read = self._read_context(context)
         if read is None:
             return None
         names, key = read
+        shaped = context.contraction.scattered(names) + float(FEATURES) * FEATURES
         if key not in self.contexts:
-            shaped = contraction.scattered(names) + float(FEATURES) * FEATURES
-            self.contexts[key] = self._new("context", operation, operation.outputs[0], shaped)
+            self.contexts[key] = self._new("context", context.operation, context.operation.outputs[0], shaped)
         context.source = self.contexts[key]
-        context.codes = retagged(contraction.scattered(names) + float(FEATURES) * FEATURES, context.source.number)
+        context.codes = retagged(shaped, context.source.number)
         return context.codes
 
     def _read_context(self, context: Context) -> tuple[Tensor, tuple[Any, ...]] | None:
@@ -636,6 +612,14 @@ class _Follower:
         numbers = context.score_sources
         found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
         return found[0] if len(found) == 1 else None
+
+
+def _over_one_axis(operation: Operation, before: list[Tensor | None]) -> tuple[Tensor | None, int]:
+    """The names of what is summed, or pooled, over one axis, and which; None where it is not all named, or more."""
+    codes, axis = before[0] if before else None, operation.argument(1, "dim", operation.argument(1, "axis"))
+    if codes is None or codes.is_complex() or not isinstance(axis, int) or not bool(known(codes).all()):
+        return None, 0
+    return codes, axis
 
 
 def _values(slots: Iterable[Slot]) -> list[Tensor]:

@@ -64,6 +64,7 @@ class Product:
         right: Names on the right, (n, j, d).
         source: The names of its result; None if it cannot be read.
         trouble: Why it cannot be read.
+        factors: The multiplication, where a sum is the operation.
     """
 
     operation: Operation
@@ -72,7 +73,7 @@ class Product:
     right: Tensor
     source: Source | None = None
     trouble: str = ""
-    factors: Operation | None = None  # the multiplication, where a sum is the operation
+    factors: Operation | None = None
 
     @property
     def operands(self) -> tuple[Slot, Slot]:
@@ -82,32 +83,24 @@ class Product:
 
 
 @dataclass(eq=False)
-class Context:
-    """A product of what came from scores with values.
+class Context(Product):
+    """A product of what came from scores, on the left, with values.
 
     Args:
-        operation: That gives the result.
-        contraction: Its left side holds the weights.
-        weights: Names of the weights, (n, i, k).
-        values: Names of the values, (n, f, k).
-        source: The names of the result; None if it cannot be read.
-        trouble: Why it cannot be read.
+        codes: The names of the result: of one source for all products of the same queries and values.
     """
 
-    operation: Operation
-    contraction: Contraction
-    weights: Tensor
-    values: Tensor
-    source: Source | None = None
-    trouble: str = ""
-    factors: Operation | None = None
-    codes: Tensor = field(default_factory=lambda: torch.empty(0))  # the names of the result
+    codes: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
-    def operands(self) -> tuple[Slot, Slot]:
-        """The weights and the values."""
-        slots = (self.factors or self.operation).inputs
-        return slots[self.contraction.sides[0]], slots[self.contraction.sides[1]]
+    def weights(self) -> Tensor:
+        """Names of the weights, (n, i, k)."""
+        return self.left
+
+    @property
+    def values(self) -> Tensor:
+        """Names of the values, (n, f, k)."""
+        return self.right
 
     @property
     def score_sources(self) -> list[int]:
@@ -134,7 +127,6 @@ class Identities:
     contexts: list[Context] = field(default_factory=list)
     before: list[list[Tensor | None]] = field(default_factory=list)
     after: list[list[Tensor | None]] = field(default_factory=list)
-    mixes: list[Operation] = field(default_factory=list)  # that sum over tokens without scores
 
     @cached_property
     def _given(self) -> list[tuple[frozenset[int], Operation, Tensor, Slot]]:
@@ -198,29 +190,22 @@ class ScoreTable:
 
     def __init__(self, product: Product) -> None:
         left, right = unified(product.left), unified(product.right)
-        n, rows, _ = left.shape
-        columns = right.size(1)
+        shape = (*left.shape[:2], right.size(1))
+
+        def flat(x: Tensor) -> Tensor:
+            return product.contraction.scattered(x.expand(shape).contiguous()).reshape(-1)
+
         query, key = token_of(left)[..., 0], token_of(right)[..., 0]
         sets = source_of(left) * FEATURES + feature_of(left)
         self.heads, head = _numbered_rows(sets)
-        shape = (n, rows, columns)
-        self.rank_query = product.contraction.scattered(
-            _ranks_within(head)[:, :, None].expand(shape).contiguous()
-        ).reshape(-1)
-        self.rank_key = product.contraction.scattered(torch.arange(columns).expand(shape).contiguous()).reshape(-1)
         self.place_of_head = _places_of_heads(sets, head)
-        keysets = source_of(right) * FEATURES + feature_of(right)
-        self.key_heads, key_head = _numbered_rows(keysets)
-        pair = head * (int(query.max()) + 1) + query
-        values, row = pair.unique(return_inverse=True)
-        self.token_of_row = values % (int(query.max()) + 1)
-        self.head_of_row = values // (int(query.max()) + 1)
-        shape = (n, rows, columns)
-        self.row = product.contraction.scattered(row[:, :, None].expand(shape).contiguous()).reshape(-1)
-        self.query = product.contraction.scattered(query[:, :, None].expand(shape).contiguous()).reshape(-1)
-        self.key = product.contraction.scattered(key[:, None, :].expand(shape).contiguous()).reshape(-1)
-        self.head = product.contraction.scattered(head[:, :, None].expand(shape).contiguous()).reshape(-1)
-        self.key_head = product.contraction.scattered(key_head[:, None, :].expand(shape).contiguous()).reshape(-1)
+        self.key_heads, key_head = _numbered_rows(source_of(right) * FEATURES + feature_of(right))
+        most = int(query.max()) + 1
+        pairs, row = (head * most + query).unique(return_inverse=True)
+        self.token_of_row, self.head_of_row = pairs % most, pairs // most
+        self.row, self.query, self.head = (flat(x[:, :, None]) for x in (row, query, head))
+        self.key, self.key_head = (flat(x[:, None, :]) for x in (key, key_head))
+        self.rank_query, self.rank_key = flat(_ranks_within(head)[:, :, None]), flat(torch.arange(shape[-1]))
 
 
 def _ranks_within(head: Tensor) -> Tensor:

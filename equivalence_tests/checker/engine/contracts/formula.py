@@ -88,6 +88,6 @@ def _used(part: Part, context: Context, weights: Tensor) -> Tensor:
     return weights[place_of(context.weights).clamp(0, len(weights) - 1)].masked_fill(~own, 0.0)
 
 
-def _operand(recorder: Recorder, product: Product | Context, side: int) -> Tensor:
+def _operand(recorder: Recorder, product: Product, side: int) -> Tensor:
     index = (product.factors or product.operation).index
     return recorder.operations[index].inputs[product.contraction.sides[side]].value

@@ -39,7 +39,7 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
         Departures; the first one that blocks comes last.
     """
     for part in attention.parts:
-        products: list[Product | Context] = [part.product, *part.contexts]
+        products: list[Product] = [part.product, *part.contexts]
         apart = [product for product in products if product.contraction.apart and product.operation.patch is None]
         for product in apart:
             yield _summed_apart(product)
@@ -71,7 +71,7 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
             yield from _paired_values(attention, part, context)
 
 
-def _summed_apart(product: Product | Context) -> Departure:
+def _summed_apart(product: Product) -> Departure:
     """An einsum whose letters do not say that both operands have the axis that is summed over."""
     operation, contraction = product.operation, product.contraction
 
@@ -149,20 +149,12 @@ def _laid_elsewhere(
 def _as_axes_say(source: Source, codes: Tensor) -> Tensor | None:
     """Names as they should lie, told by axes of the sizes that the source has; None where sizes do not tell."""
     lead = source.slot.value.shape[:-1]
-    total = source.codes.numel()
-    if len(lead) != 2 or codes.numel() != total or len(set(lead)) < 2 or codes.dim() < 3:
-        if len(lead) == 2 and codes.numel() < total and codes.dim() >= 3 and len(set(lead)) == 2:
-            return _part_as_axes_say(source, codes)
-        return None
-    return _laid_out(source.codes, codes.shape, lead)
-
-
-def _part_as_axes_say(source: Source, codes: Tensor) -> Tensor | None:
     features = feature_of(codes).unique()
-    if codes.numel() != len(features) * source.codes.numel() // source.codes.size(-1):
+    whole = codes.numel() == len(features) * source.codes.numel() // source.codes.size(-1)
+    if len(lead) != 2 or len(set(lead)) < 2 or codes.dim() < 3 or not whole:
         return None
     mine = torch.isin(feature_of(source.codes)[0, 0], features)
-    return _laid_out(source.codes[..., mine], codes.shape, source.slot.value.shape[:-1])
+    return _laid_out(source.codes[..., mine], codes.shape, lead)
 
 
 def _laid_out(codes: Tensor, shape: torch.Size, lead: torch.Size) -> Tensor | None:
@@ -249,19 +241,15 @@ def _within(codes: Tensor) -> Tensor:
 
 def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     """Each head of queries meets its own head of keys, element by element."""
-    left, right = _within(part.product.left), _within(part.product.right)
-    lefts, rights = _sets(left), _sets(right)
-    if _any_twice(left) or _any_twice(right):
+    table = part.table
+    heads, key_heads = len(table.heads), len(table.key_heads)
+    if _any_twice(part.product.left) or _any_twice(part.product.right):
         yield Departure("product_pairs_wrong_axes", "product", part.product.operation, blocks=True)
         return
-    if lefts is None or rights is None or len(sources_in(unified(part.product.right))) > 1:
+    apart = _are_apart(part.product.left, heads) and _are_apart(part.product.right, key_heads)
+    if not apart or heads % key_heads or key_heads == 1:
         return
-    if len(sources_in(unified(part.product.left))) > 1:
-        return
-    pairs = _pairs(part)
-    heads, key_heads = len(lefts), len(rights)
-    if heads % key_heads or key_heads == 1:
-        return
+    pairs = numbered_pairs(table.head, table.key_head)
     times = heads // key_heads
     wrong = [(int(h), int(k)) for h, k in pairs if int(h) // times != int(k)]
     if wrong and len(pairs) == heads:
@@ -285,28 +273,15 @@ def _repeater(attention: Attention, codes: Tensor, until: Operation) -> Operatio
     return found[-1] if found else _last_move(attention, codes, until) or until
 
 
-def _any_twice(within: Tensor) -> bool:
+def _any_twice(codes: Tensor) -> bool:
     """Whether a row holds an element more than once, since an axis that the other operand lacks is summed over."""
-    return bool((within.sort(-1).values.diff(dim=-1) == 0).any())
+    return bool((_within(codes).sort(-1).values.diff(dim=-1) == 0).any())
 
 
-def _sets(within: Tensor) -> list[Tensor] | None:
-    """The different sets of features of the rows, the least first."""
-    rows = within.reshape(-1, within.size(-1)).sort(-1).values.unique(dim=0)
-    return list(rows) if len(rows.unique()) == rows.numel() else None
-
-
-def _pairs(part: Part) -> Tensor:
-    """Which head of queries meets which head of keys."""
-    left = _head_numbers(_within(part.product.left))
-    right = _head_numbers(_within(part.product.right))
-    n, rows, columns = left.size(0), left.size(1), right.size(1)
-    shape = (n, rows, columns)
-    return numbered_pairs(left[:, :, None].expand(shape), right[:, None, :].expand(shape))
-
-
-def _head_numbers(within: Tensor) -> Tensor:
-    return within.amin(-1).unique(return_inverse=True)[1]
+def _are_apart(codes: Tensor, heads: int) -> bool:
+    """Whether heads are of one source, and share no features."""
+    within = _within(codes)
+    return len(within.unique()) == heads * within.size(-1) and len(sources_in(unified(codes))) == 1
 
 
 # ---------------------------------------------------------------------------------------------- weights and values

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,15 @@ class _Step:
     operation: Operation
     places: Tensor
     values: Tensor
+    taken: Tensor | None
     ratio: float | None = None  # to what it took, where that is constant
+
+    def laid(self, count: int) -> Tensor:
+        """Its numbers at the places of the scores; NaN where it has none, or no real ones."""
+        flat = torch.full((count,), torch.nan, dtype=torch.float64)
+        mine = (self.places >= 0) & self.values.is_floating_point()
+        flat[self.places[mine]] = self.values[mine].double()
+        return flat
 
 
 def score_departures(
@@ -55,21 +64,7 @@ def score_departures(
         model: What happens to the scores.
         expected: What is known about the mask.
     """
-    steps = _steps(attention, part)
-    judge = _Scores(attention, part, operands, model, expected, steps)
-    yield from judge.departures()
-
-
-def _steps(attention: Attention, part: Part) -> list[_Step]:
-    found: list[_Step] = []
-    run = attention.run
-    for operation, codes, value in attention.chain(part):
-        step = _Step(operation, place_of(codes).masked_fill(~known(codes), -1), value)
-        taken = [slot.value for slot, _ in run.names.taken(operation)]
-        if taken and taken[0].shape == value.shape and value.is_floating_point():
-            step.ratio = _ratio(value, operation.inputs[0].value if operation.inplace else taken[0])
-        found.append(step)
-    return found
+    yield from _Scores(attention, part, operands, model, expected).departures()
 
 
 def _ratio(value: Tensor, taken: Tensor) -> float | None:
@@ -80,21 +75,31 @@ def _ratio(value: Tensor, taken: Tensor) -> float | None:
     return constant_ratio(value[seen], taken[seen])
 
 
+@dataclass(eq=False)
 class _Scores:
-    def __init__(
-        self,
-        attention: Attention,
-        part: Part,
-        operands: list[Operand],
-        model: WeightsModel,
-        expected: Expectation,
-        steps: list[_Step],
-    ) -> None:
-        self.attention, self.part, self.model, self.expected = attention, part, model, expected
-        self.operands, self.steps = operands, steps
-        self.width = part.product.left.size(-1)
-        self.heads = len(part.table.heads)
-        self.normed = any(o.change == "normed" for o in operands[:2])
+    attention: Attention
+    part: Part
+    operands: list[Operand]
+    model: WeightsModel
+    expected: Expectation
+
+    @cached_property
+    def steps(self) -> list[_Step]:
+        """What happens from the product to the weights that are used."""
+        names = self.attention.run.names
+        found: list[_Step] = []
+        for operation, codes, value in self.attention.chain(self.part):
+            taken = next((slot.value for slot, _ in names.taken(operation)), None)
+            step = _Step(operation, place_of(codes).masked_fill(~known(codes), -1), value, taken)
+            if taken is not None and taken.shape == value.shape and value.is_floating_point():
+                step.ratio = _ratio(value, operation.inputs[0].value if operation.inplace else taken)
+            found.append(step)
+        return found
+
+    @property
+    def width(self) -> int:
+        """Of a head."""
+        return self.part.product.left.size(-1)
 
     # ------------------------------------------------------------------------------------------ in order
     def departures(self) -> Iterator[Departure]:
@@ -157,7 +162,7 @@ class _Scores:
             if fill is not None and fill > -SOFT and step.operation.patch is None:
                 prefix, mask = ("mask", "given") if self.expected.masked else ("causal", "causal")
                 name = f"{prefix}_fill_positive"
-                return Departure(name, "mask", step.operation, {"fill": fill}, self._softmaxed(mask))
+                return Departure(name, "mask", step.operation, {"fill": fill}, self._softmaxed(causal=mask == "causal"))
         return None
 
     # ------------------------------------------------------------------------------------------ softmax
@@ -207,16 +212,11 @@ class _Scores:
             return False
         if name in SOFTMAXES or name in ("exp", "exp_", "dropout", "exp2", "log", "nan_to_num") or name in MASKS:
             return False
-        taken = [slot.value for slot, _ in self.attention.run.names.taken(step.operation)]
-        same = bool(taken) and taken[0].numel() == step.values.numel()
-        if (
-            same
-            and taken[0].shape == step.values.shape
-            and torch.equal(taken[0].nan_to_num(), step.values.nan_to_num())
-        ):
-            return False
-        moved = same and torch.equal(taken[0].flatten().sort().values, step.values.flatten().sort().values)
-        return not moved or name in ("roll", "flip")
+        if step.taken is None or step.taken.numel() != step.values.numel():
+            return True
+        same = torch.equal(step.taken.nan_to_num(), step.values.nan_to_num())
+        moved = torch.equal(step.taken.flatten().sort().values, step.values.flatten().sort().values)
+        return not same and (not moved or name in ("roll", "flip"))
 
     def _after_softmax(self) -> Departure | None:
         """What happens to the weights after the softmax."""
@@ -256,7 +256,7 @@ class _Scores:
             return None
         operation = self._scaling() or self.part.product.operation
         name = scale_name(total, self._sizes())
-        facts = {"factor": total / math.sqrt(self.width), "width": self.width, "normed": self.normed}
+        facts = {"factor": total / math.sqrt(self.width), "width": self.width}
         index = self.part.product.operation.index
         return Departure(name, "scale", operation, facts, {index: _multiplied(1 / total)})
 
@@ -265,25 +265,21 @@ class _Scores:
         several = [s.operation for s in self.steps if s.ratio is None and s.operation.name.strip("_") in FACTORS]
         operation = (several or [self.part.product.operation])[0]
         own = self.operands[0].factor * self.operands[1].factor * math.sqrt(self.width)
-        facts = {"factor": float(factors.mean()), "width": self.width, "normed": self.normed}
+        facts = {"factor": float(factors.mean()), "width": self.width}
         index = self.part.product.operation.index
         return Departure("scale_differs_by_head", "scale", operation, facts, {index: _divided(factors * own)})
 
     def _sizes(self) -> dict[str, int]:
-        table = self.part.table
-        one = table.row == table.row[0]
-        keys = len(table.key[one].unique())
-        first = (table.key == table.key[0]) & (table.head == table.head[0])
-        queries = len(table.query[first].unique())
-        samples = len(table.query.unique()) // max(queries, 1)
-        return {"d": self.width, "h": self.heads, "q": queries, "k": keys, "b": samples, "e": self._width_of_input()}
+        _, _, queries, keys = ranks_of(self.part)
+        samples, heads = len(self.part.table.query.unique()) // queries, len(self.part.table.heads)
+        return {"d": self.width, "h": heads, "q": queries, "k": keys, "b": samples, "e": self._width_of_input()}
 
     def _width_of_input(self) -> int:
         """How many features a token has; the width of all heads where nothing is projected, or each by itself."""
         made = [source.operation for source in self.operands[0].sources if source.operation is not None]
         contraction = contraction_of(made[0]) if made else None
         width = self.width if contraction is None else contraction.left.size(-1)
-        return width if width != self.width else self.width * self.heads
+        return width if width != self.width else self.width * len(self.part.table.heads)
 
     def _scaling(self) -> Operation | None:
         """What multiplies all scores, or all of an operand, by one number: the one too many, or else the last."""
@@ -328,7 +324,7 @@ class _Scores:
             yield self._weak("causal" if pattern else "mask", soft)
             return
         if bool(hidden.any()) and pattern not in ("", "causal"):
-            yield Departure(pattern, "mask", self._masking(hidden), patches=self._softmaxed("causal"))
+            yield Departure(pattern, "mask", self._masking(hidden), patches=self._softmaxed(causal=True))
         added = self._added(live & ~hidden)
         if added is not None:
             yield added
@@ -342,7 +338,7 @@ class _Scores:
         prefix = "" if self.expected.masked else "causal_"
         if operation is None:
             return None
-        return Departure(f"{prefix}mask_added_as_01", "mask", operation, patches=self._softmaxed("causal"))
+        return Departure(f"{prefix}mask_added_as_01", "mask", operation, patches=self._softmaxed(causal=True))
 
     def _adding(self) -> Operation | None:
         for step in self.steps:
@@ -352,17 +348,8 @@ class _Scores:
 
     def _masking(self, hidden: Tensor) -> Operation:
         """The first operation that hides what is hidden."""
-        want = hidden.nonzero().flatten()
-        for step in self.steps:
-            flat = torch.full((len(hidden),), torch.nan, dtype=torch.float64)
-            mine = step.places >= 0
-            if not step.values.is_floating_point():
-                continue
-            flat[step.places[mine]] = step.values.double()[mine]
-            mine_hidden = want[~flat[want].isnan()]
-            if len(mine_hidden) and bool((flat[mine_hidden] < SOFT).any()):
-                return step.operation
-        return self._softmax_step()
+        held_down = (step.operation for step in self.steps if bool((step.laid(len(hidden))[hidden] < SOFT).any()))
+        return next(held_down, self._softmax_step())
 
     def _weak(self, prefix: str, soft: Tensor) -> Departure:
         fill = float(self.model.fill[soft].median())
@@ -373,7 +360,7 @@ class _Scores:
                 f"{prefix}_mask_multiplied".replace("mask_mask", "mask"),
                 "mask",
                 operation,
-                patches=self._softmaxed("causal"),
+                patches=self._softmaxed(causal=True),
             )
         given = _fill_of(operation)
         fill = fill if given is None else given
@@ -383,25 +370,19 @@ class _Scores:
             word = "fill_not_negative"
         else:
             word = "fill_too_small"
-        return Departure(f"{prefix}_{word}", "mask", operation, {"fill": fill}, patches=self._softmaxed("causal"))
+        return Departure(f"{prefix}_{word}", "mask", operation, {"fill": fill}, patches=self._softmaxed(causal=True))
 
     def _replacing(self, soft: Tensor) -> Operation:
         """The operation that puts something else in the place of scores."""
-        want = soft.nonzero().flatten()
-        raw = self.part.product.operation.outputs[0].value.double().reshape(-1)
-        previous = raw
+        previous = self.part.product.operation.outputs[0].value.double().reshape(-1)
         for step in self.steps[1:]:
-            mine = step.places >= 0
-            if not step.values.is_floating_point():
-                continue
-            flat = torch.full((len(raw),), torch.nan, dtype=torch.float64)
-            flat[step.places[mine]] = step.values.double()[mine]
-            here = want[~flat[want].isnan()]
-            if step.ratio is None and step.operation.name not in SOFTMAXES and len(here):
-                other = constant_ratio(flat[here], previous[here])
+            given = step.laid(len(previous))
+            here = soft & ~given.isnan()
+            if step.ratio is None and step.operation.name not in SOFTMAXES and bool(here.any()):
+                other = constant_ratio(given[here], previous[here])
                 if other is None or abs(other) < 1e-12:
                     return step.operation
-            previous = flat
+            previous = given if bool(here.any()) else previous
         return self._softmax_step()
 
     def _given_mask(self, live: Tensor, soft: Tensor, wanted: Tensor) -> Iterator[Departure]:
@@ -416,7 +397,7 @@ class _Scores:
             operation = self._adding() or self._softmax_step()
             small = abs(abs(levels) - 1) > 1e-6
             name = "mask_fill_too_small" if small else "mask_added_as_01"
-            yield Departure(name, "mask", operation, {"fill": levels}, patches=self._softmaxed("given"))
+            yield Departure(name, "mask", operation, {"fill": levels}, patches=self._softmaxed())
             return
         every = ~model.weights.isnan() & with_some(~wanted, model.rows)  # rows that see nothing tell which they are
         name = _mask_name(self.part, hidden | soft, wanted, live)
@@ -426,7 +407,7 @@ class _Scores:
         operation = self._masking(hidden) if bool(hidden[live].any()) else self._softmax_step()
         if name == "mask_inverted" and operation is self._softmax_step():
             operation = self._adding() or operation
-        yield Departure(name, "mask", operation, patches=self._softmaxed("given"))
+        yield Departure(name, "mask", operation, patches=self._softmaxed())
 
     # ------------------------------------------------------------------------------------------ putting right
     def _names_of(self, patches: dict[int, Patch]) -> dict[int, Tensor]:
@@ -434,12 +415,12 @@ class _Scores:
         names = {index: self.attention.run.names.after[index][0] for index in patches}
         return {index: codes for index, codes in names.items() if codes is not None}
 
-    def _softmaxed(self, mask: str = "", rescaled: bool = False) -> dict[int, Patch]:
+    def _softmaxed(self, causal: bool = False, rescaled: bool = False) -> dict[int, Patch]:
         """The right weights in the place of those that are used."""
         part, model, expected = self.part, self.model, self.expected
         right = 1 / (self.operands[0].factor * self.operands[1].factor * math.sqrt(self.width))
         factor = right if math.isnan(model.factor) or model.kind == "other" or rescaled else model.factor
-        hidden = hidden_by_formula(part, model.hidden, expected.may, "causal" if mask == "causal" else "")
+        hidden = hidden_by_formula(part, model.hidden, expected.may, "causal" if causal else "")
         patches: dict[int, Patch] = {}
         for context in part.contexts:
             maker = self._maker_of(context.operands[0].key, context.operation.index)

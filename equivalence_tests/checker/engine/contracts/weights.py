@@ -201,10 +201,7 @@ class _Reader:
             "keys": lambda: self.rows,
             "queries": lambda: table.head * width + table.key,
             "heads": lambda: table.query * width + table.key,
-            "samples": lambda: (
-                (table.head * tall + _ranks(table.query) % self._length()) * width
-                + _ranks(table.key) % self._length(False)
-            ),
+            "samples": lambda: (table.head * tall + table.rank_query) * width + table.rank_key,
         }
         for axis, grouped in groupings.items():
             _, place = torch.unique(grouped(), return_inverse=True)  # type: ignore[no-untyped-call]
@@ -212,14 +209,6 @@ class _Reader:
             if bool(((sums[place] - 1)[live].abs() <= tolerance).all()) and int(place.max()) + 1 < len(place):
                 return axis, place
         return "", None
-
-    def _length(self, query: bool = True) -> int:
-        """How many queries (or keys) one sample has."""
-        table = self.part.table
-        key = table.key if query else table.query
-        mine = table.query if query else table.key
-        first = key == key[0]
-        return max(len(mine[first & (table.head == table.head[0])].unique()), 1)
 
     def _unexponential(
         self, model: WeightsModel, none: Tensor, some: Tensor, spread: Tensor, live: Tensor
@@ -242,7 +231,3 @@ class _Reader:
             if value.is_floating_point() and bool(mine.any()) and bool((value[mine] < HELD_DOWN).all()):
                 return True
         return False
-
-
-def _ranks(tokens: Tensor) -> Tensor:
-    return tokens.unique(return_inverse=True)[1]
