@@ -132,11 +132,11 @@ def _examined(name: str, num_heads: int, head_dim: int) -> _Own | None:
         for subject in _subjects(name, Sizes(num_heads=num_heads, head_dim=head_dim)):
             if subject.module is not None:
                 prepare(subject.module)
-            subject.dtype, caller = torch.float64, subject.caller()
-            plans = plans_of(subject, caller, [])
-            situation = likeliest(subject, caller, plans) if plans else None
+            subject.dtype = torch.float64
+            plans = plans_of(subject, [])
+            situation = likeliest(subject, plans) if plans else None
             if situation is not None and not situation.blocked:
-                return _Own(situation, mask_form_of(situation, caller))
+                return _Own(situation, mask_form_of(situation))
     return None
 
 

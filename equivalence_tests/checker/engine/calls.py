@@ -23,7 +23,7 @@ from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["diagnose_call"]
+__all__ = ["conclude", "diagnose_call"]
 
 EXCHANGED = ("query_key_swapped", "key_value_swapped", "query_value_swapped", "arguments_rotated")
 
@@ -83,20 +83,44 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
         found.departures[place] += _of_weights(judgement, found.call.module, found.departures[place])
     if any(departure.name in EXCHANGED for departure in found.departures[place]):  # rotations of other roles follow
         found.departures[place] = [one for one in found.departures[place] if one.stage != "rotary"]
-    departures = with_evidence(judgement, found.departures[place], found.call.module)
-    for departure in departures:
-        departure.evidence = departure.evidence or meant.get(departure.name, "")
-    wrong = [departure for departure in departures if not departure.evidence]
-    found.departures[place] = wrong
-    proven = prove(found, place) if proofs and wrong else [None] * len(wrong)
     report = Report(name or f"attention {place + 1}", "multi-head attention")
-    report.findings = [finding_of(departure, proof) for departure, proof in zip(wrong, proven, strict=True)]
-    report.meant = [finding_of(departure) for departure in departures if departure.evidence]
+    conclude(report, found, place, found.departures[place], meant, proofs)
     report.coverage = list(untold(judgement, found.call.module))
-    report.verdict = "deviates" if wrong else "partial" if report.coverage else "equal"
+    if report.coverage and report.verdict == "equal":
+        report.verdict = "partial"
     report.conventions = _conventions(judgement)
     report.place = judgement.attention.first.place
     return report
+
+
+def conclude(
+    report: Report,
+    found: Examination,
+    place: int,
+    departures: list[Departure],
+    meant: Mapping[str, str],
+    proofs: bool = True,
+) -> None:
+    """Write into a report what departs: the mistakes, with their proofs, and what is meant so.
+
+    Args:
+        report: Receives it.
+        found: What was seen in the call.
+        place: Which of its attentions.
+        departures: Of that one; those that were seen in this call can be proven.
+        meant: Findings that are meant so, by name, each with the user's word for it.
+        proofs: Whether to prove them.
+    """
+    departures = with_evidence(found.judgements[place], departures, found.call.module)
+    for departure in departures:
+        departure.evidence = departure.evidence or meant.get(departure.name, "")
+    wrong = [departure for departure in departures if not departure.evidence]
+    own = [departure for departure in wrong if departure in found.departures[place]]
+    found.departures[place] = own
+    proven = dict(zip(map(id, own), prove(found, place), strict=True)) if proofs and own else {}
+    report.findings = [finding_of(departure, proven.get(id(departure))) for departure in wrong]
+    report.meant = [finding_of(departure) for departure in departures if departure.evidence]
+    report.verdict = "deviates" if wrong else "equal"
 
 
 def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Departure]) -> list[Departure]:

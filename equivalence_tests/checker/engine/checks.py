@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
-from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs, random_inputs
+from equivalence_tests.checker.reach.calling import CallPlan, Inputs
 from equivalence_tests.checker.reach.construction import retype
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.kept_state import keeping_state
@@ -53,12 +53,10 @@ class Checked:
 
     Args:
         situation: A call whose attention is right.
-        caller: Calls the code.
         report: What was found out so far.
     """
 
     situation: Situation
-    caller: Caller
     report: Report
 
     @property
@@ -88,12 +86,12 @@ class Checked:
 
     def inputs(self, seed: int) -> Inputs:
         """Draw inputs."""
-        return random_inputs(self.situation.lengths, self.plan, seed, self.situation.subject.dtype)
+        return self.situation.trial.inputs(seed=seed)
 
     def output(self, inputs: Inputs) -> Tensor:
         """Call, and give the output as (batch, query_len, embed_dim)."""
         with torch.no_grad():
-            return self.caller.output(self.plan, inputs).double()
+            return self.situation.caller.output(self.plan, inputs).double()
 
     def formula(self, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
         """Torch's formula in the place of the context; skips the check where something else is meant."""
@@ -152,7 +150,7 @@ def check_gradients(checked: Checked) -> str:
         raise SkippedError("computed in float32, whose rounding hides slopes")
     inputs = checked.inputs(41)
     leaves = _leaves(inputs)
-    output = checked.caller.output(checked.plan, leaves).double()
+    output = checked.situation.caller.output(checked.plan, leaves).double()
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     (output * weight).sum().backward()
     worst = 0.0
@@ -293,10 +291,10 @@ def check_arguments_are_left_alone(checked: Checked) -> str:
     """The tensors that are passed in are the same afterwards."""
     if checked.situation.subject.adapter.call is not None:
         raise SkippedError("an adapter stands between")
-    args, kwargs = checked.caller.arguments(checked.plan, checked.inputs(161), None)
+    args, kwargs = checked.situation.caller.arguments(checked.plan, checked.inputs(161), None)
     before = copy.deepcopy((args, kwargs))
-    with torch.no_grad(), keeping_state(checked.caller.function):
-        checked.caller.function(*args, **kwargs)
+    with torch.no_grad(), keeping_state(checked.situation.caller.function):
+        checked.situation.caller.function(*args, **kwargs)
     names = [str(name) for name, _ in checked.plan.roles] if args else list(kwargs)
     pairs = zip(names, (*args, *kwargs.values()), (*before[0], *before[1].values()), strict=True)
     changed = [name for name, now, then in pairs if isinstance(now, Tensor) and not torch.equal(now, then)]
@@ -334,7 +332,7 @@ def check_every_parameter_gets_a_gradient(checked: Checked) -> str:
     if not any(p.requires_grad for p in module.parameters()):
         raise SkippedError("no parameters")
     module.zero_grad(set_to_none=True)
-    output = checked.caller.output(checked.plan, checked.inputs(141))
+    output = checked.situation.caller.output(checked.plan, checked.inputs(141))
     (output * torch.arange(output.size(-1), dtype=output.dtype)).square().sum().backward()
     unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
     module.zero_grad(set_to_none=True)
@@ -352,7 +350,7 @@ def check_state_dict_round_trip(checked: Checked) -> str:
     other.load_state_dict(checked.module.state_dict())
     inputs = checked.inputs(161)
     with torch.no_grad():
-        again = replace(checked.caller, function=other).output(checked.plan, inputs)
+        again = replace(checked.situation.caller, function=other).output(checked.plan, inputs)
     return _judged(distance(again.double(), checked.output(inputs)), checked.bound, "output of the copy")
 
 

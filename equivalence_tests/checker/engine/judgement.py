@@ -155,7 +155,6 @@ class Judgement:
         operands: Its queries, keys and values, by part.
         models: What happens to its scores, by part.
         hidden: Which scores should be hidden, by part.
-        unread: Why a stage could not be read; "" if all were.
         turned: Whether values are turned by their positions and turned back when they are averaged.
     """
 
@@ -164,7 +163,6 @@ class Judgement:
     operands: list[list[Operand]] = field(default_factory=list)
     models: list[WeightsModel] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
-    unread: str = ""
     turned: bool = False
 
     def blocked(self) -> bool:

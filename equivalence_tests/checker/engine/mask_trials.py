@@ -11,10 +11,15 @@ from equivalence_tests.checker.engine.contracts.departure import Departure, near
 from equivalence_tests.checker.engine.judgement import Expectation, ExpectedFor
 from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.running import Examination
-from equivalence_tests.checker.engine.situations import DROWNED, Situation, new_departures, situation_of
+from equivalence_tests.checker.engine.situations import (
+    DROWNED,
+    Situation,
+    new_departures,
+    situation_of,
+    weighed_scores,
+)
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.calling import Caller
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -45,12 +50,11 @@ COSTS = {
 }
 
 
-def masked_departures(situation: Situation, caller: Caller, report: Report) -> list[Departure]:
+def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     """Hand a mask over in every form, and judge what it hides.
 
     Args:
         situation: A call without a mask.
-        caller: Calls the code.
         report: Receives how the mask was read, or that it was not.
 
     Returns:
@@ -58,7 +62,7 @@ def masked_departures(situation: Situation, caller: Caller, report: Report) -> l
     """
     if not situation.plan.mask_parameter and situation.subject.adapter.call is None:
         return []
-    masks = _Masks(situation, caller, report)
+    masks = _Masks(situation, report)
     if situation.subject.adapter.call is not None:
         found = masks.read([MaskForm("(batch, query, key)", "look")])
         return masks.nearest() if found is None else found
@@ -67,28 +71,28 @@ def masked_departures(situation: Situation, caller: Caller, report: Report) -> l
         found = masks.read(replace(form, held=True) for form in mask_forms())
     lengths = situation.lengths
     if found is None and not masks.general and lengths.query_len != lengths.key_len:
-        found = _squared(situation, caller, report)
+        found = _squared(situation, report)
     return masks.nearest() if found is None else found
 
 
-def mask_form_of(situation: Situation, caller: Caller) -> MaskForm | None:
+def mask_form_of(situation: Situation) -> MaskForm | None:
     """Give the form of mask that the code understands, or the nearest one that it takes; None if it takes none."""
     if not situation.plan.mask_parameter:
         return None
-    masks = _Masks(situation, caller, Report(""))
+    masks = _Masks(situation, Report(""))
     masks.read(mask_forms())
     taken = [form for _, form, _ in sorted(masks.tried, key=lambda item: item[0])]
     return masks.understood or next(iter([*taken, *masks.idle]), None)
 
 
-def _squared(situation: Situation, caller: Caller, report: Report) -> list[Departure] | None:
+def _squared(situation: Situation, report: Report) -> list[Departure] | None:
     """The masks with as many keys as queries, for code that takes no other."""
     lengths = replace(situation.lengths, key_len=situation.lengths.query_len)
     try:
-        even = situation_of(situation.subject, caller, situation.plan, lengths)
+        even = situation_of(situation.subject, situation.plan, lengths)
     except Exception:  # the code may want other lengths
         return None
-    masks = _Masks(even, caller, report)
+    masks = _Masks(even, report)
     found = None if even.blocked else masks.read(mask_forms())
     return masks.nearest() if found is None and masks.tried else found
 
@@ -99,7 +103,6 @@ class _Masks:
 
     Args:
         situation: A call without a mask.
-        caller: Calls the code.
         report: Receives how the mask was read.
         tried: The forms in which something departs: how much, and what.
         idle: The forms without effect.
@@ -109,7 +112,6 @@ class _Masks:
     """
 
     situation: Situation
-    caller: Caller
     report: Report
     tried: list[tuple[tuple[float, ...], MaskForm, list[Departure]]] = field(default_factory=list)
     idle: list[MaskForm] = field(default_factory=list)
@@ -170,7 +172,7 @@ class _Masks:
         """A mask that is added as zeros leaves visible scores alone; "-10 * (1 - mask)" was meant for ones."""
         if form.encoding != "additive":
             return True
-        before, after = _scores(self.situation), _scores(attempt)
+        before, after = (next(weighed_scores(x), (None, None))[1] for x in (self.situation, attempt))
         if before is None or after is None or before.shape != after.shape:
             return True
         visible = after > -DROWNED
@@ -182,9 +184,7 @@ class _Masks:
         may = draw_masks(form.pattern, batch, queries, situation.inputs.key.size(1), 4)
         try:
             known = _Allowed(may, None if replaces_own else situation.found)
-            return situation_of(
-                situation.subject, self.caller, situation.plan, situation.lengths, form, may, 1.0, known
-            )
+            return situation_of(situation.subject, situation.plan, situation.lengths, form, may, 1.0, known)
         except Exception as error:  # the code does not take this form
             self.errors.append(error)
             return None
@@ -284,12 +284,6 @@ def _steps(situation: Situation) -> Iterator[tuple[Operation, bool]]:
     for operation, _, _ in judgement.attention.chain(judgement.attention.parts[0]) if judgement is not None else ():
         yield operation, after
         after = after or operation.name in SOFTMAXES
-
-
-def _scores(situation: Situation) -> Tensor | None:
-    """What goes into the softmax."""
-    found = [operation for operation, _ in _steps(situation) if operation.name in SOFTMAXES]
-    return found[0].inputs[0].value if found else None
 
 
 def _infinite_weights(attempt: Situation) -> Iterator[Departure]:

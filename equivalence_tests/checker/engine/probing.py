@@ -1,7 +1,6 @@
 """Further calls that show what one call hides: large inputs, other lengths, training, a second tensor."""
 
 import itertools
-from dataclasses import replace
 
 import torch
 
@@ -9,7 +8,7 @@ from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.situations import Situation, situation_of
-from equivalence_tests.checker.reach.calling import Caller, cross_plans, random_inputs
+from equivalence_tests.checker.reach.calling import cross_plans
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.tracing import layers_made
 from equivalence_tests.checker.reporting.lines import frames_of
@@ -17,10 +16,10 @@ from equivalence_tests.checker.reporting.lines import frames_of
 LOUD = 30.0
 
 
-def loud(situation: Situation, caller: Caller) -> list[Departure]:
+def loud(situation: Situation) -> list[Departure]:
     """Large inputs show what holds scores down."""
     try:
-        loud = situation_of(situation.subject, caller, situation.plan, situation.lengths, size=LOUD)
+        loud = situation_of(situation.subject, situation.plan, situation.lengths, size=LOUD)
     except Exception:  # the code may refuse large numbers
         return []
     return [d for d in loud.departures if d.name.startswith("changed_by") or "changed_by" in d.name]
@@ -52,15 +51,14 @@ def missing_keys(situation: Situation) -> list[Departure]:
     return []
 
 
-def other_length_departures(situation: Situation, caller: Caller) -> list[Departure]:
+def other_length_departures(situation: Situation) -> list[Departure]:
     """Keys may be more or fewer than queries wherever they are given apart."""
     lengths = situation.lengths
     if situation.plan.self_attention or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
         return []
-    inputs = random_inputs(replace(lengths, key_len=lengths.query_len + 2), situation.plan, 1, situation.subject.dtype)
+    trial = situation.trial
     try:
-        with torch.no_grad():
-            caller.returned(situation.plan, inputs)
+        trial.returned(trial.inputs(key_len=lengths.query_len + 2), {})
     except Exception as error:  # that is what is asked
         frames = frames_of(error)
         return [Departure("other_lengths_crash", "project", None, {"said": said(error)}, frames=frames)]
@@ -86,27 +84,27 @@ def in_training(situation: Situation) -> list[Departure]:
     return []
 
 
-def crossing(situation: Situation, caller: Caller) -> list[Departure]:
+def crossing(situation: Situation) -> list[Departure]:
     """With the second tensor that may be left out."""
     if not situation.plan.self_attention or situation.subject.adapter.call is not None:
         return []
     found: list[Departure] = []
-    for plan, lengths in itertools.islice(cross_plans(caller, situation.lengths), 1):
+    for plan, lengths in itertools.islice(cross_plans(situation.caller, situation.lengths), 1):
         if plan.layout == situation.plan.layout:
-            found += situation_of(situation.subject, caller, plan, lengths).departures
+            found += situation_of(situation.subject, plan, lengths).departures
     return found
 
 
-def made_in_forward(situation: Situation, caller: Caller) -> list[Departure]:
+def made_in_forward(situation: Situation) -> list[Departure]:
     """Layers with weights that every call makes anew."""
-    made = layers_made(lambda: caller.returned(situation.plan, situation.inputs))
+    made = layers_made(lambda: situation.caller.returned(situation.plan, situation.inputs))
     if not made:
         return []
     name = "norm_fresh_in_forward" if set(made) == {"LayerNorm"} else "layer_made_in_forward"
     return [Departure(name, "project", None, {"made": list(made)}, frames=next(iter(made.values())))]
 
 
-def never_causal(situation: Situation, caller: Caller) -> list[Departure]:
+def never_causal(situation: Situation) -> list[Departure]:
     """A causal mask that the code speaks of, where every token sees the future."""
     module, judgement = situation.subject.module, situation.judgement
     if module is None or judgement is None or not situation.plan.self_attention:
@@ -114,7 +112,7 @@ def never_causal(situation: Situation, caller: Caller) -> list[Departure]:
     if any(bool(hidden.any()) for hidden in judgement.hidden) or any(d.stage == "mask" for d in judgement.departures):
         return []
     with torch.no_grad():
-        claim = causal_claim(module, lambda: caller.returned(situation.plan, situation.inputs))
+        claim = causal_claim(module, lambda: situation.caller.returned(situation.plan, situation.inputs))
     if not claim:
         return []
     dropped = [op for op in situation.found.run.operations if op.name == "masked_fill"]

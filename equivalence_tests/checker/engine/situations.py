@@ -16,6 +16,7 @@ from equivalence_tests.checker.engine.judgement import ExpectedFor, Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs, call_plans, random_inputs
 from equivalence_tests.checker.reach.construction import Sizes
@@ -49,6 +50,16 @@ class Situation:
     extra: list[Departure] = field(default_factory=list)
 
     @property
+    def caller(self) -> Caller:
+        """Calls the subject."""
+        return self.subject.caller()
+
+    @property
+    def trial(self) -> Trial:
+        """The same way to call it, to be tried with other inputs."""
+        return Trial(self.caller, self.plan, self.lengths)
+
+    @property
     def departures(self) -> list[Departure]:
         """All that departs, in the order of the stages."""
         return [*(d for found in self.found.departures for d in found), *self.extra]
@@ -64,10 +75,11 @@ class Situation:
         return not self.found.judgements or any(j.blocked() for j in self.found.judgements)
 
 
-def plans_of(subject: Subject, caller: Caller, errors: list[str]) -> list[tuple[CallPlan, Sizes]]:
+def plans_of(subject: Subject, errors: list[str]) -> list[tuple[CallPlan, Sizes]]:
     """List the ways to call it; those whose names say what each argument is are believed."""
     if subject.adapter.call is not None:
         return [(CallPlan((("query", "query"), ("key", "key"), ("value", "value")), "b l e"), subject.sizes)]
+    caller = subject.caller()
     found = list(itertools.islice(call_plans(caller, subject.sizes, errors), 12))
     named = [item for item in found if item[0].named]
     if found and not named:  # names that say what each argument is are believed, even where lengths must be equal then
@@ -76,11 +88,11 @@ def plans_of(subject: Subject, caller: Caller, errors: list[str]) -> list[tuple[
     return named or found
 
 
-def likeliest(subject: Subject, caller: Caller, plans: list[tuple[CallPlan, Sizes]]) -> Situation:
+def likeliest(subject: Subject, plans: list[tuple[CallPlan, Sizes]]) -> Situation:
     """The way to call it in which least departs; where names say what arguments mean, the first one."""
     best: Situation | None = None
     for plan, lengths in _alternatives(plans) if plans[0][0].named and subject.module is not None else plans[:6]:
-        situation = situation_of(subject, caller, plan, lengths)
+        situation = situation_of(subject, plan, lengths)
         if best is None or _rank(situation) < _rank(best):
             best = situation
         if not any(_rank(situation)):
@@ -102,7 +114,7 @@ def _rank(situation: Situation) -> tuple[bool, bool, bool, int, bool]:
 
 def _sees_nothing(situation: Situation) -> bool:
     """Whether a mask that was meant to hide nothing hides everything."""
-    return any(bool((weighed < -DROWNED).all()) for _, weighed in _weighed_scores(situation))
+    return any(bool((weighed < -DROWNED).all()) for _, weighed in weighed_scores(situation))
 
 
 def _is_shifted(situation: Situation) -> bool:
@@ -111,11 +123,11 @@ def _is_shifted(situation: Situation) -> bool:
         return False
     return any(
         product.shape != weighed.shape or constant_ratio(weighed, product) is None
-        for product, weighed in _weighed_scores(situation)
+        for product, weighed in weighed_scores(situation)
     )
 
 
-def _weighed_scores(situation: Situation) -> Iterator[tuple[Tensor, Tensor]]:
+def weighed_scores(situation: Situation) -> Iterator[tuple[Tensor, Tensor]]:
     """The products of queries and keys, and what goes into the softmax of each."""
     for judgement in situation.found.judgements:
         for part in judgement.attention.parts:
@@ -126,7 +138,6 @@ def _weighed_scores(situation: Situation) -> Iterator[tuple[Tensor, Tensor]]:
 
 def situation_of(
     subject: Subject,
-    caller: Caller,
     plan: CallPlan,
     lengths: Sizes,
     form: MaskForm | None = None,
@@ -137,6 +148,7 @@ def situation_of(
     """Call it in one way, and look at what runs."""
     inputs = _resized(random_inputs(lengths, plan, 1, subject.dtype), size)
     inputs = replace(inputs, may_attend=may)
+    caller = subject.caller()
     args, kwargs = caller.arguments(plan, inputs, form)
     seeds, roles = _named_inputs(caller, plan, inputs, form, args, kwargs)
     if subject.adapter.call is not None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.engine.calls import conclude, diagnose_call
 from equivalence_tests.checker.engine.checks import NOT_JUDGED, Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover
-from equivalence_tests.checker.engine.intervening import prove
 from equivalence_tests.checker.engine.mask_trials import masked_departures
-from equivalence_tests.checker.engine.meaning import untold, with_evidence
+from equivalence_tests.checker.engine.meaning import untold
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.probing import (
     crossing,
@@ -26,8 +25,7 @@ from equivalence_tests.checker.engine.probing import (
 )
 from equivalence_tests.checker.engine.reading import notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, plans_of
-from equivalence_tests.checker.engine.trying import Trial
-from equivalence_tests.checker.reach.calling import Caller, other_mask_plans
+from equivalence_tests.checker.reach.calling import other_mask_plans
 from equivalence_tests.checker.reach.construction import prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.state import default_dtype
@@ -111,29 +109,31 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     """
     started = time.process_time()
     errors = [] if errors is None else errors
-    caller = subject.caller()
-    plans = plans_of(subject, caller, errors)
+    plans = plans_of(subject, errors)
     if not plans:
         return None
-    situation = likeliest(subject, caller, plans)
+    situation = likeliest(subject, plans)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
     departures = list(situation.departures)
     if not situation.blocked:
-        departures += _beyond(situation, caller, departures, report)
+        departures += _beyond(situation, departures, report)
     if any(departure.name == "norm_fresh_in_forward" for departure in departures):
         departures = [departure for departure in departures if departure.name != "norm_never_used"]  # that is why
-    _conclude(report, situation, departures)
+    if not situation.found.judgements:
+        report.reason = f"No attention runs in it: {_what_is_missing(situation)}"
+    else:
+        conclude(report, situation.found, 0, departures, subject.adapter.meant)
     report.conventions = [*reading_of(situation, report), *report.conventions]
     report.notes += notes_of(situation)
     if report.verdict == "equal":
-        _cover(report, situation, caller)
+        _cover(report, situation)
     if report.verdict in ("equal", "partial"):
-        _check(report, situation, caller)
+        _check(report, situation)
     report.seconds = time.process_time() - started
     return report
 
 
-def _beyond(situation: Situation, caller: Caller, found: list[Departure], report: Report) -> list[Departure]:
+def _beyond(situation: Situation, found: list[Departure], report: Report) -> list[Departure]:
     """What departs in other calls than the first."""
     more: list[Departure] = []
 
@@ -143,21 +143,21 @@ def _beyond(situation: Situation, caller: Caller, found: list[Departure], report
     if not any(departure.stage == "project" for departure in found):
         add(missing_keys(situation))
     if not found and not more:
-        add(other_length_departures(situation, caller))
-    add(loud(situation, caller))
+        add(other_length_departures(situation))
+    add(loud(situation))
     add(in_training(situation))
-    add(made_in_forward(situation, caller))
-    add(never_causal(situation, caller))
-    add(crossing(situation, caller))
-    add(masked_departures(situation, caller, report))
-    for plan in other_mask_plans(caller, situation.plan):
-        add(masked_departures(replace(situation, plan=plan), caller, report))
+    add(made_in_forward(situation))
+    add(never_causal(situation))
+    add(crossing(situation))
+    add(masked_departures(situation, report))
+    for plan in other_mask_plans(situation.caller, situation.plan):
+        add(masked_departures(replace(situation, plan=plan), report))
     return more
 
 
-def _check(report: Report, situation: Situation, caller: Caller) -> None:
+def _check(report: Report, situation: Situation) -> None:
     """Ask the small questions that no stage answers; what fails without a name is told as it is."""
-    checked = Checked(situation, caller, report)
+    checked = Checked(situation, report)
     report.checks = [run_check(check, checked) for check in attention_checks()]
     failed = [check for check in report.checks if check.outcome == "failed"]
     report.notes += [f"{check.name}: {check.detail}" for check in failed if check.name in NOT_JUDGED]
@@ -180,15 +180,16 @@ NAMED_BY_CHECKS = {
 }
 
 
-def _cover(report: Report, situation: Situation, caller: Caller) -> None:
+def _cover(report: Report, situation: Situation) -> None:
     """Run what the code offers beyond the calls that were judged; what cannot be run makes the verdict partial."""
-    if situation.subject.adapter.call is not None or _is_torchs(caller.function):
+    function = situation.subject.function
+    if situation.subject.adapter.call is not None or _is_torchs(function):
         return
 
     def judge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Report]:
         subject, last = situation.subject, not situation.plan.channels_first
         return diagnose_call(
-            caller.function,
+            function,
             args,
             kwargs,
             module=subject.module,
@@ -197,8 +198,7 @@ def _cover(report: Report, situation: Situation, caller: Caller) -> None:
             features_last=last,
         )
 
-    trial = Trial(caller, situation.plan, situation.lengths)
-    covered = cover(trial, judge, [exercise.what for exercise in report.coverage])
+    covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
     report.coverage += covered.exercises
     if situation.judgement is not None:
         report.coverage += untold(situation.judgement, situation.subject.module)
@@ -227,23 +227,3 @@ def _is_torchs(function: Any) -> bool:
     """Whether what runs is torch's own: there is nothing of the user's to cover."""
     forward = type(function).forward if isinstance(function, torch.nn.Module) else function
     return str(getattr(forward, "__module__", "")).startswith("torch")
-
-
-def _conclude(report: Report, situation: Situation, departures: list[Departure]) -> None:
-    judgement = situation.judgement
-    if judgement is None:
-        report.verdict = "unchecked"
-        report.reason = f"No attention runs in it: {_what_is_missing(situation)}"
-        return
-    departures = with_evidence(judgement, departures, situation.subject.module)
-    for departure in departures:
-        departure.evidence = departure.evidence or situation.subject.adapter.meant.get(departure.name, "")
-    wrong = [departure for departure in departures if not departure.evidence]
-    own = [departure for departure in wrong if departure in situation.found.departures[0]]
-    situation.found.departures[0] = own
-    proofs = dict(zip(map(id, own), prove(situation.found, 0), strict=True)) if own else {}
-    report.findings = [finding_of(departure, proofs.get(id(departure))) for departure in wrong]
-    report.meant = [finding_of(departure) for departure in departures if departure.evidence]
-    report.verdict = "deviates" if wrong else "equal"
-    if judgement.unread and not wrong:
-        report.verdict, report.reason = "unchecked", judgement.unread
