@@ -34,12 +34,11 @@ NORMS = (
         "add",
     ),
     _norm(
-        "norm_eps_other",
-        "The eps of the LayerNorm is written into the code and is not 1e-5.",
-        "another eps",
-        "Use 1e-5, or make eps an argument.",
-        "add, layer_norm",
-        on_purpose_in="BERT uses 1e-12 and many ports of the paper 1e-6.",
+        "norm_without_eps",
+        "The norm adds no eps, so a token whose features are all alike becomes nan.",
+        "gain * (x - mean) / sqrt(var) + bias",
+        "Add a small eps under the root, such as 1e-5.",
+        "sqrt, rsqrt, std, norm, pow, layer_norm, rms_norm, div",
     ),
     _norm(
         "norm_wrong_axes",

@@ -36,7 +36,8 @@ PLACES: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[str, ...]]] = {
     "outside the root": (lambda variance, eps: variance.sqrt() + eps, ("norm_eps_outside",)),
     "added to the variance, of which no root is taken": (lambda variance, eps: variance + eps, ("norm_without_root",)),
 }
-EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 0.0)
+EPS = (0.0, 1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
+SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,8 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
     yield from _scale_norms(module)
     rms = is_rms_norm(module)
     stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
-    for affine, eps in itertools.product(_affines(module, width), dict.fromkeys([*stated, *EPS])):
-        hard = () if eps == 1e-5 or eps in stated or rms else ("norm_eps_other",)
-        known = (*affine.mistakes, *hard)
+    for affine, eps in itertools.product(_affines(module, width), dict.fromkeys([*stated, *([SMALLEST] if rms else []), *EPS])):
+        known = (*affine.mistakes, *(() if eps else ("norm_without_eps",)))
         for (place, (divisor, misplaced)), (axes_words, axes) in itertools.product(PLACES.items(), AXES.items()):
             wrong_axes = () if axes == (-1,) else ("norm_wrong_axes",)
             for centred, divided, spread in SPREADS:

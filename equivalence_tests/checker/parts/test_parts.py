@@ -126,6 +126,16 @@ class RootlessLayerNorm(GainBiasLayerNorm):
         return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + self.eps)
 
 
+class SmallEpsLayerNorm(GainBiasLayerNorm):
+    def normalised(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], eps=1e-12)
+
+
+class TorchsTanhFeedForward(PaperFeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(F.gelu(self.w_1(x), approximate="tanh"))
+
+
 class SummingLayerNorm(GainBiasLayerNorm):
     def normalised(self, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -365,6 +375,17 @@ def test_what_is_right_is_read(name: str) -> None:
 def test_what_is_wrong_is_named(found: Any, names: set[str]) -> None:
     report = verify(found)
     assert set(report.mistakes) == names, str(report)
+
+
+def test_what_torch_has_an_argument_for_is_told_and_not_blamed() -> None:
+    report = verify(SmallEpsLayerNorm)
+    assert report.verdict == "equal" and not report.meant, str(report)
+    assert row(report, "eps").startswith("1e-12")
+    report = verify(TorchsTanhFeedForward)
+    assert report.verdict == "equal", str(report)
+    assert [(finding.name, finding.meant) for finding in report.meant] == [
+        ("gelu_approximated", 'approximate="tanh" asks torch for it')
+    ]
 
 
 @pytest.mark.parametrize("found", [ShuffledFeedForward, CubedLayerNorm, lambda: ShuffledFeedForward(8, 32)])
