@@ -73,7 +73,8 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
     yield from _scale_norms(module)
     rms = is_rms_norm(module)
     stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
-    for affine, eps in itertools.product(_affines(module, width), dict.fromkeys([*stated, *([SMALLEST] if rms else []), *EPS])):
+    likely = dict.fromkeys([*stated, *([SMALLEST] if rms else []), *EPS])
+    for affine, eps in itertools.product(_affines(module, width), likely):
         known = (*affine.mistakes, *(() if eps else ("norm_without_eps",)))
         for (place, (divisor, misplaced)), (axes_words, axes) in itertools.product(PLACES.items(), AXES.items()):
             wrong_axes = () if axes == (-1,) else ("norm_wrong_axes",)
