@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
+from equivalence_tests.checker.engine.judging import examine
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.reach.calling import Inputs, forward_parameters, role_of_parameter
@@ -18,11 +21,12 @@ from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["Covered", "cover"]
+__all__ = ["OTHER_LENGTHS", "Covered", "cover"]
 
 Judge = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Report]]
 Failed = Callable[[str, Exception], None]
 
+OTHER_LENGTHS = "keys of another length than queries"
 LONGEST = 300
 OTHER_SCALE = 0.7
 LIMITED = re.compile(r"block|tile|chunk|window|span|segment|bucket|local|sliding", re.IGNORECASE)
@@ -99,13 +103,14 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
     Args:
         trial: A way to call it that was judged.
         judge: Judges a call by its arguments, as the one before was.
-        exercised: Arguments on which there is a verdict already.
+        exercised: Arguments, or OTHER_LENGTHS, on which there is a verdict already.
 
     Returns:
         All of it, and what deviates.
     """
     covered = Covered(trial, judge)
-    _other_lengths(covered)
+    if OTHER_LENGTHS not in exercised:
+        _other_lengths(covered)
     _long_lengths(covered)
     caches = cache_arguments(trial.caller.function)
     told, findings = exercised_cache(trial)
@@ -234,7 +239,7 @@ def _other_lengths(covered: Covered) -> None:
     trial = covered.trial
     if not (trial.plan.self_attention or trial.sizes.whole):
         inputs = trial.inputs(trial.sizes.query_len, trial.sizes.query_len + 2)
-        covered.run("keys of another length than queries", inputs, {})
+        covered.run(OTHER_LENGTHS, inputs, {})
 
 
 def _long_lengths(covered: Covered) -> None:
@@ -281,19 +286,17 @@ def _whole_numbers(held: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _window_findings(trial: Trial, name: str, limit: int, length: int) -> list[Finding]:
-    """A window hides what is further away than it is wide: the first token cannot reach the last output."""
+    """A window hides what is further away than it is wide: the last query does not see the first key."""
     inputs = trial.inputs(length)
-    x = inputs.query.clone()
-    x[:, 0] += 1.0
-    args, kwargs = trial.arguments(type(inputs)(x, x, x), {})
-    with torch.no_grad():
-        other = trial.output_in(trial.caller.function(*args, **kwargs))
-    whole = trial.output(inputs, {})
-    if (whole - other)[:, -1].abs().max() <= 1e-7 * whole.abs().max():
-        return []
-    return [
-        named_mistake("window_without_effect").finding(
-            {"limit": limit, "argument": name, "length": length},
-            evidence=f"token 0 changed, output {length - 1} of {length} tokens looked at",
-        )
-    ]
+    args, kwargs = trial.arguments(inputs, {})
+    seeds, _ = named_inputs(trial.caller, trial.plan, inputs, None, list(args), kwargs)
+    for judgement in examine(Call(trial.caller.function, args, kwargs, seeds=seeds)).judgements:
+        for part, hidden in zip(judgement.attention.parts, judgement.hidden, strict=False):
+            query, key = part.table.query, part.table.key
+            own = query.max(key) < inputs.query.size(0) * length  # what is padded, or made of several, comes behind
+            if bool((own & ((query - key).abs() == length - 1) & ~hidden).any()):
+                facts = {"limit": limit, "argument": name, "length": length}
+                evidence = f"query {length - 1} of {length} tokens gives key 0 a weight"
+                stack = code_lines(part.product.operation.frames)
+                return [named_mistake("window_without_effect").finding(facts, evidence=evidence, stack=stack)]
+    return []

@@ -398,7 +398,7 @@ class _Follower:
         codes = self.codes.get(slot.key)
         tokens = None if codes is None or codes.is_complex() else _tokens_of_rows(contraction.rows(codes))
         if tokens is None:
-            tokens = self._seeded(operation, contraction, slot)
+            tokens = self._seeded(contraction, slot, codes)
         parents = () if codes is None or codes.is_complex() else tuple(sources_in(codes))
         _, column = contraction.right[:, :, 0].unique(return_inverse=True)
         feature = column[:, None, :] + _parts_of_rows(contraction, codes)[:, :, None] * (int(column.max()) + 1)
@@ -406,10 +406,15 @@ class _Follower:
         names = contraction.scattered(names) + float(FEATURES) * FEATURES
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
 
-    def _seeded(self, operation: Operation, contraction: Contraction, slot: Slot) -> Tensor:
-        """Name the tokens of a tensor by the order in which its rows are stored."""
+    def _seeded(self, contraction: Contraction, slot: Slot, codes: Tensor | None) -> Tensor:
+        """Name the tokens of a tensor by the order in which its rows are stored; beside padding they keep theirs."""
         _, token = contraction.left[:, :, 0].unique(return_inverse=True)
         token = token + self._base(slot.tensor, int(token.max()) + 1)
+        if codes is not None and not codes.is_complex():
+            rows = contraction.rows(codes)
+            empty, own = ~known(rows).any(-1), token_of(rows[..., 0])
+            if bool((empty | (known(rows) & (token_of(rows) == own[..., None])).all(-1)).all()):
+                token = torch.where(empty, token, own)
         names = torch.full((slot.value.numel(),), UNKNOWN, dtype=torch.float64)
         width = torch.arange(contraction.left.size(-1))
         names[contraction.left] = coded(1, token[:, :, None], width)

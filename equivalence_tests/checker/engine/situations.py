@@ -150,7 +150,7 @@ def situation_of(
     inputs = replace(inputs, may_attend=may)
     caller = subject.caller()
     args, kwargs = caller.arguments(plan, inputs, form)
-    seeds, roles = _named_inputs(caller, plan, inputs, form, args, kwargs)
+    seeds, roles = named_inputs(caller, plan, inputs, form, args, kwargs)
     if subject.adapter.call is not None:
         kwargs = {**kwargs, "may": may}
     call = Call(calling_of(caller), tuple(args), kwargs, subject.module, seeds)
@@ -187,10 +187,10 @@ def _resized(inputs: Inputs, size: float) -> Inputs:
     return Inputs(*(bigger[id(x)] for x in (inputs.query, inputs.key, inputs.value)))
 
 
-def _named_inputs(
+def named_inputs(
     caller: Caller, plan: CallPlan, inputs: Inputs, form: MaskForm | None, args: list[Any], kwargs: dict[str, Any]
 ) -> tuple[dict[int, Tensor], dict[int, str]]:
-    """Names of the elements of the arguments, and what each argument is."""
+    """Give names to the elements of the arguments, and say what each argument is."""
     codes: dict[int, Tensor] = {}
     for x in (inputs.query, inputs.key, inputs.value):
         batch, length, width = x.shape

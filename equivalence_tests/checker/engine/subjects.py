@@ -10,7 +10,7 @@ import torch
 from equivalence_tests.checker.engine.calls import conclude, diagnose_call
 from equivalence_tests.checker.engine.checks import NOT_JUDGED, Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.coverage import cover
+from equivalence_tests.checker.engine.coverage import OTHER_LENGTHS, cover
 from equivalence_tests.checker.engine.mask_trials import masked_departures
 from equivalence_tests.checker.engine.meaning import untold
 from equivalence_tests.checker.engine.naming import finding_of
@@ -198,7 +198,8 @@ def _cover(report: Report, situation: Situation) -> None:
             features_last=last,
         )
 
-    covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
+    told = [OTHER_LENGTHS for finding in report.meant if finding.name == "other_lengths_crash"]
+    covered = cover(situation.trial, judge, [*told, *(exercise.what for exercise in report.coverage)])
     report.coverage += covered.exercises
     if situation.judgement is not None:
         report.coverage += untold(situation.judgement, situation.subject.module)

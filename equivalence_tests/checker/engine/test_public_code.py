@@ -390,3 +390,43 @@ def test_where_scores_meet_no_values_their_line_is_told() -> None:
     report = verify(NeverLooksAtItsScores)
     assert report.verdict == "unchecked"
     assert "self.split(self.to_k(context)).mT" in report.reason
+
+
+class WindowsOfAnImage(nn.Module):
+    """Pads an image to whole windows; a norm over all of it comes first."""
+
+    window_size = 4
+
+    def __init__(self, channels: int, heads: int = 3) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.GroupNorm(1, channels)
+        self.qkv, self.proj = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
+
+    def windows(self, x: Tensor) -> Tensor:
+        b, c, height, width = x.shape
+        side = self.window_size
+        cut = x.reshape(b, self.heads, c // self.heads, height // side, side, width // side, side)
+        return cut.permute(0, 3, 5, 1, 4, 6, 2).reshape(b, -1, self.heads, side * side, c // self.heads)
+
+    def put_back(self, x: Tensor, shape: torch.Size) -> Tensor:
+        b, c, height, width = shape
+        side = self.window_size
+        apart = x.reshape(b, height // side, width // side, self.heads, side, side, c // self.heads)
+        return apart.permute(0, 3, 6, 1, 4, 2, 5).reshape(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[2:]
+        padded = F.pad(x, (0, -width % self.window_size, 0, -height % self.window_size))
+        q, k, v = (self.windows(made) for made in self.qkv(self.norm(padded)).chunk(3, 1))
+        out = self.put_back(F.scaled_dot_product_attention(q, k, v), padded.shape)
+        return x + self.proj(out)[:, :, :height, :width]
+
+
+class WindowsOfAnImageTurned(WindowsOfAnImage):
+    def put_back(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return super().put_back(x.flip(3), shape)
+
+
+def test_windows_of_a_padded_image_are_right_and_a_norm_over_all_of_it_is_no_look_beyond_them() -> None:
+    assert verify(WindowsOfAnImage).verdict == "equal"
+    assert verify(WindowsOfAnImageTurned).mistakes == ("changed_by_flip",)

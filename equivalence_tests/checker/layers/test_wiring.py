@@ -504,6 +504,38 @@ def test_a_sub_layer_whose_output_nothing_uses_is_named() -> None:
     assert report.mistakes == ("sublayer_unused",), str(report)
 
 
+class OneLengthAttention(nn.Module):
+    """Right where queries and keys are as many."""
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, n, e = q.shape
+        made = zip((self.q, self.k, self.v), (q, k, v), strict=True)
+        heads = (f(x).view(b, n, self.num_heads, -1).transpose(1, 2) for f, x in made)
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(b, n, e))
+
+
+class OneLengthLayer(nn.Module):
+    def __init__(self, d_model: int, num_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.attn = OneLengthAttention(d_model, num_heads)
+        self.mlp = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attn(x, x, x))
+        return self.norm2(x + self.mlp(x))
+
+
+def test_an_attention_that_a_layer_gives_one_tensor_need_not_take_keys_of_another_length() -> None:
+    assert verify(OneLengthAttention).mistakes == ("other_lengths_crash",)
+    assert verify(OneLengthLayer).verdict == "equal"
+
+
 class EmbeddingDecoder(Stack):
     """A decoder that embeds its own ids, and takes the memory and the masks of both."""
 

@@ -62,6 +62,7 @@ class Walk:
         masks: For each class of layer, what its masks hide.
         meant: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
+        of_one: Paths of the sub-modules to which that run gives one tensor of tokens in all their arguments.
     """
 
     report: Report
@@ -70,6 +71,7 @@ class Walk:
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
     masks: dict[type[nn.Module], list[LayerMask]] = field(default_factory=dict)
     watched: dict[str, Report] = field(default_factory=dict)
+    of_one: set[str] = field(default_factory=set)
     meant: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str) -> None:
@@ -146,6 +148,9 @@ def _watch(walk: Walk) -> None:
     if run is None:
         return
     module = walk.module
+    calls = trace(module, lambda: run.call(run.source, run.target))
+    given = [(call.path, {id(x) for x in tensors_in((call.args, call.kwargs)) if x.dim() > 2}) for call in calls]
+    walk.of_one = {path for path, _ in given} - {path for path, tensors in given if len(tensors) != 1}
     try:
         for report in diagnose_call(run.call, (run.source, run.target), module=module, name=walk.report.target):
             walk.watched[report.place] = _joined(walk.watched.get(report.place), report)
@@ -298,7 +303,9 @@ def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     kind = kind_of(path, child)
     width = walk.sizes.embed_dim  # that of a model may be that of its input only
-    adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None, meant=walk.meant)
+    own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
+    meant = {**own, **walk.meant}
+    adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None, meant=meant)
     try:
         part = (
             examine_attention(child, path, adapter)

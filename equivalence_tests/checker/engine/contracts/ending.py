@@ -50,7 +50,7 @@ def ending_departures(
         codes: Its names; None if it has none.
         wanted: The tokens that should lie there, in its shape.
     """
-    if codes is None or not bool(known(codes).all()):
+    if codes is None or not bool((known(codes) & torch.isin(token_of(codes), wanted)).all()):
         return
     if not torch.equal(token_of(codes), wanted):
         yield Departure("output_tokens_moved", "output", _last_move(attention))
