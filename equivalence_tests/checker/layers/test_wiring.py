@@ -504,6 +504,40 @@ def test_a_sub_layer_whose_output_nothing_uses_is_named() -> None:
     assert report.mistakes == ("sublayer_unused",), str(report)
 
 
+class InPlaceLayer(nn.Module):
+    """Right: adds its residuals where the sub-layers wrote."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.attn, self.dropout = nn.MultiheadAttention(d_model, n_heads, batch_first=True), nn.Dropout(0.1)
+        self.mlp = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.dropout(self.attn(x, x, x)[0])
+        out += x
+        out = self.norm1(out)
+        result = self.dropout(self.mlp(out))
+        result += self.kept(x, out)
+        return self.norm2(result)
+
+    def kept(self, x: Tensor, out: Tensor) -> Tensor:
+        return out
+
+
+class InPlaceLayerWithAnEarlierResidual(InPlaceLayer):
+    def kept(self, x: Tensor, out: Tensor) -> Tensor:
+        return x
+
+
+def test_a_residual_that_is_added_in_place_is_one() -> None:
+    assert verify(InPlaceLayer).verdict == "equal"
+    (finding,) = verify(InPlaceLayerWithAnEarlierResidual).findings
+    assert finding.name == "residual_from_elsewhere"
+    assert finding.line is not None
+    assert finding.line.text == "result += self.kept(x, out)"
+
+
 class OneLengthAttention(nn.Module):
     """Right where queries and keys are as many."""
 

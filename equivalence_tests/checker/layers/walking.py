@@ -149,8 +149,9 @@ def _watch(walk: Walk) -> None:
         return
     module = walk.module
     calls = trace(module, lambda: run.call(run.source, run.target))
-    given = [(call.path, {id(x) for x in tensors_in((call.args, call.kwargs)) if x.dim() > 2}) for call in calls]
-    walk.of_one = {path for path, _ in given} - {path for path, tensors in given if len(tensors) != 1}
+    given = [(call.path, [x for x in tensors_in((call.args, call.kwargs)) if x.dim() > 2]) for call in calls]
+    several = {path for path, tensors in given if not all(_same(x, tensors[0]) for x in tensors)}
+    walk.of_one = {path for path, _ in given} - several
     try:
         for report in diagnose_call(run.call, (run.source, run.target), module=module, name=walk.report.target):
             walk.watched[report.place] = _joined(walk.watched.get(report.place), report)

@@ -204,8 +204,8 @@ def _steps(
 
 def _where_summed(step: Step, values: Values, sums: list[Operation]) -> Frames:
     """Give the lines that first add what a step gave to something; those that called it where none do."""
-    memory = values.tensor(step.output).untyped_storage().data_ptr()
-    adding = (op for op in sums if any(slot.tensor.untyped_storage().data_ptr() == memory for slot in op.inputs))
+    given = values.tensor(step.output)
+    adding = (op for op in sums if any(_equal(given, x) for slot in op.inputs for x in _turned(slot.value)))
     return next((operation.frames for operation in adding), step.frames)
 
 

@@ -19,7 +19,7 @@ TRAINED = ("Linear", "LayerNorm", "Embedding", "Conv1d")
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a sub-module, and the user's lines that led to it."""
+    """One call of a sub-module: copies of what went in and of what came out, and the user's lines that led to it."""
 
     path: str
     args: tuple[Any, ...]
@@ -73,10 +73,11 @@ def _noting(
     @functools.wraps(forward)
     def noted(*args: Any, **kwargs: Any) -> Any:
         frames = inside(frames_here(), outside)
+        given, named = tree_map_only(Tensor, torch.clone, (args, kwargs))
         output = forward(*args, **kwargs)
         if len(seen) == changed:
             output = tree_map_only(Tensor, _other, output)
-        seen.append(ModuleCall(path, args, kwargs, output, frames))
+        seen.append(ModuleCall(path, given, named, tree_map_only(Tensor, torch.clone, output), frames))
         return output
 
     vars(child)["forward"] = noted
