@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
@@ -15,15 +15,16 @@ from equivalence_tests.checker.intended import accepted, check_meant
 from equivalence_tests.checker.layers.walking import examine_layers, kind_of
 from equivalence_tests.checker.own_call import examine_call
 from equivalence_tests.checker.parts.checking import examine_part, guess_kind, there_and_back
-from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.loading import load, with_signature
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reach.loading import inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reporting.findings import KINDS, CheckResult
+from equivalence_tests.checker.reporting.lines import code_lines, frames_of
 from equivalence_tests.checker.reporting.report import Report
 from scratch.validation import check_choice
 
-__all__ = ["verify"]
+__all__ = ["verify", "without"]
 
 FALLBACKS = ("feed_forward", "positional_encoding", "layers", "attention")
 
@@ -104,14 +105,24 @@ def verify(
     name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
     def checked() -> list[Report]:
-        found = with_signature(load(target, run_all))
-        with torch.enable_grad():  # a file that is imported may switch gradients off
+        found, wrapped = inside_wrappers(with_signature(load(target, run_all)))
+        # Whatever the caller, or the imported file, has set.
+        with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             if inputs is not None:
-                return examine_call(found, inputs, name, given)
-            return [_verify(found, name, kind, replace(adapter or Adapter(), meant=given), progress)]
+                reports = examine_call(found, inputs, name, given)
+            else:
+                reports = [_verify(found, name, kind, replace(adapter or Adapter(), meant=given), progress)]
+        for report in reports:
+            report.notes += without(wrapped)
+        return reports
 
     reports = [_excuse(accepted(report, given), expected_failures or {}) for report in _guarded(checked, name)]
     return reports if inputs is not None else reports[0]
+
+
+def without(wrapped: Sequence[str]) -> list[str]:
+    """Say that what was checked runs inside of something else."""
+    return [f"run inside {name}, and checked without it" for name in wrapped]
 
 
 def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
@@ -124,15 +135,20 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         except CannotCheckError as error:
             reports = [Report(name, reason=str(error))]
         except SystemExit as error:
-            reports = [Report(name, reason=f"It ends the process (SystemExit {error.code}).")]
+            reports = [Report(name, reason=f"It ends the process: exit({error.code}){_raised_at(error)}.")]
         except Exception as error:  # code that changes torch under our feet can break anything of ours
-            reports = [Report(name, reason=f"The check broke off with {type(error).__name__}: {error}")]
+            reports = [Report(name, reason=f"The check broke off with {said(error)}{_raised_at(error)}")]
         finally:
             torch.set_num_threads(threads)
     if printed.getvalue().strip():
         for report in reports:
             report.notes.append("the code prints while it runs; the output was kept out of this report")
     return reports
+
+
+def _raised_at(error: BaseException) -> str:
+    lines = code_lines(frames_of(error)[:1])
+    return f" ({lines[0].path}:{lines[0].number})" if lines else ""
 
 
 def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None]) -> Report:

@@ -22,15 +22,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from equivalence_tests.checker.doors.frames import Arguments, Functions
 from equivalence_tests.checker.own_call import NO_ATTENTION
+from equivalence_tests.checker.reach.loading import inside_wrappers
 from equivalence_tests.checker.reporting.report import Report
-from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.verify import verify, without
 
 __all__ = ["Watched", "WatchedCall", "watch"]
 
 
 NOTHING = "No attention ran while watching."
-# Attributes by which wrappers hold the module that they hand their calls on to.
-WRAPPERS = ("_orig_mod", "module")
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Watched:
         found = []
         for call in self.calls:
             for report in verify(call.function, inputs=(call.args, call.kwargs), meant=self.meant):
-                report.notes += [f"run inside {name}, and checked without it" for name in call.wrapped]
+                report.notes += without(call.wrapped)
                 if not report.reason.startswith(NO_ATTENTION):
                     found.append(report)
         return found
@@ -172,9 +171,7 @@ class _Notebook:
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the arguments of a call aside."""
-        wrapped: tuple[str, ...] = ()
-        while (inner := _inside(module)) is not None:
-            wrapped, module = (*wrapped, type(module).__name__), inner
+        module, wrapped = inside_wrappers(module)
         if id(module) in self.known:
             return
         self.known.add(id(module))
@@ -203,15 +200,6 @@ class _Notebook:
     def give_back(self, size: int) -> None:
         """Let go of arguments that are not needed."""
         self.room += size
-
-
-def _inside(module: nn.Module) -> nn.Module | None:
-    """Give the module that a wrapper hands its calls on to: compiled, data parallel, sharded."""
-    for name in WRAPPERS:
-        inner = module._modules.get(name)
-        if inner is not None and len(module._modules) == 1 and type(module).__module__.startswith("torch."):
-            return inner
-    return None
 
 
 def _size(given: Arguments) -> int:

@@ -36,6 +36,7 @@ STEP = 1e-5
 DRAWS = 200
 PLAIN = ("rotary_positions", "queries_and_keys_normalised")  # what the formula is held against has these too
 # What these find is worth knowing and no proof of a wrong number.
+NO_GRADIENT = "the output carries no gradient: it is detached, or computed under no_grad"
 NOT_JUDGED = ("check_every_parameter_gets_a_gradient",)
 
 
@@ -151,6 +152,8 @@ def check_gradients(checked: Checked) -> str:
     inputs = checked.inputs(41)
     leaves = _leaves(inputs)
     output = checked.situation.caller.output(checked.plan, leaves).double()
+    if not output.requires_grad:
+        raise FailedError(NO_GRADIENT)
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     (output * weight).sum().backward()
     worst = 0.0
@@ -333,6 +336,8 @@ def check_every_parameter_gets_a_gradient(checked: Checked) -> str:
         raise SkippedError("no parameters")
     module.zero_grad(set_to_none=True)
     output = checked.situation.caller.output(checked.plan, checked.inputs(141))
+    if not output.requires_grad:
+        raise SkippedError(NO_GRADIENT)
     (output * torch.arange(output.size(-1), dtype=output.dtype)).square().sum().backward()
     unused = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
     module.zero_grad(set_to_none=True)

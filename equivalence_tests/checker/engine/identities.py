@@ -99,8 +99,8 @@ class _Follower:
         self.others: dict[int, Tensor] = {}  # second names of what two elements were added to
         self.data = {_storage(tensor) for tensor in data}
         self.weights = {
-            id(tensor)
-            for name, tensor in zip(recorder.names, recorder.kept, strict=False)
+            slot.key
+            for name, slot in zip(recorder.names, recorder.given, strict=False)
             if name.startswith(("param:", "buffer:"))
         }
         self.patched: dict[int, Tensor] = {}
@@ -111,11 +111,11 @@ class _Follower:
         self.contexts: dict[tuple[Any, ...], Source] = {}
         self.bases: dict[int, int] = {}  # the first token of each tensor that had no names
         self.tokens = 0
-        for tensor in recorder.kept:
-            self._met(tensor)
-            if id(tensor) in seeds:
-                source = self._new("input", None, Slot(tensor, tensor.detach()), seeds[id(tensor)])
-                self.codes[id(tensor)] = source.codes
+        for slot in recorder.given:
+            self._met(slot.tensor)
+            if slot.key in seeds:
+                source = self._new("input", None, slot, seeds[slot.key])
+                self.codes[slot.key] = source.codes
                 self.tokens = max(self.tokens, int(token_of(source.codes).max()) + 1)
 
     # ------------------------------------------------------------------------------------------ one operation

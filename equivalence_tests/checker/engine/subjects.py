@@ -170,7 +170,7 @@ def _check(report: Report, situation: Situation) -> None:
         report.verdict = "deviates"
     if failed and not report.findings:
         said = {check.__name__: (check.__doc__ or "").partition("\n")[0].rstrip(".") for check in attention_checks()}
-        report.reason = "What does not hold: " + "; ".join(said[check.name] for check in failed) + "."
+        report.reason = "This should hold, and does not: " + "; ".join(said[check.name] for check in failed) + "."
 
 
 NAMED_BY_CHECKS = {

@@ -121,11 +121,11 @@ class Recorder(TorchFunctionMode):
         self.places: list[str] = []  # the paths of the modules that are running, the innermost last
         self._origins: dict[int, int] = {}
         self._live: dict[int, list[Slot]] = {}
-        self.kept: list[Tensor] = []
+        self.given: list[Slot] = []  # what is known by a name, as it was before the run
         for name, tensor in named:
             self._origins[_storage(tensor)] = self._origins.get(_storage(tensor), 0) | 1 << len(self.names)
             self.names.append(name)
-            self.kept.append(tensor)
+            self.given.append(self._slot(tensor))
 
     def origins_of(self, tensor: Tensor) -> int:
         """Give the named tensors that a tensor was made from, as bits."""

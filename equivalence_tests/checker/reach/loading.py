@@ -12,7 +12,10 @@ from torch import nn
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import import_place, users_modules_first
 
-__all__ = ["load", "with_signature"]
+__all__ = ["inside_wrappers", "load", "with_signature"]
+
+# Attributes by which wrappers hold the module that they hand their calls on to.
+WRAPPERS = ("_orig_mod", "module")
 
 
 def load(target: Any, run_all: bool = False) -> Any:
@@ -75,6 +78,30 @@ def with_signature(target: Any) -> Any:
 
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
+
+
+def inside_wrappers(found: Any) -> tuple[Any, tuple[str, ...]]:
+    """Look through what only hands its calls on to a module: compiled, data parallel, sharded.
+
+    Args:
+        found: Any object.
+
+    Returns:
+        The module inside, or the object itself; and the names of the wrappers around it, from the outside in.
+
+    >>> inside_wrappers(nn.DataParallel(nn.Linear(3, 2)))
+    (Linear(in_features=3, out_features=2, bias=True), ('DataParallel',))
+    """
+    wrapped: tuple[str, ...] = ()
+    while (inner := _inside(found)) is not None:
+        found, wrapped = inner, (*wrapped, type(found).__name__)
+    return found, wrapped
+
+
+def _inside(found: Any) -> nn.Module | None:
+    if not isinstance(found, nn.Module) or not type(found).__module__.startswith("torch.") or len(found._modules) != 1:
+        return None
+    return next((found._modules[name] for name in WRAPPERS if name in found._modules), None)
 
 
 def _member(owner: Any, name: str, place: str) -> Any:

@@ -2,19 +2,44 @@
 
 import contextlib
 import io
+import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from torch.backends import mha
 
 __all__ = ["default_dtype", "preserved_global_state"]
 
 
+def _set_threads(number: int) -> None:
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
+
+
+# How each setting is looked up, and put back.
+SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, _set_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
+    (np.geterr, lambda errors: np.seterr(**errors)),
+    (os.getcwd, os.chdir),
+)
+
+
 @contextlib.contextmanager
 def preserved_global_state(quiet: bool = True) -> Iterator[io.StringIO]:
-    """Restore seeds, default dtype and device, grad mode, threads and deterministic flags, and keep what is printed.
+    """Restore seeds, default dtype and device and all of ``SETTINGS``, and keep what is printed.
 
     Args:
         quiet: Catch what is written to the standard output.
@@ -27,27 +52,23 @@ def preserved_global_state(quiet: bool = True) -> Iterator[io.StringIO]:
     >>> torch.get_default_dtype()
     torch.float32
     """
-    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
     device = torch.get_default_device()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = [(put_back, look()) for look, put_back in SETTINGS]
     printed = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(printed) if quiet else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
+            if quiet:
+                stack.enter_context(contextlib.redirect_stdout(printed))
+            if device.type != "cpu":  # what is checked here is checked on the CPU
+                stack.enter_context(torch.device("cpu"))
             yield printed
     finally:
         if torch.get_default_device() != device:
             torch.set_default_device(None if device.type == "cpu" else device)  # None takes the mode away
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(grad)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        for put_back, value in before:
+            put_back(value)
 
 
 @contextlib.contextmanager

@@ -117,12 +117,12 @@ def _from_right_input(attention: Attention, operand: Operand, own: str, roles: M
     asked = retagged(codes, 1).reshape(-1)
     at = order[torch.searchsorted(retagged(source.codes, 1).reshape(-1)[order], asked).clamp_max(len(order) - 1)]
     key = source.slot.key
-    place = next((i for i, x in enumerate(attention.run.recorder.kept) if id(x) == key), None)
+    place = next((i for i, slot in enumerate(attention.run.recorder.given) if slot.key == key), None)
     if place is None:
         return {}
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        x = recorder.kept[place].detach().reshape(-1)[at].view(codes.shape)
+        x = recorder.given[place].value.reshape(-1)[at].view(codes.shape)
         first, *rest = [slot.value for slot in operation.inputs]
         return operation.call([x.to(first.dtype), *rest])
 
