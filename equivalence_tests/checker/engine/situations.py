@@ -102,9 +102,10 @@ def likeliest(subject: Subject, plans: list[tuple[CallPlan, Sizes]]) -> Situatio
 
 
 def _alternatives(plans: list[tuple[CallPlan, Sizes]]) -> list[tuple[CallPlan, Sizes]]:
-    """The first way to call it, with each mask that might hide nothing where one is required."""
+    """The first way to call it, on all heads and on one, with each mask that may hide nothing if one is required."""
     first, lengths = plans[0]
-    return [item for item in plans if replace(item[0], neutral=first.neutral) == first and item[1] == lengths]
+    alike = [item for item in plans if replace(item[0], neutral=first.neutral) == first]
+    return [(plan, sizes) for plan, sizes in alike if replace(sizes, num_heads=lengths.num_heads) == lengths]
 
 
 def _rank(situation: Situation) -> tuple[bool, bool, bool, int, bool]:

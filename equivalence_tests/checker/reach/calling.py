@@ -296,8 +296,16 @@ def call_plans(caller: Caller, sizes: Sizes, errors: list[str]) -> Iterator[tupl
             for working in _working(caller, plan, lengths, errors):
                 found = True
                 yield working, lengths
+                if _may_take_one_head(caller.function, plan):
+                    one_head = replace(lengths, num_heads=1)
+                    yield from ((narrow, one_head) for narrow in _working(caller, working, one_head, []))
         if found:
             return
+
+
+def _may_take_one_head(function: Callable[..., Any], plan: CallPlan) -> bool:
+    """Whether the width that a constructor was told may be that of one head: no parameter shows which it is."""
+    return isinstance(function, nn.Module) and next(function.parameters(), None) is None and "h" not in plan.layout
 
 
 def _key_heads(sizes: Sizes) -> tuple[int, ...]:

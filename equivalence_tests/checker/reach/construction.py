@@ -105,6 +105,10 @@ NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"dtype", lambda s: torch.float32),
     (r"act(ivation)?(_?fn|_?func(tion)?)?$|^hidden_act$", lambda s: "relu"),
     (
+        r"^(d|dim)_?(cross|decoder)\w*$|(cross|decoder)\w*(dim|width|channels|features|size)$",
+        lambda s: s.embed_dim,
+    ),
+    (
         r"scale$|is_\w+|use_\w+|causal|flash|mask|return|output_att|pre_?norm|norm_first|verbose|sdpa|cross|decoder|gradient_check",
         lambda s: False,
     ),
@@ -124,6 +128,7 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"window", lambda s: [MAX_LEN, (2, 3)]),
 )
 ALTERNATIVES = 3
+FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
 ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
 
@@ -188,7 +193,8 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
     """
     errors: list[str] = []
     built = False
-    for sizes in GROUPED_SIZES if _asks_for_groups(target) or _rotates(target) else SIZES:
+    first, *others = GROUPED_SIZES if _asks_for_groups(target) or _rotates(target) else SIZES
+    for sizes in (first, *_fixed_sizes(target, (first, others[0])), *others):
         alternatives = itertools.groupby(argument_lists(target, sizes), key=lambda proposal: proposal[0])
         made = (_first_that_builds(target, (arguments for _, arguments in group), errors) for _, group in alternatives)
         for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
@@ -202,6 +208,25 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
             "construct it. Pass an instance, a factory "
             "(verify(lambda: Mine(...))) or Adapter(build=lambda: Mine(...))."
         )
+
+
+def _fixed_sizes(target: Any, tried: tuple[Sizes, ...]) -> list[Sizes]:
+    """Give sizes for a width that its matrices take in whatever the constructor is told: a constant of the file."""
+    widths = set.intersection(*(_widths_taken(target, sizes) for sizes in tried))
+    heads = (3, 4, 6, 7, 8, 5, 2, 1)
+    return [
+        Sizes(num_heads=count, head_dim=width // count)
+        for width in sorted(widths)[:FIXED]
+        for count in itertools.islice((n for n in heads if width % n == 0 and width > n), 1)
+    ]
+
+
+def _widths_taken(target: Any, sizes: Sizes) -> set[int]:
+    """The widths that the linears of a class take in, where it is built with these sizes."""
+    proposals = (arguments for _, arguments in argument_lists(target, sizes))
+    instance = _first_that_builds(target, itertools.islice(proposals, ALTERNATIVES), [])
+    modules = instance.modules() if isinstance(instance, nn.Module) else ()
+    return {m.in_features for m in modules if isinstance(m, nn.Linear) and 1 < m.in_features <= WIDEST}
 
 
 def _asks_for_groups(target: Any) -> bool:

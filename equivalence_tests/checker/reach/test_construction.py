@@ -1,0 +1,93 @@
+"""What a constructor is told: by names, by widths that the file fixes, and by what one head needs."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.reach.construction import Sizes, value_for
+from equivalence_tests.checker.verify import verify
+
+WIDTH = 32
+
+
+class FixedWidth(nn.Module):
+    """Its width stands in the file; only heads that fill it can be split."""
+
+    def __init__(self, num_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.packed, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_heads, self.head_size = num_heads, head_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            t.view(batch, length, self.num_heads, self.head_size).transpose(1, 2) for t in self.packed(x).chunk(3, -1)
+        )
+        context = self.scores(q, k).softmax(-1) @ v
+        out: Tensor = self.out(context.transpose(1, 2).reshape(batch, length, WIDTH))
+        return out
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT / math.sqrt(self.head_size)
+
+
+class FixedWidthScaledTwice(FixedWidth):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k) / math.sqrt(self.head_size)
+
+
+class Crossing(nn.Module):
+    """The second input has a width of its own, whose name holds the word for a switch."""
+
+    def __init__(self, n_heads: int, d_embed: int, d_cross: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(d_embed, d_embed), nn.Linear(d_cross, d_embed), nn.Linear(d_cross, d_embed)
+        self.out, self.n_heads = nn.Linear(d_embed, d_embed), n_heads
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = (
+            f(t).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f, t in ((self.q, x), (self.k, y), (self.v, y))
+        )
+        context = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
+        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
+        return out
+
+
+class OfOneHead(nn.Module):
+    """Takes no axis of heads, and is told the width that it scales by."""
+
+    def __init__(self, d_k: int) -> None:
+        super().__init__()
+        self.root = math.sqrt(d_k)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("ijk,ilk->ijl", q, k) / self.root
+        return torch.einsum("ijk,ikl->ijl", scores.softmax(-1), v)
+
+
+class OfOneHeadUnrooted(OfOneHead):
+    def __init__(self, d_k: int) -> None:
+        super().__init__(d_k * d_k)
+
+
+@pytest.mark.parametrize("right", [FixedWidth, Crossing, OfOneHead])
+def test_what_is_right_is_built_so_that_it_runs(right: type[nn.Module]) -> None:
+    report = verify(right)
+    assert report.verdict == "equal", str(report)
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"), [(FixedWidthScaledTwice, "scale_twice"), (OfOneHeadUnrooted, "scale_other")]
+)
+def test_another_size_excuses_no_mistake(broken: type[nn.Module], name: str) -> None:
+    assert verify(broken).mistakes == (name,)
+
+
+def test_a_switch_and_a_width_may_share_a_word() -> None:
+    sizes = Sizes()
+    for width in ("d_cross", "cross_attention_dim", "decoder_dim"):
+        assert value_for(width, sizes) == (True, sizes.embed_dim)
+    for switch in ("cross_attention", "is_decoder", "use_cross"):
+        assert value_for(switch, sizes) == (True, False)
