@@ -1,15 +1,13 @@
 """The door to any call that runs: find its attentions, judge each where it stands."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from equivalence_tests.checker.engine.codes import coded
+from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.ending import output_departures
 from equivalence_tests.checker.engine.contracts.norming import norm_departures
@@ -68,13 +66,7 @@ def diagnose_call(
 def _names_of_inputs(call: Call) -> dict[int, Tensor]:
     """Where nothing is projected, what is given are queries, keys and values: the last axis holds their features."""
     given = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
-    names = {}
-    for x in given:
-        if x.is_floating_point() and x.dim() >= 3:
-            *leading, width = x.shape
-            token = torch.arange(math.prod(leading)).view(*leading, 1).expand(x.shape)
-            names[id(x)] = coded(1, token, torch.arange(width).expand(x.shape))
-    return names
+    return {id(x): numbered(x.shape) for x in given if x.is_floating_point() and x.dim() >= 3}
 
 
 def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: dict[str, str]) -> Report:
@@ -125,7 +117,7 @@ def conclude(
 
 def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Departure]) -> list[Departure]:
     """Weights that stand for another role than their names say or take no part, and what follows the last of them."""
-    attention, operands = judgement.attention, (judgement.operands or [[]])[0]
+    attention, operands = judgement.attention, judgement.first_operands
     found = list(projection_departures(attention, operands, {}, module)) if len(operands) == 3 else []
     found += norm_departures(attention, module)
     idle = unused_departures(attention, module, [*known, *found])
@@ -136,7 +128,7 @@ def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Depa
 def _conventions(judgement: Judgement) -> list[tuple[str, str, str]]:
     part = judgement.attention.parts[0]
     rows = [("heads", str(len(part.table.heads)), ""), ("width of a head", str(part.product.left.size(-1)), "")]
-    for operand in (judgement.operands or [[]])[0]:
+    for operand in judgement.first_operands:
         if operand.change:
             rows.append((operand.role, operand.change, "as projected"))
     return rows

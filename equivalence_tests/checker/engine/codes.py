@@ -1,5 +1,7 @@
 """Numbers that name elements: the tensor that an element comes from, its token, and its feature."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,11 @@ __all__ = [
     "looked_up",
     "retagged",
     "score_codes",
+    "numbered",
     "numbered_pairs",
     "source_of",
     "sources_in",
+    "squares_by",
     "place_of",
     "token_of",
     "unified",
@@ -35,12 +39,19 @@ def coded(source: int, token: Tensor, feature: Tensor) -> Tensor:
     return source * float(SPAN) + token.double() * FEATURES + feature.double()
 
 
+def numbered(shape: torch.Size) -> Tensor:
+    """Name the elements of a tensor in which each row holds the features of a token.
+
+    >>> place_of(numbered(torch.Size((2, 2)))).tolist() == [[0, 1], [FEATURES, FEATURES + 1]]
+    True
+    """
+    token = torch.arange(shape[:-1].numel()).view(*shape[:-1], 1)
+    return coded(1, token.expand(shape), torch.arange(shape[-1]).expand(shape))
+
+
 def score_codes(source: int, shape: tuple[int, ...]) -> Tensor:
     """Name the elements of one product by their places in it."""
-    count = 1
-    for size in shape:
-        count *= size
-    return source * float(SPAN) + torch.arange(count, dtype=torch.float64).view(shape)
+    return source * float(SPAN) + torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
 
 
 def known(codes: Tensor) -> Tensor:
@@ -138,6 +149,16 @@ def unified(codes: Tensor) -> Tensor:
             codes = torch.where(source_of(codes) == number, coded(first, token_of(codes), others[place]), codes)
             mine[first] = codes[source_of(codes) == first]
     return codes
+
+
+def squares_by(groups: Tensor, values: Tensor) -> Tensor:
+    """Sum the squares of each group, such as of each token, in the order of their numbers.
+
+    >>> squares_by(torch.tensor([7, 3, 7]), torch.tensor([1.0, 2.0, 3.0])).tolist()
+    [4.0, 10.0]
+    """
+    numbers, place = groups.reshape(-1).unique(return_inverse=True)
+    return torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, place, values.double().reshape(-1) ** 2)
 
 
 def _are_streams(one: Tensor, other: Tensor) -> bool:

@@ -165,6 +165,11 @@ class Judgement:
     hidden: list[Tensor] = field(default_factory=list)
     turned: bool = False
 
+    @property
+    def first_operands(self) -> list[Operand]:
+        """Queries, keys and values of its first part; none where they were not read."""
+        return self.operands[0] if self.operands else []
+
     def blocked(self) -> bool:
         """Whether what departs keeps later stages from being read."""
         return any(departure.blocks for departure in self.departures)

@@ -19,7 +19,6 @@ from equivalence_tests.checker.engine.situations import (
     weighed_scores,
 )
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
-from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -277,21 +276,15 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
 
 
-def _steps(situation: Situation) -> Iterator[tuple[Operation, bool]]:
-    """The operations between the products, and whether a softmax came before."""
-    judgement = situation.judgement
-    after = False
-    for operation, _, _ in judgement.attention.chain(judgement.attention.parts[0]) if judgement is not None else ():
-        yield operation, after
-        after = after or operation.name in SOFTMAXES
-
-
 def _infinite_weights(attempt: Situation) -> Iterator[Departure]:
     """Weights that become infinite after the softmax."""
-    for operation, after in _steps(attempt):
-        if after and bool(operation.outputs[0].value.isinf().any()):
+    judgement = attempt.judgement
+    after = False
+    for operation, _, value in judgement.attention.chain(judgement.attention.parts[0]) if judgement is not None else ():
+        if after and bool(value.isinf().any()):
             yield Departure("mask_after_softmax", "mask", operation)
             return
+        after = after or operation.name in SOFTMAXES
 
 
 def _switched_off(module: nn.Module | None) -> str:

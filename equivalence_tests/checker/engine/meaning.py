@@ -16,6 +16,7 @@ from equivalence_tests.checker.engine.contracts.operands import is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
+from equivalence_tests.checker.engine.ran import forward_lines
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -64,6 +65,7 @@ def untold(judgement: Judgement, module: nn.Module | None) -> Iterator[Exercise]
 class _Evidence:
     def __init__(self, judgement: Judgement, module: nn.Module | None) -> None:
         self.judgement, self.module = judgement, module
+        self.modules = list(module.modules()) if module is not None else []
         self.recorder, self._names = judgement.attention.run.recorder, judgement.attention.run.names
 
     # ------------------------------------------------------------------------------------------ departures
@@ -123,25 +125,20 @@ class _Evidence:
 
     def _values_are_normed(self) -> bool:
         """Whether each value is normalised by itself, in a module inside."""
-        for operands in self.judgement.operands[:1]:
-            for operand in operands[2:]:
-                steps = self._steps(operand)
-                nested = any(self._in_a_part(operation) for operation in steps)
-                return nested and is_normed(self.judgement.attention.run, operand)
-        return False
+        return any(
+            is_normed(self.judgement.attention.run, operand) and any(map(self._in_a_part, self._steps(operand)))
+            for operand in self.judgement.first_operands[2:]
+        )
 
     def _in_a_part(self, operation: Operation) -> bool:
         """Whether a line that led there stands in the forward of a module inside."""
-        own = type(self.module).__mro__
-        parts = {type(x) for x in (self.module.modules() if self.module is not None else ())}.difference(own)
-        codes = [part.forward.__code__ for part in parts if hasattr(part.forward, "__code__")]
-        lines = {(code.co_filename, number) for code in codes for _, _, number in code.co_lines()}
-        return any((path, number) in lines for path, number, _ in operation.frames)
+        parts = {type(part) for part in self.modules}.difference(type(self.module).__mro__)
+        return not forward_lines(parts).isdisjoint(frame[:2] for frame in operation.frames)
 
     def _scaled_by_a_part(self, departure: Departure) -> bool:
         """Whether a module inside multiplies queries or keys by a parameter or a buffer of its own."""
         role = departure.facts["what"]
-        for operand in [x for operands in self.judgement.operands[:1] for x in operands[:2] if x.role == role]:
+        for operand in [operand for operand in self.judgement.first_operands[:2] if operand.role == role]:
             for operation in self._steps(operand):
                 own = [name for bits in operation.origins for name in self.recorder.named(bits)]
                 held = any(name.startswith(("buffer:", "param:")) for name in own)
@@ -225,7 +222,7 @@ class _Evidence:
 
     def _holders(self) -> list[Any]:
         found: dict[int, Any] = {}
-        for child in self.module.modules() if self.module is not None else ():
+        for child in self.modules:
             for value in vars(child).values():
                 holder = not isinstance(value, nn.Module | Tensor | str | int | float | dict | list | tuple | set)
                 if holder and hasattr(value, "__dict__") and not callable(value):
@@ -264,26 +261,23 @@ class _Evidence:
         own = self.own_mask()
         if own is not None and own.evidence and "mask" not in wrong:
             yield own
-        for part, model in zip(self.judgement.attention.parts, self.judgement.models, strict=False):
+        for model in self.judgement.models[:1]:
             if model.cap:
                 yield self._capped(model)
             if "mask" not in wrong and "scores" not in wrong:
-                yield from self._biases(part, model)
-            return
+                yield from self._biases(self.judgement.attention.parts[0], model)
 
     def _rotations(self, departures: list[Departure]) -> Iterator[Departure]:
-        for operands in self.judgement.operands[:1]:
-            turned = [operand for operand in operands[:2] if operand.change == "rotated"]
-            if len(turned) == 2 and not any(d.stage == "rotary" for d in departures):
-                place = _first_step(self.judgement, turned[0])
-                yield Departure("rotary_positions", "rotary", place, evidence="queries and keys turn alike")
+        turned = [operand for operand in self.judgement.first_operands[:2] if operand.change == "rotated"]
+        if len(turned) == 2 and not any(d.stage == "rotary" for d in departures):
+            place = _first_step(self.judgement, turned[0])
+            yield Departure("rotary_positions", "rotary", place, evidence="queries and keys turn alike")
 
     def _norms(self, departures: list[Departure]) -> Iterator[Departure]:
-        for operands in self.judgement.operands[:1]:
-            normed = [operand for operand in operands[:2] if self._is_normed(operand)]
-            if len(normed) == 2:
-                made = next((s.operation for s in normed[0].sources if s.operation is not None), None)
-                yield Departure("queries_and_keys_normalised", "norm", made, evidence="both are, each by its own norm")
+        normed = [operand for operand in self.judgement.first_operands[:2] if self._is_normed(operand)]
+        if len(normed) == 2:
+            made = next((s.operation for s in normed[0].sources if s.operation is not None), None)
+            yield Departure("queries_and_keys_normalised", "norm", made, evidence="both are, each by its own norm")
 
     def own_mask(self) -> Departure | None:
         """A pattern that the code hides by itself and that is not causal; with evidence or without."""
@@ -321,7 +315,7 @@ class _Evidence:
         if not torch.equal(hidden[live], (apart < low) | (apart > high)):
             return ""
         widths = {-low, 1 - low, high, high + 1, high - low, high - low + 1}
-        kept = ((n, x) for m in self.module.modules() for n, x in vars(m).items()) if self.module is not None else ()
+        kept = ((name, value) for module in self.modules for name, value in vars(module).items())
         for name, number in (*kept, *self.settings()):
             if WINDOW.search(name) and isinstance(number, int | float) and number in widths:
                 return f"it is as wide as {name} says ({number:g})"
@@ -330,7 +324,7 @@ class _Evidence:
     def _capped(self, model: WeightsModel) -> Departure:
         operation = next((op for op, _ in self._between() if op.name.startswith("tanh")), None)
         evidence = ""
-        held = [item for m in self.module.modules() for item in _numbers(m)] if self.module is not None else []
+        held = [item for module in self.modules for item in _numbers(module)]
         for name, number in [*self.settings(), *(item for item in held if CAP.search(item[0]))]:
             if abs(number / model.cap - 1) < 1e-6 and not SIZES.search(name):
                 evidence = f"the cap is {name}, a setting ({number:g})"

@@ -1,14 +1,15 @@
 """Which line ran what: the place of a mistake that shows in the output and not in any single operation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, frames_here, inside
 
-__all__ = ["lines_where", "operations_of"]
+__all__ = ["forward_lines", "lines_where", "operations_of"]
 
 
 def operations_of(*calls: Callable[[], Any]) -> list[Operation]:
@@ -42,6 +43,12 @@ def lines_where(ran: str, operations: Sequence[Operation]) -> tuple[CodeLine, ..
         if matching:
             return code_lines(matching[place].frames)
     return ()
+
+
+def forward_lines(kinds: Iterable[type[nn.Module]]) -> set[tuple[str, int]]:
+    """Give the files and lines of the forward of some classes."""
+    codes = [kind.forward.__code__ for kind in kinds if hasattr(kind.forward, "__code__")]
+    return {(code.co_filename, number) for code in codes for _, _, number in code.co_lines() if number}
 
 
 def _plain(name: str) -> str:

@@ -86,7 +86,7 @@ def _heads(judgement: Judgement) -> Row:
 def _weights(judgement: Judgement) -> Iterator[Row]:
     """The parameters that make queries, keys and values, and the output."""
     attention = judgement.attention
-    operands = judgement.operands[0] if judgement.operands else []
+    operands = judgement.first_operands
     names = {operand.role: module_of(weight_of(attention, operand)) for operand in operands}
     distinct = list(dict.fromkeys(names.values()))
     if any(distinct):
@@ -128,8 +128,7 @@ def module_of(parameter: str) -> str:
 
 def changes_in_words(judgement: Judgement) -> str:
     """Say how queries and keys are normalised and rotated; "" if they are not, or not alike."""
-    operands = judgement.operands[0][:2] if judgement.operands else []
-    words = {", ".join(_changes(judgement.attention, operand)) for operand in operands}
+    words = {", ".join(_changes(judgement.attention, operand)) for operand in judgement.first_operands[:2]}
     return words.pop() if len(words) == 1 else ""
 
 
@@ -165,7 +164,7 @@ def _wrap(situation: Situation) -> str:
         return ""
     wrap = wrap_of(judgement.attention, read[1])
     names = judgement.attention.run.names
-    parents = [names.sources[n] for o in judgement.operands[0][:1] for source in o.sources for n in source.parents]
+    parents = [names.sources[n] for o in judgement.first_operands[:1] for source in o.sources for n in source.parents]
     normed = any(_is_norm(names, parent) for parent in parents)
     return WRAPS.get((wrap, normed), "")
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import coded, known
+from equivalence_tests.checker.engine.codes import known, numbered
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
 from equivalence_tests.checker.engine.contracts.ending import ending_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
 from equivalence_tests.checker.engine.judgement import ExpectedFor, Judgement
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
@@ -192,11 +191,7 @@ def named_inputs(
     caller: Caller, plan: CallPlan, inputs: Inputs, form: MaskForm | None, args: list[Any], kwargs: dict[str, Any]
 ) -> tuple[dict[int, Tensor], dict[int, str]]:
     """Give names to the elements of the arguments, and say what each argument is."""
-    codes: dict[int, Tensor] = {}
-    for x in (inputs.query, inputs.key, inputs.value):
-        batch, length, width = x.shape
-        token = torch.arange(batch * length).view(batch, length, 1).expand(x.shape)
-        codes[id(x)] = coded(1, token, torch.arange(width).expand(x.shape))
+    codes = {id(x): numbered(x.shape) for x in (inputs.query, inputs.key, inputs.value)}
     query, key, value = (codes[id(x)] for x in (inputs.query, inputs.key, inputs.value))
     named = Inputs(query, key, value, inputs.may_attend)
     double = replace(caller, dtype=torch.float64)
@@ -219,17 +214,14 @@ def _outside(situation: Situation, roles: dict[int, str]) -> Iterator[Departure]
         return
     judgement, module = found.judgements[-1], situation.subject.module
     attention = judgement.attention
-    operands = _operands(judgement)
+    operands = judgement.first_operands
     by_source = _roles_of_sources(situation, roles)
-    departures = list(projection_departures(attention, operands, by_source, module)) if operands else []
+    departures = list(projection_departures(attention, operands, by_source, module)) if len(operands) == 3 else []
     departures += unused_departures(attention, module, departures)
     yield from departures
-    if not judgement.blocked():
-        yield from _ending(situation, attention)
-
-
-def _operands(judgement: Judgement) -> list[Any]:
-    return judgement.operands[0] if judgement.operands and len(judgement.operands[0]) == 3 else []
+    read = output_codes(situation)
+    if read is not None and not judgement.blocked():
+        yield from ending_departures(attention, *read)
 
 
 def _roles_of_sources(situation: Situation, roles: dict[int, str]) -> dict[int, str]:
@@ -243,12 +235,6 @@ def _roles_of_sources(situation: Situation, roles: dict[int, str]) -> dict[int, 
 def _keys_in_order(call: Call) -> list[int]:
     found = [id(x) for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
     return list(dict.fromkeys(found))
-
-
-def _ending(situation: Situation, attention: Attention) -> Iterator[Departure]:
-    read = output_codes(situation)
-    if read is not None:
-        yield from ending_departures(attention, *read)
 
 
 def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import known, looked_up, token_of
+from equivalence_tests.checker.engine.codes import known, looked_up, squares_by, token_of
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, near
 from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.replaying import replayed
@@ -69,14 +69,7 @@ def turned_back(attention: Attention) -> Departure | bool:
     codes = attention.parts[0].contexts[0].codes
     if near(end.reshape(-1)[attention.names.reshape(-1).argsort()], one.reshape(-1)[codes.reshape(-1).argsort()]):
         return False
-    return near(_squares(attention.names, end), _squares(codes, one), SINGLE)
-
-
-def _squares(codes: Tensor, values: Tensor) -> Tensor:
-    """The sum of squares of each token."""
-    _, place = token_of(codes).reshape(-1).unique(return_inverse=True)
-    sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64)
-    return sums.index_add_(0, place, values.reshape(-1).double() ** 2)
+    return near(squares_by(token_of(attention.names), end), squares_by(token_of(codes), one), SINGLE)
 
 
 def _like(operation: Operation) -> bool:

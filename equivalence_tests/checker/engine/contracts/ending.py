@@ -39,18 +39,16 @@ class _Expression:
         return f"norm({self.inner[0]})" if self.kind == "norm" else self.kind
 
 
-def ending_departures(
-    attention: Attention, output: Tensor, codes: Tensor | None, wanted: Tensor
-) -> Iterator[Departure]:
+def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wanted: Tensor) -> Iterator[Departure]:
     """Hold what comes back against the attention, with a residual and a LayerNorm around it or not.
 
     Args:
         attention: The last one of the call.
         output: What the call gave back.
-        codes: Its names; None if it has none.
+        codes: Its names.
         wanted: The tokens that should lie there, in its shape.
     """
-    if codes is None or not bool((known(codes) & torch.isin(token_of(codes), wanted)).all()):
+    if not bool(torch.isin(token_of(codes), wanted).all()):
         return
     if not torch.equal(token_of(codes), wanted):
         yield Departure("output_tokens_moved", "output", _last_move(attention))

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.codes import token_of
+from equivalence_tests.checker.engine.codes import squares_by, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.names import Attention, Source
+from equivalence_tests.checker.engine.ran import forward_lines
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
 
@@ -24,7 +25,8 @@ def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[
         attention: Of the call.
         module: Holds the norms.
     """
-    lines = _lines_of_norms(module)
+    kinds = {type(part) for part in (module.modules() if module is not None else ()) if part is not module}
+    lines = forward_lines(kind for kind in kinds if "norm" in kind.__name__.lower())
     for source in attention.run.names.sources.values():
         operation = source.operation
         if operation is not None and operation.name == "normalize" and _sizes_differ(source.slot.value, source.codes):
@@ -34,13 +36,6 @@ def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[
         taken = _normalised(attention, operation, source)
         if taken is not None and _sizes_differ(taken, source.codes):
             yield Departure("norm_leaves_different_sizes", "norm", _guilty(attention, operation, taken))
-
-
-def _lines_of_norms(module: nn.Module | None) -> set[tuple[str, int]]:
-    kinds = {type(part) for part in (module.modules() if module is not None else ()) if part is not module}
-    named = [kind for kind in kinds if "norm" in kind.__name__.lower() and hasattr(kind.forward, "__code__")]
-    codes = [kind.forward.__code__ for kind in named]
-    return {(code.co_filename, number) for code in codes for _, _, number in code.co_lines() if number}
 
 
 def _normalised(attention: Attention, operation: Operation, source: Source) -> Tensor | None:
@@ -53,9 +48,7 @@ def _sizes_differ(value: Tensor, codes: Tensor) -> bool:
     token = token_of(codes)
     if bool((token == token[..., :1]).all()):  # each row of features by itself, and so each head
         token = torch.arange(token[..., 0].numel()).view(*token.shape[:-1], 1).expand(token.shape)
-    _, token = token.reshape(-1).unique(return_inverse=True)
-    sizes = torch.zeros(int(token.max()) + 1, dtype=torch.float64)
-    sizes = sizes.index_add_(0, token, value.double().reshape(-1) ** 2)
+    sizes = squares_by(token, value)
     return float(sizes.max() - sizes.min()) > SLACK * float(sizes.max())
 
 

@@ -83,13 +83,17 @@ def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, s
         letters += own if own in given else given[0]
     if letters == "qkv":
         return
+    wrong = _in_other_roles(operands, letters)
     name = ORDERS.get(letters, "arguments_rotated")
-    first = next(operand for operand, own, has in zip(operands, "qkv", letters, strict=True) if own != has)
-    departure = Departure(name, "project", _made_by(attention, first), {"order": letters})
-    for operand, own, has in zip(operands, "qkv", letters, strict=True):
-        if own != has:
-            departure.patches.update(_from_right_input(attention, operand, own, roles))
+    departure = Departure(name, "project", _made_by(attention, wrong[0]), {"order": letters})
+    for operand in wrong:
+        departure.patches.update(_from_right_input(attention, operand, operand.role[0], roles))
     yield departure
+
+
+def _in_other_roles(operands: list[Operand], letters: str) -> list[Operand]:
+    """Those of queries, keys and values that are made of what belongs to another one."""
+    return [operand for operand, has in zip(operands, letters, strict=True) if operand.role[0] != has]
 
 
 def _made_by(attention: Attention, operand: Operand) -> Operation | None:
@@ -231,12 +235,11 @@ def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[st
         return
     letters = "".join(said[role][0][0] for role in ("query", "key", "value"))
     if letters != "qkv" and len(set(letters)) == 3:
-        first = next(operand for operand, own, has in zip(operands, "qkv", letters, strict=True) if own != has)
-        name = {"kqv": "query_key_swapped", "qvk": "key_value_swapped", "vkq": "query_value_swapped"}
+        first = _in_other_roles(operands, letters)[0]
         line = _made_by(attention, first)
         if line is not None and _says_its_weight(line, weights[first.role]):
             line = attention.parts[0].product.operation
-        yield Departure(name.get(letters, "arguments_rotated"), "project", line, {"order": letters})
+        yield Departure(ORDERS[letters], "project", line, {"order": letters})
 
 
 def _says_its_weight(operation: Operation, weight: str) -> bool:
