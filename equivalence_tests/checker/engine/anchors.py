@@ -22,27 +22,17 @@ def attentions_of(run: Run) -> list[Attention]:
         Products of activations that nothing weighs, or that are never multiplied with values, are left out.
     """
     parts = [part for part in (_part(run, product) for product in run.names.products) if part.contexts]
-    parts = [part for part in parts if _is_weighed(run, part)]
-    ends = {id(part): _end_of(run, part) for part in parts}
     found: dict[int, Attention] = {}
     for part in parts:
-        operation, names = ends[id(part)]
-        known_one = found.get(operation.index)
-        if known_one is None:
-            found[operation.index] = Attention(run, [part], operation, names)
-        else:
-            known_one.parts.append(part)
+        if any(operation.name in WEIGHS for operation, _, _ in part.steps(run)):
+            operation, names = _end_of(run, part)
+            found.setdefault(operation.index, Attention(run, [], operation, names)).parts.append(part)
     return [found[index] for index in sorted(found)]
 
 
 def _part(run: Run, product: Product) -> Part:
     number = product.source.number if product.source is not None else -1
     return Part(product, [context for context in run.names.contexts if number in context.score_sources])
-
-
-def _is_weighed(run: Run, part: Part) -> bool:
-    """Whether an exponential or a norm of rows stands between the products."""
-    return any(operation.name in WEIGHS for operation, _, _ in part.steps(run))
 
 
 def _end_of(run: Run, part: Part) -> tuple[Operation, Tensor | None]:

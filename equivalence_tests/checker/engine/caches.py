@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.trying import Trial
-from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import POSITION, Inputs, forward_parameters
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.kept_state import CACHE
@@ -94,8 +94,11 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
             try:
                 findings = _compared(trial, protocol, causal)
             except CacheFailedError as failure:
-                finding = named_mistake("cache_fails").finding(
-                    {"said": failure}, stack=code_lines(frames_of(failure.cause)), evidence=protocol.detail
+                finding = told(
+                    named_mistake("cache_fails"),
+                    {"said": failure},
+                    stack=code_lines(frames_of(failure.cause)),
+                    evidence=protocol.detail,
                 )
                 return [Exercise(name, True, protocol.detail) for name in names], [finding]
             except _OtherwiseError as reason:
@@ -197,7 +200,8 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding
         if differs.any():
             facts = {"how": how, "token": int(differs.nonzero()[0]), "detail": protocol.detail}
             findings.append(
-                named_mistake("cache_differs_from_one_pass").finding(
+                told(
+                    named_mistake("cache_differs_from_one_pass"),
                     facts | {"lengths": ", ".join(map(str, lengths))},
                     evidence=f"{TOKENS} tokens, the future hidden in both",
                 )

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.engine.trying import Trial
-from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, forward_parameters, role_of_parameter
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
@@ -70,7 +70,7 @@ class Covered:
             self.leave_out(what, said(error))
         else:
             facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"
-            self.add(what, [named_mistake("fails_with_what_it_offers").finding(facts, stack=stack, evidence=evidence)])
+            self.add(what, [told(named_mistake("fails_with_what_it_offers"), facts, stack=stack, evidence=evidence)])
 
     def run(self, what: str, inputs: Inputs, extra: dict[str, Any], failed: Failed | None = None) -> bool:
         """Judge one more call: it has a verdict if each of its attentions has one.
@@ -196,7 +196,8 @@ def _not_causal(what: str, reach: Tensor, wanted: Tensor) -> Finding:
     inverted = torch.equal(reach, wanted.T)
     seen_keys = "the keys j >= i" if inverted else "all keys" if bool(reach.all()) else "other keys"
     facts = {"what": what, "output": output, "shown": shown, "token": token, "seen": seen_keys}
-    return named_mistake("causal_switch_inverted" if inverted else "causal_switch_wrong").finding(
+    return told(
+        named_mistake("causal_switch_inverted" if inverted else "causal_switch_wrong"),
         facts | {"effect": "changes" if seen else "does not change"},
         evidence=f"tokens changed one at a time, {len(wanted)} tokens",
     )
@@ -213,7 +214,8 @@ def _scale(name: str, covered: Covered) -> None:
         covered.add_failure(what, error)
         return
     same = bool(((have - want).abs() <= 1e-6 * want.abs().max()).all())
-    wrong = named_mistake("scale_argument_wrong").finding(
+    wrong = told(
+        named_mistake("scale_argument_wrong"),
         {"what": what, "number": scale, "argument": name},
         evidence=f"called with {what}, and without it on scaled queries",
     )
@@ -298,5 +300,5 @@ def _window_findings(trial: Trial, name: str, limit: int, length: int) -> list[F
                 facts = {"limit": limit, "argument": name, "length": length}
                 evidence = f"query {length - 1} of {length} tokens gives key 0 a weight"
                 stack = code_lines(part.product.operation.frames)
-                return [named_mistake("window_without_effect").finding(facts, evidence=evidence, stack=stack)]
+                return [told(named_mistake("window_without_effect"), facts, evidence=evidence, stack=stack)]
     return []

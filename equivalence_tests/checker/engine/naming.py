@@ -1,23 +1,23 @@
 """Turn what departs into words: a name, a sentence, formulas, a fix, and the lines that ran."""
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.mistakes import Mistake, named_mistake
+from equivalence_tests.checker.mistakes import Mistake, named_mistake, told
 from equivalence_tests.checker.reporting.findings import Example, Finding, Proof
 from equivalence_tests.checker.reporting.lines import code_lines
 
 __all__ = ["finding_of"]
 
 
-def finding_of(departure: Departure, proof: Proof | None = None, where: str = "") -> Finding:
+def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
     """Say what a departure is.
 
     Args:
         departure: What was found.
         proof: What putting it right does.
-        where: Path of the sub-module.
     """
-    told = _changed(departure) if "changed_by_" in departure.name else named_mistake(departure.name)
-    return told.finding(
+    mistake = _changed(departure) if "changed_by_" in departure.name else named_mistake(departure.name)
+    return told(
+        mistake,
         departure.facts,
         stage=departure.stage,
         stack=code_lines(departure.lines),
@@ -25,7 +25,6 @@ def finding_of(departure: Departure, proof: Proof | None = None, where: str = ""
         proof=proof,
         evidence=departure.facts.get("claim", ""),
         meant=departure.evidence,
-        where=where,
     )
 
 

@@ -28,7 +28,12 @@ def live_operations(run: Run) -> set[int]:
 
 
 def unused_parameters(attention: Attention, module: nn.Module | None) -> list[str]:
-    """The parameters that take no part."""
+    """Name the parameters of which nothing is made that comes back.
+
+    Args:
+        attention: Of the run.
+        module: Holds the parameters.
+    """
     if module is None:
         return []
     recorder = attention.run.recorder
@@ -41,12 +46,22 @@ def unused_parameters(attention: Attention, module: nn.Module | None) -> list[st
 
 
 def matrix_in(attention: Attention, operation: Operation | None) -> str:
-    """The matrix among the parameters that take part in a product."""
+    """Name the parameter that is the matrix of a product; "" if none is.
+
+    Args:
+        attention: Of the run.
+        operation: Any.
+    """
     return place_of_matrix(attention, operation)[0]
 
 
 def place_of_matrix(attention: Attention, operation: Operation | None) -> tuple[str, int]:
-    """Name that matrix, and say where in memory it starts: packed matrices have one name."""
+    """Name the matrix of a product, and say where in memory it starts: packed matrices have one name.
+
+    Args:
+        attention: Of the run.
+        operation: Any.
+    """
     if operation is None or operation.name not in CONTRACTIONS:
         return "", 0
     named = attention.run.recorder.named

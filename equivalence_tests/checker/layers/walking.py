@@ -20,7 +20,7 @@ from equivalence_tests.checker.layers.layer_masks import OF_SOURCE, LayerMask, o
 from equivalence_tests.checker.layers.model_masks import judge_model_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
-from equivalence_tests.checker.mistakes import MISTAKES, named_mistake
+from equivalence_tests.checker.mistakes import MISTAKES, named_mistake, told
 from equivalence_tests.checker.parts.checking import BY_DATA_FLOW, examine_part, guess_kind, kind_of_name
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.reach.calling import (
@@ -80,7 +80,7 @@ class Walk:
         self.report.checks.append(CheckResult(name, outcome, ", ".join(mistakes)))
         for mistake, frames in mistakes.items():
             if (mistake, place) not in [(f.name, f.where) for f in self.report.findings]:
-                finding = named_mistake(mistake).finding(stack=code_lines(frames), evidence=evidence, where=place)
+                finding = told(named_mistake(mistake), stack=code_lines(frames), evidence=evidence, where=place)
                 self.report.findings.append(finding)
 
     def skip(self, name: str, reason: str) -> None:
@@ -423,7 +423,7 @@ def _add_fresh_parts(walk: Walk, path: str, caller: Caller, plan: CallPlan, leng
     if made and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
         stack, evidence = code_lines(next(iter(made.values()))), f"each call constructs {', '.join(sorted(made))}"
         mistake = named_mistake("layer_made_in_forward")
-        walk.report.findings.append(mistake.finding(stack=stack, evidence=evidence, where=path))
+        walk.report.findings.append(told(mistake, stack=stack, evidence=evidence, where=path))
 
 
 def _wiring(walk: Walk, caller: Caller, plan: CallPlan, lengths: Sizes, layer: nn.Module) -> Wiring:

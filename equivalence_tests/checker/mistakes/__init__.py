@@ -5,10 +5,15 @@ in the readings of its part; which change makes it of a right attention stands i
 change and asks for the name.
 """
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from equivalence_tests.checker.mistakes import attention, masks, offers, parts, wiring
 from equivalence_tests.checker.mistakes.mistake import Mistake
+from equivalence_tests.checker.reporting.findings import Finding
 
-__all__ = ["MISTAKES", "Mistake", "named_mistake"]
+__all__ = ["MISTAKES", "Mistake", "named_mistake", "told"]
 
 MISTAKES = {
     mistake.name: mistake for mistake in (*attention.ROWS, *offers.ROWS, *parts.ROWS, *wiring.ROWS, *masks.ROWS)
@@ -25,3 +30,17 @@ def named_mistake(name: str) -> Mistake:
     'Apply softmax over the keys before multiplying by the values.'
     """
     return MISTAKES[name]
+
+
+def told(mistake: Mistake, facts: Mapping[str, Any] | None = None, **shown: Any) -> Finding:
+    """Say a mistake of somebody's code.
+
+    Args:
+        mistake: Which.
+        facts: The numbers that its words speak of.
+        shown: What else the finding shows: its lines, proof or evidence.
+    """
+    facts = {"factor": math.nan, "fill": math.nan, "cap": math.nan, "argument": ""} | dict(facts or {})
+    said = {words: getattr(mistake, words).format(**facts) for words in ("sentence", "have", "want", "fix")}
+    known = {"name": mistake.name, "stage": mistake.stage, "on_purpose_in": mistake.on_purpose_in}
+    return Finding(**known | said | shown)

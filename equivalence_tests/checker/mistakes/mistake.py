@@ -1,11 +1,6 @@
-"""A mistake: its words, where its line is found, and the finding that it becomes."""
+"""A mistake: its words, where its line is found, and what makes it of right code."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-from equivalence_tests.checker.reporting.findings import Finding
 
 __all__ = ["Change", "Mistake"]
 
@@ -46,15 +41,3 @@ class Mistake:
     def made_of(self, right: str, *changes: Change) -> "Mistake":
         """Say which changes make this mistake."""
         return replace(self, right=right, changes=changes)
-
-    def finding(self, facts: Mapping[str, Any] | None = None, **shown: Any) -> Finding:
-        """Say it of somebody's code.
-
-        Args:
-            facts: The numbers that its words speak of.
-            shown: What else the finding shows: its lines, proof or evidence.
-        """
-        facts = {"factor": math.nan, "fill": math.nan, "cap": math.nan, "argument": ""} | dict(facts or {})
-        said = {words: getattr(self, words).format(**facts) for words in ("sentence", "have", "want", "fix")}
-        known = {"name": self.name, "stage": self.stage, "on_purpose_in": self.on_purpose_in}
-        return Finding(**known | said | shown)

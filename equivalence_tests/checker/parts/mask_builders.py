@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.ran import lines_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.parts.mask_meanings import OF_BOOLS, BuilderPlan, Drawn, Meaning, draws_of, meanings
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
@@ -312,7 +312,8 @@ def _report_one(report: Report, label: str, mask: ReadMask, output: Tensor, ran:
     )
     for name in mask.mistakes:
         report.findings.append(
-            named_mistake(name).finding(
+            told(
+                named_mistake(name),
                 stack=lines_where(named_mistake(name).ran, ran),
                 evidence="gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake "
                 "does",

@@ -9,7 +9,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.distance import FLOAT32_INSIDE, distance
 from equivalence_tests.checker.engine.ran import lines_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.mistakes import named_mistake
+from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
 
@@ -106,7 +106,8 @@ def _matched(report: Report, tried: _Tried, matching: list[int], calls: Sequence
     report.conventions, report.notes = list(reading.words), list(reading.notes)
     ran = operations_of(*calls) if reading.mistakes else []
     found = [
-        named_mistake(name).finding(
+        told(
+            named_mistake(name),
             stack=lines_where(named_mistake(name).ran, ran),
             evidence=_evidence(name, tried, matching[0]),
             alternatives=_alternatives(tried, matching),
