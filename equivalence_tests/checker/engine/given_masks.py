@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.scores_table import future_of, ranks_of, with_some
 from equivalence_tests.checker.engine.contracts.weights import read_weights
-from equivalence_tests.checker.engine.judgement import Expectation, ExpectedFor
+from equivalence_tests.checker.engine.judgement import Expectation
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.running import Call
 
@@ -27,7 +27,7 @@ HIDING = "key_padding_mask"  # True hides, as its name says
 HIDES = -1e3  # what is added to a score below this leaves nothing of it
 
 
-class GivenMasks(ExpectedFor):
+class GivenMasks:
     """Reads the masks among the arguments of a call, and what a module says of itself with ``is_causal``.
 
     Args:
@@ -41,7 +41,7 @@ class GivenMasks(ExpectedFor):
         causal = call.kwargs.get("is_causal", said)
         self.causal = causal if isinstance(causal, bool) else None
 
-    def of(self, attention: Attention) -> dict[int, Expectation]:
+    def __call__(self, attention: Attention) -> dict[int, Expectation]:
         """Give for each part what some mask of the call allows and the code lets be seen or hidden otherwise."""
         found = {}
         for part in attention.parts:

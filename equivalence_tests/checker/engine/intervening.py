@@ -75,6 +75,6 @@ def reference(judgement: Judgement, dtype: torch.dtype = torch.float64) -> dict[
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         made = context_by_formula(recorder, attention, factors, judgement.hidden, dtype)
         want = looked_up(names, *made)
-        return torch.where(want.isnan(), operation.outputs[0].value.double().view(names.shape), want)
+        return torch.where(want.isnan(), operation.outputs[0].value.double(), want)
 
     return {attention.end.index: patch}

@@ -1,7 +1,7 @@
 """What is read of an attention before it is judged, what is known from outside, and what comes of it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.names import Attention, Run, Source
 from equivalence_tests.checker.engine.watching import Operation, Slot
 
-__all__ = ["Expectation", "ExpectedFor", "Judgement", "Operand", "Turn", "WeightsModel"]
+__all__ = ["Expectation", "Expecting", "Judgement", "Operand", "Turn", "WeightsModel"]
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,8 @@ class Expectation:
     masked: bool = False
 
 
-class ExpectedFor:
-    """Says what is known about the mask of an attention; overridden by who knows more."""
-
-    def of(self, attention: Attention) -> dict[int, Expectation]:
-        """Give what is known, by the number of each part."""
-        return {}
+# Says what is known about the mask of an attention, by the number of each part.
+Expecting = Callable[[Attention], Mapping[int, Expectation]]
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from equivalence_tests.checker.engine.contracts.scores import score_departures
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, hidden_by_formula, padded_queries
 from equivalence_tests.checker.engine.contracts.tiles import tile_departures
 from equivalence_tests.checker.engine.contracts.weights import read_weights
-from equivalence_tests.checker.engine.judgement import Expectation, ExpectedFor, Judgement
+from equivalence_tests.checker.engine.judgement import Expectation, Expecting, Judgement, Operand
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.running import Call, Examination
 
@@ -27,7 +27,7 @@ ROUNDS = 8
 WEIGHING = ("scale", "scores", "mask", "softmax", "context")
 
 
-def judge(attention: Attention, expected: dict[int, Expectation] | None = None) -> Judgement:
+def judge(attention: Attention, expected: Mapping[int, Expectation]) -> Judgement:
     """Hold an attention against torch's formula.
 
     Args:
@@ -40,14 +40,14 @@ def judge(attention: Attention, expected: dict[int, Expectation] | None = None) 
         found.departures = _once(found.departures)
         return found
     if attention.tiled:
-        return _judge_tiles(found, expected or {})
+        return _judge_tiles(found, expected)
     found.departures += input_departures(attention)
     for part in attention.parts:
-        _judge_part(found, part, (expected or {}).get(part.number, Expectation()))
+        _judge_part(found, part, expected.get(part.number, Expectation()))
     if found.blocked():
         return found
-    found.departures += _of_context(found, expected or {})
-    if _divided_later(found) and not any(tile_departures(attention, found.operands, expected or {})):
+    found.departures += _of_context(found, expected)
+    if _divided_later(found) and not any(tile_departures(attention, found.operands, expected)):
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
     found.departures += later_departures(attention)
     found.departures += list(merge_departures(attention)) or list(exchanged_departures(attention))
@@ -77,13 +77,11 @@ def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterat
             departure.evidence = "values turn as keys do, and what they are averaged to turns back"
 
 
-def _judge_tiles(found: Judgement, expected: dict[int, Expectation]) -> Judgement:
+def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> Judgement:
     """Parts that add up to the weights of one query are judged by what comes out."""
     attention = found.attention
     for part in attention.parts:
-        operands = read_operands(attention, part)
-        found.operands.append(operands)
-        found.departures += operand_departures(attention, part, operands)
+        _judge_operands(found, part)
     if not found.departures:
         found.departures += tile_departures(attention, found.operands, expected)
     found.departures += merge_departures(attention)
@@ -91,10 +89,15 @@ def _judge_tiles(found: Judgement, expected: dict[int, Expectation]) -> Judgemen
     return found
 
 
-def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
+def _judge_operands(found: Judgement, part: Part) -> list[Operand]:
     operands = read_operands(found.attention, part)
     found.operands.append(operands)
     found.departures += operand_departures(found.attention, part, operands)
+    return operands
+
+
+def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
+    operands = _judge_operands(found, part)
     for context in part.contexts[:1]:
         model = read_weights(found.attention.run, part, context)
         found.models.append(model)
@@ -117,18 +120,17 @@ def _once(departures: list[Departure]) -> list[Departure]:
     return list(kept.values())
 
 
-def examine(call: Call, expected: ExpectedFor | None = None) -> Examination:
+def examine(call: Call, expecting: Expecting | None = None) -> Examination:
     """Find the attentions of a call, judge each, and put right what keeps the rest from being read.
 
     Args:
         call: What to run.
-        expected: Says what is known about the masks.
+        expecting: Says what is known about the masks.
     """
-    expected = expected or ExpectedFor()
     names: dict[int, Tensor] = {}
     found = Examination(call, call.run())
     for _ in range(ROUNDS):
-        judgements = [judge(a, expected.of(a)) for a in attentions_of(found.run)]
+        judgements = [judge(a, expecting(a) if expecting is not None else {}) for a in attentions_of(found.run)]
         _keep(found, judgements)
         fresh = [d for j in judgements for d in j.departures if d.blocks and not set(d.patches) <= set(found.patches)]
         if not fresh:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
-from equivalence_tests.checker.engine.judgement import Expectation, ExpectedFor
+from equivalence_tests.checker.engine.judgement import Expectation
 from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.situations import (
@@ -237,13 +237,13 @@ class _Masks:
         return [Departure("mask_never_used", "mask", operation, {"argument": f" {self.parameter}"})]
 
 
-class _Allowed(ExpectedFor):
+class _Allowed:
     """Says which keys a mask allows, and what the code hides by itself."""
 
     def __init__(self, may: Tensor, plain: Examination | None) -> None:
         self.may, self.plain = may, plain
 
-    def of(self, attention: Attention) -> dict[int, Expectation]:
+    def __call__(self, attention: Attention) -> dict[int, Expectation]:
         found = {}
         for part in attention.parts:
             query, key = part.table.query, part.table.key

@@ -12,7 +12,7 @@ from equivalence_tests.checker.engine.codes import known, numbered
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
 from equivalence_tests.checker.engine.contracts.ending import ending_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
-from equivalence_tests.checker.engine.judgement import ExpectedFor, Judgement
+from equivalence_tests.checker.engine.judgement import Expecting, Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.trying import Trial
@@ -143,7 +143,7 @@ def situation_of(
     form: MaskForm | None = None,
     may: Tensor | None = None,
     size: float = 1.0,
-    known_mask: ExpectedFor | None = None,
+    expecting: Expecting | None = None,
 ) -> Situation:
     """Call it in one way, and look at what runs."""
     inputs = _resized(random_inputs(lengths, plan, 1, subject.dtype), size)
@@ -154,7 +154,7 @@ def situation_of(
     if subject.adapter.call is not None:
         kwargs = {**kwargs, "may": may}
     call = Call(calling_of(caller), tuple(args), kwargs, subject.module, seeds)
-    found = examine(call, known_mask)
+    found = examine(call, expecting)
     situation = Situation(subject, plan, lengths, inputs, call, found)
     situation.extra = list(_outside(situation, roles))
     for departure in situation.departures:
