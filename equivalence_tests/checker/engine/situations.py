@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import known, numbered
+from equivalence_tests.checker.engine.codes import known, numbered, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
 from equivalence_tests.checker.engine.contracts.ending import ending_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
@@ -17,7 +17,7 @@ from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
-from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs, call_plans, random_inputs
+from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs, call_plans, from_layout, random_inputs
 from equivalence_tests.checker.reach.construction import Sizes
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.subject import Subject
@@ -241,32 +241,14 @@ def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:
     """What comes back, the names of its elements, and the tokens that should lie there; None if they are not known."""
     run, plan = situation.found.run, situation.plan
     outputs = list(tensors_in((run.output,)))
-    if plan.output >= len(outputs):
+    found = run.names.last_of(outputs[plan.output]) if plan.output < len(outputs) else None
+    if found is None or not bool(known(found[1]).all()):
         return None
-    output = outputs[plan.output]
-    found, wanted = run.names.last_of(output), _wanted_tokens(situation, output)
-    if found is None or wanted is None or not bool(known(found[1]).all()):
+    output, codes = (from_layout(x.double(), plan.layout) for x in found)
+    tokens = token_of(numbered(situation.inputs.query.shape))[..., 0]
+    if codes.shape[:2] != tokens.shape:
         return None
-    return output.detach().double(), found[1], wanted
-
-
-def _wanted_tokens(situation: Situation, output: Tensor) -> Tensor | None:
-    """The tokens that should lie in what comes back."""
-    query = situation.inputs.query
-    batch, length, _ = query.shape
-    token = torch.arange(batch * length).view(batch, length)
-    layout = situation.plan.layout
-    if layout == "l b e" and output.dim() == 3:
-        return token.T[..., None].expand(output.shape) if output.shape[:2] == (length, batch) else None
-    if layout in ("b l e", "b l h d") and tuple(output.shape[:2]) == (batch, length):
-        return token.view(batch, length, *[1] * (output.dim() - 2)).expand(output.shape)
-    if layout == "b h l d" and output.dim() == 4 and output.size(2) == length:
-        return token[:, None, :, None].expand(output.shape)
-    if layout in ("b e l", "b e l 1") and output.size(0) == batch and output.size(2) == length:
-        return token.view(batch, 1, length, *[1] * (output.dim() - 3)).expand(output.shape)
-    if layout == "l e" and output.dim() == 2:
-        return token[0][:, None].expand(output.shape)
-    return None
+    return output, codes, tokens.view(*tokens.shape, *[1] * (codes.dim() - 2)).expand(codes.shape)
 
 
 def new_departures(known_ones: list[Departure], others: list[Departure]) -> list[Departure]:

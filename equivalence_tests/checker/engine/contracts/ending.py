@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import known, source_of, sources_in, token_of
+from equivalence_tests.checker.engine.codes import known, retagged, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import adds_two, changed_output, has_twin, shuffling
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, near
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
@@ -176,12 +176,7 @@ def _one_of_the_other(one: Source, other: Source) -> bool:
 
 def _factors(source: Source, parents: list[Source]) -> tuple[float, ...] | None:
     """Of a sum of two, how often each is in it."""
-    columns = []
-    for parent in parents:
-        codes = source.codes
-        shifted = torch.where(known(codes), torch.remainder(codes, 1 << 40) + parent.number * float(1 << 40), codes)
-        columns.append(values_at([parent], shifted).reshape(-1))
-    table = torch.stack(columns, -1)
+    table = torch.stack([values_at([p], retagged(source.codes, p.number)).reshape(-1) for p in parents], -1)
     if bool(table.isnan().any()):
         return None
     value = source.slot.value.double().reshape(-1, 1)

@@ -10,6 +10,7 @@ from equivalence_tests.checker.engine.codes import (
     coded,
     feature_of,
     known,
+    looked_up,
     numbered_pairs,
     place_of,
     source_of,
@@ -176,13 +177,10 @@ def _laid_out(codes: Tensor, shape: torch.Size, lead: torch.Size) -> Tensor | No
 
 def _gathering(before: Tensor, wanted: Tensor) -> Patch:
     """Take each element from where it is in the operation's own argument."""
-    names, order = before.reshape(-1).sort()
-    place = torch.searchsorted(names, wanted.reshape(-1).contiguous()).clamp_max(len(names) - 1)
-    at = order[place]
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         source = next(slot for slot in operation.inputs if slot.value.numel() == before.numel())
-        return source.value.reshape(-1)[at].view(wanted.shape)
+        return looked_up(wanted, before, source.value)
 
     return patch
 

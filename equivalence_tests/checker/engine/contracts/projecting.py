@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.codes import feature_of, retagged, sources_in
+from equivalence_tests.checker.engine.codes import feature_of, looked_up, retagged, sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.names import Attention, Source
@@ -117,16 +117,13 @@ def _from_right_input(attention: Attention, operand: Operand, own: str, roles: M
     source = attention.run.names.sources[right]
     if codes is None or codes.numel() != source.codes.numel():
         return {}
-    order = retagged(source.codes, 1).reshape(-1).argsort()
-    asked = retagged(codes, 1).reshape(-1)
-    at = order[torch.searchsorted(retagged(source.codes, 1).reshape(-1)[order], asked).clamp_max(len(order) - 1)]
-    key = source.slot.key
-    place = next((i for i, slot in enumerate(attention.run.recorder.given) if slot.key == key), None)
+    place = next((i for i, slot in enumerate(attention.run.recorder.given) if slot.key == source.slot.key), None)
     if place is None:
         return {}
+    asked, names = retagged(codes, 1), retagged(source.codes, 1)
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        x = recorder.given[place].value.reshape(-1)[at].view(codes.shape)
+        x = looked_up(asked, names, recorder.given[place].value)
         first, *rest = [slot.value for slot in operation.inputs]
         return operation.call([x.to(first.dtype), *rest])
 
