@@ -56,7 +56,7 @@ def score_codes(source: int, shape: tuple[int, ...]) -> Tensor:
 
 def known(codes: Tensor) -> Tensor:
     """Say which elements have a name."""
-    return (codes.real if codes.is_complex() else codes) >= SPAN
+    return codes >= SPAN
 
 
 def source_of(codes: Tensor) -> Tensor:
@@ -122,8 +122,6 @@ def feature_of(codes: Tensor) -> Tensor:
 
 def retagged(codes: Tensor, source: int) -> Tensor:
     """Name the same tokens and features as those of another source."""
-    if codes.is_complex():
-        return torch.complex(retagged(codes.real, source), retagged(codes.imag, source))
     return torch.where(known(codes), torch.remainder(codes, SPAN) + source * float(SPAN), codes)
 
 

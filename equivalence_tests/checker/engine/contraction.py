@@ -99,6 +99,10 @@ def einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
         equation: As torch.einsum has it.
         first: The operand before the comma.
         second: The operand behind it.
+
+    >>> found = einsum("qd,kd", torch.ones(2, 5), torch.ones(3, 5))
+    >>> found.shape, found.left.shape, found.right.shape
+    ((3, 2), torch.Size([1, 2, 5]), torch.Size([1, 3, 5]))
     """
     read = _letters(equation, first.dim(), second.dim())
     if read is None:

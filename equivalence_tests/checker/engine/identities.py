@@ -49,7 +49,7 @@ MULTIPLIES = words("mul __mul__ __rmul__ multiply mul_ __imul__")
 ADDS = words("add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_ __rsub__ lerp addcmul")
 JOINS = words("cat concat concatenate stack hstack vstack column_stack")
 POOLS = words("max amax mean min amin")
-PRODUCTS = words("matmul __matmul__ __rmatmul__ bmm einsum")
+PRODUCTS = words("matmul __matmul__ bmm einsum")
 
 
 def identify(
@@ -228,9 +228,6 @@ class _Follower:
 
     def _name_memory(self, tensor: Tensor) -> None:
         """Give the memory behind a tensor names that say nothing yet, shared by all that look at it."""
-        if tensor.is_complex() or not tensor.is_floating_point():
-            self.codes[id(tensor)] = torch.full(tensor.shape, UNKNOWN, dtype=torch.float64)
-            return
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         memory = torch.full((count,), UNKNOWN, dtype=torch.float64)
         for key, other in self.siblings.get(_storage(tensor), {}).items():

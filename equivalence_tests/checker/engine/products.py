@@ -21,9 +21,6 @@ def contraction_of(operation: Operation) -> Contraction | None:
     first, second = (slot.value for slot in operation.inputs[:2])
     if name in ("matmul", "__matmul__", "bmm", "mm", "mv", "dot"):
         return matmul(first, second)
-    if name == "__rmatmul__":
-        found = matmul(second, first)
-        return found and Contraction(found.left, found.right, found.out, (1, 0), found.shape)
     if name == "linear":
         return matmul(first, second, turned=True) if second.dim() == 2 else None
     if name in ("conv1d", "conv2d", "conv3d"):

@@ -49,7 +49,7 @@ INPLACE = words(
 )
 INDEXED = words("embedding embedding_bag one_hot")
 CONTRACTIONS = words(
-    "linear matmul __matmul__ __rmatmul__ bmm mm einsum addmm baddbmm addbmm conv1d conv2d conv3d tensordot mv dot "
+    "linear matmul __matmul__ bmm mm einsum addmm baddbmm addbmm conv1d conv2d conv3d tensordot mv dot "
     "inner bilinear vecdot chain_matmul multi_dot conv_transpose1d conv_transpose2d"
 )
 ELEMENTWISE = words(
