@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.findings import Exercise
 
-__all__ = ["untold", "with_evidence"]
+__all__ = ["own_windows", "untold", "with_evidence"]
 
 CAP = re.compile(r"cap|clip", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
@@ -43,6 +43,17 @@ def with_evidence(judgement: Judgement, departures: list[Departure], module: nn.
     for departure in departures:
         departure.evidence = departure.evidence or reader.of(departure)
     return [*departures, *reader.conventions(departures)]
+
+
+def own_windows(judgement: Judgement, module: nn.Module | None, size: int) -> str:
+    """Say which setting cuts tokens into windows of this size; "" if none does.
+
+    Args:
+        judgement: Of one attention.
+        module: Holds the settings.
+        size: How many tokens lie in a window.
+    """
+    return _Evidence(judgement, module).width_named({size, math.sqrt(size)})
 
 
 def untold(judgement: Judgement, module: nn.Module | None) -> Iterator[Exercise]:
@@ -314,7 +325,10 @@ class _Evidence:
         low, high = int(seen.min()), int(seen.max())
         if not torch.equal(hidden[live], (apart < low) | (apart > high)):
             return ""
-        widths = {-low, 1 - low, high, high + 1, high - low, high - low + 1}
+        return self.width_named({-low, 1 - low, high, high + 1, high - low, high - low + 1})
+
+    def width_named(self, widths: Container[float]) -> str:
+        """Say which setting is as wide as what is seen; "" if none is."""
         kept = ((name, value) for module in self.modules for name, value in vars(module).items())
         for name, number in (*kept, *self.settings()):
             if WINDOW.search(name) and isinstance(number, int | float) and number in widths:

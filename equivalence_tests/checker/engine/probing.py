@@ -3,10 +3,12 @@
 import itertools
 
 import torch
+from torch import Tensor
 
 from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.meaning import own_windows
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.reach.calling import cross_plans
 from equivalence_tests.checker.reach.errors import said
@@ -30,7 +32,8 @@ def missing_keys(situation: Situation) -> list[Departure]:
     queries, keys = situation.inputs.query.size(1), situation.inputs.key.size(1)
     for judgement in situation.found.judgements:
         tables = [part.table for part in judgement.attention.parts]
-        if all(bool((t.query % queries == t.key % keys).all()) for t in tables) and queries == keys > 1:
+        over = all(bool((t.query % queries == t.key % keys).all()) for t in tables) and queries == keys > 1
+        if over and any(bool((t.query != t.key).any()) for t in tables):
             return [Departure("attention_over_batch", "product", judgement.attention.first)]
         attention = judgement.attention
         pairs = torch.cat(
@@ -39,6 +42,9 @@ def missing_keys(situation: Situation) -> list[Departure]:
         pairs = pairs.unique(dim=0)
         if len(pairs) >= len(pairs[:, 0].unique()) * keys:
             continue
+        window = _windows(pairs[:, 0] // 1024, pairs[:, 1], queries)
+        if window and (evidence := own_windows(judgement, situation.subject.module, window)):
+            return [Departure("own_mask", "mask", attention.first, evidence=evidence)]
         names = attention.run.names
         lost = attention.first
         for source in {int(x) for p in attention.parts for x in source_of(p.product.right).unique()}:
@@ -49,6 +55,14 @@ def missing_keys(situation: Situation) -> list[Departure]:
                     return [Departure("key_tokens_missing", "product", operation, {"keys": keys})]
         return [Departure("key_tokens_missing", "product", lost, {"keys": keys})]
     return []
+
+
+def _windows(query: Tensor, key: Tensor, length: int) -> int:
+    """How many tokens see each other and no other, where samples are cut into such windows; 0 where they are not."""
+    sees = torch.zeros(2 * [int(query.max(key).max()) + 1], dtype=torch.bool)
+    sees[query, key] = True
+    apart = torch.equal(query // length, key // length) and bool(sees.diagonal()[query.unique()].all())
+    return int(sees.sum(1).max()) if apart and torch.equal(sees.double() @ sees.double() > 0, sees) else 0
 
 
 def other_length_departures(situation: Situation) -> list[Departure]:

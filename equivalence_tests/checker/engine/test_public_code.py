@@ -430,3 +430,34 @@ class WindowsOfAnImageTurned(WindowsOfAnImage):
 def test_windows_of_a_padded_image_are_right_and_a_norm_over_all_of_it_is_no_look_beyond_them() -> None:
     assert verify(WindowsOfAnImage).verdict == "equal"
     assert verify(WindowsOfAnImageTurned).mistakes == ("changed_by_flip",)
+
+
+class WindowsOfOneToken(nn.Module):
+    """Cuts the tokens into windows; by default each sees itself alone."""
+
+    def __init__(self, dim: int, heads: int = 3, window_size: int = 1) -> None:
+        super().__init__()
+        self.heads, self.window_size = heads, window_size
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def cut(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, self.window_size, x.size(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (made.unflatten(-1, (self.heads, -1)).transpose(1, 2) for made in self.qkv(self.cut(x)).chunk(3, -1))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).view(x.shape)
+
+
+class SeesItselfForNoReason(WindowsOfOneToken):
+    def __init__(self, dim: int, heads: int = 3) -> None:
+        super().__init__(dim, heads, 0)
+
+    def cut(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[:, None]
+
+
+def test_windows_of_one_token_are_no_attention_over_the_batch() -> None:
+    report = verify(WindowsOfOneToken)
+    assert (report.verdict, [finding.name for finding in report.meant]) == ("partial", ["own_mask"])
+    assert "no query had more than one key" in report.not_exercised[0].detail
+    assert verify(SeesItselfForNoReason).mistakes == ("key_tokens_missing",)
