@@ -1,6 +1,7 @@
 """verify on attention whose keys and values have fewer heads than the queries."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -67,6 +68,38 @@ class FromConfig(Grouped):
         super().__init__(config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
 
 
+@dataclass
+class Settings:
+    """The counts have defaults that do not fit other counts of heads."""
+
+    dim: int = 1024
+    n_heads: int = 16
+    n_kv_heads: int = 4
+
+
+class FromSettings(Grouped):
+    def __init__(self, config: Settings) -> None:
+        super().__init__(config.dim, config.n_heads, config.n_kv_heads)
+
+
+class TiledFromSettings(FromSettings, Tiled):
+    pass
+
+
+class TakesThemOptionally(Tiled):
+    """As many heads of keys as of queries, unless it is told otherwise."""
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int | None = None) -> None:
+        super().__init__(dim, n_heads, n_heads if n_kv_heads is None else n_kv_heads)
+
+
+class NeverGroups(Grouped):
+    """Takes the count, and runs only where it is that of the queries."""
+
+    def shared(self, x: Tensor) -> Tensor:
+        return x
+
+
 class OneKeyHead(Grouped):
     """All heads share one head of keys and one of values, packed."""
 
@@ -94,6 +127,7 @@ class MaskOfTheDefaultDtype(Grouped):
         (Grouped, "6; keys and values have 2"),
         (Packed, "6; keys and values have 2"),
         (FromConfig, "6; keys and values have 2"),
+        (FromSettings, "6; keys and values have 2"),
         (OneKeyHead, "3; keys and values have 1"),
         (lambda: Grouped(24, 4, 2, bias=False), "4; keys and values have 2"),
         (lambda: Grouped(24, 4, 4), "4"),
@@ -106,11 +140,17 @@ def test_shared_keys_and_values_are_read(right: Callable[..., Any], heads: str) 
     assert next(theirs for what, theirs, _ in report.conventions if what == "heads") == heads
 
 
-@pytest.mark.parametrize("broken", [Tiled, lambda: Tiled(24, 4, 2)])
+@pytest.mark.parametrize("broken", [Tiled, lambda: Tiled(24, 4, 2), TiledFromSettings, TakesThemOptionally])
 def test_keys_repeated_in_the_wrong_order_are_named(broken: Callable[..., Any]) -> None:
     report = verify(broken)
     assert [finding.name for finding in report.findings] == ["grouped_heads_tiled"], str(report)
     assert "x.repeat(1, self.groups, 1, 1)" in line_of(report.findings[0])
+
+
+def test_groups_that_never_ran_are_listed() -> None:
+    report = verify(NeverGroups)
+    assert report.verdict == "partial"
+    assert [exercise.what for exercise in report.not_exercised] == ["heads that share keys"]
 
 
 @pytest.mark.parametrize("name", ["n_kv_heads", "num_key_value_heads", "num_kv_groups", "n_heads_kv", "n_query_groups"])

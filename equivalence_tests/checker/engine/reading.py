@@ -17,7 +17,7 @@ from equivalence_tests.checker.reach.calling import CallPlan
 from equivalence_tests.checker.reach.kept_state import changed_by_calls
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["is_causal", "notes_of", "reading_of"]
+__all__ = ["counted_heads", "is_causal", "notes_of", "reading_of"]
 
 Row = tuple[str, str, str]
 LAYOUTS = {
@@ -75,12 +75,17 @@ def _arguments(plan: CallPlan) -> str:
 
 
 def _heads(judgement: Judgement) -> Row:
-    parts = judgement.attention.parts
-    heads = len(torch.cat([part.places_of_heads.unique() for part in parts]).unique())
-    keys = len(torch.cat([part.table.key_heads for part in parts]).unique(dim=0))
+    heads, keys = counted_heads(judgement)
     if keys == heads:
         return "heads", str(heads), "num_heads"
     return "heads", f"{heads}; keys and values have {keys}", "enable_gqa of F.scaled_dot_product_attention"
+
+
+def counted_heads(judgement: Judgement) -> tuple[int, int]:
+    """Count the heads of the queries, and those of the keys."""
+    parts = judgement.attention.parts
+    heads = len(torch.cat([part.places_of_heads.unique() for part in parts]).unique())
+    return heads, len(torch.cat([part.table.key_heads for part in parts]).unique(dim=0))
 
 
 def _weights(judgement: Judgement) -> Iterator[Row]:

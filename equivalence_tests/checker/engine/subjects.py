@@ -1,7 +1,7 @@
 """The door to one attention: a class or function that is built, called, and held against torch in all it offers."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from equivalence_tests.checker.engine.calls import conclude, diagnose_call
 from equivalence_tests.checker.engine.checks import NOT_JUDGED, Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import OTHER_LENGTHS, cover
+from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.mask_trials import masked_departures
 from equivalence_tests.checker.engine.meaning import untold
 from equivalence_tests.checker.engine.naming import finding_of
@@ -23,10 +24,10 @@ from equivalence_tests.checker.engine.probing import (
     never_causal,
     other_length_departures,
 )
-from equivalence_tests.checker.engine.reading import notes_of, reading_of
+from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, plans_of
 from equivalence_tests.checker.reach.calling import other_mask_plans
-from equivalence_tests.checker.reach.construction import prepare
+from equivalence_tests.checker.reach.construction import asks_for_groups, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
@@ -203,6 +204,7 @@ def _cover(report: Report, situation: Situation) -> None:
     report.coverage += covered.exercises
     if situation.judgement is not None:
         report.coverage += untold(situation.judgement, situation.subject.module)
+        report.coverage += _ungrouped(situation.subject, situation.judgement)
     if output_codes(situation) is None:
         report.coverage.append(Exercise("the output", False, "which token lies where in it could not be followed"))
     elif not any(what == "includes" for what, _, _ in report.conventions):
@@ -222,6 +224,13 @@ def _what_is_missing(situation: Situation) -> str:
         return "no product of queries and keys weighs values."
     line = code_lines(products[0].operation.frames)[-1]
     return f"what line {line.number}, `{line.text}`, gives is multiplied with no values."
+
+
+def _ungrouped(subject: Subject, judgement: Judgement) -> Iterator[Exercise]:
+    """Heads that could share keys, where it ran only with as many heads of keys as of queries."""
+    heads, keys = counted_heads(judgement)
+    if subject.built and heads == keys and asks_for_groups(type(subject.function)):
+        yield Exercise("heads that share keys", False, "it ran only with as many heads of keys as of queries")
 
 
 def _is_torchs(function: Any) -> bool:

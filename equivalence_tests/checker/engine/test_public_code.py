@@ -461,3 +461,29 @@ def test_windows_of_one_token_are_no_attention_over_the_batch() -> None:
     assert (report.verdict, [finding.name for finding in report.meant]) == ("partial", ["own_mask"])
     assert "no query had more than one key" in report.not_exercised[0].detail
     assert verify(SeesItselfForNoReason).mistakes == ("key_tokens_missing",)
+
+
+class TurnsByATable(Attends):
+    """Keeps a table of angles that was rounded to float32 before the checker widened it."""
+
+    def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
+        super().__init__(dim, context_dim, num_heads)
+        width = dim // num_heads
+        angles = torch.outer(torch.arange(64.0), 10000.0 ** (-torch.arange(0, width, 2).float() / width))
+        self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
+        self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
+
+    def turned(self, x: Tensor) -> Tensor:
+        one, other = x.chunk(2, -1)
+        last = 5 + x.size(2)  # counts from another position than 0, at which there is nothing to round
+        return x * self.cos[5:last] + torch.cat((-other, one), -1) * self.sin[5:last]
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = self.split(self.to_q(x)), self.split(self.to_k(context)), self.split(self.to_v(context))
+        attended = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v)
+        return self.to_out(attended.transpose(1, 2).flatten(2))
+
+
+def test_rounded_angles_that_count_from_anywhere_are_no_deviation() -> None:
+    report = verify(lambda: TurnsByATable(60, 60, 6))
+    assert report.verdict == "equal", str(report)

@@ -20,7 +20,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.ready_made import classes_for
 from equivalence_tests.instruments.weights import randomize_parameters
 
-__all__ = ["DROPOUT", "SIZES", "Sizes", "build", "exact_lengths", "prepare", "retype"]
+__all__ = ["DROPOUT", "SIZES", "Sizes", "asks_for_groups", "build", "exact_lengths", "prepare", "retype"]
 
 DROPOUT = 0.25
 MAX_LEN = 64
@@ -193,7 +193,7 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
     """
     errors: list[str] = []
     built = False
-    first, *others = GROUPED_SIZES if _asks_for_groups(target) or _rotates(target) else SIZES
+    first, *others = GROUPED_SIZES if asks_for_groups(target) or _rotates(target) else SIZES
     for sizes in (first, *_fixed_sizes(target, (first, others[0])), *others):
         alternatives = itertools.groupby(argument_lists(target, sizes), key=lambda proposal: proposal[0])
         made = (_first_that_builds(target, (arguments for _, arguments in group), errors) for _, group in alternatives)
@@ -229,10 +229,16 @@ def _widths_taken(target: Any, sizes: Sizes) -> set[int]:
     return {m.in_features for m in modules if isinstance(m, nn.Linear) and 1 < m.in_features <= WIDEST}
 
 
-def _asks_for_groups(target: Any) -> bool:
-    """Whether a constructor names a count of key heads, as an argument or as an attribute or entry of its config."""
+def asks_for_groups(target: Any) -> bool:
+    """Whether a constructor names a count of key heads, as an argument or as an attribute or entry of its config.
+
+    Args:
+        target: A class, or a factory.
+    """
     code = getattr(getattr(target, "__init__", target), "__code__", None) or getattr(target, "__code__", None)
     words = [*code.co_varnames, *code.co_names, *code.co_consts] if code else []
+    configs = [p.annotation for p in parameters_of(target) if hasattr(p.annotation, "__dataclass_fields__")]
+    words += [name for config in configs for name in config.__dataclass_fields__]
     return any(isinstance(word, str) and re.search(COUNTS_KEY_HEADS, word.lower()) for word in words)
 
 
@@ -322,13 +328,11 @@ def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     if parameter.name == "device" and default is not None:
         return ["cpu"]  # some default to a GPU
     known, value = value_for(parameter.name, sizes)
+    if re.search(COUNTS_KEY_HEADS, parameter.name.lower()) and (default is None or type(default) is int):
+        return [value]
     wanted_number = isinstance(default, int | float) and not isinstance(default, bool)
     if known and wanted_number and isinstance(value, int | float) and not isinstance(value, bool):
-        if re.search(r"eps|base|theta|pad|window", parameter.name.lower()) or re.search(
-            r"(^|_)n?_?kv_?h", parameter.name
-        ):
-            return []
-        return [value]
+        return [] if re.search(r"eps|base|theta|pad|window", parameter.name.lower()) else [value]
     return []
 
 

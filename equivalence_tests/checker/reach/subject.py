@@ -52,7 +52,7 @@ class Subject:
         sizes: The sizes that it was built with, as far as they are known.
         adapter: What the user said about it.
         trained: Whether it came as an instance, whose weights must come back as they were.
-        signature: The forward whose argument names count.
+        built: Whether its sizes are ours.
         dtype: Precision in which it computes.
     """
 
@@ -61,6 +61,7 @@ class Subject:
     sizes: Sizes
     adapter: Adapter
     trained: bool = False
+    built: bool = False
     dtype: torch.dtype = torch.float64
 
     def copied(self) -> Any:
@@ -119,7 +120,7 @@ def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
     elif inspect.isclass(getattr(target, "func", target)):  # a class, or functools.partial of one
         for instance, sizes in build(target):
             if callable(instance):
-                yield Subject(name, instance, sizes_of(instance, sizes, adapter), adapter)
+                yield Subject(name, instance, sizes_of(instance, sizes, adapter), adapter, built=True)
     elif isinstance(target, nn.Module):
         yield _instance(target, name, adapter, trained=True)
     elif callable(target) and not _parameters(target):

@@ -30,6 +30,8 @@ __all__ = ["earlier", "is_normed", "operand_departures", "read_operands"]
 MADE = ("normed", "gain", "added", "gated", "pooled", "projection")
 NORMED = ("normed", "gain", "added")
 
+ROUNDED = 1e-6
+
 
 def read_operands(attention: Attention, part: Part) -> list[Operand]:
     """Find out how queries, keys and values came from their projections.
@@ -113,7 +115,8 @@ def _experiment(run: Run, operand: Operand) -> None:
         again = constant_ratio(have2.norm(dim=-1), want2.norm(dim=-1), tolerance)
         operand.turn = _turn(run, operand)
         if ratio is not None and again is not None and abs(ratio - again) <= tolerance * abs(ratio):
-            operand.change, operand.factor = "rotated", ratio
+            own = abs(ratio - 1) > ROUNDED  # else the table of angles was rounded before it was widened
+            operand.change, operand.factor = "rotated", ratio if own else 1.0
         return
     sized = operand.role != "value" and near(tenfold, have1, 2e-2) and _in_one_plane(have3, have1, have2)
     if sized and _tokens_apart(run, operand, one):
@@ -147,7 +150,7 @@ def _turn(run: Run, operand: Operand) -> Turn | None:
     """Follow one element of a token at a time: where it is turned, a single other one gets a share of it."""
     width = operand.codes.size(-1)
     tokens = token_of(operand.codes)[..., 0]
-    second = tokens == tokens.unique()[1] if len(tokens.unique()) > 1 else torch.zeros_like(tokens, dtype=torch.bool)
+    neighbours = [(tokens == token).nonzero()[0].tolist() for token in tokens.unique()[:2]]
     for place in range(width):
         own = operand.codes[..., place].contiguous()
         given = {s.slot.key: torch.isin(s.codes.contiguous(), own).to(s.slot.value.dtype) for s in operand.sources}
@@ -156,8 +159,9 @@ def _turn(run: Run, operand: Operand) -> Turn | None:
         others = [i for i in taking if i != place]
         if len(others) > 1:
             return None
-        if others and bool(second.any()):
-            return Turn(others[0] - place, width, bool((have[second][:, others[0]] >= 0).all()))
+        if others and len(neighbours) > 1:
+            (a, b), (c, d) = (have[*row, [place, others[0]]].tolist() for row in neighbours)
+            return Turn(others[0] - place, width, a * d - b * c >= 0)  # from one to the next, wherever counting starts
     return None
 
 
