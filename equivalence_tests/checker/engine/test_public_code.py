@@ -466,6 +466,9 @@ def test_windows_of_one_token_are_no_attention_over_the_batch() -> None:
 class TurnsByATable(Attends):
     """Keeps a table of angles that was rounded to float32 before the checker widened it."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
         super().__init__(dim, context_dim, num_heads)
         width = dim // num_heads
