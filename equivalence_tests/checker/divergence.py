@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reach.tracing import tensors_in, trace
 from equivalence_tests.instruments.differences import FLOAT64_BOUND, Comparison, compare_tensors
 from scratch.validation import ArgumentValueError
 
@@ -67,44 +68,19 @@ def first_divergence(
     shared = [path for path, _ in b.named_modules() if path in dict(a.named_modules())]
     if shared == [""] and list(b.children()) and list(a.children()):
         raise ArgumentValueError("a and b must have sub-modules of the same paths, got none in common")
-    calls = _recorded_calls(b, inputs)
-    order = sorted(calls, key=lambda path: (_depth_below(b.get_submodule(path)), list(calls).index(path)))
+    given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    with torch.no_grad():
+        for call in trace(b, lambda: b(*copy.deepcopy(args), **copy.deepcopy(kwargs))):
+            calls.setdefault(call.path, (call.args, call.kwargs))
+    calls[""] = args, kwargs
+    order = sorted(calls, key=lambda path: _depth_below(b.get_submodule(path)))
     for path in (path for path in order if path in shared):
         found = _compare(a.get_submodule(path), b.get_submodule(path), path, *calls[path], relative_bound)
         if found is not None:
             return found
     return None
-
-
-def _recorded_calls(
-    model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]
-) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Keep the arguments of the first call of every sub-module."""
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    handles = []
-    for path, child in model.named_modules():
-
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
-            calls.setdefault(path, (_detached(args), _detached(kwargs)))
-
-        handles.append(child.register_forward_pre_hook(keep, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_detached(item) for item in value)
-    return value
 
 
 def _depth_below(module: nn.Module) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.doors.command import _show
-from equivalence_tests.checker.parts.checking import guess_kind
+from equivalence_tests.checker.parts.kinds import guess_kind
 from equivalence_tests.checker.verify import verify
 
 

@@ -12,9 +12,10 @@ from torch import nn
 from equivalence_tests.checker.engine.checks import NOT_JUDGED
 from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_meant
-from equivalence_tests.checker.layers.walking import examine_layers, kind_of
+from equivalence_tests.checker.layers.walking import examine_layers
 from equivalence_tests.checker.own_call import examine_call
-from equivalence_tests.checker.parts.checking import examine_part, guess_kind, there_and_back
+from equivalence_tests.checker.parts.checking import examine_part
+from equivalence_tests.checker.parts.kinds import guess_kind, kind_of, there_and_back
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.state import preserved_global_state

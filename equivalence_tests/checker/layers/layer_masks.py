@@ -7,20 +7,13 @@ attention inside.
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.reach.calling import (
-    Caller,
-    CallPlan,
-    Inputs,
-    forward_parameters,
-    random_inputs,
-    role_of_parameter,
-)
-from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.engine.trying import Trial
+from equivalence_tests.checker.reach.calling import Inputs, forward_parameters, other_mask_plans, role_of_parameter
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 
 __all__ = ["LayerMask", "opposite_masks", "read_layer_masks"]
@@ -84,91 +77,80 @@ def opposite_masks(masks: Sequence[LayerMask]) -> tuple[LayerMask, LayerMask] | 
     return None
 
 
-def read_layer_masks(caller: Caller, plan: CallPlan, lengths: Sizes) -> Iterator[LayerMask]:
+def read_layer_masks(trial: Trial) -> Iterator[LayerMask]:
     """Try each mask argument of a layer by itself, in every form.
 
     Args:
-        caller: Holds the layer.
-        plan: How it is called.
-        lengths: Of the tensors.
+        trial: How the layer is called.
 
     Yields:
         What each mask does. Without a memory, masks that speak of one are left out.
     """
-    for parameter in forward_parameters(caller.function):
+    parameters = forward_parameters(trial.caller.function)
+    has_memory = any(role_of_parameter(p.name) in ("memory", "key") for p in parameters)
+    for parameter in parameters:
         is_mask = role_of_parameter(parameter.name) == "mask" and not isinstance(parameter.default, bool | int | float)
-        without_memory = plan.self_attention and _has_memory(caller) and OF_SOURCE.search(parameter.name.lower())
+        without_memory = trial.plan.self_attention and has_memory and OF_SOURCE.search(parameter.name.lower())
         if is_mask and not without_memory:
-            yield _read(caller, plan, lengths, parameter.name)
+            yield _read(_asking(trial, parameter.name), parameter.name)
 
 
-def _has_memory(caller: Caller) -> bool:
-    return any(role_of_parameter(p.name) in ("memory", "key") for p in forward_parameters(caller.function))
+def _asking(trial: Trial, name: str) -> Trial:
+    """The same call with the mask of this name."""
+    plans = (trial.plan, *other_mask_plans(trial.caller, trial.plan))
+    return replace(trial, plan=next((plan for plan in plans if plan.mask_parameter == name), trial.plan))
 
 
-def _read(caller: Caller, plan: CallPlan, lengths: Sizes, name: str) -> LayerMask:
-    inputs = random_inputs(lengths, plan, 5, caller.dtype)
+def _read(trial: Trial, name: str) -> LayerMask:
+    inputs = trial.inputs()
     used, tried = False, 0
-    without = _call(caller, plan, inputs, name, None)
-    places = [p for p in ("x", "memory") if _is_read(caller, plan, inputs, name, p, without)]
+    without = _call(trial, inputs)
+    places = [p for p in ("x", "memory") if _is_read(trial, inputs, p, without)]
     for place, form in itertools.product(places, mask_forms()):
-        mask = _mask(form, inputs, place, caller)
-        output = _call(caller, plan, inputs, name, mask)
+        token = -1 if form.encoding == "lengths" else HIDDEN
+        hiding = _hiding(inputs, place, token)
+        output = _call(trial, hiding, form)
         if output is None:
             continue
         tried += 1
         used = used or without is None or not torch.allclose(output, without, equal_nan=True)
-        token = -1 if form.encoding == "lengths" else HIDDEN
-        changed = _call(caller, plan, _with_change(inputs, place, token), name, mask)
+        changed = _call(trial, _with_change(hiding, place, token), form)
         if used and changed is not None and _same_elsewhere(output, changed, place, token):
             return LayerMask(name, place, form, True, tried, "memory" in places)
     return LayerMask(name, "", None, used, tried, "memory" in places)
 
 
-def _is_read(caller: Caller, plan: CallPlan, inputs: Inputs, name: str, place: str, without: Tensor | None) -> bool:
+def _is_read(trial: Trial, inputs: Inputs, place: str, without: Tensor | None) -> bool:
     """Whether the layer looks at a token at all without the mask; taken for granted where it needs one."""
-    if place == "memory" and plan.self_attention:
+    if place == "memory" and trial.plan.self_attention:
         return False
-    changed = _call(caller, plan, _with_change(inputs, place, HIDDEN), name, None)
+    changed = _call(trial, _with_change(inputs, place, HIDDEN))
     return changed is None or without is None or not _same_elsewhere(without, changed, place, HIDDEN)
 
 
-def _mask(form: MaskForm, inputs: Inputs, place: str, caller: Caller) -> Tensor:
-    """A mask that hides one token from all queries."""
+def _hiding(inputs: Inputs, place: str, token: int) -> Inputs:
+    """The same tensors, with one token hidden from all queries."""
     seen = inputs.query if place == "x" else inputs.key
     may = torch.ones(len(inputs.query), inputs.query.size(1), seen.size(1), dtype=torch.bool)
-    may[:, :, HIDDEN if form.encoding != "lengths" else -1] = False
-    return form.build(may, caller.num_heads, caller.dtype)
+    may[:, :, token] = False
+    return replace(inputs, may_attend=may)
 
 
-def _call(caller: Caller, plan: CallPlan, inputs: Inputs, name: str, mask: Tensor | None) -> Tensor | None:
-    args, kwargs = caller.arguments(plan, inputs, None)
-    names = [parameter for parameter, _ in plan.roles]
-    if args and name in names:
-        args[names.index(name)] = mask if mask is not None else args[names.index(name)]
-    elif mask is not None:
-        kwargs[name] = mask
+def _call(trial: Trial, inputs: Inputs, form: MaskForm | None = None) -> Tensor | None:
     try:
         with torch.no_grad():
-            return _batch_first(caller.function(*args, **kwargs), plan)
+            output = trial.caller.output(trial.plan, inputs, form)
     except Exception:  # a form that the layer does not take
         return None
-
-
-def _batch_first(returned: object, plan: CallPlan) -> Tensor | None:
-    several = returned if isinstance(returned, tuple | list) else (returned,)
-    output = next((x for x in several if isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point()), None)
-    if output is None or not bool(output.isfinite().all()):
-        return None
-    return output.transpose(0, 1) if plan.sequence_first else output
+    return output if bool(output.isfinite().all()) else None
 
 
 def _with_change(inputs: Inputs, place: str, token: int) -> Inputs:
     """Change the hidden token of one place, and keep equal tensors equal."""
     other = inputs.changed(token=token)
-    if place == "x":
-        return other if inputs.key is inputs.query else Inputs(other.query, inputs.key, inputs.value)
-    return Inputs(inputs.query, other.key, other.value)
+    if inputs.key is inputs.query:
+        return other
+    return replace(inputs, query=other.query) if place == "x" else replace(other, query=inputs.query)
 
 
 def _same_elsewhere(before: Tensor, after: Tensor, place: str, token: int) -> bool:

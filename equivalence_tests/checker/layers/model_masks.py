@@ -7,7 +7,6 @@ builds its masks itself, when one token becomes padding. What a mask hides there
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.layers.layer_masks import OF_SOURCE, OF_TARGET, LayerMask
 from equivalence_tests.checker.reach.calling import role_of_parameter
-from equivalence_tests.checker.reach.masking import KEY_SHAPES, MaskForm
+from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.model_calls import ModelRun
+from equivalence_tests.checker.reach.tracing import trace
 
 __all__ = ["judge_model_masks"]
 
@@ -116,22 +116,20 @@ def _handed(
     """Run the model and list the masks that its layers are handed; "" is what comes out."""
     source, target = sequences or (run.source, run.target)
     assert source is not None  # a source there is
-    handed: Handed = {}
-
-    def note(path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        arguments = inspect.signature(layer.forward).bind_partial(*args, **kwargs).arguments
-        masks = {name: x for name, x in arguments.items() if role_of_parameter(name) == "mask"}
-        handed.update({(path, name): x.detach().clone() for name, x in masks.items() if isinstance(x, Tensor)})
-
-    layers = {path: module.get_submodule(path) for path in dict.fromkeys(place.path for place in places)}
-    hooks = [x.register_forward_pre_hook(partial(note, path), with_kwargs=True) for path, x in layers.items()]
-    try:
-        with torch.set_grad_enabled(any(isinstance(x, TORCHS) for x in layers.values())):  # no fast path of torch's
-            handed["", ""] = run.run(source, target, given).detach()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    outputs: list[Tensor] = []
+    with torch.enable_grad():  # else torch's own layers take a fast path, which hands no masks on
+        paths = {place.path for place in places}
+        calls = trace(module, lambda: outputs.append(run.run(source, target, given).detach()), paths)
+    handed: Handed = {("", ""): outputs[0]}
+    for call in calls:
+        forward = module.get_submodule(call.path).forward
+        arguments = inspect.signature(forward).bind_partial(*call.args, **call.kwargs).arguments
+        handed |= {(call.path, name): x.detach() for name, x in arguments.items() if _is_mask(name, x)}
     return handed
+
+
+def _is_mask(name: str, given: Any) -> bool:
+    return role_of_parameter(name) == "mask" and isinstance(given, Tensor)
 
 
 def _differing(places: Sequence[Place], one: Handed, other: Handed) -> frozenset[Place]:
@@ -166,7 +164,7 @@ def _arguments(module: nn.Module, run: ModelRun, places: Sequence[Place]) -> Ite
                 continue
             found = _differing(places, with_all, without)
             reached, taken = reached | found, taken + 1
-            hides_keys = hides_keys or (bool(found) and form.shape in KEY_SHAPES)
+            hides_keys = hides_keys or (bool(found) and "query" not in form.shape)
             has_effect = has_effect or not torch.allclose(with_all["", ""], without["", ""], equal_nan=True)
             if reached and (hides_keys or _side(name) == "target"):
                 break
@@ -219,9 +217,9 @@ def _inverted(module: nn.Module, run: ModelRun, places: Sequence[Place], origins
     """Name a layer that is shown nothing of a source without padding, by a mask made of its padding."""
     handed = _handed(module, run, places, {})
     padded = {place for origin in origins if origin.name == "padding" for place in origin.reached}
-    for place in padded:
+    for place in places:
         mask = handed.get((place.path, place.parameter))
-        if place.reads != "target" and mask is not None and _hides_all(mask, place.encoding):
+        if place in padded and place.reads != "target" and mask is not None and _hides_all(mask, place.encoding):
             return place.path
     return ""
 

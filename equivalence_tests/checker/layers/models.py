@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.causality import causal_claim
-from equivalence_tests.checker.parts.checking import kind_of_name
+from equivalence_tests.checker.parts.kinds import kind_of_name
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
 
@@ -27,21 +28,21 @@ def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
     Yields:
         What was looked at, the name of the mistake ("" if there is none), and where.
     """
-    yield from _unused(module, run)
-    with torch.no_grad():
-        yield from _judge_order(module, run)
-
-
-def _judge_order(module: nn.Module, run: ModelRun) -> Iterator[Row]:
-    seen = trace(module, lambda: run.call(run.source, run.target))
     stacks = list(_stacks(module))
+    yield from _unused(module, run)
+    yield from _judge_stacks(module, run, stacks)
+    with torch.no_grad():
+        if bool(run.call(run.source, run.target).isfinite().all()):
+            yield from _judge_tokens(module, run, [path for path, _ in stacks])
+
+
+def _judge_stacks(module: nn.Module, run: ModelRun, stacks: list[tuple[str, list[nn.Module]]]) -> Iterator[Row]:
+    seen = trace(module, lambda: run.call(_followed(run.source), None if run.target is None else _followed(run.target)))
     for path, layers in stacks:
         yield "layers of their own", "layers_share_parameters" if _shared(layers) else "", path
         yield "layers feed one another", "" if _chained(path, len(layers), seen) else "layers_not_chained", path
     if run.target is not None and len(stacks) == 2:
         yield "memory", _memory_mistake(run, stacks, seen), stacks[1][0]
-    if bool(run.call(run.source, run.target).isfinite().all()):
-        yield from _judge_tokens(module, run, [path for path, _ in stacks])
 
 
 def _unused(module: nn.Module, run: ModelRun) -> Iterator[Row]:
@@ -83,6 +84,8 @@ def reads_later_tokens(run: ModelRun) -> bool | None:
 
 
 def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterator[Row]:
+    moved = _moved_with_its_place(module, run)
+    yield "samples in any order", "position_indexed_by_batch" if moved is not None else "", moved or ""
     later = None if run.masked or run.kind == "stack" else reads_later_tokens(run)
     asked = run.target is not None or GENERATES.search(type(module).__name__)
     if later is not None and (asked or not later or _claims_to_be_causal(module, run)):
@@ -98,6 +101,19 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
         "no_positions" if _order_is_lost(module, run, stacks) else "",
         "target" * (run.target is not None),
     )
+
+
+def _moved_with_its_place(module: nn.Module, run: ModelRun) -> str | None:
+    """Name what first gives a sample other numbers where it stands elsewhere in the batch; None if all is well."""
+    flipped = (run.source.flip(0), None if run.target is None else run.target.flip(0))
+    if _same(run.call(run.source, run.target).flip(0), run.call(*flipped)):
+        return None
+    calls, others = (trace(module, partial(run.call, *given)) for given in ((run.source, run.target), flipped))
+    for one, other in zip(calls, others, strict=False):
+        outputs = zip(tensors_in((one.output,)), tensors_in((other.output,)), strict=False)
+        if not all(any(_same(x.flip(axis), y) for axis in range(x.dim())) for x, y in outputs):
+            return one.path
+    return ""
 
 
 def _claims_to_be_causal(module: nn.Module, run: ModelRun) -> bool:
@@ -169,14 +185,23 @@ def _chained(path: str, count: int, calls: list[ModuleCall]) -> bool:
     """Whether no layer after the first reads just what the first read, and nothing of the one before."""
     given = [_inputs(calls, f"{path}.{i}") for i in range(count)]
     results = [_outputs(calls, f"{path}.{i}") for i in range(count)]
-    for i in range(1, count):
-        before = results[i - 1]
-        if before is None or not given[i] or len(given[i]) != len(given[0]):
-            continue
-        repeated = all(_same(x, y) for x, y in zip(given[i], given[0], strict=True))
-        if repeated and not any(_same(x, before) for x in given[i]):
+    for now, before in zip(given[1:], results, strict=False):
+        repeated = len(now) == len(given[0]) and all(_same(x, y) for x, y in zip(now, given[0], strict=True))
+        if before is not None and now and repeated and not any(_reads(x, before) for x in now):
             return False
     return True
+
+
+def _followed(x: Tensor) -> Tensor:
+    """A copy from which gradients are followed, where it has numbers that can have them."""
+    return x.clone().requires_grad_().clone() if x.is_floating_point() else x
+
+
+def _reads(x: Tensor, source: Tensor) -> bool:
+    """Whether a tensor was made from another; taken for granted where gradients were cut off."""
+    if not (x.requires_grad and source.requires_grad):
+        return True
+    return torch.autograd.grad(x.sum(), source, retain_graph=True, allow_unused=True)[0] is not None
 
 
 def _memory_mistake(run: ModelRun, stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> str:
@@ -184,22 +209,15 @@ def _memory_mistake(run: ModelRun, stacks: list[tuple[str, list[nn.Module]]], ca
     rows = run.call(run.source, run.target).size(1)
     if rows == run.source.size(1) != run.target.size(1):
         return "memory_and_target_exchanged"
-    return "" if _memory_is_encoded(run, stacks, calls) else "memory_is_not_encoder_output"
+    return "" if _memory_is_encoded(stacks, calls) else "memory_is_not_encoder_output"
 
 
-def _memory_is_encoded(run: ModelRun, stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> bool:
-    """Whether the decoder's layers read something that was there only after the encoder's last layer."""
+def _memory_is_encoded(stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> bool:
+    """Whether the decoder's layers read something that the encoder's last layer had a part in."""
     (encoder, layers), (decoder, _) = stacks
-    order = [call.path for call in calls]
-    last = f"{encoder}.{len(layers) - 1}"
+    encoded = _outputs(calls, f"{encoder}.{len(layers) - 1}")
     given = _inputs(calls, f"{decoder}.0")
-    if last not in order or len(given) < 2:
-        return True
-    early = calls[: order.index(f"{encoder}.0")]
-    first_inputs = _inputs(calls, f"{encoder}.0")[:1]
-    known = [x for call in early for x in tensors_in((call.output,))] + first_inputs
-    memories = [x for x in given if run.source.size(1) in x.shape[:2]]
-    return not memories or not all(any(_same(x, y) for y in known) for x in memories)
+    return encoded is None or len(given) < 2 or any(_reads(x, encoded) for x in given)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

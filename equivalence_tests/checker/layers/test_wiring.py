@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.layers.walking import atoms_of, kind_of
+from equivalence_tests.checker.parts.kinds import atoms_of, kind_of
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo import layers
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.distance import distance
 from equivalence_tests.checker.engine.ran import operations_of
+from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.parts.checking import ACTIVATIONS
-from equivalence_tests.checker.reach.calling import Caller, CallPlan, random_inputs
-from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
+from equivalence_tests.checker.reach.calling import CallPlan
 from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
 from equivalence_tests.checker.reporting.lines import Frames
 
@@ -130,25 +130,21 @@ def _equal(x: object, y: Tensor) -> bool:
 
 
 def read_wiring(
-    caller: Caller,
-    plan: CallPlan,
-    lengths: Sizes,
+    trial: Trial,
     atoms: Mapping[str, str],
     contained: Mapping[str, bool | None],
 ) -> Wiring:
     """Trace one call of a layer and follow the residual stream.
 
     Args:
-        caller: Holds the layer.
-        plan: How it is called.
-        lengths: Of the tensors.
+        trial: How the layer is called.
         atoms: The sub-modules that are looked at as wholes, and what they are.
         contained: Of those, whether they add their own residual.
 
     Returns:
         Mistakes, and what could not be read.
     """
-    inputs = random_inputs(lengths, plan, 3, caller.dtype)
+    inputs, caller, plan = trial.inputs(), trial.caller, trial.plan
     values = Values(len(inputs.query), inputs.query.size(-1))
     values.add("x", inputs.query)
     if not plan.self_attention:
@@ -162,7 +158,7 @@ def read_wiring(
     wiring = Wiring()
     steps = [
         replace(step, summed=_where_summed(step, values, sums))
-        for step in _steps(calls, values, atoms, contained, lengths.embed_dim)
+        for step in _steps(calls, values, atoms, contained, trial.sizes.embed_dim)
     ]
     wiring.steps = list(_feed_forwards_joined(steps, values, calls, wiring))
     with torch.no_grad():

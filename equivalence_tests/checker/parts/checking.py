@@ -5,7 +5,6 @@ A layer or a model is checked by walking its sub-modules (``walking``), code tha
 
 import contextlib
 import itertools
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS, feed_forward_readings
+from equivalence_tests.checker.parts.feed_forwards import feed_forward_readings
 from equivalence_tests.checker.parts.functions import function_modules
-from equivalence_tests.checker.parts.mask_builders import builds_masks, examine_mask_builder
+from equivalence_tests.checker.parts.mask_builders import examine_mask_builder
 from equivalence_tests.checker.parts.norms import is_rms_norm, norm_readings
-from equivalence_tests.checker.parts.position_calls import holds_sinusoids, placements
+from equivalence_tests.checker.parts.position_calls import placements
 from equivalence_tests.checker.parts.positions import position_readings
 from equivalence_tests.checker.parts.readings import Observation, judge
 from equivalence_tests.checker.reach.construction import SIZES, build, prepare
@@ -26,83 +25,11 @@ from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["ACTIVATIONS", "BY_DATA_FLOW", "examine_part", "guess_kind", "kind_of_name", "there_and_back"]
+__all__ = ["examine_part"]
 
-# Under this name a copy of a module keeps the kind that a run showed, where its own name says nothing.
-BY_DATA_FLOW = "_kind_by_data_flow"
-NAMES = (
-    (r"attention|attn|mhs?a|multi_?head|^head$", "attention"),
-    (r"feed_?forward", "feed_forward"),  # one may hold a norm, and say so in its name
-    (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
-    (r"ffn|^ff|mlp|position_?wise", "feed_forward"),
-    (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|(^|_)(w?pe|positions)($|_)", "positional_encoding"),
-    (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
-)
 SHAPES = ((2, 5), (4, 6), (1, 8))
 MOST_OBSERVED = 3
 LARGE = 64
-
-
-def guess_kind(found: Any) -> str:
-    """Tell from the name what something is, and a few of torch's containers by what they hold; "" if neither says.
-
-    >>> guess_kind(nn.LayerNorm), guess_kind(nn.TransformerEncoderLayer), guess_kind(nn.MultiheadAttention)
-    ('layer_norm', 'layers', 'attention')
-    >>> guess_kind(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))), guess_kind(nn.Linear(2, 2))
-    ('feed_forward', '')
-    """
-    if isinstance(found, nn.Module) and BY_DATA_FLOW in vars(found):
-        return str(vars(found)[BY_DATA_FLOW])
-    if isinstance(found, nn.Sequential):
-        return "feed_forward" if _is_feed_forward(found) else ""
-    if builds_masks(found):
-        return "mask_builder"
-    kind = kind_of_name(getattr(found, "__name__", type(found).__name__))
-    if kind or not isinstance(found, nn.Module):
-        return kind
-    return "positional_encoding" if holds_sinusoids(found) else "layer_norm" if _normalises(found) else ""
-
-
-def _normalises(found: nn.Module) -> bool:
-    """Whether it has nothing but a gain and an offset, and gives the same for vectors ten times as long."""
-    parameters = list(found.parameters())
-    if not 1 <= len(parameters) <= 2 or any(p.dim() != 1 for p in parameters) or any(True for _ in found.children()):
-        return False
-    x = 10 * torch.randn(2, 3, len(parameters[0]), generator=torch.Generator().manual_seed(0)).to(parameters[0].dtype)
-    try:
-        with torch.no_grad():
-            once, tenfold = found(x), found(10 * x)
-        return once.shape == x.shape and bool(once.any()) and torch.allclose(once, tenfold, rtol=1e-2, atol=1e-3)
-    except Exception:  # what cannot be called with one tensor is something else
-        return False
-
-
-def there_and_back(found: nn.Module) -> bool:
-    """Whether its linears lead to another width and back: two, or three with a gate, packed or not.
-
-    >>> there_and_back(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))), there_and_back(nn.MultiheadAttention(4, 2))
-    (True, False)
-    """
-    shapes = [tuple(m.weight.shape) for m in found.modules() if isinstance(m, nn.Linear)]
-    inside, width = shapes[-1][::-1] if shapes else (0, 0)
-    halves = [(inside, width), (width, inside)], [(2 * inside, width), (width, inside)]
-    return inside != width and shapes in (*halves, [*halves[0][:1] * 2, halves[0][1]])
-
-
-def _is_feed_forward(found: nn.Sequential) -> bool:
-    """Whether its linears lead there and back, and nothing else in it but LayerNorms has parameters."""
-    ours = [p for m in found.modules() if isinstance(m, nn.Linear | nn.LayerNorm) for p in m.parameters(recurse=False)]
-    return len(ours) == len(list(found.parameters())) and there_and_back(found)
-
-
-def kind_of_name(name: str) -> str:
-    """Tell a kind from a name alone; "" if it says nothing.
-
-    >>> kind_of_name("CausalSelfAttention"), kind_of_name("mlp"), kind_of_name("Thing")
-    ('attention', 'feed_forward', '')
-    """
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    return next((kind for pattern, kind in NAMES if re.search(pattern, words)), "")
 
 
 def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str = "") -> Report:

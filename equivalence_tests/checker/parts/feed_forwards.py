@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from equivalence_tests.checker.parts.matrices import Leaf, Projection, leaves_of
 from equivalence_tests.checker.parts.readings import PartReading
 
-__all__ = ["feed_forward_readings"]
+__all__ = ["ACTIVATIONS", "feed_forward_readings"]
 
 Map = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Map] = {

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.ran import lines_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.parts.kinds import BUILDER_NAME
 from equivalence_tests.checker.parts.mask_meanings import OF_BOOLS, BuilderPlan, Drawn, Meaning, draws_of, meanings
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.masking import ENCODINGS, KEY_SHAPES, SHAPES, SHARED_SHAPES
+from equivalence_tests.checker.reach.masking import ENCODINGS, SHAPES
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["builds_masks", "examine_mask_builder", "mask_methods"]
+__all__ = ["examine_mask_builder", "mask_methods"]
 
-BUILDER_NAME = re.compile(r"(^|_)mask(s|ing)?($|_)|subsequent|no_?peak|look_?ahead", re.IGNORECASE)
 # What a parameter of a mask builder is given, by its name; one whose name says nothing is tried as all of them.
 ROLES = (
     (r"device", "device"),
@@ -60,9 +60,6 @@ SHAPES_OUT: dict[str, Callable[[Tensor, int], Tensor]] = {
     "(batch, query, 1)": lambda m, h: m[:, :, :1],
     "(batch, 1, query, 1)": lambda m, h: m[:, None, :, :1],
 }
-EVERY_QUERY_ALIKE = (*KEY_SHAPES, "(key, batch)", "(key,)")
-EVERY_KEY_ALIKE = ("(batch, query, 1)", "(batch, 1, query, 1)")
-EVERY_SAMPLE_ALIKE = (*SHARED_SHAPES, "(key,)")
 KEEP_LAYOUTS = ("(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)")
 TORCH_WORDS = "attn_mask (query, key), or key_padding_mask (batch, key): True = may not look"
 STRONG = -1e4
@@ -93,17 +90,6 @@ class Attempt:
         telling = [m for m in self.masks if m is None or m.meaning.words != "hides nothing"]
         unread = sum(m is None for m in telling) if telling else len(self.masks)
         return unread, sum(len(m.mistakes) for m in telling if m is not None)
-
-
-def builds_masks(found: Any) -> bool:
-    """Tell from its name whether a function builds masks.
-
-    >>> def subsequent_mask(size): ...
-    >>> def masked_attention(query, key, value): ...
-    >>> builds_masks(subsequent_mask), builds_masks(masked_attention), builds_masks(torch.nn.Linear)
-    (True, False, False)
-    """
-    return inspect.isroutine(found) and BUILDER_NAME.search(getattr(found, "__name__", "")) is not None
 
 
 def mask_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -279,8 +265,9 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 def _expressible(m: Tensor, shape: str) -> bool:
     """Whether a shape without some axis can hold a mask: then all along that axis must be alike."""
-    alike = {0: EVERY_SAMPLE_ALIKE, 1: EVERY_QUERY_ALIKE, 2: EVERY_KEY_ALIKE}
-    return all(shape not in shapes or bool((m == m.narrow(axis, 0, 1)).all()) for axis, shapes in alike.items())
+    return all(
+        name in shape or bool((m == m.narrow(i, 0, 1)).all()) for i, name in enumerate(("batch", "query", "key"))
+    )
 
 
 def _reported(report: Report, attempt: Attempt, drawn: Drawn, ran: list[Operation]) -> Report:

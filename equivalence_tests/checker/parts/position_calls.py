@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.parts.kinds import ALIKE, own_tensors
 from equivalence_tests.checker.parts.readings import Observation
 from equivalence_tests.checker.reach.construction import MAX_LEN, VOCABULARY, value_for
 from equivalence_tests.checker.reach.subject import Subject
 
-__all__ = ["Placement", "holds_sinusoids", "placements", "tensors_of"]
+__all__ = ["Placement", "placements"]
 
 # Two samples and two tokens at the least: what is alike along an axis is told from what is not.
 SHAPES = ((2, 5), (4, 6), (3, 8))
 LONGEST = 1024
 # Angles of later positions are less exact in float32 than what counts as equal.
 MOST_ROWS = 16
-ALIKE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -54,38 +53,10 @@ class _Called:
     again: Callable[[], Any]
 
 
-def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """List the floating tensors that a module itself holds: parameters, buffers and plain attributes."""
-    for x in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()):
-        if isinstance(x, Tensor) and x.is_floating_point():
-            yield x.detach()
-
-
-def holds_sinusoids(module: nn.Module) -> bool:
-    """Whether a module is a table of sines and cosines, whatever it is called.
-
-    >>> module = nn.Module()
-    >>> module.table = torch.stack((torch.arange(4.0).sin(), torch.arange(4.0).cos()), -1)
-    >>> holds_sinusoids(module), holds_sinusoids(nn.Linear(4, 2))
-    (True, False)
-    """
-    if any(not isinstance(child, nn.Dropout | nn.Embedding | nn.Identity) for child in module.children()):
-        return False
-    return any(_is_sinusoidal(x.squeeze()) for x in tensors_of(module))
-
-
-def _is_sinusoidal(table: Tensor) -> bool:
-    if table.dim() != 2 or min(table.shape) < 2 or float(table.abs().max()) > 1 + ALIKE:
-        return False
-    one = torch.tensor([math.sin(1), math.cos(1)], dtype=table.dtype)
-    first = table[0].unique()
-    return first.tolist() == [0.0, 1.0] and bool((table[1][:, None] - one).abs().min() < ALIKE)
-
-
 def widths_of(subject: Subject) -> list[int]:
     """Give the widths to try: that of the table that it holds, then that of the tokens."""
     module = subject.module
-    held = [] if module is None else [x.size(-1) for x in tensors_of(module) if x.dim() >= 2]
+    held = [] if module is None else [x.size(-1) for x in own_tensors(module) if x.dim() >= 2]
     return list(dict.fromkeys([*held[:1], subject.sizes.embed_dim]))
 
 
@@ -109,7 +80,7 @@ def placements(subject: Subject, function: Callable[..., Any]) -> Iterator[Place
 
 def _whole(subject: Subject) -> Iterator[tuple[tuple[int, int], ...]]:
     """Tables that are not cut to the length of the input take only inputs of their own length."""
-    held = [] if subject.module is None else [x.squeeze() for x in tensors_of(subject.module)]
+    held = [] if subject.module is None else [x.squeeze() for x in own_tensors(subject.module)]
     for length in dict.fromkeys([MAX_LEN, *(x.size(0) for x in held if x.dim() == 2)]):
         if 1 < length <= LONGEST:
             yield (2, length), (3, length)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.parts.position_calls import tensors_of
+from equivalence_tests.checker.parts.kinds import own_tensors
 from equivalence_tests.checker.parts.readings import PartReading
 
 __all__ = ["position_readings"]
@@ -80,7 +80,7 @@ def _rows(table: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
 
 
 def _has_a_row_of_zeros(module: nn.Module) -> bool:
-    tables = [x for x in tensors_of(module) if x.dim() >= 2]
+    tables = [x for x in own_tensors(module) if x.dim() >= 2]
     return any(bool((x.reshape(-1, x.size(-1)) == 0).all(-1).any()) for x in tables)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.helpers_for_tests import line_of
-from equivalence_tests.checker.parts.mask_builders import builds_masks, examine_mask_builder, mask_methods
+from equivalence_tests.checker.parts.kinds import builds_masks
+from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo import builders
 from scratch import masks

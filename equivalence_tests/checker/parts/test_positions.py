@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.parts.checking import guess_kind
+from equivalence_tests.checker.parts.kinds import guess_kind
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.parts import PaperPositionalEncoding

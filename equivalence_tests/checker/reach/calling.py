@@ -74,7 +74,7 @@ class Inputs:
                 changed[id(x)] = x.clone()
                 part = changed[id(x)][sample] if sample is not None else changed[id(x)][:, token]
                 part += torch.linspace(0.5, 1.5, x.size(-1), dtype=x.dtype)  # a LayerNorm would take back a constant
-        return Inputs(*(changed[id(x)] for x in (self.query, self.key, self.value)))
+        return Inputs(changed[id(self.query)], changed[id(self.key)], changed[id(self.value)], self.may_attend)
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,9 @@ class CallPlan:
         return any(role == "angles" for _, role in self.roles)
 
     @property
-    def sequence_first(self) -> bool:
-        """Whether the length comes before the batch."""
-        return self.layout == "l b e"
-
-    @property
     def channels_first(self) -> bool:
         """Whether the features come before the length."""
         return self.layout in CHANNELS_FIRST
-
-    @property
-    def one_memory(self) -> bool:
-        """Whether one argument is both keys and values."""
-        return any(role == "memory" for _, role in self.roles)
 
 
 @dataclass
@@ -211,29 +201,22 @@ OMIT = _Omit()
 
 def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
     """Turn (b, l, e) into the user's layout."""
-    if layout == "l b e":
-        return x.transpose(0, 1).contiguous()
-    if layout == "l e":
-        return x[0]
-    if layout in CHANNELS_FIRST:
-        return x.mT.contiguous() if layout == "b e l" else x.mT.contiguous()[..., None]
-    if layout in ("b h l d", "b l h d"):
-        split = x.unflatten(-1, (num_heads, -1))
-        return split.transpose(1, 2).contiguous() if layout == "b h l d" else split
-    return x
+    names, given = layout.split(), "b l h d" if "h" in layout else "b l e"
+    x = x.unflatten(-1, (num_heads, -1)) if "h" in names else x
+    kept = [name for name in names if name != "1"]
+    axes = given.split() if "b" in names else given.split()[1:]
+    laid_out = (x if "b" in names else x[0]).permute([axes.index(name) for name in kept]).contiguous()
+    return laid_out[..., None] if "1" in names else laid_out
 
 
 def from_layout(x: Tensor, layout: str) -> Tensor:
-    """Turn the user's layout into (b, l, e)."""
-    if layout == "l b e":
-        return x.transpose(0, 1)
-    if layout == "l e":
-        return x[None]
-    if layout in CHANNELS_FIRST:
-        return x.flatten(2).mT
-    if layout == "b h l d" and x.dim() == 4:
-        return x.transpose(1, 2).flatten(2)
-    return x.flatten(2) if layout == "b l h d" and x.dim() == 4 else x
+    """Turn the user's layout into (b, l, e); what has its heads merged is there already."""
+    if "h" in layout and x.dim() != 4:
+        return x
+    names = layout.removesuffix(" 1").split()
+    x = x.flatten(len(names) - 1) if "1" in layout else x
+    x, names = (x, names) if "b" in names else (x[None], ["b", *names])
+    return x.permute([names.index(name) for name in "blhde" if name in names]).flatten(2)
 
 
 def random_inputs(sizes: Sizes, plan: CallPlan, seed: int, dtype: torch.dtype = torch.float64) -> Inputs:
@@ -248,7 +231,7 @@ def random_inputs(sizes: Sizes, plan: CallPlan, seed: int, dtype: torch.dtype = 
     if plan.self_attention:
         return Inputs(query, query, query)
     key = draw(sizes.key_len)
-    return Inputs(query, key, key if plan.one_memory else draw(sizes.key_len))
+    return Inputs(query, key, key if "memory" in dict(plan.roles).values() else draw(sizes.key_len))
 
 
 def role_of_parameter(name: str) -> str:
@@ -475,37 +458,25 @@ def _working(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) ->
 
 
 def _with_masks(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> Iterator[CallPlan]:
-    """Try a plan without a mask, then with each mask that might hide nothing."""
-    neutrals: list[MaskForm | None] = [None]
-    if plan.mask_parameter:
-        neutrals += MaskForm.neutral_forms()
-    for neutral in neutrals:
-        attempt = replace(plan, neutral=neutral)
-        if neutral is None and plan.mask_parameter and _mask_required(caller, plan):
-            attempt = replace(attempt, roles=_none_mask(attempt.roles))
-        done = _try(caller, attempt, sizes, errors)
-        if done is None and neutral is not None and attempt.roles != _all_neutral(attempt.roles):
-            attempt = replace(attempt, roles=_all_neutral(attempt.roles))
-            done = _try(caller, attempt, sizes, errors)
-        if done is not None:
-            yield replace(done, roles=plan.roles) if neutral is None and attempt.roles == plan.roles else done
-            if neutral is None:
-                return
-
-
-def _mask_required(caller: Caller, plan: CallPlan) -> bool:
-    return _required(plan.mask_parameter, forward_parameters(caller.function))
+    """Try a plan without a mask, None where one is required, then with each mask that might hide nothing."""
+    required = _required(plan.mask_parameter, forward_parameters(caller.function))
+    without = tuple((name, "mask?" if role == "mask" and required else role) for name, role in plan.roles)
+    done = _try(caller, replace(plan, roles=without), sizes, errors)
+    if done is not None:
+        yield done
+        return
+    for neutral in MaskForm.neutral_forms() if plan.mask_parameter else ():
+        for roles in dict.fromkeys((plan.roles, _all_neutral(plan.roles))):
+            done = _try(caller, replace(plan, roles=roles, neutral=neutral), sizes, errors)
+            if done is not None:
+                yield done
+                break
 
 
 def _all_neutral(roles: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     """Give every mask that got None one that hides nothing."""
     none_masks = {name for name, role in roles if role == "=None" and role_of_parameter(name) == "mask"}
     return tuple((name, "neutral" if name in none_masks else role) for name, role in roles)
-
-
-def _none_mask(roles: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Pass None where a mask is required: "no mask" in much code."""
-    return tuple((name, "mask?" if role == "mask" else role) for name, role in roles)
 
 
 def _try(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> CallPlan | None:
@@ -527,14 +498,9 @@ def _try(caller: Caller, plan: CallPlan, sizes: Sizes, errors: list[str]) -> Cal
 
 def _is_output(x: Tensor, plan: CallPlan, inputs: Inputs, num_heads: int) -> bool:
     batch, length, width = inputs.query.shape
-    if plan.channels_first:
-        ending = (length,) if plan.layout == "b e l" else (length, 1)
-        return x.size(0) == batch and x.dim() == 2 + len(ending) and tuple(x.shape[2:]) == ending
-    lead = {"b l e": (batch, length), "l b e": (length, batch), "l e": (length,)}
-    if plan.layout in lead:
-        return x.dim() == len(lead[plan.layout]) + 1 and tuple(x.shape[:-1]) == lead[plan.layout]
-    shape = (batch, num_heads, length) if plan.layout == "b h l d" else (batch, length, num_heads)
-    return tuple(x.shape[:-1]) == shape or tuple(x.shape) == (batch, length, width)
+    sizes, names = {"b": batch, "l": length, "h": num_heads, "1": 1}, plan.layout.split()
+    laid_out = x.dim() == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape, strict=True))
+    return laid_out or ("h" in names and tuple(x.shape) == (batch, length, width))
 
 
 def _like_weights(x: Tensor, inputs: Inputs) -> tuple[bool, bool]:

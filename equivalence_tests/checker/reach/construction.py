@@ -348,11 +348,10 @@ def _ready_made(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
 def _candidates(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     given = parameter.annotation if parameter.annotation is not parameter.empty else None
     annotation = given if isinstance(given, type) else None
-    if re.search(r"config|cfg|^args$|params|hparams|options|^opts?$|settings|hyper", parameter.name.lower()):
+    named = re.search(r"config|cfg|^args$|params|hparams|options|^opts?$|settings|hyper", parameter.name.lower())
+    if named or hasattr(annotation, "__dataclass_fields__"):
         return [*_configs(annotation, sizes), ImitatedConfig(sizes)]
     known, value = value_for(parameter.name, sizes)
-    if annotation is not None and hasattr(annotation, "__dataclass_fields__"):
-        return [*_configs(annotation, sizes), ImitatedConfig(sizes)]
     for pattern, guesses in AMBIGUOUS:
         if re.search(pattern, parameter.name.lower()):
             return guesses(sizes)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["HeldMask", "MaskForm", "mask_forms", "draw_masks"]
 
-# From (b, q, k) to what is handed over; every row equal for the key shapes, every sample equal for (query, key).
+# From (b, q, k) to what is handed over; along an axis that a shape does not name, all must be alike.
 SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "(batch, query, key)": lambda m, h: m,
     "(batch, 1, query, key)": lambda m, h: m[:, None],
@@ -28,8 +28,6 @@ SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "lengths (batch,)": lambda m, h: m[:, 0].sum(-1),
     "lengths (batch, query)": lambda m, h: m.sum(-1),
 }
-KEY_SHAPES = ("(batch, key)", "(batch, 1, key)", "(batch, 1, 1, key)", "(1, key, batch)", "(batch, key, 1)")
-SHARED_SHAPES = ("(query, key)", "(1, query, key)", "(1, 1, query, key)")
 ENCODINGS = {
     "look": "True = may look",
     "block": "True = may not look",
@@ -67,7 +65,7 @@ class MaskForm:
         """Which masks it can express: full, shared (all samples alike), keys (all queries alike) or lengths."""
         if self.encoding == "lengths":
             return "query_lengths" if self.shape.endswith("query)") else "lengths"
-        return "keys" if self.shape in KEY_SHAPES else "shared" if self.shape in SHARED_SHAPES else "full"
+        return "keys" if "query" not in self.shape else "full" if "batch" in self.shape else "shared"
 
     def build(self, may_attend: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
         """Write (b, q, k), True = may look, in this form, into new memory."""

@@ -1,5 +1,6 @@
 """Build the parts that a constructor wants handed to it, from the classes that stand in the same file."""
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -37,13 +38,9 @@ def classes_for(argument: str, target: Any) -> Iterator[type[nn.Module]]:
         if isinstance(x, type) and issubclass(x, nn.Module) and x is not target and x.__module__ == module.__name__
     ]
     fitting = [x for x in found if re.search(pattern, x.__name__.lower()) and "norm" not in x.__name__.lower()]
-    yield from sorted(fitting, key=lambda x: -_shared(x.__name__, target.__name__))
 
+    def unlike(found: type[nn.Module]) -> int:
+        pairs = zip(found.__name__, target.__name__, strict=False)
+        return -sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-def _shared(one: str, other: str) -> int:
-    """Length of the common beginning of two names.
-
-    >>> _shared("EncoderLayer", "Encoder"), _shared("DecoderLayer", "Encoder")
-    (7, 0)
-    """
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    yield from sorted(fitting, key=unlike)

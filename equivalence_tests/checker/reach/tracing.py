@@ -58,8 +58,7 @@ def trace(module: nn.Module, call: Callable[[], Any], changed: int | None = None
         for path, child in module.named_modules():
             if path and type(child).forward is not nn.Module.forward:
                 stack.enter_context(_noting(child, path, seen, outside, changed))
-        with torch.no_grad():
-            call()
+        call()
     return seen
 
 

@@ -1,0 +1,193 @@
+"""Tell what something is: by its name, by what holds it, or by what it holds and does."""
+
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "ALIKE",
+    "BUILDER_NAME",
+    "BY_DATA_FLOW",
+    "EXAMINED",
+    "atoms_of",
+    "builds_masks",
+    "guess_kind",
+    "is_torchs",
+    "kind_of",
+    "kind_of_name",
+    "own_tensors",
+    "there_and_back",
+]
+
+# Under this name a copy of a module keeps the kind that a run showed, where its own name says nothing.
+BY_DATA_FLOW = "_kind_by_data_flow"
+NAMES = (
+    (r"attention|attn|mhs?a|multi_?head|^head$", "attention"),
+    (r"feed_?forward", "feed_forward"),  # one may hold a norm, and say so in its name
+    (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
+    (r"ffn|^ff|mlp|position_?wise", "feed_forward"),
+    (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|(^|_)(w?pe|positions)($|_)", "positional_encoding"),
+    (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
+)
+BUILDER_NAME = re.compile(r"(^|_)mask(s|ing)?($|_)|subsequent|no_?peak|look_?ahead", re.IGNORECASE)
+EXAMINED = ("attention", "layer_norm", "feed_forward", "positional_encoding")
+ALIKE = 1e-6
+
+
+def guess_kind(found: Any) -> str:
+    """Tell from the name what something is, and a few of torch's containers by what they hold; "" if neither says.
+
+    >>> guess_kind(nn.LayerNorm), guess_kind(nn.TransformerEncoderLayer), guess_kind(nn.MultiheadAttention)
+    ('layer_norm', 'layers', 'attention')
+    >>> guess_kind(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))), guess_kind(nn.Linear(2, 2))
+    ('feed_forward', '')
+    """
+    if isinstance(found, nn.Module) and BY_DATA_FLOW in vars(found):
+        return str(vars(found)[BY_DATA_FLOW])
+    if isinstance(found, nn.Sequential):
+        return "feed_forward" if _is_feed_forward(found) else ""
+    if builds_masks(found):
+        return "mask_builder"
+    kind = kind_of_name(getattr(found, "__name__", type(found).__name__))
+    if kind or not isinstance(found, nn.Module):
+        return kind
+    return "positional_encoding" if _holds_sinusoids(found) else "layer_norm" if _normalises(found) else ""
+
+
+def _normalises(found: nn.Module) -> bool:
+    """Whether it has nothing but a gain and an offset, and gives the same for vectors ten times as long."""
+    parameters = list(found.parameters())
+    if not 1 <= len(parameters) <= 2 or any(p.dim() != 1 for p in parameters) or any(True for _ in found.children()):
+        return False
+    x = 10 * torch.randn(2, 3, len(parameters[0]), generator=torch.Generator().manual_seed(0)).to(parameters[0].dtype)
+    try:
+        with torch.no_grad():
+            once, tenfold = found(x), found(10 * x)
+        return once.shape == x.shape and bool(once.any()) and torch.allclose(once, tenfold, rtol=1e-2, atol=1e-3)
+    except Exception:  # what cannot be called with one tensor is something else
+        return False
+
+
+def there_and_back(found: nn.Module) -> bool:
+    """Whether its linears lead to another width and back: two, or three with a gate, packed or not.
+
+    >>> there_and_back(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))), there_and_back(nn.MultiheadAttention(4, 2))
+    (True, False)
+    """
+    shapes = [tuple(m.weight.shape) for m in found.modules() if isinstance(m, nn.Linear)]
+    inside, width = shapes[-1][::-1] if shapes else (0, 0)
+    halves = [(inside, width), (width, inside)], [(2 * inside, width), (width, inside)]
+    return inside != width and shapes in (*halves, [*halves[0][:1] * 2, halves[0][1]])
+
+
+def _is_feed_forward(found: nn.Sequential) -> bool:
+    """Whether its linears lead there and back, and nothing else in it but LayerNorms has parameters."""
+    ours = [p for m in found.modules() if isinstance(m, nn.Linear | nn.LayerNorm) for p in m.parameters(recurse=False)]
+    return len(ours) == len(list(found.parameters())) and there_and_back(found)
+
+
+def kind_of_name(name: str) -> str:
+    """Tell a kind from a name alone; "" if it says nothing.
+
+    >>> kind_of_name("CausalSelfAttention"), kind_of_name("mlp"), kind_of_name("Thing")
+    ('attention', 'feed_forward', '')
+    """
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    return next((kind for pattern, kind in NAMES if re.search(pattern, words)), "")
+
+
+def builds_masks(found: Any) -> bool:
+    """Tell from its name whether a function builds masks.
+
+    >>> def subsequent_mask(size): ...
+    >>> def masked_attention(query, key, value): ...
+    >>> builds_masks(subsequent_mask), builds_masks(masked_attention), builds_masks(torch.nn.Linear)
+    (True, False, False)
+    """
+    return inspect.isroutine(found) and BUILDER_NAME.search(getattr(found, "__name__", "")) is not None
+
+
+def kind_of(path: str, child: nn.Module) -> str:
+    """Tell what a sub-module is, by its class, or else by the name of the attribute that holds it.
+
+    What is called a norm and holds other modules is none: it normalises for them, or adds a residual.
+
+    >>> kind_of("blocks.0.ln_1", nn.LayerNorm(3)), kind_of("mlp", nn.Identity()), kind_of("x", nn.Dropout())
+    ('layer_norm', '', '')
+    """
+    attribute = "" if type(child).__module__.startswith("torch.") else path.rpartition(".")[2]
+    kind = guess_kind(child) or kind_of_name(attribute)
+    if kind == "attention" and not guess_kind(child) and _is_one_matrix(child):
+        return ""  # a projection, whatever holds it
+    if kind in EXAMINED and kind != "attention" and any(guess_kind(m) == "attention" for m in child.modules()):
+        return "layers"  # whatever its name says
+    if kind == "layer_norm" and any(True for _ in child.children()):
+        linears = sum(isinstance(m, nn.Linear | nn.Conv1d) for m in child.modules())
+        return "feed_forward" if linears == 2 and "feed" in type(child).__name__.lower() else ""
+    return kind
+
+
+def _is_one_matrix(child: nn.Module) -> bool:
+    matrices = [p for p in child.parameters() if p.dim() > 1]
+    return len(matrices) == 1 and not any(True for _ in child.children())
+
+
+def is_torchs(child: nn.Module) -> bool:
+    """Whether a module is one of torch's own, and no list of others."""
+    return type(child).__module__.startswith("torch.") and not isinstance(child, nn.Sequential)
+
+
+def atoms_of(module: nn.Module) -> dict[str, str]:
+    """List the outermost sub-modules that are looked at as wholes, by path, with their kind.
+
+    Args:
+        module: A layer or a model.
+
+    Returns:
+        Parts of a known kind, torch's own layers, and under "" every other module with parameters and no children.
+    """
+    chosen: dict[str, str] = {}
+    for path, child in module.named_modules():
+        if not path or any(path.startswith(f"{other}.") for other in chosen):
+            continue
+        kind = kind_of(path, child)
+        has_parameters = any(True for _ in child.parameters())
+        torchs_layer = kind == "layers" and is_torchs(child)
+        if torchs_layer or (kind in EXAMINED and (has_parameters or kind == "positional_encoding")):
+            chosen[path] = kind
+        elif has_parameters and not any(True for _ in child.children()):
+            chosen[path] = ""
+    return chosen
+
+
+def _holds_sinusoids(module: nn.Module) -> bool:
+    """Whether a module is a table of sines and cosines, whatever it is called.
+
+    >>> module = nn.Module()
+    >>> module.table = torch.stack((torch.arange(4.0).sin(), torch.arange(4.0).cos()), -1)
+    >>> _holds_sinusoids(module), _holds_sinusoids(nn.Linear(4, 2))
+    (True, False)
+    """
+    if any(not isinstance(child, nn.Dropout | nn.Embedding | nn.Identity) for child in module.children()):
+        return False
+    return any(_is_sinusoidal(x.squeeze()) for x in own_tensors(module))
+
+
+def _is_sinusoidal(table: Tensor) -> bool:
+    if table.dim() != 2 or min(table.shape) < 2 or float(table.abs().max()) > 1 + ALIKE:
+        return False
+    one = torch.tensor([math.sin(1), math.cos(1)], dtype=table.dtype)
+    first = table[0].unique()
+    return first.tolist() == [0.0, 1.0] and bool((table[1][:, None] - one).abs().min() < ALIKE)
+
+
+def own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """List the floating tensors that a module itself holds: parameters, buffers and plain attributes."""
+    for x in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            yield x.detach()
