@@ -75,7 +75,7 @@ def verify_command(
     for option, path in files.items():
         _check_writable(option, path)
     console, progress = Console(), Console(stderr=True)
-    requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, {}, reasons, run_all))
+    requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, reasons, run_all))
     reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), progress)]
     if json_file == Path("-"):
         typer.echo(to_json(reports))

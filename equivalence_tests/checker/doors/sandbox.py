@@ -39,7 +39,6 @@ class Request:
         inputs: "file.py:name" of what the model is called with; "" to work out a call.
         kind: As in ``verify``.
         adapter: "file.py:NAME" of an ``Adapter``; "" for none.
-        expected_failures: As in ``verify``.
         meant: As in ``verify``.
         run_all: Run every cell of a notebook.
     """
@@ -48,7 +47,6 @@ class Request:
     inputs: str = ""
     kind: str | None = None
     adapter: str = ""
-    expected_failures: dict[str, str] = field(default_factory=dict)
     meant: dict[str, str] = field(default_factory=dict)
     run_all: bool = False
 

@@ -118,10 +118,9 @@ def _handed(
     assert source is not None  # a source there is
     outputs: list[Tensor] = []
     with torch.enable_grad():  # else torch's own layers take a fast path, which hands no masks on
-        paths = {place.path for place in places}
-        calls = trace(module, lambda: outputs.append(run.run(source, target, given).detach()), paths)
+        calls = trace(module, lambda: outputs.append(run.run(source, target, given).detach()))
     handed: Handed = {("", ""): outputs[0]}
-    for call in calls:
+    for call in (call for call in calls if call.path in {place.path for place in places}):
         forward = module.get_submodule(call.path).forward
         arguments = inspect.signature(forward).bind_partial(*call.args, **call.kwargs).arguments
         handed |= {(call.path, name): x.detach() for name, x in arguments.items() if _is_mask(name, x)}

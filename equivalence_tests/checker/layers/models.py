@@ -15,6 +15,7 @@ from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trac
 __all__ = ["judge_model", "reads_later_tokens"]
 
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
+Stack = tuple[str, list[nn.Module]]
 GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)
 
 
@@ -30,19 +31,24 @@ def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
     """
     stacks = list(_stacks(module))
     yield from _unused(module, run)
-    yield from _judge_stacks(module, run, stacks)
     with torch.no_grad():
+        yield from _judge_stacks(module, run, stacks)
         if bool(run.call(run.source, run.target).isfinite().all()):
             yield from _judge_tokens(module, run, [path for path, _ in stacks])
 
 
-def _judge_stacks(module: nn.Module, run: ModelRun, stacks: list[tuple[str, list[nn.Module]]]) -> Iterator[Row]:
-    seen = trace(module, lambda: run.call(_followed(run.source), None if run.target is None else _followed(run.target)))
+def _judge_stacks(module: nn.Module, run: ModelRun, stacks: list[Stack]) -> Iterator[Row]:
+    seen = _traced(module, run)
     for path, layers in stacks:
         yield "layers of their own", "layers_share_parameters" if _shared(layers) else "", path
-        yield "layers feed one another", "" if _chained(path, len(layers), seen) else "layers_not_chained", path
+        chained = all(_chained(module, run, seen, path, i) for i in range(1, len(layers)))
+        yield "layers feed one another", "" if chained else "layers_not_chained", path
     if run.target is not None and len(stacks) == 2:
-        yield "memory", _memory_mistake(run, stacks, seen), stacks[1][0]
+        yield "memory", _memory_mistake(module, run, stacks, seen), stacks[1][0]
+
+
+def _traced(module: nn.Module, run: ModelRun, changed: int | None = None) -> list[ModuleCall]:
+    return trace(module, lambda: run.call(run.source, run.target), changed)
 
 
 def _unused(module: nn.Module, run: ModelRun) -> Iterator[Row]:
@@ -154,7 +160,7 @@ def _upright(output: Tensor, run: ModelRun) -> Tensor:
     return output.transpose(0, 1) if output.dim() == 3 and output.size(0) != len(run.source) else output
 
 
-def _stacks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+def _stacks(module: nn.Module) -> Iterator[Stack]:
     """List the stacks of at least two layers that hold an attention, those not inside another."""
     outer: list[str] = []
     for path, child in module.named_modules():
@@ -181,43 +187,32 @@ def _outputs(calls: list[ModuleCall], path: str) -> Tensor | None:
     return None if found is None else next(tensors_in((found.output,)), None)
 
 
-def _chained(path: str, count: int, calls: list[ModuleCall]) -> bool:
-    """Whether no layer after the first reads just what the first read, and nothing of the one before."""
-    given = [_inputs(calls, f"{path}.{i}") for i in range(count)]
-    results = [_outputs(calls, f"{path}.{i}") for i in range(count)]
-    for now, before in zip(given[1:], results, strict=False):
-        repeated = len(now) == len(given[0]) and all(_same(x, y) for x, y in zip(now, given[0], strict=True))
-        if before is not None and now and repeated and not any(_reads(x, before) for x in now):
-            return False
-    return True
+def _chained(module: nn.Module, run: ModelRun, calls: list[ModuleCall], path: str, number: int) -> bool:
+    """Whether a layer of a stack reads something else than the first, or what the one before gives."""
+    first, given = (_inputs(calls, f"{path}.{i}") for i in (0, number))
+    repeated = bool(given) and _all_same(first, given)
+    return not repeated or _reads(module, run, calls, f"{path}.{number}", f"{path}.{number - 1}")
 
 
-def _followed(x: Tensor) -> Tensor:
-    """A copy from which gradients are followed, where it has numbers that can have them."""
-    return x.clone().requires_grad_().clone() if x.is_floating_point() else x
+def _reads(module: nn.Module, run: ModelRun, calls: list[ModuleCall], reader: str, source: str) -> bool:
+    """Whether what a sub-module takes changes with what another gives; taken for granted if that one is not called."""
+    place = next((i for i, call in enumerate(calls) if call.path == source), None)
+    return place is None or not _all_same(_inputs(calls, reader), _inputs(_traced(module, run, place), reader))
 
 
-def _reads(x: Tensor, source: Tensor) -> bool:
-    """Whether a tensor was made from another; taken for granted where gradients were cut off."""
-    if not (x.requires_grad and source.requires_grad):
-        return True
-    return torch.autograd.grad(x.sum(), source, retain_graph=True, allow_unused=True)[0] is not None
-
-
-def _memory_mistake(run: ModelRun, stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> str:
+def _memory_mistake(module: nn.Module, run: ModelRun, stacks: list[Stack], calls: list[ModuleCall]) -> str:
     assert run.target is not None  # asked only then
     rows = run.call(run.source, run.target).size(1)
     if rows == run.source.size(1) != run.target.size(1):
         return "memory_and_target_exchanged"
-    return "" if _memory_is_encoded(stacks, calls) else "memory_is_not_encoder_output"
-
-
-def _memory_is_encoded(stacks: list[tuple[str, list[nn.Module]]], calls: list[ModuleCall]) -> bool:
-    """Whether the decoder's layers read something that the encoder's last layer had a part in."""
     (encoder, layers), (decoder, _) = stacks
-    encoded = _outputs(calls, f"{encoder}.{len(layers) - 1}")
-    given = _inputs(calls, f"{decoder}.0")
-    return encoded is None or len(given) < 2 or any(_reads(x, encoded) for x in given)
+    several = len(_inputs(calls, f"{decoder}.0")) > 1
+    encoded = not several or _reads(module, run, calls, f"{decoder}.0", f"{encoder}.{len(layers) - 1}")
+    return "" if encoded else "memory_is_not_encoder_output"
+
+
+def _all_same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(_same, one, other))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

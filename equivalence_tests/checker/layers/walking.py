@@ -215,7 +215,7 @@ def _concluded(report: Report, subject: Subject) -> Report:
             f"{report.target} holds no attention, LayerNorm, feed-forward or positional encoding of its own to check"
         )
     unchecked = [c for c in report.checks if c.outcome == "skipped"]
-    blamed = [f for f in report.findings if not _expressible(f.name)]
+    blamed = [f for f in report.findings if f.name not in MISTAKES or not MISTAKES[f.name].expressible]
     failed = [c for c in report.checks if c.outcome == "failed"]
     least: Verdict = "partial" if report.coverage else "equal"
     report.verdict = "deviates" if failed or blamed else "unchecked" if unchecked else least
@@ -224,17 +224,10 @@ def _concluded(report: Report, subject: Subject) -> Report:
     return report
 
 
-def _expressible(name: str) -> bool:
-    return name in MISTAKES and MISTAKES[name].expressible
-
-
 def _mark(child: nn.Module) -> tuple[Any, ...]:
     """What two modules share that need not be examined twice."""
-    return (type(child), tuple(p.shape for p in child.parameters()), str(child) if _has_no_source(child) else "")
-
-
-def _has_no_source(child: nn.Module) -> bool:
-    return isinstance(child, nn.Sequential)
+    source = str(child) if isinstance(child, nn.Sequential) else ""  # what stands in no class of its own
+    return (type(child), tuple(p.shape for p in child.parameters()), source)
 
 
 def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -5,7 +5,6 @@ and what each sub-module gave. The residual stream is followed from x to the out
 is said, and nothing is claimed.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,6 @@ __all__ = ["Step", "Wiring", "read_wiring"]
 Sum = tuple[str, ...]
 SUBLAYERS = ("attention", "feed_forward")
 ROUNDING = 1e-10
-RECENT = 12
 
 
 @dataclass(frozen=True)
@@ -79,45 +77,32 @@ class Values:
 
     def __init__(self, batch: int, width: int) -> None:
         self.batch, self.width = batch, width
-        self.known: list[tuple[Sum, Tensor, float]] = []
+        self.known: list[tuple[str, Tensor]] = []
 
     def add(self, label: str, tensor: Tensor) -> None:
         """Give a tensor a label of its own."""
-        self._keep((label,), self._upright(tensor))
+        self.known.append((label, self._upright(tensor)))
 
     def as_sum(self, x: Tensor) -> Sum | None:
-        """Write a tensor as a sum of one to three known ones, the latest first; None if it is none."""
+        """Write a tensor as a sum of labelled ones, each as often as it is in it; None if it is none."""
         tensor = self._upright(x)
-        candidates = [item for item in self.known if item[1].shape == tensor.shape]
-        candidates = [*reversed(candidates[-RECENT:]), *candidates[:-RECENT][:1]]
-        wanted = _probe(tensor)
-        for count in (1, 2, 3):
-            for chosen in itertools.combinations_with_replacement(candidates, count):
-                if abs(sum(probe for _, _, probe in chosen) - wanted) > 1e-8:
-                    continue  # one number tells most wrong sums without adding tensors up
-                if _equal(sum(value for _, value, _ in chosen), tensor):
-                    labels = tuple(sorted(itertools.chain.from_iterable(sums for sums, _, _ in chosen)))
-                    if count > 1:
-                        self._keep(labels, tensor)  # the next sum is a short one then
-                    return labels
-        return None
+        terms = [(label, value) for label, value in self.known if value.shape == tensor.shape]
+        if not terms:
+            return None
+        columns = torch.stack([value.flatten() for _, value in terms], -1)
+        counts = torch.linalg.lstsq(columns, tensor.flatten()[:, None]).solution.round()
+        if bool((counts < 0).any()) or not _equal((columns @ counts).view(tensor.shape), tensor):
+            return None
+        return tuple(sorted(label for (label, _), n in zip(terms, counts, strict=True) for _ in range(int(n))))
 
     def tensor(self, label: str) -> Tensor:
         """Give the tensor of a label."""
-        return next(value for labels, value, _ in self.known if labels == (label,))
-
-    def _keep(self, labels: Sum, tensor: Tensor) -> None:
-        self.known.append((labels, tensor, _probe(tensor)))
+        return dict(self.known)[label]
 
     def _upright(self, x: Tensor) -> Tensor:
         """Turn a tensor to (b, l, e), if it can be."""
         wanted = (self.batch, self.width)
         return next((t for t in _turned(x) if (t.size(0), t.size(-1)) == wanted), x)
-
-
-def _probe(x: Tensor) -> float:
-    """A weighted sum of all elements: sums of tensors have the sum of it."""
-    return float(x.flatten() @ torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).sin())
 
 
 def _turned(x: Tensor) -> list[Tensor]:
@@ -148,8 +133,8 @@ def read_wiring(
     values = Values(len(inputs.query), inputs.query.size(-1))
     values.add("x", inputs.query)
     if not plan.self_attention:
-        values.add("memory", inputs.key)
-        values.add("memory", inputs.value)
+        for memory in {id(x): x for x in (inputs.key, inputs.value)}.values():
+            values.add("memory", memory)
     module, seen = caller.function, list[ModuleCall]()
     assert isinstance(module, nn.Module)  # layers are modules
     ran = operations_of(lambda: seen.extend(trace(module, lambda: caller.returned(plan, inputs))))
@@ -166,7 +151,8 @@ def read_wiring(
 
     def told(place: int | None) -> list[Tensor]:
         given: list[Tensor] = []
-        trace(module, lambda: given.extend(caller.returned(plan, inputs)), changed=place)
+        with torch.no_grad():
+            trace(module, lambda: given.extend(caller.returned(plan, inputs)), changed=place)
         return given
 
     _judge_unused(wiring, final, told)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,26 +39,25 @@ GATES: dict[str, Map] = {
     "GLU": torch.sigmoid,
 }
 Wrap = Callable[[Tensor, Map, Map], Tensor]
-WRAPS: dict[str, Wrap] = {
-    "the two linears": lambda x, f, n: f(x),
-    "+ residual": lambda x, f, n: x + f(x),
-    "+ residual, then LayerNorm": lambda x, f, n: n(x + f(x)),
-    "+ LayerNorm on the input": lambda x, f, n: f(n(x)),
-    "+ LayerNorm on the input, + residual": lambda x, f, n: x + f(n(x)),
-    "+ LayerNorm on the input, half of it + residual (Conformer)": lambda x, f, n: x + 0.5 * f(n(x)),
-}
-WRONG_WRAPS: dict[str, tuple[str, Wrap]] = {
-    "residual_missing": ("+ LayerNorm on the output, no residual", lambda x, f, n: n(f(x))),
-    "residual_from_normalised": (
-        "+ LayerNorm on the input, + residual of the normalised",
+# What stands around the linears, and what is wrong with that.
+WRAPS: dict[str, tuple[Wrap, tuple[str, ...]]] = {
+    "the two linears": (lambda x, f, n: f(x), ()),
+    "+ residual": (lambda x, f, n: x + f(x), ()),
+    "+ residual, then LayerNorm": (lambda x, f, n: n(x + f(x)), ()),
+    "+ LayerNorm on the input": (lambda x, f, n: f(n(x)), ()),
+    "+ LayerNorm on the input, + residual": (lambda x, f, n: x + f(n(x)), ()),
+    "+ LayerNorm on the input, half of it + residual (Conformer)": (lambda x, f, n: x + 0.5 * f(n(x)), ()),
+    "+ LayerNorm on the output, no residual": (lambda x, f, n: n(f(x)), ("residual_missing",)),
+    "+ LayerNorm on the input, + residual of the normalised": (
         lambda x, f, n: n(x) + f(n(x)),
+        ("residual_from_normalised",),
     ),
-    "residual_added_twice": ("+ residual twice, then LayerNorm", lambda x, f, n: n(x + x + f(x))),
-    "norm_fresh_in_forward": (
-        "+ residual, then a LayerNorm made in forward",
+    "+ residual twice, then LayerNorm": (lambda x, f, n: n(x + x + f(x)), ("residual_added_twice",)),
+    "+ residual, then a norm made in forward": (
         lambda x, f, n: F.layer_norm(x + f(x), x.shape[-1:]),
+        ("norm_fresh_in_forward",),
     ),
-    "residual_after_norm": ("+ LayerNorm on the output, then residual", lambda x, f, n: x + n(f(x))),
+    "+ LayerNorm on the output, then residual": (lambda x, f, n: x + n(f(x)), ("residual_after_norm",)),
 }
 
 
@@ -83,19 +83,12 @@ def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading
     """
     leaves = [either for leaf in leaves_of(module) for either in _both_ways(leaf)]
     norm = next((m for m in module.modules() if m is not module and _is_norm(m)), None)
-    wraps = [(words, wrap, ()) for words, wrap in WRAPS.items() if norm is not None or "Norm" not in words]
-    wrong = [
-        (words, wrap, (name,))
-        for name, (words, wrap) in WRONG_WRAPS.items()
-        if norm is not None or name == "norm_fresh_in_forward"
-    ]
+    wraps = [(words, *wrap) for words, wrap in WRAPS.items() if norm is not None or "LayerNorm" not in words]
     two_of_them = [pair for pair in itertools.permutations(leaves, 2) if pair[0].weight != pair[1].weight]
     pairs = [body for one, two in two_of_them for body in _bodies(module, one, two, width)]
     gated = list(_gated_bodies(module, leaves, width))
-    for body, (words, wrap, mistakes) in [
-        *itertools.product(pairs, [*wraps, *wrong]),
-        *itertools.product(gated, wraps),
-    ]:
+    right = [wrap for wrap in wraps if not wrap[-1]]
+    for body, (words, wrap, mistakes) in [*itertools.product(pairs, wraps), *itertools.product(gated, right)]:
         rows = (*body.words, ("includes", words, "linear2(activation(linear1(x)))"))
         formula = _bind(wrap, body.formula, norm or nn.Identity())
         yield PartReading(formula, rows, (*body.mistakes, *mistakes), body.notes)
@@ -130,7 +123,9 @@ def _bodies(module: nn.Module, first: Leaf, second: Leaf, width: int) -> Iterato
             if (not bias1 and one.bias is None) or (not bias2 and two.bias is None):
                 continue
             lost = (("ff_first_bias_unused",) if not bias1 else ()) + (("ff_second_bias_unused",) if not bias2 else ())
-            middle, after, both, before = _placed(_with_bias(one, bias1), _with_bias(two, bias2), activation)
+            middle, after, both, before = _placed(
+                partial(one, with_bias=bias1), partial(two, with_bias=bias2), activation
+            )
             yield Body(middle, rows, (*known, *lost))
             if name != "nothing":
                 yield Body(before, rows, ("activation_before_first_linear", *known, *lost))
@@ -158,12 +153,7 @@ def _then(f: Map, g: Map) -> Map:
     return lambda x: g(f(x))
 
 
-def _with_bias(linear: Projection, bias: bool) -> Map:
-    return lambda x: linear(x, bias)
-
-
 def _out_in(linear: Projection) -> tuple[int, int]:
-    assert linear.weight is not None  # a leaf has a matrix
     return linear.weight.size(0), linear.weight.size(1)
 
 
@@ -181,7 +171,6 @@ def _gated_bodies(module: nn.Module, leaves: list[Leaf], width: int) -> Iterator
 
 
 def _halves(packed: Projection) -> tuple[Projection, Projection]:
-    assert packed.weight is not None  # a leaf has a matrix
     weights = packed.weight.chunk(2)
     biases = (None, None) if packed.bias is None else packed.bias.chunk(2)
     return Projection(weights[0], biases[0]), Projection(weights[1], biases[1])

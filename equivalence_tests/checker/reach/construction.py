@@ -338,11 +338,7 @@ def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
 
 def _ready_made(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[nn.Module]:
     """Build the parts that may be meant by an argument, at the same sizes."""
-    made = (
-        _first_that_builds(found, (arguments for _, arguments in argument_lists(found, sizes)), [])
-        for found in itertools.islice(classes_for(parameter.name, target), 2)
-    )
-    return [part for part in made if part is not None]
+    return [part for found in itertools.islice(classes_for(parameter.name, target), 2) for part in _built(found, sizes)]
 
 
 def _candidates(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
@@ -350,7 +346,7 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     annotation = given if isinstance(given, type) else None
     named = re.search(r"config|cfg|^args$|params|hparams|options|^opts?$|settings|hyper", parameter.name.lower())
     if named or hasattr(annotation, "__dataclass_fields__"):
-        return [*_configs(annotation, sizes), ImitatedConfig(sizes)]
+        return [*([] if annotation is None else _built(annotation, sizes)), ImitatedConfig(sizes)]
     known, value = value_for(parameter.name, sizes)
     for pattern, guesses in AMBIGUOUS:
         if re.search(pattern, parameter.name.lower()):
@@ -360,12 +356,10 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     return [sizes.embed_dim, sizes.num_heads, sizes.head_dim, DROPOUT, False, None, ImitatedConfig(sizes)]
 
 
-def _configs(annotation: type | None, sizes: Sizes) -> list[Any]:
-    """Fill the user's own config class, if the constructor's annotation names one."""
-    if annotation is None:
-        return []
-    filled = _first_that_builds(annotation, (arguments for _, arguments in argument_lists(annotation, sizes)), [])
-    return [] if filled is None else [filled]
+def _built(target: type, sizes: Sizes) -> list[Any]:
+    """Build a part, or the config that an annotation names, at the same sizes; nothing where that fails."""
+    built = _first_that_builds(target, (arguments for _, arguments in argument_lists(target, sizes)), [])
+    return [] if built is None else [built]
 
 
 def _call_text(target: Any, arguments: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -23,11 +22,8 @@ __all__ = [
     "coverage_view",
     "finding_view",
     "headline",
-    "indented",
     "meant_view",
-    "notes_view",
     "reading_view",
-    "reason_view",
     "show",
 ]
 
@@ -79,12 +75,11 @@ def meant_view(meant: Sequence[Finding]) -> Group:
     return Group(Text("Meant so", style="bold"), rows)
 
 
-def coverage_view(coverage: Iterable[Exercise]) -> Group:
+def coverage_view(not_exercised: Iterable[Exercise]) -> Group:
     """List what the verdict says nothing about."""
     rows = grid()
-    for exercise in coverage:
-        if not exercise.exercised:
-            rows.add_row(Text(exercise.what), Text(exercise.detail))
+    for exercise in not_exercised:
+        rows.add_row(Text(exercise.what), Text(exercise.detail))
     return Group(Text("Not run, so the verdict says nothing about it", style="bold"), rows)
 
 
@@ -108,7 +103,8 @@ def checks_view(checks: Sequence[CheckResult], explained: bool) -> RenderableTyp
     rows = grid()
     for check in checks:
         if check.outcome in ("failed", "expected"):
-            rows.add_row(Text(check.outcome, style="red" if check.outcome == "failed" else "yellow"), _detail(check))
+            label = Text(check.outcome, style="red" if check.outcome == "failed" else "yellow")
+            rows.add_row(label, Text(f"{check.name}: {check.detail}"))
     return Group(Text(heading, style="dim"), rows) if rows.row_count else Text(heading, style="dim")
 
 
@@ -123,27 +119,12 @@ def show(view: RenderableType, console: Console) -> None:
         print(line.rstrip())
 
 
-def reason_view(reason: str) -> Padding:
-    """Say why there is no verdict, or what differs where no finding says so."""
-    return Padding(Text(reason), (0, 2))
-
-
-def notes_view(notes: Iterable[str]) -> Group:
-    """List what else the user should know."""
-    return Group(*(Text(f"Note: {note}", style="dim") for note in notes))
-
-
 def grid() -> Table:
     """Rows of a label and a text that is folded under itself."""
     rows = Table.grid(padding=(0, 2, 0, 2))
     rows.add_column(no_wrap=True)
     rows.add_column(overflow="fold")
     return rows
-
-
-def indented(view: RenderableType) -> Padding:
-    """Set a part off from what stands before it."""
-    return Padding(view, (1, 0, 0, 2))
 
 
 def place(line: CodeLine) -> str:
@@ -188,7 +169,3 @@ def _proof(proof: Proof | None) -> str:
         f"With this put right, your own code returns torch's numbers {exactly} on {proof.inputs} fresh "
         f"inputs; without it the difference is {proof.without:.2g}."
     )
-
-
-def _detail(check: CheckResult) -> Text:
-    return Text(f"{check.name}: {check.detail}")

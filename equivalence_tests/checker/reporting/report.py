@@ -6,6 +6,8 @@ from io import StringIO
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
 
 from equivalence_tests.checker.reporting.findings import VERDICTS, CheckResult, Exercise, Finding, Verdict
 from equivalence_tests.checker.reporting.rendering import (
@@ -13,11 +15,8 @@ from equivalence_tests.checker.reporting.rendering import (
     coverage_view,
     finding_view,
     headline,
-    indented,
     meant_view,
-    notes_view,
     reading_view,
-    reason_view,
 )
 
 __all__ = ["Report"]
@@ -102,22 +101,22 @@ class Report:
 
     def __rich__(self) -> Group:
         """Lay the report out for a terminal: what is wrong first, and how the code was read after it."""
-        return Group(headline(self.verdict, self.title, self.kind, self.meant), *self._parts())
+        head = [headline(self.verdict, self.title, self.kind, self.meant)]
+        reason = [Padding(Text(self.reason), (0, 2))] if self.reason else []
+        return Group(*head, *reason, *(Padding(part, (1, 0, 0, 2)) for part in self._parts()))
 
     def _parts(self) -> Iterator[RenderableType]:
-        if self.reason:
-            yield reason_view(self.reason)
-        yield from (indented(finding_view(finding)) for finding in self.findings)
+        yield from map(finding_view, self.findings)
         if self.meant:
-            yield indented(meant_view(self.meant))
+            yield meant_view(self.meant)
         if self.not_exercised:
-            yield indented(coverage_view(self.coverage))
+            yield coverage_view(self.not_exercised)
         if self.conventions:
-            yield indented(reading_view(self.conventions))
+            yield reading_view(self.conventions)
         if self.checks:
-            yield indented(checks_view(self.checks, explained=bool(self.findings)))
+            yield checks_view(self.checks, explained=bool(self.findings))
         if self.notes:
-            yield indented(notes_view(self.notes))
+            yield Group(*(Text(f"Note: {note}", style="dim") for note in self.notes))
 
     def __str__(self) -> str:
         console = Console(width=WIDTH, color_system=None)
