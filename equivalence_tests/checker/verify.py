@@ -156,32 +156,31 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
     """Check as the kind that is given, or that the name suggests; a name that misleads is seen through."""
 
     def examined_as(one: str) -> Report:
-        if one == "attention":
-            return examine_attention(found, name, adapter, progress)
-        if one == "layers":
-            return examine_layers(found, name, adapter)
-        return examine_part(found, name, one, adapter)
+        try:
+            if one == "attention":
+                return examine_attention(found, name, adapter, progress)
+            if one == "layers":
+                return examine_layers(found, name, adapter)
+            return examine_part(found, name, one, adapter)
+        except CannotCheckError as error:
+            return Report(name, reason=str(error))
 
     guess = kind or guess_kind(found)
-    if not kind and (guess not in ("attention", "layers", "mask_builder") or _makes_something(found, guess)):
+    makes_it = inspect.isroutine(found) and guess == "layers"  # what a factory makes says more than its own name
+    if not kind and (guess not in ("attention", "layers", "mask_builder") or makes_it):
         guess = _kind_by_structure(found, name, adapter) or guess or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
-    first = _or_unchecked(examined_as, guess, name)
+    first = examined_as(guess)
     if first.verdict != "unchecked" or any(check.outcome == "passed" for check in first.checks):
         return first
     if guess == guess_kind(found) == "attention" and first.conventions:
         others = others and ["layers"]  # what is called attention, and can be called as one, may hold more than that
     for other in others:
-        report = _or_unchecked(examined_as, other, name)
+        report = examined_as(other)
         # What deviates from a part that its name does not speak of is most likely something else.
         if report.verdict == "equal" or (other == FALLBACKS[-1] and report.verdict == "deviates"):
             return report
     return first
-
-
-def _makes_something(found: Any, guess: str) -> bool:
-    """Whether it is a factory: what it makes says more than its own name."""
-    return inspect.isroutine(found) and guess == "layers"
 
 
 def _kind_by_structure(found: Any, name: str, adapter: Adapter) -> str:
@@ -203,13 +202,6 @@ def _kind_of_parts(module: nn.Module) -> str:
     if named:
         return named
     return "feed_forward" if there_and_back(module) else ""
-
-
-def _or_unchecked(examined_as: Callable[[str], Report], kind: str, name: str) -> Report:
-    try:
-        return examined_as(kind)
-    except CannotCheckError as error:
-        return Report(name, reason=str(error))
 
 
 def _excuse(report: Report, expected: Mapping[str, str]) -> Report:

@@ -108,7 +108,8 @@ def _package_files(name: str) -> Iterator[Path]:
 
 def _in_file(path: Path) -> Iterator[Candidate]:
     nodes = [node for node in _statements(path) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    kinds = {node.name: kind for node in nodes if (kind := _kind(node))}
+    told = [(n.name, _class_kind(n) if isinstance(n, ast.ClassDef) else _function_kind(n)) for n in nodes]
+    kinds = {name: kind for name, kind in told if kind}
     for _ in nodes:  # what holds one of these is a layer, what holds a layer too
         holders = [node.name for node in nodes if node.name not in kinds and _holds(node, kinds)]
         if not holders:
@@ -141,16 +142,8 @@ def _text(path: Path) -> str:
         raise CannotCheckError(f"{path} cannot be read: {error}") from error
 
 
-def _kind(node: ast.stmt) -> str:
-    """Tell what a definition is; "" if it is nothing that can be checked."""
-    if isinstance(node, ast.ClassDef):
-        return _class_kind(node)
-    if isinstance(node, ast.FunctionDef):
-        return _function_kind(node)
-    return ""
-
-
 def _class_kind(node: ast.ClassDef) -> str:
+    """Tell what a class is; "" if it is nothing that can be checked."""
     methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
     bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
     if not bases - NO_MODULES or not methods & {"forward", "__call__", "__init__"}:
@@ -169,6 +162,7 @@ def _is_stack(name: str) -> bool:
 
 
 def _function_kind(node: ast.FunctionDef) -> str:
+    """Tell what a function is; "" if it is nothing that can be checked."""
     used, arguments = _words(node), [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
     if len(arguments) >= 2 and used & (WEIGHING - {"MultiheadAttention"}) and _has_queries(arguments):
         return "attention"

@@ -14,8 +14,6 @@ from equivalence_tests.checker.reporting.lines import Frames, frames_here, insid
 
 __all__ = ["ModuleCall", "layers_made", "tensors_in", "trace"]
 
-TRAINED = ("Linear", "LayerNorm", "Embedding", "Conv1d")
-
 
 @dataclass(frozen=True)
 class ModuleCall:
@@ -99,12 +97,11 @@ def layers_made(call: Callable[[], Any]) -> dict[str, Frames]:
     >>> list(layers_made(lambda: nn.Linear(2, 3)(torch.ones(2))))
     ['Linear']
     """
-    made: dict[str, Frames] = {}
+    made: list[tuple[nn.Module, Frames]] = []
     original, outside = nn.Module.__init__, frames_here()
 
     def noting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if type(self).__name__ in TRAINED:
-            made.setdefault(type(self).__name__, inside(frames_here(), outside))
+        made.append((self, inside(frames_here(), outside)))
         original(self, *args, **kwargs)
 
     nn.Module.__init__ = noting  # type: ignore[method-assign]
@@ -113,4 +110,8 @@ def layers_made(call: Callable[[], Any]) -> dict[str, Frames]:
             call()
     finally:
         nn.Module.__init__ = original  # type: ignore[method-assign]
-    return made
+    found: dict[str, Frames] = {}
+    for one, frames in made:
+        if any(True for _ in one.parameters(recurse=False)):
+            found.setdefault(type(one).__name__, frames)
+    return found
