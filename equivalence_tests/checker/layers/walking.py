@@ -35,7 +35,7 @@ from equivalence_tests.checker.reach.construction import Sizes, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import Attempts, ModelRun, run_model, run_stack
 from equivalence_tests.checker.reach.subject import Adapter, Subject, sizes_of, subjects
-from equivalence_tests.checker.reach.tracing import layers_made, tensors_in, trace
+from equivalence_tests.checker.reach.tracing import ModuleCall, layers_made, tensors_in, trace
 from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, Verdict
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
@@ -61,6 +61,7 @@ class Walk:
         masks: For each class of layer, what its masks hide.
         meant: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
+        calls: The calls of its sub-modules in that run.
         of_one: Paths of the sub-modules to which that run gives one tensor of tokens in all their arguments.
     """
 
@@ -70,6 +71,7 @@ class Walk:
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
     masks: dict[type[nn.Module], list[LayerMask]] = field(default_factory=dict)
     watched: dict[str, Report] = field(default_factory=dict)
+    calls: list[ModuleCall] = field(default_factory=list)
     of_one: set[str] = field(default_factory=set)
     meant: Mapping[str, str] = field(default_factory=dict)
 
@@ -125,7 +127,9 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     torch.set_default_dtype(torch.float64)
     prepare(module)
     walk = Walk(Report(name, "layers"), module, subject.sizes, meant=subject.adapter.meant)
-    _watch(walk)
+    run, attempts = _run(walk)
+    if run is not None:
+        _watch(walk, run)
     for path, child in _examined_children(module):
         _add_child(walk, path, child)
     _add_inline(walk)
@@ -136,18 +140,16 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     if not layers and not walk.watched and not set(atoms_of(module).values()) & {"attention", "layers"}:
         walk.skip("wiring", "it holds no attention; if parts are handed to its constructor, pass an instance")
     _add_mask_methods(walk)
-    _add_model(walk)
+    _add_model(walk, run, attempts)
     return _concluded(walk.report, subject)
 
 
-def _watch(walk: Walk) -> None:
+def _watch(walk: Walk, run: ModelRun) -> None:
     """Run the whole once, and find its attentions by their data flow, whatever their names."""
-    run, _ = _run(walk)
-    if run is None:
-        return
     module = walk.module
-    calls = trace(module, lambda: run.call(run.source, run.target))
-    given = [(call.path, [x for x in tensors_in((call.args, call.kwargs)) if x.dim() > 2]) for call in calls]
+    with torch.no_grad():
+        walk.calls = trace(module, lambda: run.call(run.source, run.target))
+    given = [(call.path, [x for x in tensors_in((call.args, call.kwargs)) if x.dim() > 2]) for call in walk.calls]
     several = {path for path, tensors in given if not all(_same(x, tensors[0]) for x in tensors)}
     walk.of_one = {path for path, _ in given} - several
     try:
@@ -438,16 +440,15 @@ def _add_mask_methods(walk: Walk) -> None:
                 _add_part(walk, name, part)
 
 
-def _add_model(walk: Walk) -> None:
+def _add_model(walk: Walk, run: ModelRun | None, attempts: Attempts) -> None:
     """Run a whole model, or a stack, and look at how it is put together."""
     if kind_of("model", walk.module) in EXAMINED or walk.module in [layer for _, layer in _layers(walk.module)]:
         return
-    run, attempts = _run(walk)
     if run is None:
         _say_that_it_does_not_run(walk, attempts)
         return
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
-    called = {call.path: call.frames for call in reversed(trace(walk.module, lambda: run.call(run.source, run.target)))}
+    called = {call.path: call.frames for call in reversed(walk.calls)}
     judged = itertools.chain(judge_model(walk.module, run), judge_model_masks(walk.module, run, walk.masks))
     mismasked = any(finding.name.startswith("causal_") for finding in walk.report.findings)
     try:
