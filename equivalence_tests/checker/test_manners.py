@@ -1,9 +1,11 @@
 """verify keeps its manners: whatever the program around it has set, and whatever the code that it runs does."""
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,3 +78,13 @@ def test_compiled_modules_are_looked_through_and_compiled_functions_run_as_writt
     assert report
     assert "run inside OptimizedModule, and checked without it" in report.notes
     assert verify(torch.compile(attend, backend="eager"))
+
+
+def test_a_cell_of_a_running_notebook_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=lambda path: ("Cell", "In[3]")))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    names: dict[str, Any] = {}
+    exec(compile("def attend(q, k, v):\n    return (q @ k.mT).softmax(-1) @ v", "/tmp/ipykernel_7/1.py", "exec"), names)
+    report = verify(names["attend"])
+    assert "line           In[3]:2  in attend" in str(report)  # the source is not there, the function's name is
+    assert repr(report) == str(report)

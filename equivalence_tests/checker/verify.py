@@ -21,7 +21,7 @@ from equivalence_tests.checker.reach.loading import inside_wrappers, load, with_
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reporting.findings import KINDS, CheckResult
-from equivalence_tests.checker.reporting.lines import code_lines, frames_of
+from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 from scratch.validation import check_choice
 
@@ -136,20 +136,15 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         except CannotCheckError as error:
             reports = [Report(name, reason=str(error))]
         except SystemExit as error:
-            reports = [Report(name, reason=f"It ends the process: exit({error.code}){_raised_at(error)}.")]
+            reports = [Report(name, reason=f"It ends the process: exit({error.code}){raised_at(error)}.")]
         except Exception as error:  # code that changes torch under our feet can break anything of ours
-            reports = [Report(name, reason=f"The check broke off with {said(error)}{_raised_at(error)}")]
+            reports = [Report(name, reason=f"The check broke off with {said(error)}{raised_at(error)}")]
         finally:
             torch.set_num_threads(threads)
     if printed.getvalue().strip():
         for report in reports:
             report.notes.append("the code prints while it runs; the output was kept out of this report")
     return reports
-
-
-def _raised_at(error: BaseException) -> str:
-    lines = code_lines(frames_of(error)[:1])
-    return f" ({lines[0].path}:{lines[0].number})" if lines else ""
 
 
 def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None]) -> Report:

@@ -97,11 +97,13 @@ def _requests(targets: Sequence[str], console: Console, pattern: Request) -> tup
             requests.append(replace(pattern, target=target))
             continue
         try:
-            found = candidates(target)
+            found, broken = candidates(target)
         except CannotCheckError as error:
             unread.append(Report(target, reason=str(error)))
             continue
-        show(_found_in(target, found), console)
+        unread += [Report(file, reason=reason) for file, reason in broken.items()]
+        if found:
+            show(_found_in(target, found), console)
         kinds = {one.target: pattern.kind or one.kind for one in found}
         requests += [replace(pattern, target=name, kind=kind) for name, kind in kinds.items()]
     return requests, unread
@@ -135,11 +137,14 @@ def _show(reports: Sequence[Report], console: Console) -> None:
     """Print the table first where there are several, then every report that has something to say."""
     if len(reports) > 1:
         show(_table(reports), console)
+        show(Text(), console)
     told: dict[Any, list[Report]] = {}
     for report in reports:
         if len(reports) == 1 or report.verdict in ("deviates", "partial"):
             told.setdefault(_alike(report), []).append(report)
-    for first, *others in told.values():
+    for number, (first, *others) in enumerate(told.values()):
+        if number:
+            show(Text(), console)
         show(first, console)
         if others:
             show(Text("  The same in " + ", ".join(report.place for report in others)), console)

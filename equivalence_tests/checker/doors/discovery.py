@@ -1,6 +1,7 @@
 """Find what can be checked in a file, a folder, a package or a notebook, by reading the code and running none of it."""
 
 import ast
+import contextlib
 import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from equivalence_tests.checker.reach.notebooks import cells_of, without_magics
 
 __all__ = ["Candidate", "candidates", "names_one_thing"]
 
+READ = (".py", ".ipynb")
 PASSED_BY = {"build", "dist", "node_modules", "site-packages", "__pycache__", "venv", "env"}
 ATTENTION = re.compile(r"attention|attn|mha\b|mhsa\b", re.IGNORECASE)
 LAYER = re.compile(r"(encoder|decoder|transformer)\w*(layer|block)?$|(^|[a-z_])block$", re.IGNORECASE)
@@ -55,33 +57,42 @@ def names_one_thing(target: str) -> bool:
     return bool(colon and place and re.fullmatch(r"[\w.]+", name)) and not Path(target).exists()
 
 
-def candidates(target: str) -> list[Candidate]:
+def candidates(target: str) -> tuple[list[Candidate], dict[str, str]]:
     """List every attention, layer and mask builder that a file, a folder, a package or a notebook defines.
 
     Args:
-        target: A path, or the dotted name of an installed package.
+        target: A path, or the dotted name of a package.
+
+    Returns:
+        What was found, and for each file that could not be read the reason why.
 
     Raises:
         CannotCheckError: If there is no such thing, or nothing in it looks like an attention.
     """
-    files = list(_files(target))
-    found = [candidate for file in files for candidate in _in_file(file)]
-    if not found:
+    files, found, unread = list(_files(target)), list[Candidate](), dict[str, str]()
+    for file in files:
+        try:
+            found += _in_file(file)
+        except CannotCheckError as error:
+            unread[str(file)] = str(error)
+    if not found and not unread:
         if not files:
             raise CannotCheckError(f"there is no Python file and no notebook in {target}")
         raise CannotCheckError(
             f"{target}: looked at {len(files)} file{'s' * (len(files) != 1)} and found no attention, layer or mask "
             "builder. Name one thing to check it all the same: file.py:Name"
         )
-    return found
+    return found, unread
 
 
 def _files(target: str) -> Iterator[Path]:
     path = Path(target)
     if path.is_file():
+        if path.suffix not in READ:
+            raise CannotCheckError(f"{target} is neither a Python file (.py) nor a notebook (.ipynb)")
         yield path
     elif path.is_dir():
-        yield from sorted(file for suffix in ("*.py", "*.ipynb") for file in path.rglob(suffix) if _is_read(file, path))
+        yield from sorted(file for suffix in READ for file in path.rglob(f"*{suffix}") if _is_read(file, path))
     else:
         yield from _package_files(target)
 
@@ -92,18 +103,20 @@ def _is_read(file: Path, root: Path) -> bool:
 
 
 def _package_files(name: str) -> Iterator[Path]:
-    if Path(name).suffix in (".py", ".ipynb") or len(Path(name).parts) > 1:
+    if Path(name).suffix in READ or len(Path(name).parts) > 1:
         raise CannotCheckError(f"there is no file or folder {name} in {Path.cwd()}")
-    try:
-        spec = importlib.util.find_spec(name) if re.fullmatch(r"\w+(\.\w+)*", name) else None
-    except (ImportError, ValueError) as error:
-        raise CannotCheckError(f"{name}: {type(error).__name__}: {error}") from error
-    if spec is None:
-        raise CannotCheckError(f"there is no file, folder or installed package {name}")
-    for place in spec.submodule_search_locations or ():
-        yield from _files(place)
-    if not spec.submodule_search_locations and spec.origin:
-        yield Path(spec.origin)
+    if not re.fullmatch(r"\w+(\.\w+)*", name):
+        raise CannotCheckError(f"there is no file, folder or package {name}")
+    top, *inner = name.split(".")
+    spec = importlib.util.find_spec(top)  # what is inside is looked for as files: nothing is imported
+    places = [Path(place, *inner) for place in spec.submodule_search_locations or ()] if spec else []
+    places += [Path(spec.origin)] if spec and spec.origin and not places else []
+    for place in [Path(top, *inner), *places]:
+        for found in (place, place.with_suffix(".py")):
+            if found.exists():
+                yield from _files(str(found))
+                return
+    raise CannotCheckError(f"there is no file, folder or package {name}")
 
 
 def _in_file(path: Path) -> Iterator[Candidate]:
@@ -119,11 +132,17 @@ def _in_file(path: Path) -> Iterator[Candidate]:
 
 
 def _statements(path: Path) -> Iterator[ast.stmt]:
-    for text in cells_of(path) if path.suffix == ".ipynb" else [_text(path)]:
-        try:
-            yield from ast.parse(without_magics(text) if path.suffix == ".ipynb" else text).body
-        except (SyntaxError, ValueError):
-            continue
+    if path.suffix == ".ipynb":
+        for cell in cells_of(path):
+            with contextlib.suppress(SyntaxError):  # which is told when the notebook is run
+                yield from ast.parse(without_magics(cell)).body
+        return
+    try:
+        yield from ast.parse(path.read_bytes()).body
+    except SyntaxError as error:
+        raise CannotCheckError(f"{path} is not Python: {error.msg}, line {error.lineno}") from error
+    except (OSError, ValueError) as error:
+        raise CannotCheckError(f"{path} cannot be read: {error}") from error
 
 
 def _holds(node: ast.stmt, kinds: Mapping[str, str]) -> bool:
@@ -133,13 +152,6 @@ def _holds(node: ast.stmt, kinds: Mapping[str, str]) -> bool:
     methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
     parts = {name for name, kind in kinds.items() if kind in ("attention", "layers")}
     return {"__init__", "forward"} <= methods and bool(_words(node) & parts)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CannotCheckError(f"{path} cannot be read: {error}") from error
 
 
 def _class_kind(node: ast.ClassDef) -> str:

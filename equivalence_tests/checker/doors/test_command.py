@@ -1,9 +1,11 @@
 """Tests of ``sidebyside verify`` as a user runs it: what it prints, writes and exits with."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +15,7 @@ from typer.testing import CliRunner, Result
 from equivalence_tests.__main__ import app
 from equivalence_tests.checker.doors import command
 from equivalence_tests.checker.doors.sandbox import Limits, Request
+from equivalence_tests.checker.reporting.exports import to_github, to_json, to_junit, to_sarif
 from equivalence_tests.checker.reporting.findings import CheckResult, Example, Exercise, Finding, Proof, Verdict
 from equivalence_tests.checker.reporting.lines import CodeLine
 from equivalence_tests.checker.reporting.report import Report
@@ -91,7 +94,6 @@ def test_the_finding_comes_first_and_one_screen_holds_it(answered: Callable[...,
         "Divide by sqrt(head_dim).",
         "to 3e-16 on 20 fresh inputs",
         "on purpose in",
-        "the others fail because of the above",
     ):
         assert part in " ".join(text.split()), text
     assert len(lines) <= 24
@@ -116,14 +118,29 @@ def test_reports_are_written_in_every_form(tmp_path: Path, answered: Callable[..
     assert Report.from_dict(data[0]) == report("a.py:A", "deviates")
     assert data[1]["exit_status"] == 2
     first, second = ElementTree.fromstring(names["junit"].read_text())
-    assert [case.get("name") for case in first] == ["scale_missing", "check_gradients"]
-    assert (first.get("failures"), second.get("errors")) == ("2", "1")
+    assert [case.get("name") for case in first] == ["scale_missing"]  # the checks fail because of it
+    assert (first.get("failures"), second.get("errors")) == ("1", "1")
     (run,) = json.loads(names["sarif"].read_text())["runs"]
     (place,) = run["results"][0]["locations"]
     assert place["physicalLocation"]["region"]["startLine"] == 12
     assert run["results"][0]["ruleId"] == run["tool"]["driver"]["rules"][0]["id"] == "scale_missing"
     assert "::error file=model.py,line=12,title=scale_missing::The scores are not scaled." in printed
     assert "::warning title=could not be checked::b.py:B: It cannot be built." in printed
+
+
+def test_what_other_programs_read_is_well_formed() -> None:
+    odd = replace(SCALE, stack=(CodeLine("a, b/my model.py", 3, "x", "f"),), example=Example("s", (-math.inf,), (0.0,)))
+    deviating = Report("m.py:A", verdict="deviates", findings=[odd])
+    unnamed = Report("m.py:B", verdict="deviates", reason="100 % of\x1b[31m it is wrong")
+    assert json.loads(to_json([deviating]), parse_constant=pytest.fail)["findings"][0]["example"]["have"] == ["-inf"]
+    ElementTree.fromstring(to_junit([Report("m.py:C", reason="\x1b[31mred")]))
+    (run,) = json.loads(to_sarif([deviating, unnamed]))["runs"]
+    assert [result["ruleId"] for result in run["results"]] == ["scale_missing", "deviates"]
+    (place,) = run["results"][0]["locations"]
+    assert place["physicalLocation"]["artifactLocation"]["uri"] == "a%2C%20b/my%20model.py"
+    first, second = to_github([deviating, unnamed])
+    assert first.startswith("::error file=a%2C b/my model.py,line=3,title=scale_missing::")
+    assert second.startswith("::error title=deviates::m.py:B: 100 %25 of")
 
 
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, answered: Callable[..., Result]) -> None:

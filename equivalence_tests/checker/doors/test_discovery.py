@@ -80,7 +80,7 @@ def notebook(path: Path, cells: list[str]) -> Path:
 
 def test_attentions_layers_and_mask_builders_are_found_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODULE)
-    found = candidates(str(tmp_path / "model.py"))
+    found, _ = candidates(str(tmp_path / "model.py"))
     assert {one.name: one.kind for one in found} == FOUND
     assert [one.line for one in found if one.name == "attend"] == [
         MODULE.splitlines().index("def attend(q, k, v):") + 1
@@ -93,21 +93,35 @@ def test_a_folder_is_looked_through_without_what_others_put_there(tmp_path: Path
         (tmp_path / folder / "model.py").write_text(MODULE)
     (tmp_path / "src" / "test_model.py").write_text(MODULE)
     (tmp_path / "src" / "broken.py").write_text("def (")
-    assert {one.path for one in candidates(str(tmp_path))} == {tmp_path / "src" / "deep" / "model.py"}
+    (tmp_path / "src" / "binary.py").write_bytes(bytes(range(256)))
+    found, unread = candidates(str(tmp_path))
+    assert {one.path for one in found} == {tmp_path / "src" / "deep" / "model.py"}
+    assert sorted(Path(file).name for file in unread) == ["binary.py", "broken.py"]
+    assert "broken.py is not Python: invalid syntax, line 1" in unread[str(tmp_path / "src" / "broken.py")]
 
 
 def test_a_package_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_package" / "inner").mkdir(parents=True)
     (tmp_path / "some_package" / "__init__.py").touch()
     (tmp_path / "some_package" / "inner" / "model.py").write_text(MODULE)
+    (tmp_path / "some_package" / "__init__.py").write_text("raise SystemExit('nobody imports it to look at it')")
+    (tmp_path / "some_package" / "inner" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert {one.name for one in candidates("some_package")} == set(FOUND)
+    for name in ("some_package", "some_package.inner", "some_package.inner.model"):
+        assert {one.name for one in candidates(name)[0]} == set(FOUND)
+
+
+def test_a_package_in_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "inner").mkdir(parents=True)
+    (tmp_path / "here" / "inner" / "model.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    assert {one.name for one in candidates("here.inner")[0]} == set(FOUND)
 
 
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("nowhere", "no file, folder or installed package nowhere"),
+        ("nowhere", "no file, folder or package nowhere"),
         ("a b", "a b"),
         ("gone.py", "no file or folder gone.py"),
         ("src/gone", "no file or folder"),
@@ -125,16 +139,16 @@ def test_an_empty_folder_is_said_to_hold_nothing(tmp_path: Path) -> None:
 
 def test_of_a_notebook_definitions_are_run_and_nothing_else(tmp_path: Path) -> None:
     path = notebook(tmp_path / "lesson.ipynb", CELLS)
-    assert [one.target for one in candidates(str(path))] == [f"{path}:Attention"]
+    assert [one.target for one in candidates(str(path))[0]] == [f"{path}:Attention"]
     assert load(f"{path}:Attention").size == 8
-    with pytest.raises(CannotCheckError, match=r"RuntimeError: trained \(lesson.ipynb\[3\], line 1\)"):
+    with pytest.raises(CannotCheckError, match=r"RuntimeError: trained \(lesson.ipynb\[3\]:1\)"):
         load(f"{path}:Attention", run_all=True)
 
 
 def test_a_broken_notebook_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.ipynb").write_text("{}")
-    with pytest.raises(CannotCheckError, match=r"x\.ipynb is not a notebook"):
-        candidates(str(tmp_path / "x.ipynb"))
+    (reason,) = candidates(str(tmp_path / "x.ipynb"))[1].values()
+    assert "x.ipynb is not a notebook" in reason
     with pytest.raises(CannotCheckError, match=r"y.ipynb\[1\] is not Python: .* line 1"):
         import_place(str(notebook(tmp_path / "y.ipynb", ["def ("])))
 
@@ -160,6 +174,15 @@ def test_a_module_of_the_users_that_is_called_like_ours_is_theirs(tmp_path: Path
     import scratch as again
 
     assert again is scratch
+
+
+def test_a_folder_without_init_that_is_called_like_ours_is_theirs(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "sizes.py").write_text("mine = 3")
+    (tmp_path / "model.py").write_text("from scratch.sizes import mine")
+    place = str(tmp_path / "model.py")
+    with users_modules_first(place):
+        assert import_place(place).mine == 3
 
 
 @pytest.mark.parametrize(

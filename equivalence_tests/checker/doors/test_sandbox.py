@@ -58,7 +58,7 @@ def is_alive(pid: int) -> bool:
 SAID = {
     "raise ValueError('not today')": "ValueError: not today",
     "os._exit(7)": "ended with status 7",
-    "sys.exit(3)": "SystemExit 3",
+    "sys.exit(3)": "It ends the process: exit(3)",
     "os.kill(os.getpid(), 11)": "killed by SIGSEGV",
     "return torch.ones(10**12)": "can't allocate memory",
     "return sys.stdin.readline()": "no output of the query's length",
@@ -95,6 +95,16 @@ def test_what_the_code_started_is_stopped_with_it(tmp_path: Path) -> None:
     report_of(written(tmp_path, body))
     for pid in map(int, note.read_text().split()):
         assert not is_alive(pid)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_runs_the_users_code_and_checks_nothing(tmp_path: Path) -> None:
+    note = tmp_path / "children"
+    write = f"open({str(note)!r}, 'a').write('x')"
+    once = f"if not sys.argv[1:]:\n            sys.argv.append('forked')\n            os.fork() or {write}"
+    report = report_of(written(tmp_path, f"{once}\n        return self.proj(x)"))
+    assert report.verdict == "unchecked"
+    assert note.read_text() == "x"
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")

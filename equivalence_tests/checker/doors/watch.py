@@ -49,7 +49,7 @@ class WatchedCall:
     wrapped: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(repr=False)
 class Watched:
     """What was called while watching.
 
@@ -95,6 +95,8 @@ class Watched:
 
     def __str__(self) -> str:
         return "\n\n".join([*map(str, self.reports), *self._notes()])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         told = [f"<p>{html.escape(note)}</p>" for note in self._notes()]

@@ -1,5 +1,6 @@
 """What can go wrong before there is a verdict, and what the code said to it."""
 
+import re
 from bdb import BdbQuit
 
 __all__ = ["CannotCheckError", "said"]
@@ -9,7 +10,7 @@ class CannotCheckError(Exception):
     """The code could not be read, built or called; the message says what is missing and how to give it."""
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """Give the first line of what an exception says, with its type.
 
     >>> said(ValueError("no heads"))
@@ -17,5 +18,9 @@ def said(error: Exception) -> str:
     """
     if isinstance(error, BdbQuit):
         return "BdbQuit: it starts a debugger, which nobody can answer here"
+    if wanted := re.search(r"tried to allocate (\d+) bytes", str(error)):
+        return f"{type(error).__name__}: can't allocate memory: {int(wanted[1]) / 2**30:,.1f} GiB (--memory)"
+    if re.search(r"not compiled with CUDA|no NVIDIA driver|No CUDA GPUs", str(error)):
+        return "it needs CUDA, and there is none; take the device from the input, as in x.device"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

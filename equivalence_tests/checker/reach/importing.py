@@ -4,12 +4,14 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.notebooks import import_notebook
+from equivalence_tests.checker.reporting.lines import raised_at
 
 __all__ = ["import_place", "users_modules_first"]
 
@@ -30,13 +32,15 @@ def import_place(place: str, run_all: bool = False) -> ModuleType:
     try:
         if place.endswith(".ipynb"):
             return import_notebook(_existing(place), run_all)
-        return _import_file(_existing(place)) if place.endswith(".py") else _import_module(place)
+        if Path(place).is_file() and not place.endswith(".py"):
+            raise CannotCheckError(f"{place} is neither a Python file (.py) nor a notebook (.ipynb)")
+        return _import_file(_existing(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         if isinstance(error, CannotCheckError):
             raise
-        raise CannotCheckError(
-            f"importing {place} failed: {type(error).__name__}: {error}{_raised_at(error)}"
-        ) from error
+        missing = isinstance(error, ModuleNotFoundError)
+        advice = "; install it beside sidebyside, or start in the folder that holds it" if missing else ""
+        raise CannotCheckError(f"importing {place} failed: {said(error)}{raised_at(error)}{advice}") from error
 
 
 @contextlib.contextmanager
@@ -47,11 +51,16 @@ def users_modules_first(place: str) -> Iterator[None]:
         place: As in ``import_place``.
     """
     folders = list(dict.fromkeys([*([Path(place).resolve().parent] if Path(place).is_file() else []), Path.cwd()]))
-    theirs = [name for name in OUR_NAMES if any(_defines(folder, name) for folder in folders if folder != OURS)]
+    places = [folder for folder in folders if folder != OURS]
+    theirs = [name for name in OUR_NAMES if any(_defines(folder, name) for folder in places)]
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in theirs}
     for name in ours:
         del sys.modules[name]
     sys.path[:0] = map(str, folders)
+    for name in theirs:
+        spec = PathFinder.find_spec(name, list(map(str, places)))
+        if spec is not None and spec.origin is None:  # a folder without __init__.py would come after ours
+            sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         yield
     finally:
@@ -73,10 +82,6 @@ def _existing(place: str) -> Path:
     if not path.is_file():
         raise CannotCheckError(f"there is no file {path}")
     return path.resolve()
-
-
-def _import_module(name: str) -> ModuleType:
-    return importlib.import_module(name)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -107,15 +112,3 @@ def _executed(name: str, path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _raised_at(error: BaseException) -> str:
-    """Name the last line of the user's code that an error passed through."""
-    lines: Sequence[tuple[str, int]] = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not file.startswith(("<frozen", str(OURS / "equivalence_tests"))):
-            lines = [*lines, (file, traceback.tb_lineno)]
-        traceback = traceback.tb_next
-    return f" ({Path(lines[-1][0]).name}, line {lines[-1][1]})" if lines else ""

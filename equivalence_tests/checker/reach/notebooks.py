@@ -14,6 +14,8 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 
 __all__ = ["cells_of", "import_notebook", "without_magics"]
 
+# Magics of a whole cell that run it as Python.
+RUNS_PYTHON = ("%%time", "%%capture", "%%prun")
 # What only defines something: run by default, while everything else waits for --run-all.
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 PLAIN = (ast.Constant, ast.Name, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context)
@@ -33,14 +35,15 @@ def cells_of(path: Path) -> list[str]:
 
 
 def without_magics(cell: str) -> str:
-    r"""Blank out the lines that only IPython understands: %matplotlib, !pip, ?help.
+    r"""Put ``pass`` in the place of lines that only IPython understands: %matplotlib, !pip, ?help, files = !ls.
 
-    >>> without_magics("%matplotlib inline\nimport torch")
-    '\nimport torch'
+    >>> without_magics("%%time\nimport torch")
+    'pass\nimport torch'
     """
-    if cell.startswith("%%"):
+    if cell.startswith("%%") and not cell.startswith(RUNS_PYTHON):
         return ""
-    return "\n".join("" if re.match(r"\s*[%!?]|.*\?$", line) else line for line in cell.splitlines())
+    magic = re.compile(r"(\s*)([%!?]|[\w, ]+=\s*[%!]|.*\?$).*")
+    return "\n".join(magic.sub(r"\1pass", line) for line in cell.splitlines())
 
 
 def import_notebook(path: Path, run_all: bool) -> ModuleType:

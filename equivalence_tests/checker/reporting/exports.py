@@ -1,8 +1,12 @@
 """Reports for other programs: JSON, JUnit XML, SARIF, and annotations of GitHub."""
 
 import json
+import math
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from xml.etree import ElementTree
 
 from equivalence_tests.checker.reporting.findings import Finding
@@ -10,13 +14,15 @@ from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["to_github", "to_json", "to_junit", "to_sarif"]
 
+# Characters that an XML file may not hold, even escaped.
+NOT_IN_XML = "[\x00-\x08\x0b\x0c\x0e-\x1f]"
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def to_json(reports: Sequence[Report]) -> str:
-    """Give one report as an object, and several as a list."""
-    data = [report.to_dict() for report in reports]
-    return json.dumps(data[0] if len(data) == 1 else data, indent=2)
+    """Give one report as an object, and several as a list; numbers that are not finite, which JSON lacks, as text."""
+    data = [_finite(report.to_dict()) for report in reports]
+    return json.dumps(data[0] if len(data) == 1 else data, indent=2, allow_nan=False)
 
 
 def to_junit(reports: Sequence[Report]) -> str:
@@ -25,12 +31,12 @@ def to_junit(reports: Sequence[Report]) -> str:
     for report in reports:
         suites.append(_suite(report))
     ElementTree.indent(suites)
-    return ElementTree.tostring(suites, encoding="unicode")
+    return re.sub(NOT_IN_XML, "", ElementTree.tostring(suites, encoding="unicode"))
 
 
 def to_sarif(reports: Sequence[Report]) -> str:
     """Give every finding as a result of the Static Analysis Results Interchange Format, version 2.1.0."""
-    findings = [finding for report in reports for finding in report.findings]
+    findings = [finding for report in reports for finding in _blamed(report)]
     rules = {finding.name: {"id": finding.name, "shortDescription": {"text": finding.sentence}} for finding in findings}
     driver = {"name": "sidebyside verify", "rules": list(rules.values())}
     run = {"tool": {"driver": driver}, "results": [_result(finding) for finding in findings]}
@@ -40,11 +46,18 @@ def to_sarif(reports: Sequence[Report]) -> str:
 def to_github(reports: Sequence[Report]) -> Iterator[str]:
     """Give a line for each finding that GitHub's runner turns into an annotation of the code."""
     for report in reports:
-        for finding in report.findings:
-            place = f"file={finding.line.path},line={finding.line.number}," if finding.line else ""
-            yield f"::error {place}title={_escaped(finding.name)}::{_escaped(finding.sentence + ' ' + finding.fix)}"
+        for finding in _blamed(report):
+            place = f"file={_property(finding.line.path)},line={finding.line.number}," if finding.line else ""
+            said = _escaped(f"{finding.sentence} {finding.fix}".strip())
+            yield f"::error {place}title={_property(finding.name)}::{said}"
         if report.verdict == "unchecked":
             yield f"::warning title=could not be checked::{_escaped(report.title + ': ' + report.reason)}"
+
+
+def _blamed(report: Report) -> list[Finding]:
+    """What speaks against the code: the findings; where there are none, the reason why it deviates."""
+    alone = report.verdict == "deviates" and not report.findings
+    return [Finding("deviates", "checks", f"{report.title}: {report.reason}")] if alone else report.findings
 
 
 def _suite(report: Report) -> ElementTree.Element:
@@ -52,7 +65,10 @@ def _suite(report: Report) -> ElementTree.Element:
     for finding in report.findings:
         case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=finding.name)
         ElementTree.SubElement(case, "failure", message=finding.sentence).text = _told(finding)
+    told = ("failed",) if report.findings else ()  # what only follows from a finding
     for check in report.checks:
+        if check.outcome in told:
+            continue
         case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=check.name)
         if check.outcome == "failed":
             ElementTree.SubElement(case, "failure", message=check.detail)
@@ -74,7 +90,7 @@ def _result(finding: Finding) -> dict[str, Any]:
     result: dict[str, Any] = {"ruleId": finding.name, "level": "error", "message": {"text": _told(finding)}}
     if finding.line:
         region = {"startLine": finding.line.number, "snippet": {"text": finding.line.text}}
-        place = {"artifactLocation": {"uri": finding.line.path}, "region": region}
+        place = {"artifactLocation": {"uri": _uri(finding.line.path)}, "region": region}
         result["locations"] = [{"physicalLocation": place}]
     return result
 
@@ -82,6 +98,22 @@ def _result(finding: Finding) -> dict[str, Any]:
 def _told(finding: Finding) -> str:
     parts = (finding.sentence, f"Have: {finding.have}.", f"Want: {finding.want}.", finding.fix)
     return " ".join(part for part in parts if part not in ("", "Have: .", "Want: ."))
+
+
+def _uri(path: str) -> str:
+    return Path(path).as_uri() if Path(path).is_absolute() else quote(Path(path).as_posix())
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _property(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def _escaped(text: str) -> str:

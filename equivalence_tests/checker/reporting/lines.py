@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of", "inside", "is_users"]
+__all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of", "inside", "is_users", "raised_at"]
 
 CHECKER = str(Path(__file__).parents[1])
 ENGINE = str(Path(__file__).parents[1] / "engine")
@@ -58,6 +58,12 @@ def frames_of(error: BaseException) -> Frames:
     return tuple(line for line in reversed(walked) if is_users(line[0]))
 
 
+def raised_at(error: BaseException) -> str:
+    """Name the user's line in which an error came up: " (model.py:12)"; "" if it was none of theirs."""
+    lines = code_lines(frames_of(error)[:1])
+    return f" ({lines[0].path}:{lines[0].number})" if lines else ""
+
+
 def frames_here() -> Frames:
     """The user's lines that led here: what stands between the engine that called and this operation."""
     found: list[tuple[str, int, str]] = []
@@ -83,7 +89,11 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _shown(path: str) -> str:
-    """Name a file as the user would: from the working directory, where it is below that."""
+    """Name a file as the user would: from the working directory, where it is below that; a cell by its number."""
+    shell = getattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "compile", None)
+    cell = shell.format_code_name(path) if shell is not None else None
+    if cell is not None:
+        return str(cell[1])
     return os.path.relpath(path) if path.startswith(str(Path.cwd()) + os.sep) else path
 
 

@@ -99,7 +99,7 @@ def checks_view(checks: Sequence[CheckResult], explained: bool) -> RenderableTyp
     passed = [check for check in counted if check.outcome == "passed"]
     heading = f"{len(passed)} of {len(counted)} checks passed"
     if explained and len(passed) < len(counted):
-        return Text(f"{heading}; the others fail because of the above", style="dim")
+        return Text(f"{heading}; the others fail because of the above" if passed else "", style="dim")
     rows = grid()
     for check in checks:
         if check.outcome in ("failed", "expected"):
@@ -137,7 +137,7 @@ def _lines(stack: Sequence[CodeLine]) -> Text:
     if not stack:
         return Text("")
     *callers, guilty = stack
-    text = Text.assemble((place(guilty), "cyan"), f"  {guilty.text}")
+    text = Text.assemble((place(guilty), "cyan"), f"  {guilty.text or f'in {guilty.function}'}")
     for line in reversed(callers):
         text.append(f"\ncalled from {place(line)}  {line.text}", style="dim")
     return text

@@ -24,7 +24,7 @@ __all__ = ["Report"]
 WIDTH = 110
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The answer to ``verify``: all that was found out about one attention, layer, part or model.
 
@@ -119,10 +119,12 @@ class Report:
             yield Group(*(Text(f"Note: {note}", style="dim") for note in self.notes))
 
     def __str__(self) -> str:
-        console = Console(width=WIDTH, color_system=None)
+        console = Console(width=WIDTH, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         console = Console(width=WIDTH, record=True, file=StringIO(), force_jupyter=False)
