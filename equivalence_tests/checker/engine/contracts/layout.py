@@ -39,13 +39,10 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
     Yields:
         Departures; the first one that blocks comes last.
     """
-    for part in attention.parts:
-        products: list[Product] = [part.product, *part.contexts]
-        apart = [product for product in products if product.contraction.apart and product.operation.patch is None]
-        for product in apart:
-            yield _summed_apart(product)
-        if apart:
-            return
+    apart = [_summed_apart(product) for part in attention.parts for product in _of_sums_apart(part)]
+    if apart:
+        yield from apart
+        return
     for part in attention.parts:
         if part.product.trouble:
             yield from _misplaced_operand(attention, part)
@@ -70,6 +67,11 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
                 return
             yield from _paired_tokens(attention, part, context)
             yield from _paired_values(attention, part, context)
+
+
+def _of_sums_apart(part: Part) -> list[Product]:
+    products: list[Product] = [part.product, *part.contexts]
+    return [product for product in products if product.contraction.apart and product.operation.patch is None]
 
 
 def _summed_apart(product: Product) -> Departure:
@@ -389,7 +391,13 @@ def merge_departures(attention: Attention) -> Iterator[Departure]:
         return
     if len(numbers) > 1 or codes.size(-1) < 2:
         return
-    feature = feature_of(codes)
+    yield from _order_of_features(attention, feature_of(codes), moved, operation)
+
+
+def _order_of_features(
+    attention: Attention, feature: Tensor, moved: Operation | None, operation: Operation
+) -> Iterator[Departure]:
+    """Each feature of each head stands once in every row, in the order of the heads, or of the features."""
     own = feature[:1, :1]
     total = len(torch.cat([feature_of(c.codes).unique() for p in attention.parts for c in p.contexts]).unique())
     if not bool((feature == own).all()):

@@ -36,6 +36,10 @@ def read_weights(run: Run, part: Part, context: Context) -> WeightsModel:
     return _Reader(run, part, context).read()
 
 
+# How the logarithms of weights moved, by how much the scores did, and where that counts; less the means of the rows.
+_Seen = tuple[Tensor, Tensor, Tensor]
+
+
 class _Reader:
     def __init__(self, run: Run, part: Part, context: Context) -> None:
         self.run, self.part, self.context = run, part, context
@@ -125,64 +129,40 @@ class _Reader:
         sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.rows, weights.nan_to_num(0.0))
         return sums[self.rows]
 
-    def _row_mean(self, values: Tensor, where: Tensor) -> Tensor:
-        total = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.rows[where], values[where])
-        count = torch.bincount(self.rows[where], minlength=self.count).clamp_min(1)
-        return (total / count)[self.rows]
-
-    def _row_median(self, values: Tensor, where: Tensor) -> Tensor:
-        """The greatest of each row: what follows the scores moves up, what was replaced stays behind."""
-        best = torch.full((self.count,), -torch.inf, dtype=torch.float64)
-        best = best.scatter_reduce(0, self.rows[where], values[where], "amax")
-        return best[self.rows]
-
     def _read_exponential(
         self, model: WeightsModel, none: Tensor, some: Tensor, spread: Tensor, live: Tensor, hidden: Tensor
     ) -> None:
         """Factor, bias and replaced scores of weights that are exponentials, whatever they are divided by."""
-        axis, groups = self._axis(model, some, live)
-        model.axis = axis
-        rows, count = self.rows, self.count
-        if axis not in ("keys", "") and groups is not None:
-            self.rows, self.count = groups, int(groups.max()) + 1
-        lifted = self.weights_of(torch.full_like(self.raw, STEP))
-        logs = none.clamp_min(SMALLEST).log()
-        rise = lifted.clamp_min(SMALLEST).log() - logs
-        ahead = self._row_median(rise, live) - rise
-        model.replaced = live & (ahead > 0.05) & (not self.capped)
+        axis, rows = self._axis(some, live)
+        logs = _logs(none)
+        rise = _logs(self.weights_of(torch.full_like(self.raw, STEP))) - logs
+        model.replaced = live & (_greatest(rise, rows, live) - rise > 0.05) & (not self.capped)
         follows = live & ~model.replaced
-        moved = some.clamp_min(SMALLEST).log() - logs
-        centred = moved - self._row_mean(moved, follows)
-        against = spread - self._row_mean(spread, follows)
-        bias = logs - self._row_mean(logs, follows)
+        bias = _centred(logs, rows, follows)
         model.fill = bias.masked_fill(~model.replaced, 0.0)
         model.bias = bias.masked_fill(hidden, -torch.inf).masked_fill(~live & ~hidden, 0.0)
-        used = model.weights.clamp_min(SMALLEST).log() - logs
-
-        def fits(factor: Tensor) -> bool:
-            tolerance = SINGLE if self.single else 10 * TOLERANCE
-            slack = tolerance * (1 + float(factor.abs().max())) * (0.1 if self.capped else 1)
-            if not bool(((centred - factor * against)[follows].abs() <= slack).all()):
-                return False
-            visible = follows & (model.weights > VISIBLE)
-            moved_raw = used - self._row_mean(used, visible)
-            raw = factor * (self.raw - self._row_mean(self.raw, visible))
-            scale = 1 + float(raw[visible].abs().max()) if bool(visible.any()) else 1.0
-            return self.capped or bool(((moved_raw - raw)[visible].abs() <= tolerance * scale).all())
-
-        if int(torch.bincount(self.rows[follows], minlength=self.count).max()) < 2:
-            model.axis, self.rows, self.count = "keys", rows, count
+        if int(torch.bincount(rows[follows], minlength=1).max()) < 2:
             return  # a single key takes all, whatever its score
-        one = torch.zeros_like(self.rows)
-        factor = self._slope(centred, against, follows, one)
-        if not fits(factor):
-            by_head = self._slope(centred, against, follows, self.part.table.head)
-            if fits(by_head):
-                model.by_head = by_head
-            else:
-                model.kind = "other"
+        model.axis = axis
+        visible = follows & (model.weights > VISIBLE)
+        drawn = _centred(_logs(some) - logs, rows, follows), _centred(spread, rows, follows), follows
+        own = _centred(_logs(model.weights) - logs, rows, visible), _centred(self.raw, rows, visible), visible
+        factor, by_head = (self._slope(*drawn, groups) for groups in (torch.zeros_like(rows), self.part.table.head))
         model.factor = float(factor[0])
-        self.rows, self.count = rows, count
+        if not self._fits(factor, drawn, own):
+            model.by_head = by_head if self._fits(by_head, drawn, own) else None
+            model.kind = "softmax" if model.by_head is not None else "other"
+
+    def _fits(self, factor: Tensor, drawn: _Seen, own: _Seen) -> bool:
+        """Whether the weights follow the scores by a factor: those that were drawn, and those of the call."""
+        tolerance = SINGLE if self.single else 10 * TOLERANCE
+        slack = tolerance * (1 + float(factor.abs().max())) * (0.1 if self.capped else 1)
+        moved, spread, follows = drawn
+        used, raw, visible = own
+        if not bool(((moved - factor * spread)[follows].abs() <= slack).all()):
+            return False
+        scale = 1 + float((factor * raw)[visible].abs().max()) if bool(visible.any()) else 1.0
+        return self.capped or bool(((used - factor * raw)[visible].abs() <= tolerance * scale).all())
 
     def _slope(self, moved: Tensor, spread: Tensor, where: Tensor, groups: Tensor) -> Tensor:
         """What the scores of each group are multiplied by, one number for each score; NaN where none moved."""
@@ -191,8 +171,8 @@ class _Reader:
         both, under = sums.index_add_(1, groups[where], products)
         return (both / under)[groups]
 
-    def _axis(self, model: WeightsModel, some: Tensor, live: Tensor) -> tuple[str, Tensor | None]:
-        """Over what the weights sum to one."""
+    def _axis(self, some: Tensor, live: Tensor) -> tuple[str, Tensor]:
+        """Over what the weights sum to one, and the number of its group for each score."""
         tolerance = SINGLE if self.single else 1e-6
         table = self.part.table
         width = int(table.key.max()) + 1
@@ -208,7 +188,7 @@ class _Reader:
             sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, some.nan_to_num(0.0))
             if bool(((sums[place] - 1)[live].abs() <= tolerance).all()) and int(place.max()) + 1 < len(place):
                 return axis, place
-        return "", None
+        return "", self.rows
 
     def _unexponential(
         self, model: WeightsModel, none: Tensor, some: Tensor, spread: Tensor, live: Tensor
@@ -231,3 +211,20 @@ class _Reader:
             if value.is_floating_point() and bool(mine.any()) and bool((value[mine] < HELD_DOWN).all()):
                 return True
         return False
+
+
+def _logs(weights: Tensor) -> Tensor:
+    return weights.clamp_min(SMALLEST).log()
+
+
+def _centred(values: Tensor, rows: Tensor, where: Tensor) -> Tensor:
+    """Numbers, less the mean of those of their row that count."""
+    count = int(rows.max()) + 1
+    total = torch.zeros(count, dtype=torch.float64).index_add_(0, rows[where], values[where])
+    return values - (total / torch.bincount(rows[where], minlength=count).clamp_min(1))[rows]
+
+
+def _greatest(values: Tensor, rows: Tensor, where: Tensor) -> Tensor:
+    """The greatest of each row: what follows the scores moves up, what was replaced stays behind."""
+    best = torch.full((int(rows.max()) + 1,), -torch.inf, dtype=torch.float64)
+    return best.scatter_reduce(0, rows[where], values[where], "amax")[rows]
