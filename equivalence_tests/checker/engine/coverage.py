@@ -28,6 +28,7 @@ Failed = Callable[[str, Exception], None]
 
 OTHER_LENGTHS = "keys of another length than queries"
 LONGEST = 300
+TILES = range(8, LONGEST // 2 - 1)  # a number like these may be the length of a tile
 OTHER_SCALE = 0.7
 LIMITED = re.compile(r"block|tile|chunk|window|span|segment|bucket|local|sliding", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local_?(size|span|attention)?$", re.IGNORECASE)
@@ -134,14 +135,14 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
     name, trial = parameter.name, covered.trial
     if trial.plan.positional:
         covered.leave_out(name, "it has no name to be given by")
-    elif CAUSAL.search(name) and "mask" not in name and _is_bool(parameter):
+    elif CAUSAL.search(name) and _is_bool(parameter):
         _causal_switch(f"{name}=True", {name: True}, covered)
     elif _is_bool(parameter):
         value = parameter.default is not True
         covered.run(f"{name}={value}", trial.inputs(), {name: value})
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(name, covered)
-    elif LIMITED.search(name) and type(parameter.default) is int:
+    elif type(parameter.default) is int and parameter.default > 1:
         return  # lengths beyond it are run
     elif SCALE.search(name) and not isinstance(trial.caller.function, nn.Module):
         _scale(name, covered)
@@ -260,6 +261,19 @@ def _long_lengths(covered: Covered) -> None:
         ran = covered.run(what, trial.inputs(length, length), {}, failed)
         if ran and WINDOW.search(name) and trial.plan.self_attention:
             covered.findings += _window_findings(trial, name, limit, length)
+        elif ran and not LIMITED.search(name) and _is_cut_off(trial, length):
+            why = f"of {length} tokens the last no longer sees the first: only its author knows whether that is meant"
+            covered.leave_out(what, why)
+
+
+def _is_cut_off(trial: Trial, length: int) -> bool:
+    """Whether the last output depends on the first token of few, and not of many."""
+    sees = []
+    for tokens in (trial.sizes.query_len, length):
+        inputs = trial.inputs(tokens, tokens)
+        before, after = (trial.output(x, {})[:, -1] for x in (inputs, inputs.changed(token=0)))
+        sees.append(not torch.equal(before, after))
+    return sees == [True, False]
 
 
 def _ends_at(function: Callable[..., Any], limit: int) -> bool:
@@ -279,8 +293,11 @@ def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
         for owner in () if type(child).__module__.startswith("torch.") else reversed(type(child).__mro__):
             found |= _whole_numbers(vars(owner))
         found |= _whole_numbers(vars(child))
+    found = {name: value for name, value in found.items() if LIMITED.search(name)}
     found |= {p.name: p.default for p in forward_parameters(function) if type(p.default) is int}
-    yield from ((name, value) for name, value in sorted(found.items()) if LIMITED.search(name) and value > 1)
+    yield from ((name, value) for name, value in sorted(found.items()) if value > 1)
+    written = {x for x in getattr(getattr(code, "__code__", None), "co_consts", ()) if type(x) is int}
+    yield from (("a number in forward", x) for x in sorted(written - {*found.values()}) if x in TILES)
 
 
 def _whole_numbers(held: Mapping[str, Any]) -> dict[str, int]:

@@ -9,13 +9,14 @@ from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.meaning import own_windows
+from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.situations import Situation, situation_of
-from equivalence_tests.checker.reach.calling import cross_plans
+from equivalence_tests.checker.reach.calling import Inputs, cross_plans
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.tracing import layers_made
 from equivalence_tests.checker.reporting.lines import frames_of
 
-LOUD = 30.0
+LOUD, LOUDEST = 30.0, 1000.0
 
 
 def loud(situation: Situation) -> list[Departure]:
@@ -25,6 +26,25 @@ def loud(situation: Situation) -> list[Departure]:
     except Exception:  # the code may refuse large numbers
         return []
     return [d for d in loud.departures if d.name.startswith("changed_by") or "changed_by" in d.name]
+
+
+def overflowing(situation: Situation) -> list[Departure]:
+    """Exponentials of large scores overflow where the largest is not taken off."""
+    x = situation.inputs
+    louder = Inputs(*(LOUDEST * tensor for tensor in (x.query, x.key, x.value)))
+    try:
+        ran = operations_of(lambda: situation.caller.returned(situation.plan, louder))
+    except Exception:  # the code may refuse large numbers
+        return []
+    spoilt = (op for op in ran if any(_has_overflown(slot.value) for slot in op.outputs))
+    first = next(spoilt, None)
+    if first is None or first.name.strip("_") != "exp":
+        return []
+    return [Departure("softmax_overflows", "softmax", first)]
+
+
+def _has_overflown(x: Tensor) -> bool:
+    return x.is_floating_point() and bool((x.isnan() | (x == torch.inf)).any())
 
 
 def missing_keys(situation: Situation) -> list[Departure]:
@@ -118,6 +138,13 @@ def made_in_forward(situation: Situation) -> list[Departure]:
     return [Departure(name, "project", None, {"made": list(made)}, frames=next(iter(made.values())))]
 
 
+def _sees_no_future(situation: Situation) -> bool:
+    """Whether the outputs before the last stay as they are when the last token changes."""
+    caller, plan, inputs = situation.caller, situation.plan, situation.inputs
+    before, after = (caller.output(plan, x)[:, :-1] for x in (inputs, inputs.changed(token=-1)))
+    return torch.equal(before, after)
+
+
 def never_causal(situation: Situation) -> list[Departure]:
     """A causal mask that the code speaks of, where every token sees the future."""
     module, judgement = situation.subject.module, situation.judgement
@@ -127,7 +154,7 @@ def never_causal(situation: Situation) -> list[Departure]:
         return []
     with torch.no_grad():
         claim = causal_claim(module, lambda: situation.caller.returned(situation.plan, situation.inputs))
-    if not claim:
+    if not claim or _sees_no_future(situation):
         return []
     dropped = [op for op in situation.found.run.operations if op.name == "masked_fill"]
     place = dropped[-1] if dropped else judgement.attention.first

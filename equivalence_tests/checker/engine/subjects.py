@@ -23,6 +23,7 @@ from equivalence_tests.checker.engine.probing import (
     missing_keys,
     never_causal,
     other_length_departures,
+    overflowing,
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, plans_of
@@ -146,6 +147,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     if not found and not more:
         add(other_length_departures(situation))
     add(loud(situation))
+    add(overflowing(situation))
     add(in_training(situation))
     add(made_in_forward(situation))
     add(never_causal(situation))

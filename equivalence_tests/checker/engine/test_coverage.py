@@ -130,6 +130,18 @@ class Inverted(Parts):
         return self.attend(*self.project(x), above(x.size(1), x.size(1)).mT if causal else None)
 
 
+class HidesItself(Parts):
+    def forward(self, x: Tensor, causal_mask: bool = False) -> Tensor:
+        return self.attend(*self.project(x), torch.ones(x.size(1), x.size(1)).triu().bool() if causal_mask else None)
+
+
+class ChunksOfTen(Parts):
+    """Beyond ten tokens a query sees its own chunk alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.attend(*self.project(chunk)) for chunk in x.split(10, dim=1)], dim=1)
+
+
 class SwitchCrashes(Parts):
     def forward(self, x: Tensor, causal: bool = False) -> Tensor:
         return self.attend(*self.project(x), torch.ones(WIDTH, WIDTH).triu(1).bool() if causal else None)
@@ -261,6 +273,7 @@ def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Modu
         (KeptAtPositionZero, "cache_differs_from_one_pass"),
         (Inverted, "causal_switch_inverted"),
         (SetTheWrongWayRound, "causal_switch_wrong"),
+        (HidesItself, "causal_switch_wrong"),
         (SwitchCrashes, "fails_with_what_it_offers"),
         (WindowWithoutEffect, "window_without_effect"),
         (BlocksCrash, "fails_with_what_it_offers"),
@@ -271,7 +284,14 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
     assert [finding.name for finding in covered(made()).findings] == [name]
 
 
-@pytest.mark.parametrize(("made", "what"), [(Unknown, "gates"), (Refuses, "use_flash=True")])
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (Unknown, "gates"),
+        (Refuses, "use_flash=True"),
+        (ChunksOfTen, "lengths beyond a number in forward = 10"),
+    ],
+)
 def test_what_was_not_run_is_listed(made: Callable[[], nn.Module], what: str) -> None:
     found = covered(made())
     assert [exercise.what for exercise in found.exercises if not exercise.exercised] == [what]

@@ -490,3 +490,25 @@ class TurnsByATable(Attends):
 def test_rounded_angles_that_count_from_anywhere_are_no_deviation() -> None:
     report = verify(lambda: TurnsByATable(60, 60, 6))
     assert report.verdict == "equal", str(report)
+
+
+class RowByRow(nn.Module):
+    """One query at a time, with the keys after it hidden in place."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(d_model, d_model) for _ in range(3))
+        self.register_buffer("causal_mask", torch.ones(64, 64).triu(1).bool(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        rows = []
+        for t in range(x.size(1)):
+            scores = q[:, t : t + 1] @ k.mT / math.sqrt(x.size(-1))
+            scores[:, :, t + 1 :] = -torch.inf
+            rows.append(scores.softmax(-1) @ v)
+        return torch.cat(rows, dim=1)
+
+
+def test_a_mask_that_nothing_applies_is_missed_only_where_the_future_is_seen() -> None:
+    assert verify(RowByRow).mistakes == ()

@@ -382,6 +382,13 @@ SOFTMAXES = (
         "scores.bfloat16().softmax(-1).to(v.dtype)",
     ),
     _softmax(
+        "softmax_overflows",
+        "The exponentials are taken of the scores as they are: large scores overflow, and the output is nan.",
+        "exp(scores) / sum(exp(scores))",
+        "Use softmax, or subtract the largest score of each row before taking the exponentials.",
+        "(scores.exp() / scores.exp().sum(-1, keepdim=True))",
+    ),
+    _softmax(
         "weights_scaled",
         "The weights are multiplied by {factor:.4g} after the softmax, so that they no longer sum to one.",
         "softmax(scores) * {factor:.4g}",
