@@ -49,6 +49,9 @@ def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]
         module = module if isinstance(module, nn.Module) else None
         found = diagnose_call(ready, given_args, given_kwargs, module=module, name=name, meant=dict(meant))
         if not found:
+            inside = module or ready
+            if any(isinstance(x, torch.jit.ScriptModule) for x in getattr(inside, "modules", list)()):
+                raise CannotCheckError(f"TorchScript runs in {name}, which hides its operations.")
             raise CannotCheckError(f"{NO_ATTENTION} {name}: no product of queries and keys weighs values there.")
         return found
     raise CannotCheckError(f"The call of {name} with these inputs failed: {last}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,3 +89,73 @@ def test_a_cell_of_a_running_notebook_is_named_by_its_number(monkeypatch: pytest
     report = verify(names["attend"])
     assert "line           In[3]:2  in attend" in str(report)  # the source is not there, the function's name is
     assert repr(report) == str(report)
+
+
+class Kernel(torch.autograd.Function):
+    """Stands for a kernel that nobody can look into."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        del ctx
+        scores = np.exp(scale * q.detach().numpy() @ k.detach().numpy().swapaxes(-1, -2))
+        return torch.from_numpy(scores / scores.sum(-1, keepdims=True) @ v.detach().numpy())
+
+
+class Fused(nn.Module):
+    """Right, with a kernel of its own."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def scale(self, q: Tensor) -> float:
+        return q.size(-1) ** -0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        context: Tensor = Kernel.apply(q, k, v, self.scale(q))  # type: ignore[no-untyped-call]  # torch has none
+        return self.out(context.transpose(1, 2).flatten(2))
+
+
+class Plain(Fused):
+    """The same in torch's functions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (3, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class PlainUnscaled(Fused):
+    """A mistake that TorchScript hides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (3, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(attend(2 * q, k, v).transpose(1, 2).flatten(2))
+
+
+class FusedUnscaled(Fused):
+    """A mistake in what the kernel is called with."""
+
+    def scale(self, q: Tensor) -> float:
+        return 1.0
+
+
+def test_the_output_of_a_kernel_is_compared_and_no_more_is_said_of_it() -> None:
+    right, wrong = verify(Fused), verify(FusedUnscaled)
+    assert right.verdict == "partial"
+    assert [exercise.what for exercise in right.not_exercised] == ["what happens inside"]
+    assert not right.reason
+    assert wrong.verdict == "unchecked"
+    assert "takes numbers that no torch function gave" in wrong.reason
+    assert "is not that of plain attention, from which it differs by" in wrong.reason
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchscript_is_named_and_its_output_compared() -> None:
+    for right in (torch.jit.script(attend), torch.jit.trace(Plain(12, 3), torch.randn(2, 5, 12))):
+        report = verify(right)
+        assert report.verdict == "partial", str(report)
+        assert "It runs as TorchScript, which hides its operations." in str(report)
+    report = verify(torch.jit.trace(PlainUnscaled(12, 3), torch.randn(2, 5, 12)))
+    assert report.reason.startswith("It runs as TorchScript, which hides its operations. Its output was compared")

@@ -171,7 +171,10 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
     if guess == guess_kind(found) == "attention" and first.conventions:
         others = others and ["layers"]  # what is called attention, and can be called as one, may hold more than that
     for other in others:
-        report = examined_as(other)
+        try:
+            report = examined_as(other)
+        except Exception:  # taken for what it is not, it may fail in any way; the first report says why
+            continue
         # What deviates from a part that its name does not speak of is most likely something else.
         if report.verdict == "equal" or (other == FALLBACKS[-1] and report.verdict == "deviates"):
             return report

@@ -27,6 +27,7 @@ from equivalence_tests.checker.engine.probing import (
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, plans_of
+from equivalence_tests.checker.engine.unwatched import compare_output
 from equivalence_tests.checker.reach.calling import other_mask_plans
 from equivalence_tests.checker.reach.construction import asks_for_groups, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -123,13 +124,14 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
         departures = [departure for departure in departures if departure.name != "norm_never_used"]  # that is why
     if not situation.found.judgements:
         report.reason = f"No attention runs in it: {_what_is_missing(situation)}"
+        compare_output(report, situation)
     else:
         conclude(report, situation.found, 0, departures, subject.adapter.meant)
     report.conventions = [*reading_of(situation, report), *report.conventions]
     report.notes += notes_of(situation)
     if report.verdict == "equal":
         _cover(report, situation)
-    if report.verdict in ("equal", "partial"):
+    if report.verdict in ("equal", "partial") and situation.found.judgements:
         _check(report, situation)
     report.seconds = time.process_time() - started
     return report

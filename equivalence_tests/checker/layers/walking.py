@@ -123,6 +123,8 @@ def _skipped(report: Report) -> int:
 def _examine_subject(subject: Subject, name: str) -> Report:
     if subject.module is None:
         raise CannotCheckError(f"{name} is no module")
+    if any(isinstance(inside, torch.jit.ScriptModule) for inside in subject.module.modules()):
+        raise CannotCheckError("TorchScript runs in it, which hides its operations: check the class that was scripted.")
     module = subject.copied()
     torch.set_default_dtype(torch.float64)
     prepare(module)

@@ -249,7 +249,7 @@ def role_of_parameter(name: str) -> str:
 def forward_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """List the arguments of a function, or of the forward of a module."""
     target: Callable[..., Any] = function
-    if isinstance(function, nn.Module) and type(function).forward is not nn.Module.forward:
+    if isinstance(function, nn.Module) and getattr(type(function), "forward", None) is not nn.Module.forward:
         target = function.forward  # some override __call__ instead
     return parameters_of(target)
 

@@ -312,8 +312,21 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0
     return randomize_parameters(module, seed=seed)
 
 
+def scripted_signature(schema: Any) -> inspect.Signature:
+    """Give the arguments of what TorchScript has compiled."""
+    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            inspect.Parameter(x.name, kind, default=x.default_value if x.has_default_value() else none)
+            for x in schema.arguments
+        ]
+    )
+
+
 def parameters_of(target: Any) -> list[inspect.Parameter]:
     """List the arguments of a callable that have names of their own; none where they cannot be read."""
+    if isinstance(target, torch.ScriptMethod):
+        return list(scripted_signature(target.schema).parameters.values())[1:]
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):

@@ -7,8 +7,10 @@ import re
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
+from equivalence_tests.checker.reach.construction import scripted_signature
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import import_place, users_modules_first
 
@@ -61,6 +63,8 @@ def with_signature(target: Any) -> Any:
     >>> inspect.signature(with_signature(nn.functional.scaled_dot_product_attention)).parameters["is_causal"]
     <Parameter "is_causal=False">
     """
+    if isinstance(target, torch.jit.ScriptFunction):
+        return _signed(target, scripted_signature(target.schema))
     if not inspect.isbuiltin(target):
         return target
     shown = re.search(r"(\w+)(\(.*?\))", (target.__doc__ or "").strip().partition("\n\n")[0], re.DOTALL)
@@ -71,7 +75,10 @@ def with_signature(target: Any) -> Any:
         signature = inspect.signature(names[made.name])  # type: ignore[attr-defined]
     except (SyntaxError, NameError, IndexError):
         return target
+    return _signed(target, signature)
 
+
+def _signed(target: Any, signature: inspect.Signature) -> Any:
     @functools.wraps(target)
     def function(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)

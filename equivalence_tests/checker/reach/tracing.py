@@ -54,7 +54,7 @@ def trace(module: nn.Module, call: Callable[[], Any], changed: int | None = None
     outside = frames_here()
     with contextlib.ExitStack() as stack:
         for path, child in module.named_modules():
-            if path and type(child).forward is not nn.Module.forward:
+            if path and getattr(type(child), "forward", None) is not nn.Module.forward:
                 stack.enter_context(_noting(child, path, seen, outside, changed))
         call()
     return seen
