@@ -396,12 +396,22 @@ class _Follower:
         tokens = None if codes is None or codes.is_complex() else _tokens_of_rows(contraction.rows(codes))
         if tokens is None:
             tokens = self._seeded(contraction, slot, codes)
+        elif codes is not None:
+            tokens = self._told_apart(tokens, source_of(contraction.rows(codes)[..., 0]), slot.tensor)
         parents = () if codes is None or codes.is_complex() else tuple(sources_in(codes))
         _, column = contraction.right[:, :, 0].unique(return_inverse=True)
         feature = column[:, None, :] + _parts_of_rows(contraction, codes)[:, :, None] * (int(column.max()) + 1)
         names = coded(0, tokens[:, :, None].expand(feature.shape), feature)
         names = contraction.scattered(names) + float(FEATURES) * FEATURES
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
+
+    def _told_apart(self, tokens: Tensor, sources: Tensor, tensor: Tensor) -> Tensor:
+        """New numbers for tokens of a second tensor, where two that are put together have tokens of one number."""
+        pairs = sources * (tokens.max() + 1) + tokens
+        if len(pairs.unique()) == len(tokens.unique()):
+            return tokens
+        kinds, order = pairs.unique(return_inverse=True)
+        return torch.where(sources == sources.min(), tokens, order + self._base(tensor, len(kinds)))
 
     def _seeded(self, contraction: Contraction, slot: Slot, codes: Tensor | None) -> Tensor:
         """Name the tokens of a tensor by the order in which its rows are stored; beside padding they keep theirs."""

@@ -512,3 +512,33 @@ class RowByRow(nn.Module):
 
 def test_a_mask_that_nothing_applies_is_missed_only_where_the_future_is_seen() -> None:
     assert verify(RowByRow).mistakes == ()
+
+
+class ReadsItselfToo(nn.Module):
+    """Queries of the second input; keys and values of both, put together."""
+
+    def __init__(self, dim: int, dim_head: int = 11, heads: int = 3) -> None:
+        super().__init__()
+        inner = dim_head * heads
+        self.to_q, self.to_kv, self.to_out = nn.Linear(dim, inner), nn.Linear(dim, 2 * inner), nn.Linear(inner, dim)
+        self.heads, self.scale = heads, dim_head**-0.5
+
+    def forward(self, x: Tensor, latents: Tensor) -> Tensor:
+        k, v = self.to_kv(torch.cat((x, latents), dim=1)).chunk(2, dim=-1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.to_q(latents), k, v))
+        context = (q @ k.mT * self.scale).softmax(-1) @ self.used(v)
+        return self.to_out(context.transpose(1, 2).flatten(2))
+
+    def used(self, v: Tensor) -> Tensor:
+        return v
+
+
+class ReadsItselfTooTurned(ReadsItselfToo):
+    def used(self, v: Tensor) -> Tensor:
+        return v.roll(1, -1)
+
+
+def test_tokens_of_two_inputs_put_together_are_told_apart() -> None:
+    report = verify(ReadsItselfToo)
+    assert report.verdict == "equal", str(report)
+    assert verify(ReadsItselfTooTurned).mistakes == ("value_changed_by_roll",)
