@@ -63,8 +63,8 @@ def _place(attention: Attention) -> dict[str, str]:
 
 
 def _mutant_told(attention: Attention, mutant: Mutant, whole: Report, report: Report, seconds: float) -> dict[str, Any]:
-    """What was said of the code as published is no answer to the mistake that was put in."""
-    said_before = {(finding.name, finding.line) for finding in (*whole.findings, *whole.meant)}
+    """What deviates in the code as published is no answer to the mistake that was put in."""
+    said_before = {(finding.name, finding.line) for finding in whole.findings}
     new = [finding for finding in report.findings if (finding.name, finding.line) not in said_before]
     found = report.verdict == "deviates" and bool(new)
     return {

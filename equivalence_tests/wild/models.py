@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.reach.state import default_dtype
+
 __all__ = ["Runnable", "WildModel", "randomised", "runnable"]
 
 Inputs = Mapping[str, Any]
@@ -44,9 +46,11 @@ class Runnable:
     inputs: Inputs
 
     def __call__(self) -> Any:
-        """Run it from the same state of the random numbers every time."""
+        """Run it from the same state of the random numbers every time, and let it make masks of its own dtype."""
         torch.manual_seed(0)
-        return self.model(**self.inputs)
+        dtype = next((x.dtype for x in self.model.parameters() if x.is_floating_point()), torch.get_default_dtype())
+        with default_dtype(dtype):
+            return self.model(**self.inputs)
 
 
 def runnable(wild: WildModel) -> Runnable:

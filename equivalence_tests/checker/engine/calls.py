@@ -54,6 +54,10 @@ def diagnose_call(
     """
     started = time.process_time()
     call = Call(function, tuple(args), dict(kwargs or {}), module)
+    broken = next((name for name, x in call.tensors if x.is_floating_point() and bool(x.isnan().any())), "")
+    if broken:
+        why = f"The argument {broken} holds NaN, and so does all that is made of it: hand over numbers."
+        return [Report(name or "attention 1", "multi-head attention", reason=why)]
     if features_last or call.module is None or next(call.module.parameters(), None) is None:
         call.seeds = _names_of_inputs(call)
     found = examine(call, GivenMasks(call))

@@ -557,7 +557,7 @@ class _Follower:
 
     def _product(self, product: Product) -> Tensor | None:
         if _tokens_of_rows(product.left) is None or _tokens_of_rows(product.right) is None:
-            if _one_feature(product.left) and _one_feature(product.right):
+            if _by_features(product.left) and _by_features(product.right):
                 return None
             product.trouble = "one score is made of several tokens"
         slot = product.operation.outputs[0]
@@ -678,8 +678,10 @@ def _features_beside(codes: Tensor | None, places: Tensor) -> Tensor:
     return torch.where(most >= 0, most, plain)
 
 
-def _one_feature(codes: Tensor) -> bool:
-    return codes.size(-1) > 1 and _features_of_rows(codes) is not None
+def _by_features(codes: Tensor) -> bool:
+    """Whether each row holds one feature of several tokens, and no other row the same one."""
+    feature = _features_of_rows(codes) if codes.size(-1) > 1 else None
+    return feature is not None and all(len(rows.unique()) == len(rows) for rows in feature)
 
 
 def _fitted(operation: Operation, codes: Tensor, shape: torch.Size) -> Tensor | None:

@@ -17,8 +17,8 @@ from equivalence_tests.checker.engine.contracts.scores_table import causal_patte
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.ran import forward_lines
-from equivalence_tests.checker.engine.vocabulary import words
-from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.engine.vocabulary import MOVES, words
+from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reporting.findings import Exercise
 
 __all__ = ["own_windows", "untold", "with_evidence"]
@@ -105,15 +105,22 @@ class _Evidence:
             return f"the argument {argument} is added, which has no other use"
         if not kinds or departure.stage == "operand":
             return self._activation(operation)
-        before = self._names.before[operation.index]
+        return self._by_a_parameter(departure, operation, "added" if kinds == ["add"] else "multiplied")
+
+    def _by_a_parameter(self, departure: Departure, operation: Operation, how: str) -> str:
+        """What a parameter takes part in may be added or multiplied, unless something strange happens to it before."""
         numbers = set(self.judgement.attention.context_sources)
-        for place, (bits, codes) in enumerate(zip(operation.origins, before, strict=True)):
+        pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
+        for place, (slot, bits, codes) in enumerate(pairs):
             own = place == 0 if departure.stage == "output" else _is_of(codes, numbers)
             names = [] if own else [n.partition(":")[2] for n in self.recorder.named(bits) if n.startswith("param:")]
-            if names:
-                return (
-                    f"the parameter {names[-1]} takes part in what is {'added' if kinds == ['add'] else 'multiplied'}"
-                )
+            strange = next(strange_operations(self.judgement.attention.run, slot, operation.index), None)
+            if names and strange is None:
+                return f"the parameter {names[-1]} takes part in what is {how}"
+            if names and strange is not None:
+                bent = changed_by(strange, departure.stage, "summand" if how == "added" else "factor")
+                departure.name, departure.operation, departure.facts = bent.name, strange, bent.facts
+                departure.have = departure.want = ()
         return ""
 
     def _argument_for_values(self, operation: Operation) -> str:
@@ -208,7 +215,7 @@ class _Evidence:
             if number == 0 or ((SIZES.search(name) or number == 1) and not SCALES.fullmatch(name)):
                 continue
             for word, made in (("", number), ("1 / ", 1 / number), ("1 / sqrt of ", abs(number) ** -0.5)):
-                if abs(made / value - 1) < 1e-4:
+                if abs(made / value - 1) < 1e-4 and (word != "1 / " or DIVISORS.search(name)):
                     return f"the scale is {word}{name} of the configuration ({number:g})"
         return self._stretched(value)
 
@@ -276,6 +283,7 @@ class _Evidence:
             if model.cap:
                 yield self._capped(model)
             if "mask" not in wrong and "scores" not in wrong:
+                yield from self._bent()
                 yield from self._biases(self.judgement.attention.parts[0], model)
 
     def _rotations(self, departures: list[Departure]) -> Iterator[Departure]:
@@ -351,12 +359,11 @@ class _Evidence:
         for operation, _ in self._between():
             for bits, codes in zip(operation.origins, self._names.before[operation.index], strict=True):
                 score = codes is not None and bool((source_of(codes) == part.number).any())
-                if not score and bits and operation.name.strip("_") in ("add", "iadd", "sub", "isub", "radd"):
+                if not score and bits and operation.name.strip("_") in ADDS:
                     names = self.recorder.named(bits)
                     if all(name.startswith("buffer:") for name in names) and _grows(part, model, live):
                         yield Departure("bias_grows_with_distance", "bias", operation)
                         return
-                    yield from self._bent(operation, names)
                     told = next((n for n in names if n.startswith("param:")), names[-1]).replace(":", " ")
                     yield Departure("bias_added", "bias", operation, evidence=f"it is made from {told}")
                     return
@@ -369,19 +376,34 @@ class _Evidence:
         elif graded:
             yield Departure("bias_added", "bias", adding)
 
-    def _bent(self, operation: Operation, names: list[str]) -> Iterator[Departure]:
-        """What no known model does to a bias that is learnt."""
-        if any(name.startswith("param:") for name in names):
-            for slot, _ in self._names.beside(operation):
-                for strange in strange_operations(self.judgement.attention.run, slot, operation.index):
-                    yield changed_by(strange, "bias", "bias of the scores")
+    def _bent(self) -> Iterator[Departure]:
+        """What no known model does to what is added to the scores, or says which of them are hidden."""
+        seen: set[int] = set()
+        for operation, part in self._between():
+            pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
+            for slot, bits, codes in pairs if operation.name.strip("_") in (*ADDS, *FILLS) else ():
+                learnt = any(name.startswith("param:") for name in self.recorder.named(bits))
+                made = () if _is_of(codes, {part.number}) else self._strange(slot, operation, learnt)
+                for strange in made:
+                    if strange.index not in seen:
+                        seen.add(strange.index)
+                        yield changed_by(strange, "bias", "bias of the scores")
+
+    def _strange(self, slot: Slot, before: Operation, learnt: bool) -> Iterator[Operation]:
+        """What is strange on the way of a bias: where nothing learnt takes part, only what puts it elsewhere."""
+        for operation in strange_operations(self.judgement.attention.run, slot, before.index):
+            if learnt or operation.name in MOVES:
+                yield operation
 
 
 # Values of a configuration that are the scale of the scores, whatever the value.
 SCALES = re.compile(r"(attention|attn|query|qk|score|softmax)\w*(multiplier|scal\w*)|scal(e|ing)")
+DIVISORS = re.compile(r"temperature|divisor|denominator")
 NORMED = ("normed", "gain")
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat concat concatenate hstack")
+ADDS = words("add iadd sub isub radd rsub")
+FILLS = words("masked_fill where setitem")
 MULTIPLIES = words("mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ divide true_divide")
 SINKS = ("mask_after_softmax", "causal_mask_after_softmax", "weights_scaled", "changed_by_getitem", "changed_by_narrow")
 

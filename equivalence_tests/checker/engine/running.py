@@ -70,9 +70,14 @@ class Call:
         data = [x for name, x in given if x.is_floating_point() and x.dim() >= 2]
         return Run(recorder, identify(recorder, seeds, data, names or {}) if read else None, output)  # type: ignore[arg-type]
 
+    @property
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The tensors among its arguments, each with its place or name."""
+        return _tensors(self.args, self.kwargs)
+
     def _kind(self, x: Tensor) -> str:
         """A matrix that is handed to a plain function beside tokens is a weight of it."""
-        tokens = any(other.dim() >= 3 and _is_data(other) for _, other in _tensors(self.args, self.kwargs))
+        tokens = any(other.dim() >= 3 and _is_data(other) for _, other in self.tensors)
         return "param" if self.module is None and tokens and x.dim() == 2 and _is_data(x) else "arg"
 
     def _owned(self) -> list[tuple[str, Tensor]]:

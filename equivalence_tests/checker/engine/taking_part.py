@@ -1,5 +1,6 @@
 """Which operations, and which parameters, take part in what comes back."""
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -42,7 +43,19 @@ def unused_parameters(attention: Attention, module: nn.Module | None) -> list[st
         for origin in operation.origins if operation.index in live else ():
             bits |= origin
     used = set(recorder.named(bits))
-    return [name for name, _ in module.named_parameters() if f"param:{name}" not in used]
+    idle = [(name, x) for name, x in module.named_parameters() if f"param:{name}" not in used]
+    kept = _of_no_origin(attention, live) if idle else []
+    return [name for name, x in idle if not any(bool(torch.isin(own, x.detach().to(own.dtype)).all()) for own in kept)]
+
+
+def _of_no_origin(attention: Attention, live: set[int]) -> list[Tensor]:
+    """Tensors that the code kept from an earlier run: they may be made of what is a parameter."""
+    found: dict[int, Tensor] = {}
+    for operation in attention.run.operations:
+        for slot, origins in zip(operation.inputs, operation.origins, strict=True):
+            if not origins and operation.index in live and slot.value.is_floating_point() and slot.value.numel() > 1:
+                found.setdefault(slot.key, slot.value)
+    return list(found.values())
 
 
 def matrix_in(attention: Attention, operation: Operation | None) -> str:

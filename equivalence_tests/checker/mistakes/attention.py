@@ -455,6 +455,7 @@ ROTARY = (
         "output = weights rotate(v)",
         "output = weights v",
         "Rotate queries and keys only.",
+        "CLVP rotates the values too: weights that were trained this way need it.",
     ).made_of("rotary", (WEIGHED, "dropped @ self.rotated(v)")),
 )
 
@@ -550,7 +551,7 @@ ROLES = (
         Mistake(
             f"{kind}_never_used",
             "project",
-            f"The {kind} {{parameter}} is worked with, but nothing that comes back depends on it.",
+            f"Nothing that comes back depends on the {kind} {{parameter}}.",
             "output, whatever {parameter} is",
             f"output, by the {kind} too",
             f"Use what is made from the {kind}, or remove it.",

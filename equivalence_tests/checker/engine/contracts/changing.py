@@ -41,7 +41,8 @@ __all__ = [
 VIEWS = words("view reshape unflatten flatten")
 USUAL = words(
     "relu relu6 gelu silu mish tanh sigmoid softplus elu selu celu leaky_relu prelu hardswish hardsigmoid hardtanh "
-    "logsigmoid softsign dropout cos sin exp exp2 log log1p expm1 sqrt rsqrt reciprocal to float double half bfloat16"
+    "logsigmoid softsign dropout cos sin exp exp2 log log1p expm1 sqrt rsqrt reciprocal to float double half bfloat16 "
+    "floor floordiv floor_divide mod remainder"  # rows and columns of a place
 )
 TURNS = words("transpose permute t T mT swapaxes swapdims movedim moveaxis")
 ENDS = CONTRACTIONS | SOFTMAXES | REDUCES | INDEXED | CREATES
@@ -159,7 +160,7 @@ def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False)
             yield operation
         size = operation.outputs[0].value.numel()
         for taken in operation.inputs:
-            if taken.value.is_floating_point() and (operation.name in MOVES or taken.value.numel() == size):
+            if _is_carried(taken.value) and (operation.name in MOVES or taken.value.numel() == size):
                 left.append((taken.key, operation.index))
 
 
@@ -170,7 +171,7 @@ def is_strange(operation: Operation, factors: bool = False) -> bool:
         operation: Any.
         factors: Whether a number that multiplies is strange too.
     """
-    taken = [slot.value for slot in operation.inputs if slot.value.is_floating_point()]
+    taken = [slot.value for slot in operation.inputs if _is_carried(slot.value)]
     given = operation.outputs[0].value
     if len(taken) != 1 or taken[0].shape != given.shape or torch.equal(taken[0].nan_to_num(), given.nan_to_num()):
         return False
@@ -178,8 +179,12 @@ def is_strange(operation: Operation, factors: bool = False) -> bool:
     if operation.name in MOVES:
         exchanged = torch.equal(taken[0].flatten().sort().values, given.flatten().sort().values)
         return name not in TURNS and exchanged
-    if operation.name in NORMS or name in USUAL:
+    if operation.name in NORMS or name in USUAL or taken[0].dtype == torch.bool:
         return False
     if constant_ratio(given, taken[0]) is not None:
         return factors and name != "neg"
     return operation.name not in ELEMENTWISE
+
+
+def _is_carried(value: Tensor) -> bool:
+    return value.is_floating_point() or value.dtype == torch.bool

@@ -7,11 +7,17 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, retagged, source_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.changing import adds_two, changed_output, has_twin, shuffling
+from equivalence_tests.checker.engine.contracts.changing import (
+    adds_two,
+    changed_output,
+    has_twin,
+    shuffling,
+    strange_operations,
+)
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, near
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.taking_part import matrix_in
-from equivalence_tests.checker.engine.watching import Operation, tensors_of
+from equivalence_tests.checker.engine.watching import Operation, Slot, tensors_of
 
 __all__ = ["ending_departures", "output_departures", "wrap_of"]
 
@@ -76,6 +82,17 @@ def output_departures(attention: Attention) -> Iterator[Departure]:
     found = attention.run.names.last_of(output) if output is not None else None
     if found is not None:
         yield from _unchanged(attention, found[0].double(), found[1])
+    elif output is not None:
+        yield from _bent(attention, output)
+
+
+def _bent(attention: Attention, output: Tensor) -> Iterator[Departure]:
+    """What no known model does to what comes back, where nobody knows which of its elements is which."""
+    slot = Slot(output, output.detach())
+    for operation in strange_operations(attention.run, slot, len(attention.run.operations)):
+        here = operation.place == attention.first.place and operation.index > attention.end.index
+        if here and not has_twin(attention, operation):
+            yield changed_by(operation, "output", "output")
 
 
 def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[Departure]:

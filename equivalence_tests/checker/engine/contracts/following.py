@@ -3,7 +3,13 @@
 from collections.abc import Iterator
 
 from equivalence_tests.checker.engine.codes import sources_in
-from equivalence_tests.checker.engine.contracts.changing import USUAL, changed_output, has_twin, shuffling
+from equivalence_tests.checker.engine.contracts.changing import (
+    USUAL,
+    changed_output,
+    has_twin,
+    shuffling,
+    strange_operations,
+)
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, near
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.watching import Operation
@@ -21,11 +27,22 @@ def later_departures(attention: Attention) -> Iterator[Departure]:
     """
     later, place = _later(attention), attention.first.place
     for source in later.values():
+        yield from _beside(attention, source, set(attention.context_sources).union(later))
         for taken in later.values():
             taker = taken.operation if source.number in taken.parents else None
             if taker is not None and taker.place.startswith(place):
                 found = _held(attention, source, taker)
                 yield from (one for one in found if one.facts.get("function") not in USUAL)  # of a feed-forward
+
+
+def _beside(attention: Attention, source: Source, own: set[int]) -> Iterator[Departure]:
+    """What no known model does to a summand or a factor that meets the averaged values, in their own module."""
+    meeting = source.operation if source.kind in ("added", "gated") else None
+    for slot, codes in attention.run.names.taken(meeting) if meeting is not None else ():
+        for operation in strange_operations(attention.run, slot, meeting.index) if meeting is not None else ():
+            here = operation.place == attention.first.place and own.isdisjoint(sources_in(codes))
+            if here and not has_twin(attention, operation):
+                yield changed_by(operation, "output", "summand" if source.kind == "added" else "factor")
 
 
 def exchanged_departures(attention: Attention) -> Iterator[Departure]:

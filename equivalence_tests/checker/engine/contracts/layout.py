@@ -127,7 +127,7 @@ def _first_misplaced(
     names = attention.run.names
     for number in numbers:
         for operation, codes, _ in names.carrying([number], before=until.index):
-            wanted = _as_axes_say(names.sources[number], codes) if bool(torch.isin(codes, mine).any()) else None
+            wanted = _as_axes_say(names.sources[number], codes) if _shares(codes, mine) else None
             departure = _laid_elsewhere(attention, "heads_split_without_transpose", "split", operation, codes, wanted)
             if departure is not None:
                 before = names.taken(operation)[0][1]
@@ -202,8 +202,15 @@ def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
         if has_twin(attention, moved):
             return None
         return changed_by(moved, "split", "order of queries, keys and values")
-    moved = found[alone[0]] if len(alone) == 1 else None
+    if alone != ["query", "key"] or moved is None or not _before_a_norm(attention, part, moved):
+        moved = found[alone[0]] if len(alone) == 1 else None
     return None if moved is None else changed_by(moved, "split", alone[0], blocks=True)
+
+
+def _before_a_norm(attention: Attention, part: Part, moved: Operation) -> bool:
+    """Whether queries are named anew behind what moves them: it is no part of a rotation, then."""
+    made = (attention.run.names.sources[number].operation for number in sources_in(part.product.left))
+    return all(operation is not None and operation.index > moved.index for operation in made)
 
 
 # ---------------------------------------------------------------------------------------------- heads
@@ -229,8 +236,14 @@ def _reshaped(attention: Attention, codes: Tensor, until: Operation) -> Operatio
 def _last_move(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
     """The last operation that laid out an operand."""
     carried = attention.run.names.carrying(sources_in(codes), before=until.index)
-    found = [op for op, _, _ in carried if op.name in ("view", "reshape", "unflatten", "split", "chunk")]
+    views = ("view", "reshape", "unflatten", "split", "chunk")
+    found = [op for op, given, _ in carried if op.name in views and _shares(given, codes)]
     return found[-1] if found else None
+
+
+def _shares(given: Tensor, codes: Tensor) -> bool:
+    """Whether some names stand in both."""
+    return bool(torch.isin(given.contiguous(), codes.contiguous()).any())
 
 
 def _within(codes: Tensor) -> Tensor:
@@ -268,7 +281,7 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
 def _repeater(attention: Attention, codes: Tensor, until: Operation) -> Operation:
     """The last operation that repeated an operand, or laid it out."""
     carried = attention.run.names.carrying(sources_in(codes), before=until.index)
-    wider = [op for op, given, _ in carried if given.numel() > op.inputs[0].value.numel()]
+    wider = [op for op, given, _ in carried if given.numel() > op.inputs[0].value.numel() and _shares(given, codes)]
     found = [op for op in wider if op.name in REPEATS]
     return found[-1] if found else _last_move(attention, codes, until) or until
 

@@ -149,20 +149,38 @@ def is_normed(run: Run, operand: Operand) -> bool:
 def _turn(run: Run, operand: Operand) -> Turn | None:
     """Follow one element of a token at a time: where it is turned, a single other one gets a share of it."""
     width = operand.codes.size(-1)
-    tokens = token_of(operand.codes)[..., 0]
-    neighbours = [(tokens == token).nonzero()[0].tolist() for token in tokens.unique()[:2]]
     for place in range(width):
-        own = operand.codes[..., place].contiguous()
-        given = {s.slot.key: torch.isin(s.codes.contiguous(), own).to(s.slot.value.dtype) for s in operand.sources}
-        have, _ = _rows(run, operand, given)
-        taking = (have.abs() > 1e-6).reshape(-1, width).any(0).nonzero().flatten().tolist()
-        others = [i for i in taking if i != place]
+        have = _share_of(run, operand, place)
+        others = [i for i in (have.abs() > 1e-6).any(0).nonzero().flatten().tolist() if i != place]
         if len(others) > 1:
             return None
-        if others and len(neighbours) > 1:
-            (a, b), (c, d) = (have[*row, [place, others[0]]].tolist() for row in neighbours)
-            return Turn(others[0] - place, width, a * d - b * c >= 0)  # from one to the next, wherever counting starts
+        if others:
+            apart = others[0] - place
+            slowest = width - 2 if apart == 1 else place + apart - 1
+            slow = _share_of(run, operand, slowest)
+            turned = slow if slowest + apart < width and bool((slow[:, slowest + apart].abs() > 1e-6).any()) else have
+            at = slowest if turned is slow else place
+            return Turn(apart, width, _grows(operand, turned[:, at], turned[:, at + apart]))
     return None
+
+
+def _share_of(run: Run, operand: Operand, place: int) -> Tensor:
+    """Rows of an operand where one element of each token is one and the others are nothing."""
+    own = operand.codes[..., place].contiguous()
+    given = {s.slot.key: torch.isin(s.codes.contiguous(), own).to(s.slot.value.dtype) for s in operand.sources}
+    return _rows(run, operand, given)[0].reshape(-1, operand.codes.size(-1))
+
+
+def _grows(operand: Operand, cosine: Tensor, sine: Tensor) -> bool:
+    """Whether the angle mostly grows from each token to the next; what cannot be told does."""
+    token = token_of(operand.codes)[..., 0].reshape(-1)
+    shown = (cosine.abs() + sine.abs() > 1e-6).nonzero().flatten()
+    order = shown[token[shown].argsort(stable=True)]
+    first = torch.cat([torch.ones(min(len(order), 1), dtype=torch.bool), token[order].diff() != 0])
+    angle = torch.atan2(sine, cosine)[order[first]]
+    step = torch.remainder(angle.diff() + torch.pi, 2 * torch.pi) - torch.pi
+    moved = step[step.abs() > 1e-9]
+    return not len(moved) or bool((moved < 0).sum() * 2 <= len(moved))
 
 
 def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor]) -> bool:
@@ -277,7 +295,8 @@ def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
 
 def _last_sum(run: Run, operand: Operand) -> Operation | None:
     """The last operation that adds up what was turned."""
-    sums = [op for op, _, _ in operand.steps(run) if op.name.strip("_") in ("add", "sub", "iadd", "isub")]
+    own = (op for op, codes, _ in operand.steps(run) if bool(torch.isin(codes, operand.codes).any()))
+    sums = [op for op in own if op.name.strip("_") in ("add", "sub", "iadd", "isub")]
     return sums[-1] if sums else _first_change(run, operand)
 
 

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.taking_part import live_operations, matrix_in, place_of_matrix, unused_parameters
-from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.reporting.lines import Frames
 
@@ -319,9 +319,21 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
         elif last == "weight" or not stem:
             parameter = dict(module.named_parameters())[name] if module is not None else None
             after = not any(_projections_of_context(attention))
-            if parameter is not None and parameter.dim() >= 2 and after:
+            if parameter is not None and parameter.dim() >= 2 and after and "bias" not in name:
                 yield Departure("output_projection_skipped", "output", attention.end, {"unused": [name]})
                 stems.add(stem)
+            elif parameter is not None and f"{attention.first.place}.".startswith(f"{stem}." if stem else ""):
+                kind = "bias" if "bias" in name else "weight"
+                facts = {"unused": [name], "parameter": name}
+                yield Departure(f"{kind}_never_used", "project", _could_take(attention, parameter), facts)
+
+
+def _could_take(attention: Attention, parameter: Tensor) -> Operation:
+    """What a parameter that nothing is made from could have gone into: the product of queries, or else the softmax."""
+    part = attention.parts[0]
+    if parameter.numel() in (part.product.left.size(-1), part.product.left.size(-1) * len(part.table.heads)):
+        return part.product.operation
+    return next((op for op, _, _ in attention.chain(part) if op.name in SOFTMAXES), part.product.operation)
 
 
 def _of_idle_part(stem: str, idle: list[str], module: nn.Module | None) -> bool:

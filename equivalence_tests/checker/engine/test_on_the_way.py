@@ -1,0 +1,294 @@
+"""What is added to scores or values, and norms of our own writing: a change on the way there is found, on its line."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.engine.test_styles import (
+    HEADS,
+    WIDTH,
+    Base,
+    Configuration,
+    LearntScales,
+    TurnedByMatrices,
+    judged,
+)
+
+
+class BiasFromPlaces(Base):
+    """A bias that a small network makes from the places, as a window of an image has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, HEADS, bias=False))
+        self.register_buffer("places", torch.randn(25, 2))
+
+    def bent(self, bias: Tensor) -> Tensor:
+        return bias
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        bias = self.net(self.places).view(5, 5, HEADS).permute(2, 0, 1)
+        return super().weigh(scores + self.bent(16 * bias.sigmoid())[None])
+
+
+class BiasRolled(BiasFromPlaces):
+    def bent(self, bias: Tensor) -> Tensor:
+        return bias.roll(1, -1)
+
+
+class BiasClampedToAConstant(BiasFromPlaces):
+    def bent(self, bias: Tensor) -> Tensor:
+        return bias.clamp(-0.2, 0.2)
+
+
+class BiasForgotten(Base):
+    """A bias of the queries that another line forgets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own_bias = nn.Parameter(torch.zeros(HEADS, 1, WIDTH // HEADS))
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k, v
+
+
+class BiasUsed(BiasForgotten):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q + self.own_bias, k, v
+
+
+class TableKept(Base):
+    """A table that is laid out once and kept."""
+
+    kept: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(HEADS, 5, 5))
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        TableKept.kept = self.bias.detach().mT if TableKept.kept is None else TableKept.kept
+        return super().weigh(scores + TableKept.kept)
+
+
+class Locally(Base):
+    """Values go by a second, local way, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def bent(self, x: Tensor) -> Tensor:
+        return x
+
+    def attend(self, x: Tensor) -> Tensor:
+        return super().attend(x) + self.bent(self.local(self.v_proj(x).mT)).mT
+
+
+class LocallyRolled(Locally):
+    def bent(self, x: Tensor) -> Tensor:
+        return x.roll(1, 1)
+
+
+class SplitNorm(nn.Module):
+    """A norm whose parts stand in two functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH // HEADS))
+
+    def normed(self, x: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normed(x) * (1 + self.weight)
+
+
+class SquaredNorm(SplitNorm):
+    def normed(self, x: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).reciprocal()
+
+
+class FlippedNorm(SplitNorm):
+    def normed(self, x: Tensor) -> Tensor:
+        return super().normed(x).flip(-1)
+
+
+class BareNorm(nn.Module):
+    """Divides by the root of the mean square, and learns nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class BareNormOfTokens(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-2, keepdim=True) + 1e-6).rsqrt()
+
+
+class Normed(Base):
+    norm: type[nn.Module] = SplitNorm
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = self.norm(), self.norm()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class NormedBySquares(Normed):
+    norm = SquaredNorm
+
+
+class NormedBarely(Normed):
+    norm = BareNorm
+
+
+class NormedBarelyOverTokens(Normed):
+    norm = BareNormOfTokens
+
+
+class NormedAndFlipped(Normed):
+    norm = FlippedNorm
+
+
+class PaddedWindows(LearntScales):
+    """Keys of padding are zero, whatever divides them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shown = (torch.arange(x.size(1)) < 3)[:, None]
+        q, _, v = Base.operands(self, x)
+        return F.normalize(q, dim=-1), F.normalize(self.split(self.k_proj(x * shown)), dim=-1), v
+
+
+class Upsampled(Base):
+    """Comes back with more tokens than there are: their names are lost."""
+
+    def ended(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ended(F.interpolate(super().forward(x).mT, scale_factor=2.0))
+
+
+class UpsampledAndClamped(Upsampled):
+    def ended(self, x: Tensor) -> Tensor:
+        return x.clamp(-0.2, 0.2)
+
+
+class PackedAndTurned(TurnedByMatrices):
+    """Queries and keys of one matrix, turned one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        angle = torch.arange(x.size(2), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=x.dtype)
+        one, two = x.chunk(2, -1)
+        return torch.cat([-two, one], -1), angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self.split(part) for part in self.packed(x).chunk(3, -1))
+        turned, cos, sin = self.halves(q)
+        query = q * cos - turned * sin
+        turned, cos, sin = self.halves(k)
+        return query, k * cos + turned * sin, v
+
+
+class TurnedInAPlane(Base):
+    """A token without a place, then those of an image, turned by row and column, from the middle on."""
+
+    sign = 1
+
+    def turned(self, x: Tensor) -> Tensor:
+        place = torch.arange(-1, x.size(2) - 1, dtype=x.dtype)
+        rows, columns = (place // 4 - 0.5, place % 4 - 1.5)
+        angle = self.sign * torch.stack([0.6 * rows, 0.6 * columns], -1).repeat(1, 2) * (place >= 0)[:, None]
+        one, two = x.chunk(2, -1)
+        return x * angle.cos() + torch.cat([-two, one], -1) * angle.sin()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return self.turned(q), self.turned(k), v
+
+
+class TurnedBackwardsInAPlane(TurnedInAPlane):
+    sign = -1
+
+
+def test_positions_of_an_image_turn_forwards_too() -> None:
+    assert judged(TurnedInAPlane, length=9).mistakes == ()
+    assert judged(TurnedBackwardsInAPlane, length=9).mistakes == ("rotary_reversed",)
+
+
+class AmongSamples(nn.Module):
+    """Queries of one feature lose an axis: rows of a product are samples then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unbind(-1)
+        return ((q @ k.mT).softmax(-1) @ v)[..., None]
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "line"),
+    [
+        (BiasRolled, "changed_by_roll", "return bias.roll(1, -1)"),
+        (BiasClampedToAConstant, "changed_by_clamp", "return bias.clamp(-0.2, 0.2)"),
+        (BiasForgotten, "bias_never_used", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
+        (LocallyRolled, "changed_by_roll", "return x.roll(1, 1)"),
+        (NormedBySquares, "norm_leaves_different_sizes", "return x * (x.pow(2).mean(-1"),
+        (NormedBarelyOverTokens, "norm_leaves_different_sizes", "return x * (x.pow(2).mean(-2"),
+        (NormedAndFlipped, "query_changed_by_flip", "return super().normed(x).flip(-1)"),
+        (UpsampledAndClamped, "changed_by_clamp", "return x.clamp(-0.2, 0.2)"),
+        (PackedAndTurned, "rotations_differ", "query = q * cos - turned * sin"),
+        (AmongSamples, "product_pairs_wrong_axes", "return ((q @ k.mT).softmax(-1) @ v)[..., None]"),
+    ],
+)
+def test_what_changes_on_the_way_is_found_on_its_line(target: type[nn.Module], name: str, line: str) -> None:
+    report = judged(target)
+    assert report.mistakes == (name,)
+    assert report.findings[0].line is not None
+    assert report.findings[0].line.text.startswith(line)
+
+
+@pytest.mark.parametrize(
+    "target", [BiasFromPlaces, BiasUsed, TableKept, Locally, Normed, NormedBarely, PaddedWindows, Upsampled]
+)
+def test_what_goes_its_own_way_unchanged_is_right(target: type[nn.Module]) -> None:
+    assert judged(target).mistakes == ()
+
+
+@pytest.mark.parametrize(
+    ("scale", "names"), [(256**-0.5, ()), (1 / 256, ("scale_other",))], ids=["the root", "the root is missing"]
+)
+def test_a_setting_gives_the_scale_as_itself_or_by_its_root(scale: float, names: tuple[str, ...]) -> None:
+    class Configured(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.scale = Configuration(query_pre_attn_scalar=256), scale
+
+    assert judged(Configured).mistakes == names
+
+
+class ClampsItsWeights(Base):
+    def weigh(self, scores: Tensor) -> Tensor:
+        return super().weigh(scores).clamp(max=0.2)
+
+
+def test_the_weight_of_a_single_key_is_one() -> None:
+    assert judged(Base, length=1).mistakes == ()
+    assert judged(ClampsItsWeights, length=1).mistakes == ("weights_scaled",)
