@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests import verify
 from equivalence_tests.checker.engine.test_styles import (
     HEADS,
     WIDTH,
@@ -12,6 +13,7 @@ from equivalence_tests.checker.engine.test_styles import (
     Configuration,
     LearntScales,
     TurnedByMatrices,
+    TwoStreams,
     judged,
 )
 
@@ -231,6 +233,54 @@ def test_positions_of_an_image_turn_forwards_too() -> None:
     assert judged(TurnedBackwardsInAPlane, length=9).mistakes == ("rotary_reversed",)
 
 
+class TwoKinds(TwoStreams):
+    """Keys of a text have a norm, those of an image beside them have none."""
+
+    def bent(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        key, value = self.bent(self.split(self.text_k(text)), self.split(self.text_v(text)))
+        k, v = (
+            torch.cat([F.layer_norm(k, k.shape[-1:]), F.layer_norm(key, key.shape[-1:])], 2),
+            torch.cat([v, value], 2),
+        )
+        context = F.scaled_dot_product_attention(F.layer_norm(q, q.shape[-1:]), k, v)
+        return self.o_proj(context.transpose(1, 2).flatten(2))
+
+
+class KeysOfOneKindClamped(TwoKinds):
+    def bent(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k.clamp(-0.2, 0.2), v
+
+
+class ValuesOfOneKindScaled(TwoKinds):
+    def bent(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v * 1.3
+
+
+class PackedWithNorms(Normed):
+    """Queries and keys of one matrix, each with a norm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Identity(), nn.Identity()
+
+    def packed(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.split(part) for part in self.q_proj(x).chunk(3, -1))
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.packed(x)
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class PackedWithNormsExchanged(PackedWithNorms):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return k, q, v
+
+
 class AmongSamples(nn.Module):
     """Queries of one feature lose an axis: rows of a product are samples then."""
 
@@ -255,6 +305,7 @@ class AmongSamples(nn.Module):
         (NormedAndFlipped, "query_changed_by_flip", "return super().normed(x).flip(-1)"),
         (UpsampledAndClamped, "changed_by_clamp", "return x.clamp(-0.2, 0.2)"),
         (PackedAndTurned, "rotations_differ", "query = q * cos - turned * sin"),
+        (PackedWithNormsExchanged, "query_key_swapped", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
         (AmongSamples, "product_pairs_wrong_axes", "return ((q @ k.mT).softmax(-1) @ v)[..., None]"),
     ],
 )
@@ -266,7 +317,18 @@ def test_what_changes_on_the_way_is_found_on_its_line(target: type[nn.Module], n
 
 
 @pytest.mark.parametrize(
-    "target", [BiasFromPlaces, BiasUsed, TableKept, Locally, Normed, NormedBarely, PaddedWindows, Upsampled]
+    "target",
+    [
+        BiasFromPlaces,
+        BiasUsed,
+        TableKept,
+        Locally,
+        Normed,
+        NormedBarely,
+        PaddedWindows,
+        Upsampled,
+        PackedWithNorms,
+    ],
 )
 def test_what_goes_its_own_way_unchanged_is_right(target: type[nn.Module]) -> None:
     assert judged(target).mistakes == ()
@@ -292,3 +354,42 @@ class ClampsItsWeights(Base):
 def test_the_weight_of_a_single_key_is_one() -> None:
     assert judged(Base, length=1).mistakes == ()
     assert judged(ClampsItsWeights, length=1).mistakes == ("weights_scaled",)
+
+
+class ConditionsOnBoth(nn.Module):
+    """Keys and values of an image and of the queries behind it."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, (dim // heads) ** -0.5
+        self.to_q, self.to_kv, self.to_out = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, latents: Tensor) -> Tensor:
+        k, v = self.to_kv(torch.cat((x, latents), 1)).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.to_q(latents), k, v))
+        return self.to_out(((q * self.scale @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class ConditionsOnBothUnscaled(ConditionsOnBoth):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.scale = 1.0
+
+
+def test_inputs_may_be_joined_before_they_are_projected() -> None:
+    assert verify(ConditionsOnBoth).verdict == "equal"
+    assert verify(ConditionsOnBothUnscaled).mistakes == ("scale_missing",)
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (TwoKinds, ()),
+        (KeysOfOneKindClamped, ("key_changed_by_clamp",)),
+        (ValuesOfOneKindScaled, ("value_changed_by_mul",)),
+    ],
+)
+def test_keys_and_values_of_each_kind_are_followed(target: type[nn.Module], names: tuple[str, ...]) -> None:
+    report = judged(target, torch.randn(2, 4, WIDTH).double())
+    assert report.mistakes == names
+    assert not names or (report.findings[0].line is not None and "return k" in report.findings[0].line.text)

@@ -223,7 +223,9 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
         turned = query if query.change else key
         yield Departure(name, "rotary", _first_change(attention.run, turned))
     elif query.change == key.change == "rotated" and all(o.turn and not o.turn.forward for o in (query, key)):
-        yield Departure("rotary_reversed", "rotary", _first_change(attention.run, query))
+        total = _last_sum(attention.run, query)
+        subtracts = total is not None and total.name.strip("_") in ("sub", "isub")
+        yield Departure("rotary_reversed", "rotary", total if subtracts else _first_change(attention.run, query))
 
 
 def _is_own(attention: Attention, departure: Departure) -> bool:
@@ -260,8 +262,12 @@ def earlier(run: Run, operand: Operand, through: tuple[str, ...] = NORMED) -> Op
         operand: Queries, keys or values.
         through: The kinds of sources: a norm, a gain or a bias.
     """
-    source = operand.sources[0] if operand.sources else None
-    if source is None or source.operation is None or source.kind not in through:
+    return _before(run, operand, operand.sources[0], through) if operand.sources else None
+
+
+def _before(run: Run, operand: Operand, source: Source, through: tuple[str, ...]) -> Operand | None:
+    """What one source of an operand was made of, where it is of these kinds."""
+    if source.operation is None or source.kind not in through:
         return None
     for slot, codes in run.names.taken(source.operation):
         if not set(source.parents).isdisjoint(sources_in(codes)):
@@ -272,15 +278,15 @@ def earlier(run: Run, operand: Operand, through: tuple[str, ...] = NORMED) -> Op
 
 def _stretches(attention: Attention, operand: Operand) -> Iterator[Operand]:
     """An operand from what named it last to its product, and each stretch before, in the module of the attention."""
-    place, step = attention.first.place, operand
-    yield step
-    while (before := earlier(attention.run, step, MADE)) is not None:
-        made = [source.operation for source in before.sources if source.kind in MADE]
-        inside = all(operation is not None and operation.place.startswith(place) for operation in made)
-        if not inside or len(made) < len(before.sources):  # such as what another head averaged
-            return
-        step = before
+    place, left = attention.first.place, [operand]
+    while left:
+        step = left.pop()
         yield step
+        for before in (_before(attention.run, step, source, MADE) for source in step.sources):
+            made = [source.operation for source in before.sources if source.kind in MADE] if before else []
+            inside = all(operation is not None and operation.place.startswith(place) for operation in made)
+            if before and inside and len(made) == len(before.sources):  # unlike what another head averaged
+                left.append(before)
 
 
 def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
@@ -315,7 +321,7 @@ def _located(attention: Attention, operand: Operand) -> Departure:
             ratio = constant_ratio(value.double()[mine], want[mine], operand.tolerance)
             good = ratio is not None and (operand.role != "value" or abs(ratio - 1) <= 1e-6)
             steps.append((operation, codes, want, good))
-    last = max((i for i, step in enumerate(steps) if step[3]), default=-1)
+    last = min((_last_good(steps, source) for source in operand.sources), default=-1)
     guilty = steps[min(last + 1, len(steps) - 1)] if steps else None
     bent = next((step for step in steps[last + 1 :] if not _is_linear(run, operand, step[0])), None)
     known_nowhere = [
@@ -333,6 +339,13 @@ def _located(attention: Attention, operand: Operand) -> Departure:
         departure.patches[end.index] = _from_source(run, end_codes)
         departure.names[end.index] = end_codes
     return departure
+
+
+def _last_good(steps: list[tuple[Operation, Tensor, Tensor, bool]], source: Source) -> int:
+    """The last step before the first one after which a source's own numbers are wrong for good."""
+    own = [i for i, step in enumerate(steps) if source.number in sources_in(step[1])]
+    good = max((place for place, i in enumerate(own) if steps[i][3]), default=-1)
+    return own[good + 1] - 1 if good + 1 < len(own) else len(steps) - 1
 
 
 def _is_linear(run: Run, operand: Operand, operation: Operation) -> bool:

@@ -66,7 +66,8 @@ def projection_departures(
     if len(operands) == 3 and roles:
         yield from _inputs(attention, operands, roles)
     if module is not None:
-        yield from _weights(attention, operands, unused)
+        by_weights = list(_weights(attention, operands, unused))
+        yield from by_weights or _norms_exchanged(attention, operands)
         yield from _shared_by_heads(attention, operands)
         yield from _idle_heads(attention, operands, unused)
         yield from _unprojected(attention, operands, unused)
@@ -237,6 +238,19 @@ def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[st
         if line is not None and _says_its_weight(line, weights[first.role]):
             line = attention.parts[0].product.operation
         yield Departure(ORDERS[letters], "project", line, {"order": letters})
+
+
+def _norms_exchanged(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
+    """Norms of queries and keys that say the other role, where one packed matrix made both."""
+    names, said = attention.run.names, list[set[str]]()
+    for operand in operands[:2]:
+        made = (s.operation for s in names.made_of(s.number for s in operand.sources) if s.kind in ("normed", "gain"))
+        beside = [bits for norm in made if norm is not None for _, bits in names.beside(norm)]
+        owners = (name.partition(":")[2] for bits in beside for name in attention.run.recorder.named(bits))
+        stems = [owner.rpartition(".")[0] for owner in owners]
+        said.append({role for role in ("query", "key") for stem in stems if SAID_NORM[role].search(stem)})
+    if said == [{"key"}, {"query"}]:
+        yield Departure("query_key_swapped", "project", attention.first, {"order": "kqv"})
 
 
 def _says_its_weight(operation: Operation, weight: str) -> bool:

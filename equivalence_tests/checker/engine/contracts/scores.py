@@ -29,6 +29,7 @@ __all__ = ["score_departures"]
 
 LOOSE = 1e-3
 PLAIN = 1e-6
+HIDING = 1e3  # a score is never as large
 SOFT = -700.0  # what is below is hidden for good
 FACTORS = words("mul imul rmul multiply div itruediv truediv divide")
 MASKS = words("masked_fill masked_fill_ where __setitem__ add __add__ __iadd__ add_ __radd__ sub __sub__")
@@ -200,7 +201,7 @@ class _Scores:
         if softmax.name in SOFTMAXES and bool((softmax.outputs[0].value == 1).all()):
             return Departure("softmax_over_queries", "softmax", softmax, patches=self._softmaxed())
         strange = [step for step in self.steps if self._is_odd(step)]
-        strange.sort(key=lambda step: step.operation.name.strip("_") in FACTORS)  # those may be learnt
+        strange.sort(key=lambda step: step.operation.name.strip("_") in (*FACTORS, "tanh"))  # learnt, or a cap
         odd = next(iter(strange), None)
         operation = odd.operation if odd is not None else self.part.contexts[0].operation
         return changed_by(operation, "scores", "scores", patches=self._softmaxed())
@@ -283,13 +284,19 @@ class _Scores:
 
     def _scaling(self) -> Operation | None:
         """What multiplies all scores, or all of an operand, by one number: the one too many, or else the last."""
-        found = [(s.operation, s.ratio) for s in self.steps if s.ratio is not None and abs(s.ratio - 1) > 1e-9]
+        found = [(s.operation, s.ratio) for s in self._outside_a_cap() if s.ratio and abs(s.ratio - 1) > 1e-9]
         before = [pair for pair in found if pair[0].index < self._softmax_step().index]
         operands = [pair for operand in self.operands[:2] for pair in self._scaled_operand(operand)]
         too_many = [operation for operation, ratio in (*before, *operands) if abs(self.total / ratio - 1) < LOOSE]
         if too_many and len(before) + len(operands) > 1:
             return too_many[0]
         return next((operation for operation, _ in (*before[-1:], *operands[:1])), None)
+
+    def _outside_a_cap(self) -> list[_Step]:
+        """The steps without the factors right before and after a tanh, which undo one another."""
+        bent = next((i for i, step in enumerate(self.steps) if step.operation.name.startswith("tanh")), None)
+        around = () if bent is None else (bent - 1, bent, bent + 1)
+        return [step for i, step in enumerate(self.steps) if i not in around]
 
     def _scaled_operand(self, operand: Operand) -> Iterator[tuple[Operation, float]]:
         for operation, _, value in operand.steps(self.attention.run):
@@ -341,10 +348,14 @@ class _Scores:
         return Departure(f"{prefix}mask_added_as_01", "mask", operation, patches=self._softmaxed(causal=True))
 
     def _adding(self) -> Operation | None:
-        for step in self.steps:
-            if step.operation.name.strip("_") in ("add", "sub", "iadd", "isub", "radd", "rsub"):
-                return step.operation
-        return None
+        """The first sum of scores with what hides some of them; without one, the first sum."""
+        adds = ("add", "sub", "iadd", "isub", "radd", "rsub")
+        found = [step.operation for step in self.steps if step.operation.name.strip("_") in adds]
+        return next((op for op in found if self._takes_a_mask(op)), next(iter(found), None))
+
+    def _takes_a_mask(self, operation: Operation) -> bool:
+        beside = (slot.value for slot, _ in self.attention.run.names.beside(operation))
+        return any(x.is_floating_point() and bool((x.abs() > HIDING).any()) for x in beside)
 
     def _masking(self, hidden: Tensor) -> Operation:
         """The first operation that hides what is hidden."""
