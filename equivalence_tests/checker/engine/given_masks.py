@@ -67,7 +67,8 @@ class GivenMasks:
         if min(seen) == 0:
             future = future_of(part) & closest & live[place]
             return closest if self.causal is False and bool(future.any()) and torch.equal(own, future) else None
-        return closest & ~own if _alike_for_all(part, own) else closest
+        window = _alike_for_all(part, own) and bool(with_some(closest & ~own, model.rows)[live[place]].all())
+        return closest & ~own if window else closest
 
     def _by_the_module(self, part: Part) -> Iterator[Tensor]:
         _, _, queries, keys = ranks_of(part)

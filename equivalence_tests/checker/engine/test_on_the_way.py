@@ -265,7 +265,8 @@ class PackedWithNorms(Normed):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Identity(), nn.Identity()
+        self.q_proj = nn.Linear(WIDTH, 3 * WIDTH)
+        del self.k_proj, self.v_proj
 
     def packed(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.split(part) for part in self.q_proj(x).chunk(3, -1))
@@ -279,6 +280,19 @@ class PackedWithNormsExchanged(PackedWithNorms):
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().operands(x)
         return k, q, v
+
+
+class ChannelsFirst(nn.Module):
+    """Features in the middle, from the projections to what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Conv1d(WIDTH, WIDTH, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (conv(x.mT).unflatten(1, (HEADS, -1)) for conv in (self.q, self.k, self.v))
+        weights = (q.mT @ k * (WIDTH // HEADS) ** -0.5).softmax(-1)
+        return (weights @ v.mT).mT.flatten(1, 2)
 
 
 class AmongSamples(nn.Module):
@@ -328,6 +342,7 @@ def test_what_changes_on_the_way_is_found_on_its_line(target: type[nn.Module], n
         PaddedWindows,
         Upsampled,
         PackedWithNorms,
+        ChannelsFirst,
     ],
 )
 def test_what_goes_its_own_way_unchanged_is_right(target: type[nn.Module]) -> None:
@@ -367,7 +382,7 @@ class ConditionsOnBoth(nn.Module):
     def forward(self, x: Tensor, latents: Tensor) -> Tensor:
         k, v = self.to_kv(torch.cat((x, latents), 1)).chunk(2, -1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.to_q(latents), k, v))
-        return self.to_out(((q * self.scale @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.to_out(((q * self.scale @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 class ConditionsOnBothUnscaled(ConditionsOnBoth):

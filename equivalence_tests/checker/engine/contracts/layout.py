@@ -430,6 +430,9 @@ def _returned(attention: Attention) -> tuple[Operation, Tensor, torch.Size] | No
     codes, projected = attention.names, _projection(attention)
     if codes is None or projected is None or codes.shape[:-1] != projected.slot.value.shape[:-1]:
         return None
+    token = token_of(projected.codes)
+    if not bool((token == token[..., :1]).all()):  # channels come first
+        return None
     return attention.end, codes.reshape(1, -1, codes.size(-1)), codes.shape[:-1]
 
 
