@@ -109,7 +109,6 @@ class _Follower:
         self.makers: dict[int, Operation] = {}
         self.siblings: dict[int, dict[int, Tensor]] = {}
         self.contexts: dict[tuple[Any, ...], Source] = {}
-        self.joined: dict[tuple[int, ...], int] = {}  # the first token of what several inputs were joined to
         self.bases: dict[int, int] = {}  # the first token of each tensor that had no names
         self.tokens = 0
         for slot in recorder.given:
@@ -153,7 +152,7 @@ class _Follower:
         if name in REDUCES or not any(codes is not None for codes in before):
             return nothing
         if name in MOVES or name in ("__setitem__", "copy_"):
-            return [self._set_apart(operation, codes) for codes in self._moved(operation)]
+            return self._moved(operation)
         return [self._adopted(operation, before, slot) for slot in operation.outputs]
 
     def _spread(self, operation: Operation) -> None:
@@ -278,25 +277,6 @@ class _Follower:
             new = written.bool()
             double = new & torch.isin(names, names[~new]) & known(second)
             names.copy_(torch.where(double, second, names))
-
-    def _set_apart(self, operation: Operation, codes: Tensor | None) -> Tensor | None:
-        """Tokens of several inputs that are joined are others, though each input numbers its own from nothing."""
-        axis = operation.argument(1, "dim", operation.argument(1, "axis", 0))
-        if operation.name not in ("cat", "concat") or codes is None or codes.is_complex():
-            return codes
-        numbers, features = sources_in(codes), feature_of(codes)
-        given = all(self.found.sources[number].kind in ("input", "given", "normed", "gain") for number in numbers)
-        if len(numbers) < 2 or not given or bool((features != features.narrow(axis, 0, 1)).any()):
-            return codes
-        pairs = source_of(codes) * FEATURES + token_of(codes)
-        own = pairs[known(codes)].unique()
-        if len((own % FEATURES).unique()) == len(own):
-            return codes
-        first = self.joined.setdefault(tuple(numbers), self.tokens)
-        self.tokens = max(self.tokens, first + len(own))
-        token = torch.where(source_of(codes) == numbers[0], token_of(codes), first + torch.searchsorted(own, pairs))
-        named = torch.where(known(codes), coded(1, token, features), codes)
-        return self._new("input", operation, operation.outputs[0], named, tuple(numbers)).codes
 
     # ------------------------------------------------------------------------------------------ element by element
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
