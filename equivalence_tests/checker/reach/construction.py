@@ -125,9 +125,10 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"ffn?_\w*out", lambda s: [s.embed_dim, s.ff_dim]),
     (r"hidden_?units", lambda s: [s.ff_dim, s.embed_dim]),
     (r"shape", lambda s: [s.embed_dim, [s.embed_dim]]),
-    (r"window", lambda s: [MAX_LEN, (2, 3)]),
+    (r"window", lambda s: [MAX_LEN, (2, 3), 4]),  # the length of a window, or the side of one
 )
 ALTERNATIVES = 3
+LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
 ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
@@ -192,7 +193,7 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
         CannotCheckError: If no attempt succeeds, with the last error of the constructor.
     """
     errors: list[str] = []
-    built = False
+    built, large = False, list[tuple[Any, Sizes]]()
     first, *others = GROUPED_SIZES if asks_for_groups(target) or _rotates(target) else SIZES
     for sizes in (first, *_fixed_sizes(target, (first, others[0])), *others):
         alternatives = itertools.groupby(argument_lists(target, sizes), key=lambda proposal: proposal[0])
@@ -201,13 +202,22 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
             if isinstance(instance, nn.Module):
                 materialise(instance, sizes)
             built = True
-            yield instance, sizes
+            if _is_large(instance):
+                large = large or [(instance, sizes)]
+            else:
+                yield instance, sizes
+    yield from large
     if not built:
         raise CannotCheckError(
             f"{errors[0] if errors else getattr(target, '__name__', target)}\nCould not work out how to "
             "construct it. Pass an instance, a factory "
             "(verify(lambda: Mine(...))) or Adapter(build=lambda: Mine(...))."
         )
+
+
+def _is_large(instance: Any) -> bool:
+    """Whether it holds a table of so many entries that anything smaller is tried first."""
+    return isinstance(instance, nn.Module) and any(table.numel() > LARGE for table in instance.buffers())
 
 
 def _fixed_sizes(target: Any, tried: tuple[Sizes, ...]) -> list[Sizes]:

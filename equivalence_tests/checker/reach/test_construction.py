@@ -55,6 +55,23 @@ class Crossing(nn.Module):
         return out
 
 
+class Windows(FixedWidth):
+    """Takes the side of a window as a whole number; at a side of 64 its table is enormous."""
+
+    table: Tensor
+    apart: Tensor
+
+    def __init__(self, window_size: int, num_heads: int) -> None:
+        super().__init__(num_heads, WIDTH // num_heads)
+        self.table = nn.Parameter(torch.randn((2 * window_size - 1) ** 2, num_heads))
+        at = torch.cartesian_prod(torch.arange(window_size), torch.arange(window_size))
+        apart = at[:, None] - at + window_size - 1
+        self.register_buffer("apart", apart[..., 0] * (2 * window_size - 1) + apart[..., 1])
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k) + self.table[self.apart].permute(2, 0, 1)
+
+
 class OfOneHead(nn.Module):
     """Takes no axis of heads, and is told the width that it scales by."""
 
@@ -72,7 +89,7 @@ class OfOneHeadUnrooted(OfOneHead):
         super().__init__(d_k * d_k)
 
 
-@pytest.mark.parametrize("right", [FixedWidth, Crossing, OfOneHead])
+@pytest.mark.parametrize("right", [FixedWidth, Crossing, Windows, OfOneHead])
 def test_what_is_right_is_built_so_that_it_runs(right: type[nn.Module]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
