@@ -82,7 +82,7 @@ def _difference(situation: Situation, reading: list[Linear]) -> float:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, reading: list[Linear], heads: int, causal: bool) -> Tensor:
-    inputs = (query, key, value)
+    inputs: tuple[Tensor, ...] = (query, key, value)
     if reading:
         inputs = tuple(F.linear(x, *linear) for x, linear in zip(inputs, reading, strict=False))
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in inputs)
