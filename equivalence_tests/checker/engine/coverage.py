@@ -257,7 +257,7 @@ def _long_lengths(covered: Covered) -> None:
         if length > LONGEST:
             covered.leave_out(what, f"{length} tokens are more than {LONGEST}")
             continue
-        failed = ended if _ends_at(trial.caller.function, limit) else None
+        failed = ended if trial.sizes.whole or _ends_at(trial.caller.function, limit) else None
         ran = covered.run(what, trial.inputs(length, length), {}, failed)
         if ran and WINDOW.search(name) and trial.plan.self_attention:
             covered.findings += _window_findings(trial, name, limit, length)

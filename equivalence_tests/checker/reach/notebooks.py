@@ -39,10 +39,12 @@ def without_magics(cell: str) -> str:
 
     >>> without_magics("%%time\nimport torch")
     'pass\nimport torch'
+    >>> without_magics("assert dim % heads == 0 != 1\nfiles = !ls\ndim?")
+    'assert dim % heads == 0 != 1\npass\npass'
     """
     if cell.startswith("%%") and not cell.startswith(RUNS_PYTHON):
         return ""
-    magic = re.compile(r"(\s*)([%!?]|[\w, ]+=\s*[%!]|.*\?$).*")
+    magic = re.compile(r"^(\s*)([%!?]|[\w, ]+=\s*[%!]|.*\?$).*")
     return "\n".join(magic.sub(r"\1pass", line) for line in cell.splitlines())
 
 

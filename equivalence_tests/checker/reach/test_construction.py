@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.reach.construction import Sizes, value_for
 from equivalence_tests.checker.verify import verify
 
-WIDTH = 32
+WIDTH = 27
 
 
 class FixedWidth(nn.Module):
@@ -63,6 +63,7 @@ class Windows(FixedWidth):
 
     def __init__(self, window_size: int, num_heads: int) -> None:
         super().__init__(num_heads, WIDTH // num_heads)
+        self.window_size = window_size
         self.table = nn.Parameter(torch.randn((2 * window_size - 1) ** 2, num_heads))
         at = torch.cartesian_prod(torch.arange(window_size), torch.arange(window_size))
         apart = at[:, None] - at + window_size - 1
