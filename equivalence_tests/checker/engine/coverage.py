@@ -287,17 +287,28 @@ def _ends_at(function: Callable[..., Any], limit: int) -> bool:
 def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
     """Whole numbers that an instance, its class or its file holds, or that are defaults of its forward."""
     found: dict[str, int] = {}
-    code = function.forward if isinstance(function, nn.Module) else function
+    code: Any = function.forward if isinstance(function, nn.Module) else function
     found |= _whole_numbers(getattr(code, "__globals__", {}))
+    written = _numbers_in(code)
     for child in function.modules() if isinstance(function, nn.Module) else ():
         for owner in () if type(child).__module__.startswith("torch.") else reversed(type(child).__mro__):
             found |= _whole_numbers(vars(owner))
+            methods = [x for name, x in vars(owner).items() if name != "__init__" and owner is not nn.Module]
+            written |= {number for method in methods for number in _numbers_in(method)}
         found |= _whole_numbers(vars(child))
     found = {name: value for name, value in found.items() if LIMITED.search(name)}
     found |= {p.name: p.default for p in forward_parameters(function) if type(p.default) is int}
     yield from ((name, value) for name, value in sorted(found.items()) if value > 1)
-    written = {x for x in getattr(getattr(code, "__code__", None), "co_consts", ()) if type(x) is int}
-    yield from (("a number in forward", x) for x in sorted(written - {*found.values()}) if x in TILES)
+    yield from (("a number in its code", x) for x in sorted(written - {*found.values()}) if x in TILES)
+
+
+def _numbers_in(function: Any) -> set[int]:
+    """The whole numbers that are written into a function, or are its defaults."""
+    held = (
+        *getattr(getattr(function, "__code__", None), "co_consts", ()),
+        *(getattr(function, "__defaults__", ()) or ()),
+    )
+    return {x for x in held if type(x) is int}
 
 
 def _whole_numbers(held: Mapping[str, Any]) -> dict[str, int]:
