@@ -98,6 +98,8 @@ class _Evidence:
         if departure.name.startswith("value_") and self._values_are_normed():
             departure.name = "values_normalised"
             return "a part of its own normalises each value"
+        if departure.name == "value_changed_by_mul" and (told := self._value_scale()):
+            return told
         if departure.stage == "operand" and self._scaled_by_a_part(departure):
             return "a part of its own scales it by what it holds"
         kinds = [name for name in ("add", "mul") if name in operation.name]
@@ -139,6 +141,14 @@ class _Evidence:
         for name, child in self.module.named_modules() if self.module is not None else ():
             if type(child).__name__.lower() == wanted:
                 return f"the module holds it as its part {name}"
+        return ""
+
+    def _value_scale(self) -> str:
+        """A number of the configuration that multiplies the values; "" if none does."""
+        factor = self.judgement.first_operands[2].factor
+        for name, number in self.settings():
+            if number not in (0, 1) and not SIZES.search(name) and abs(factor / number - 1) < 1e-4:
+                return f"it is {name} of the configuration ({number:g})"
         return ""
 
     def _values_are_normed(self) -> bool:

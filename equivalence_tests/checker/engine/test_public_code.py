@@ -1,6 +1,7 @@
 """Styles that public code has, each written anew: the right one passes, and the wrong one is named."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -542,3 +543,24 @@ def test_tokens_of_two_inputs_put_together_are_told_apart() -> None:
     report = verify(ReadsItselfToo)
     assert report.verdict == "equal", str(report)
     assert verify(ReadsItselfTooTurned).mistakes == ("value_changed_by_roll",)
+
+
+class ScalesItsValues(nn.Module):
+    """Multiplies the values by a number of its configuration."""
+
+    def __init__(self, embed_dim: int, num_heads: int, value_scale: float = 0.7) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(value_scale=value_scale)
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        context = F.scaled_dot_product_attention(q, k, v * 0.7)
+        return self.o(context.transpose(1, 2).flatten(2))
+
+
+def test_a_factor_of_the_values_is_meant_where_a_setting_says_so() -> None:
+    report = verify(lambda: ScalesItsValues(33, 3))
+    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["value_changed_by_mul"])
+    assert verify(lambda: ScalesItsValues(33, 3, 0.5)).mistakes == ("value_changed_by_mul",)
