@@ -166,10 +166,17 @@ def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
         return
     wanted = torch.ones(length, length).tril().bool()
     findings = []
-    if not torch.equal(reach, wanted):
+    sees_the_future = bool((reach & ~wanted).any())
+    if sees_the_future or not (torch.equal(reach, wanted) or _has_a_window(trial.caller.function)):
         reports = covered.judge(*trial.arguments(trial.inputs(length, length), extra))
         findings = [_located(_not_causal(what, reach, wanted), reports)]
     covered.add(what, findings, "one token changed at a time")
+
+
+def _has_a_window(function: Callable[..., Any]) -> bool:
+    """Whether a setting limits how far back a query sees."""
+    held = vars(function) if isinstance(function, nn.Module) else {}
+    return any(WINDOW.search(name) for name in _whole_numbers(held))
 
 
 def _located(finding: Finding, reports: Sequence[Report]) -> Finding:

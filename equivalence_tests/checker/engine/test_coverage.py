@@ -229,6 +229,19 @@ class SetCausal(Parts):
         return self.attend(*self.project(x), self.hidden(x.size(1)))
 
 
+class SetInWindows(SetCausal):
+    """Causal within windows of two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window_size = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.size(1))
+        hidden = above(x.size(1), x.size(1)) | (places[:, None] - places >= self.window_size)
+        return self.attend(*self.project(x), hidden if self.causal else None)
+
+
 class SetTheWrongWayRound(SetCausal):
     def hidden(self, length: int) -> Tensor:
         return super().hidden(length) if not self.causal else torch.zeros(length, length).bool()
@@ -255,6 +268,7 @@ def covered(module: nn.Module) -> Covered:
         (Object, "cache"),
         (Switched, "causal=True"),
         (SetCausal, "causal=True"),
+        (SetInWindows, "causal=True"),
         (CausalCache, "past"),
         (Windowed, "lengths beyond window = 4"),
         (Cross, "keys of another length than queries"),
