@@ -275,6 +275,7 @@ LAYOUTS = (
         "sums over several of them at once",
         "context[i, d] = sum over j of weights[i, j] v[j, d]",
         "Bring weights and values to (batch, heads, query, key) and (batch, heads, key, head_dim) first.",
+        "Zaya takes half of each value from the token before.",
     ).made_of("cross", (WEIGHED, "torch.einsum('bhqk,bhkd->bqd', dropped, v)[:, None].expand(q.shape)")),
     Mistake(
         "heads_merged_without_transpose",
