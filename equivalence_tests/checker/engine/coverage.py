@@ -114,8 +114,8 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
         _other_lengths(covered)
     _long_lengths(covered)
     caches = cache_arguments(trial.caller.function)
-    told, findings = exercised_cache(trial)
-    covered.exercises += told
+    exercises, findings = exercised_cache(trial)
+    covered.exercises += exercises
     covered.findings += findings
     for parameter in _optional(trial, {*exercised, *caches}):
         _argument(parameter, covered)
@@ -142,7 +142,7 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         covered.run(f"{name}={value}", trial.inputs(), {name: value})
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(name, covered)
-    elif type(parameter.default) is int and parameter.default > 1:
+    elif LIMITED.search(name) and type(parameter.default) is int:
         return  # lengths beyond it are run
     elif SCALE.search(name) and not isinstance(trial.caller.function, nn.Module):
         _scale(name, covered)

@@ -32,9 +32,12 @@ def overflowing(situation: Situation) -> list[Departure]:
     """Exponentials of large scores overflow where the largest is not taken off."""
     x = situation.inputs
     louder = Inputs(*(LOUDEST * tensor for tensor in (x.query, x.key, x.value)))
+    returned: list[Tensor] = []
     try:
-        ran = operations_of(lambda: situation.caller.returned(situation.plan, louder))
+        ran = operations_of(lambda: returned.extend(situation.caller.returned(situation.plan, louder)))
     except Exception:  # the code may refuse large numbers
+        return []
+    if not any(map(_has_overflown, returned)):  # 1 / (1 + exp(-x)) does no harm
         return []
     spoilt = (op for op in ran if any(_has_overflown(slot.value) for slot in op.outputs))
     first = next(spoilt, None)

@@ -135,6 +135,13 @@ class HidesItself(Parts):
         return self.attend(*self.project(x), torch.ones(x.size(1), x.size(1)).triu().bool() if causal_mask else None)
 
 
+class Repeated(Parts):
+    """A number whose name says nothing about lengths."""
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        return self.attend(*self.project(x)) * (times / 2)
+
+
 class ChunksOfTen(Parts):
     """Beyond ten tokens a query sees its own chunk alone."""
 
@@ -305,6 +312,7 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
     ("made", "what"),
     [
         (Unknown, "gates"),
+        (Repeated, "times"),
         (Refuses, "use_flash=True"),
         (ChunksOfTen, "lengths beyond a number in its code = 10"),
     ],

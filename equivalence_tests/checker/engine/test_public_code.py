@@ -564,3 +564,21 @@ def test_a_factor_of_the_values_is_meant_where_a_setting_says_so() -> None:
     report = verify(lambda: ScalesItsValues(33, 3))
     assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["value_changed_by_mul"])
     assert verify(lambda: ScalesItsValues(33, 3, 0.5)).mistakes == ("value_changed_by_mul",)
+
+
+class GatesByHand(nn.Module):
+    """Its gate is a sigmoid that is written out, whose exponential may overflow and does no harm."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.gate, self.o = (nn.Linear(embed_dim, embed_dim) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        context = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.o(context / (1 + (-self.gate(x)).exp()))
+
+
+def test_an_exponential_that_does_no_harm_is_no_softmax_that_overflows() -> None:
+    assert "softmax_overflows" not in verify(GatesByHand).mistakes

@@ -194,8 +194,7 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
     """
     errors: list[str] = []
     built, large = False, list[tuple[Any, Sizes]]()
-    first, *others = GROUPED_SIZES if asks_for_groups(target) or _rotates(target) else SIZES
-    for sizes in (first, *_fixed_sizes(target, (first, others[0])), *others):
+    for sizes in _sizes_to_try(target):
         alternatives = itertools.groupby(argument_lists(target, sizes), key=lambda proposal: proposal[0])
         made = (_first_that_builds(target, (arguments for _, arguments in group), errors) for _, group in alternatives)
         for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
@@ -218,6 +217,14 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
 def _is_large(instance: Any) -> bool:
     """Whether it holds a table of so many entries that anything smaller is tried first."""
     return isinstance(instance, nn.Module) and any(table.numel() > LARGE for table in instance.buffers())
+
+
+def _sizes_to_try(target: Any) -> Iterator[Sizes]:
+    """Give the most telling sizes, then what the file may fix, which is looked for only then, and the others."""
+    first, *others = GROUPED_SIZES if asks_for_groups(target) or _rotates(target) else SIZES
+    yield first
+    yield from _fixed_sizes(target, (first, others[0]))
+    yield from others
 
 
 def _fixed_sizes(target: Any, tried: tuple[Sizes, ...]) -> list[Sizes]:
