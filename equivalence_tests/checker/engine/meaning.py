@@ -145,9 +145,10 @@ class _Evidence:
 
     def _value_scale(self) -> str:
         """A number of the configuration that multiplies the values; "" if none does."""
-        factor = self.judgement.first_operands[2].factor
+        factors = [operand.factor for operand in self.judgement.first_operands[2:]]
         for name, number in self.settings():
-            if number not in (0, 1) and not SIZES.search(name) and abs(factor / number - 1) < 1e-4:
+            alike = number not in (0, 1) and any(abs(factor / number - 1) < 1e-4 for factor in factors)
+            if alike and not SIZES.search(name):
                 return f"it is {name} of the configuration ({number:g})"
         return ""
 

@@ -12,6 +12,7 @@ from equivalence_tests.checker.engine.test_styles import (
     Base,
     Configuration,
     LearntScales,
+    NormedBoth,
     TurnedByMatrices,
     TwoStreams,
     judged,
@@ -131,16 +132,8 @@ class BareNormOfTokens(nn.Module):
         return x * (x.pow(2).mean(-2, keepdim=True) + 1e-6).rsqrt()
 
 
-class Normed(Base):
+class Normed(NormedBoth):
     norm: type[nn.Module] = SplitNorm
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_norm, self.k_norm = self.norm(), self.norm()
-
-    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().operands(x)
-        return self.q_norm(q), self.k_norm(k), v
 
 
 class NormedBySquares(Normed):
