@@ -31,7 +31,7 @@ def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
 def _changed(departure: Departure) -> Mistake:
     """What no catalogue knows: a stage is changed by a function that torch's formula does not have."""
     function, what = departure.facts["function"], departure.facts["what"]
-    is_or_are = "are" if what.endswith("s") else "is"
+    is_or_are = "are" if what in ("scores", "weights") else "is"
     return Mistake(
         departure.name,
         departure.stage,
