@@ -25,9 +25,8 @@ from equivalence_tests.checker.engine.codes import (
     token_of,
     unified,
 )
-from equivalence_tests.checker.engine.contraction import Contraction
 from equivalence_tests.checker.engine.names import Context, Identities, Product, ScoreTable, Source
-from equivalence_tests.checker.engine.products import contraction_of, contraction_of_sum
+from equivalence_tests.checker.engine.products import Contraction, contraction_of, contraction_of_sum
 from equivalence_tests.checker.engine.vocabulary import (
     CASTS,
     CONTRACTIONS,

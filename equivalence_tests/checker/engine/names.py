@@ -16,7 +16,7 @@ from equivalence_tests.checker.engine.codes import (
     token_of,
     unified,
 )
-from equivalence_tests.checker.engine.contraction import Contraction
+from equivalence_tests.checker.engine.products import Contraction
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
 __all__ = [

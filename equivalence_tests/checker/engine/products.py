@@ -1,9 +1,58 @@
-"""Which recorded operations are products of two tensors, and how their elements meet."""
+"""Which recorded operations are products of two tensors, and which of their elements meet: rows times columns."""
 
-from equivalence_tests.checker.engine.contraction import Contraction, einsum, matmul, multiplied_and_summed, pointwise
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
 from equivalence_tests.checker.engine.watching import Operation
 
-__all__ = ["contraction_of", "contraction_of_sum"]
+__all__ = ["Contraction", "contraction_of", "contraction_of_sum"]
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """out[n, i, j] = sum over d of left[n, i, d] * right[n, j, d].
+
+    Args:
+        left: (n, i, d): for each term, which element of the left operand, counted through its memory order.
+        right: (n, j, d): the same of the right operand.
+        out: (n, i, j): which element of the result.
+        sides: Which of the operation's inputs the left and the right operand are.
+        shape: Shape of the result.
+        apart: The equation that would be this product, where an einsum sums each operand by itself and multiplies the
+            sums; "" where it is this product.
+    """
+
+    left: Tensor
+    right: Tensor
+    out: Tensor
+    sides: tuple[int, int]
+    shape: tuple[int, ...]
+    apart: str = ""
+
+    def swapped(self) -> "Contraction":
+        """Exchange rows and columns."""
+        return replace(self, left=self.right, right=self.left, out=self.out.transpose(1, 2), sides=self.sides[::-1])
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Lay out what belongs to the left operand's elements as (n, i, d)."""
+        return values.reshape(-1)[self.left]
+
+    def columns(self, values: Tensor) -> Tensor:
+        """Lay out what belongs to the right operand's elements as (n, j, d)."""
+        return values.reshape(-1)[self.right]
+
+    def result(self, values: Tensor) -> Tensor:
+        """Lay out what belongs to the result's elements as (n, i, j)."""
+        return values.reshape(-1)[self.out]
+
+    def scattered(self, values: Tensor) -> Tensor:
+        """Turn (n, i, j) into the shape of the result."""
+        flat = values.new_empty(values.numel())
+        flat[self.out.reshape(-1)] = values.reshape(-1)
+        return flat.view(self.shape)
 
 
 def contraction_of(operation: Operation) -> Contraction | None:
@@ -18,15 +67,17 @@ def contraction_of(operation: Operation) -> Contraction | None:
     name = operation.name
     if len(operation.inputs) < 2:
         return None
-    first, second = (slot.value for slot in operation.inputs[:2])
+    first, second = (_places(slot.value) for slot in operation.inputs[:2])
     if name in ("matmul", "__matmul__", "bmm", "mm", "mv", "dot"):
-        return matmul(first, second)
+        return _matmul(first, second)
     if name == "linear":
-        return matmul(first, second, turned=True) if second.dim() == 2 else None
+        return _einsum("...d,jd->...j", first, second) if second.dim() == 2 else None
     if name in ("conv1d", "conv2d", "conv3d"):
-        return pointwise(first, second, operation.outputs[0].value)
+        whole = first.dim() == second.dim() and first.size(1) == second.size(1) == second[0].numel()
+        kept = first.shape[2:] == operation.outputs[0].value.shape[2:]
+        return _einsum("bd...,jd->bj...", first, second.flatten(1)) if whole and kept else None
     equation = operation.argument(0, "equation") if name == "einsum" and len(operation.inputs) == 2 else None
-    return einsum(equation, first, second) if isinstance(equation, str) else None
+    return _einsum(equation, first, second) if isinstance(equation, str) else None
 
 
 def contraction_of_sum(product: Operation, total: Operation) -> Contraction | None:
@@ -40,5 +91,90 @@ def contraction_of_sum(product: Operation, total: Operation) -> Contraction | No
     axis = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
     if not isinstance(axis, int) or len(product.inputs) != 2:
         return None
-    first, second = (slot.value for slot in product.inputs)
-    return multiplied_and_summed(first, second, axis, total.outputs[0].value.shape)
+    first, second = torch.broadcast_tensors(*(_places(slot.value) for slot in product.inputs))
+    found = _einsum("...d,...d->...", first.movedim(axis, -1), second.movedim(axis, -1))
+    return found and replace(found, shape=tuple(total.outputs[0].value.shape))
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.numel()).view(x.shape)
+
+
+def _matmul(first: Tensor, second: Tensor) -> Contraction | None:
+    """Read first @ second; None where the second is no matrix."""
+    if first.dim() < 1 or second.dim() < 2:
+        return None
+    lead, row = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2]), "i" if first.dim() > 1 else ""
+    first, second = (x.expand(*lead, *x.shape[-2:]) for x in (first, second))
+    return _einsum(f"...{row}d,...dj->...{row}j", first, second)
+
+
+def _einsum(equation: str, first: Tensor, second: Tensor) -> Contraction | None:
+    """Read a sum over letters; None where an operand repeats a letter.
+
+    Args:
+        equation: As torch.einsum has it.
+        first: The places of the operand before the comma in its memory.
+        second: Those of the operand behind it.
+
+    >>> found = _einsum("qd,kd", torch.zeros(2, 5).long(), torch.zeros(3, 5).long())
+    >>> found.shape, found.left.shape, found.right.shape
+    ((3, 2), torch.Size([1, 2, 5]), torch.Size([1, 3, 5]))
+    """
+    read = _letters(equation, first.dim(), second.dim())
+    if read is None or any(len(set(letters)) < len(letters) for letters in read):
+        return None
+    one, two, given = read
+    sizes = dict(zip(one, first.shape, strict=True)) | dict(zip(two, second.shape, strict=True))
+    two, apart = _joined(equation, one, two, given, sizes)
+    shared = [x for x in given if x in one and x in two]
+    summed = [x for x in dict.fromkeys(one + two) if x not in given]
+    rows, columns = ([x for x in given if x in side and x not in other] for side, other in ((one, two), (two, one)))
+    count = [prod(sizes[x] for x in group) for group in (shared, rows, columns, summed)]
+
+    def laid(places: Tensor, letters: str, order: list[str]) -> Tensor:
+        """Repeat what is summed alone for each element that it is then multiplied with."""
+        places = places.permute([letters.index(letter) for letter in order if letter in letters])
+        for axis, letter in enumerate(order):
+            places = places if letter in letters else places.unsqueeze(axis)
+        return places.expand([sizes[letter] for letter in order]).reshape(count[0], -1, count[3])
+
+    shape = tuple(sizes[x] for x in given)
+    out = torch.arange(prod(shape)).view(shape).permute([given.index(x) for x in (*shared, *rows, *columns)])
+    return Contraction(
+        laid(first, one, [*shared, *rows, *summed]),
+        laid(second, two, [*shared, *columns, *summed]),
+        out.reshape(count[0], count[1], count[2]),
+        (0, 1),
+        shape,
+        apart,
+    )
+
+
+def _joined(equation: str, one: str, two: str, given: str, sizes: dict[str, int]) -> tuple[str, str]:
+    """Give the second operand the letter of the first for an axis that each sums by itself, and say the equation."""
+    mine, other = ([x for x in side if x not in rest + given] for side, rest in ((one, two), (two, one)))
+    if len(mine) != 1 or len(other) != 1 or sizes[mine[0]] != sizes[other[0]]:
+        return two, ""
+    inside, arrow, out = equation.partition("->")
+    first, _, second = inside.partition(",")
+    return two.replace(other[0], mine[0]), f"{first},{second.replace(other[0], mine[0])}{arrow}{out}"
+
+
+def _letters(equation: str, first: int, second: int) -> tuple[str, str, str] | None:
+    """Give the letters of both operands and of the result, with letters for what the dots stand for."""
+    inside, arrow, given = equation.replace(" ", "").partition("->")
+    one, comma, two = inside.partition(",")
+    if not comma or "," in two:
+        return None
+    dots = max(first - len(one.replace("...", "")), second - len(two.replace("...", "")), 0)
+    stand = [chr(0x100 + i) for i in range(dots)]
+
+    def filled(text: str, count: int) -> str:
+        return text.replace("...", "".join(stand[dots - (count - len(text.replace("...", ""))) :]) if count else "")
+
+    one, two = filled(one, first), filled(two, second)
+    if not arrow:
+        given = "..." + "".join(sorted(x for x in set(one + two) - set(stand) if (one + two).count(x) == 1))
+    given = given.replace("...", "".join(x for x in stand if x in one + two))
+    return one, two, given
