@@ -1,87 +1,115 @@
-"""The worker process of the sandbox: ``python -m equivalence_tests.checker.doors.worker``.
+"""What runs in the worker process of the sandbox: torch, the user's code, and the check of it.
 
-It reads one line of JSON, the order; it answers in lines of JSON: {"cpu": 1.5, "progress": "..."} now and then, and
-{"reports": [...]} for each target. What the user's code prints goes nowhere.
+It sends lines of text for the progress and a list of reports for each target. What the user's code prints goes nowhere.
 """
 
-import json
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reporting.report import Report
 
-__all__: list[str] = []
+__all__ = ["Request", "work"]
 
 CHECKER = str(Path(__file__).parents[1])
+OURS = str(Path(__file__).resolve().parents[3])
 HEARTBEAT_SECONDS = 1.0
-TAKES_OVER = 10.0  # seconds of CPU time after which the kernel stops what the parent did not
 
 
-def main() -> None:
-    """Check what is asked for, one target after another."""
-    # The lines of the protocol are kept apart from everything that the user's code prints.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    orders = os.fdopen(os.dup(0), encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    order = json.loads(orders.readline())
-    threading.Thread(target=_die_with_the_parent, args=(orders,), daemon=True).start()
-    threading.Thread(target=_beat, args=(answers,), daemon=True).start()
-    if hasattr(os, "register_at_fork"):
+@dataclass(frozen=True)
+class Request:
+    """What the worker is asked to check.
+
+    Args:
+        target: "file.py:Name", "notebook.ipynb:Name" or "module.path:Name".
+        inputs: "file.py:name" of what the model is called with; "" to work out a call.
+        kind: As in ``verify``.
+        adapter: "file.py:NAME" of an ``Adapter``; "" for none.
+        meant: As in ``verify``.
+        run_all: Run every cell of a notebook.
+    """
+
+    target: str
+    inputs: str = ""
+    kind: str | None = None
+    adapter: str = ""
+    meant: dict[str, str] = field(default_factory=dict)
+    run_all: bool = False
+
+
+def work(
+    requests: Sequence[Request], memory_mib: int, cpu: "Synchronized[float]", answers: Connection, stderr: str
+) -> None:
+    """Check what is asked for, one target after another, in a process of its own.
+
+    Args:
+        requests: What to check.
+        memory_mib: How much memory the process may take.
+        cpu: Receives every second how much CPU time was used.
+        answers: Receives the progress and the reports.
+        stderr: The file for what is said on the standard error.
+    """
+    threading.Thread(target=_die_with_the_parent, daemon=True).start()
+    threading.Thread(target=_beat, args=(cpu,), daemon=True).start()
+    for descriptor, path in enumerate((os.devnull, os.devnull, stderr)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+    _look_like_a_plain_process()
+    if sys.platform != "win32":
+        import resource
+
+        os.setsid()  # what the user's code starts can be ended with it
         os.register_at_fork(after_in_child=_end_where_the_code_returns)
-    limits = order["limits"]
-    _limit_memory(limits["memory_mib"])
-    for request in order["requests"]:
-        _limit_cpu(limits["cpu_seconds"])
-        say(answers, reports=[report.to_dict() for report in _check(answers, **request)])
-    answers.flush()
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * 1024**2, memory_mib * 1024**2))
+    for request in requests:
+        answers.send(_check(request, answers))
     os._exit(0)  # threads of the user's code are not waited for
 
 
-SPEAKING = threading.Lock()
+def _look_like_a_plain_process() -> None:
+    """Hide from the user's code that ``multiprocessing`` started it, and from ours a folder that is called scratch."""
+    sys.argv[1:] = []
+    sys.path.insert(0, OURS)
+    multiprocessing.set_start_method(None, force=True)
 
 
-def say(answers: IO[str], **message: Any) -> None:
-    """Write one line of the protocol, from whichever thread."""
-    with SPEAKING:
-        answers.write(json.dumps(message) + "\n")
-
-
-def _check(answers: IO[str], target: str, inputs: str, adapter: str, **options: Any) -> list[Report]:
-    def progress(text: str) -> None:
-        say(answers, cpu=time.process_time(), progress=text)
-
+def _check(request: Request, answers: Connection) -> list[Report]:
     # Torch is imported when the parent is watched already: if it vanishes meanwhile, this process does too.
     from equivalence_tests.checker.reach.loading import load
     from equivalence_tests.checker.verify import verify
 
     try:
-        given = {name: value for name, value in options.items() if value}
-        if inputs:
-            given["inputs"] = load(inputs)
-        found = verify(target, adapter=load(adapter) if adapter else None, progress=progress, **given)
+        options: dict[str, Any] = {"kind": request.kind, "meant": request.meant, "run_all": request.run_all}
+        if request.inputs:
+            options["inputs"] = load(request.inputs)
+        adapter = load(request.adapter) if request.adapter else None
+        found = verify(request.target, adapter=adapter, progress=answers.send, **options)
     except CannotCheckError as error:
-        return [Report(target, reason=str(error))]
+        return [Report(request.target, reason=str(error))]
     return found if isinstance(found, list) else [found]
 
 
-def _beat(answers: IO[str]) -> None:
-    """Tell the parent every second how much CPU time was used."""
+def _beat(cpu: "Synchronized[float]") -> None:
     while True:
-        say(answers, cpu=time.process_time())
+        cpu.value = time.process_time()
         time.sleep(HEARTBEAT_SECONDS)
 
 
-def _die_with_the_parent(orders: IO[str]) -> None:
-    """Wait until the parent's end of the pipe is closed, and take along whatever the user's code started."""
-    orders.read()
+def _die_with_the_parent() -> None:
+    """Wait until the parent is gone, and take along whatever the user's code started."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # it was started by one
+    parent.join()
     if hasattr(os, "killpg"):
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -100,22 +128,3 @@ def _end_where_the_code_returns() -> None:
             os._exit(0)
 
     sys.setprofile(end)
-
-
-def _limit_memory(mib: int) -> None:
-    if sys.platform != "win32":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (mib * 1024**2, mib * 1024**2))
-
-
-def _limit_cpu(seconds: float) -> None:
-    if sys.platform != "win32":
-        import resource
-
-        most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds + TAKES_OVER), most))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from equivalence_tests.checker.reporting.lines import CodeLine
 
@@ -108,20 +108,6 @@ class Finding:
     def line(self) -> CodeLine | None:
         """The line to change."""
         return self.stack[-1] if self.stack else None
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Finding":
-        """Read what ``dataclasses.asdict`` gave, through JSON or not."""
-        example, proof = data["example"], data["proof"]
-        return cls(
-            **{
-                **data,
-                "stack": tuple(CodeLine(**line) for line in data["stack"]),
-                "alternatives": tuple(data["alternatives"]),
-                "example": example and Example(example["quantity"], tuple(example["have"]), tuple(example["want"])),
-                "proof": proof and Proof(**proof),
-            }
-        )
 
 
 @dataclass(frozen=True)

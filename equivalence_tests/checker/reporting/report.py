@@ -1,6 +1,6 @@
 """The answer to ``verify``, as data and on the screen."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from typing import Any
@@ -83,21 +83,6 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain data."""
         return asdict(self) | {"exit_status": self.exit_status}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
-        """Read what ``to_dict`` gave, through JSON or not."""
-        plain = {key: value for key, value in data.items() if key != "exit_status"}
-        return cls(
-            **{
-                **plain,
-                "findings": [Finding.from_dict(x) for x in plain["findings"]],
-                "meant": [Finding.from_dict(x) for x in plain["meant"]],
-                "coverage": [Exercise(**x) for x in plain["coverage"]],
-                "conventions": [tuple(row) for row in plain["conventions"]],
-                "checks": [CheckResult(**x) for x in plain["checks"]],
-            }
-        )
 
     def __rich__(self) -> Group:
         """Lay the report out for a terminal: what is wrong first, and how the code was read after it."""
