@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import builtin
 from benchmarks.grids import Case
+from benchmarks.own_weights import places_of
 from benchmarks.workloads import Results, Workload, compiled, may_attend_of, workload
 from equivalence_tests.checker.engine.mask_trials import mask_form_of
-from equivalence_tests.checker.engine.parameters import places_of
 from equivalence_tests.checker.engine.reading import is_causal
 from equivalence_tests.checker.engine.situations import Situation, likeliest, plans_of
 from equivalence_tests.checker.reach.calling import Caller, Inputs, from_layout

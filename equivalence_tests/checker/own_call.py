@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reporting.report import Report
 
@@ -41,7 +41,7 @@ def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]
     for dtype in (torch.float64, None):
         ready, given_args, given_kwargs = _prepared(function, args, kwargs, dtype)
         try:
-            ready(*_copied(given_args), **_copied(given_kwargs))
+            Call(ready, given_args, given_kwargs).run(read=False)
         except Exception as error:  # the user's code may raise anything
             last = f"{type(error).__name__}: {error}"
             continue
@@ -75,18 +75,4 @@ def _prepared(function: Any, args: Any, kwargs: Any, dtype: torch.dtype | None) 
             raise CannotCheckError(f"The model cannot be deep-copied: {type(error).__name__}: {error}") from error
         copied = copied if dtype is None else copied.to(dtype)
         function = copied if owner is function else MethodType(function.__func__, copied)
-    return function, *(_in_dtype(given, dtype) for given in (args, kwargs))
-
-
-def _in_dtype(given: Any, dtype: torch.dtype | None) -> Any:
-    def converted(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        x = x.detach()
-        return x.to(dtype) if dtype is not None and x.is_floating_point() else x.clone()
-
-    return tree_map(converted, given)
-
-
-def _copied(given: Any) -> Any:
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
+    return function, *in_dtype((args, kwargs), dtype)

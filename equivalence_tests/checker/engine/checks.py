@@ -5,9 +5,9 @@ Each is a function ``check_*(checked)`` that returns what it saw, raises ``Faile
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.distance import distance
 from equivalence_tests.checker.engine.intervening import reference
 from equivalence_tests.checker.engine.names import Run
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs
@@ -32,7 +32,6 @@ __all__ = ["Checked", "attention_checks", "run_check"]
 
 Check = Callable[["Checked"], str]
 FRESH = range(201, 204)
-STEP = 1e-5
 DRAWS = 200
 PLAIN = ("rotary_positions", "queries_and_keys_normalised")  # what the formula is held against has these too
 # What these find is worth knowing and no proof of a wrong number.
@@ -152,57 +151,33 @@ def check_gradients(checked: Checked) -> str:
     if not checked.exact:
         raise SkippedError("computed in float32, whose rounding hides slopes")
     inputs = checked.inputs(41)
-    leaves = _leaves(inputs)
-    output = checked.situation.caller.output(checked.plan, leaves).double()
-    if not output.requires_grad:
+    roles = [id(x) for x in (inputs.query, inputs.key, inputs.value)]
+    leaves = {id(x): x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)}
+
+    def output(*tensors: Tensor) -> Tensor:
+        given = dict(zip(leaves, tensors, strict=True))
+        return checked.situation.caller.output(checked.plan, Inputs(*(given[role] for role in roles)))
+
+    if not output(*leaves.values()).requires_grad:
         raise FailedError(NO_GRADIENT)
-    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    (output * weight).sum().backward()
-    worst = 0.0
-    for role in dict.fromkeys(_role_of(leaves, x) for x in (leaves.query, leaves.key, leaves.value)):
-        gradient = getattr(leaves, role).grad
-        if gradient is None:
-            raise FailedError(f"no gradient reaches the {role}")
-        generator = torch.Generator().manual_seed(7)
-        way = torch.randn(gradient.shape, generator=generator, dtype=torch.float64)
-        ahead, behind = (checked.output(_moved(inputs, role, sign * STEP * way)) for sign in (1, -1))
-        slope = float(((ahead - behind) * weight).sum() / (2 * STEP))
-        size = float(gradient.norm() * way.norm()) / way.numel() ** 0.5
-        worst = max(worst, abs(slope - float((gradient * way).sum())) / max(size, 1e-30))
-    return _judged(worst, 1e-5, "gradients of the inputs", "differ from the slopes of the output")
-
-
-def _role_of(inputs: Inputs, x: Tensor) -> str:
-    """The first role that a tensor has."""
-    return next(role for role in ("query", "key", "value") if getattr(inputs, role) is x)
-
-
-def _moved(inputs: Inputs, role: str, step: Tensor) -> Inputs:
-    """Move one tensor, in every role that it has."""
-    old = getattr(inputs, role)
-    new = old + step.to(old.dtype)
-    return Inputs(*(new if x is old else x for x in (inputs.query, inputs.key, inputs.value)))
-
-
-def _leaves(inputs: Inputs) -> Inputs:
-    made = {id(x): x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)}
-    return Inputs(*(made[id(x)] for x in (inputs.query, inputs.key, inputs.value)))
+    fit = functools.partial(torch.autograd.gradcheck, fast_mode=True, check_undefined_grad=False, raise_exception=False)
+    if not fit(output, tuple(leaves.values()), rtol=1e-5):
+        raise FailedError("the gradients of the inputs are not the slopes of the output")
+    return ""
 
 
 def check_float32_error(checked: Checked) -> str:
     """In float32 the error is at most twice that of the built-in, plus a few units in the last place."""
-    if checked.situation.subject.dtype != torch.float64 or not isinstance(
-        checked.situation.subject.function, nn.Module
-    ):
-        raise SkippedError("computed in float32 throughout" if checked.situation.subject.module else "no module")
+    subject, double = checked.situation.subject, checked.situation.call
+    if subject.dtype != torch.float64 or not isinstance(subject.function, nn.Module):
+        raise SkippedError("computed in float32 throughout" if subject.module else "no module")
     exact, single = checked.formula(), checked.formula(torch.float32)
-    double = checked.situation.call
     module = copy.deepcopy(checked.module)
     retype(module, torch.float32)
-    rounded = [x.float() if _is_real(x) else x for x in double.args]
-    named = {name: x.float() if _is_real(x) else x for name, x in double.kwargs.items()}
-    call = Call(module, tuple(rounded), named, module)
-    widened = Call(double.function, *_widened(rounded, named), checked.module)
+    args, kwargs = in_dtype((double.args, double.kwargs), torch.float32)
+    call = Call(module, args, kwargs)
+    args, kwargs = in_dtype((args, kwargs), torch.float64)
+    widened = replace(double, args=args, kwargs=kwargs)
     with default_dtype(torch.float32):  # a mask made inside is then of the scores' dtype
         try:
             mine = call.run(read=False)
@@ -211,21 +186,11 @@ def check_float32_error(checked: Checked) -> str:
         if [op.name for op in mine.operations] != [op.name for op in checked.situation.found.run.operations]:
             raise SkippedError("in float32 it takes other steps")
         builtin = call.run(single, read=False)
-    ratio = compare_errors(
-        _first(mine), _first(builtin), _first(widened.run(exact, read=False)).double(), name="output"
-    )
+    right = _first(widened.run(exact, read=False)).double()
+    ratio = compare_errors(_first(mine), _first(builtin), right, name="output")
     if not ratio.passed:
         raise FailedError(str(ratio))
     return f"error {ratio.candidate_error:.1g} against {ratio.builtin_error:.1g} of the built-in"
-
-
-def _is_real(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def _widened(args: list[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    wide = tuple(x.double() if _is_real(x) else x for x in args)
-    return wide, {name: x.double() if _is_real(x) else x for name, x in kwargs.items()}
 
 
 def check_returned_weights(checked: Checked) -> str:
@@ -297,12 +262,11 @@ def check_arguments_are_left_alone(checked: Checked) -> str:
     if checked.situation.subject.adapter.call is not None:
         raise SkippedError("an adapter stands between")
     args, kwargs = checked.situation.caller.arguments(checked.plan, checked.inputs(161), None)
-    before = copy.deepcopy((args, kwargs))
+    given = dict(zip((name for name, _ in checked.plan.roles), args, strict=False)) | kwargs
+    before = copy.deepcopy(given)
     with torch.no_grad(), keeping_state(checked.situation.caller.function):
         checked.situation.caller.function(*args, **kwargs)
-    names = [str(name) for name, _ in checked.plan.roles] if args else list(kwargs)
-    pairs = zip(names, (*args, *kwargs.values()), (*before[0], *before[1].values()), strict=True)
-    changed = [name for name, now, then in pairs if isinstance(now, Tensor) and not torch.equal(now, then)]
+    changed = [name for name, x in given.items() if isinstance(x, Tensor) and not torch.equal(x, before[name])]
     if changed:
         raise FailedError(f"{', '.join(changed)} is written into: the caller's own tensor changes")
     return ""

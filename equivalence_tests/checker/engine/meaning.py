@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from equivalence_tests.checker.engine.contracts.operands import is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
-from equivalence_tests.checker.engine.ran import forward_lines
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reporting.findings import Exercise
+
+Names = Callable[[str], object]  # whether it is the name of what is meant
 
 __all__ = ["own_windows", "untold", "with_evidence"]
 
@@ -145,38 +146,28 @@ class _Evidence:
 
     def _value_scale(self) -> str:
         """A number of the configuration that multiplies the values; "" if none does."""
-        factors = [operand.factor for operand in self.judgement.first_operands[2:]]
-        for name, number in self.settings():
-            alike = number not in (0, 1) and any(abs(factor / number - 1) < 1e-4 for factor in factors)
-            if alike and not SIZES.search(name):
-                return f"it is {name} of the configuration ({number:g})"
-        return ""
+        factors = [operand.factor for operand in self.judgement.first_operands[2:] if abs(operand.factor - 1) > 1e-4]
+        return next((f"it is what {told}" for factor in factors if (told := self._setting(factor, _is_no_size))), "")
 
     def _values_are_normed(self) -> bool:
         """Whether each value is normalised by itself, in a module inside."""
-        return any(
-            is_normed(self.judgement.attention.run, operand) and any(map(self._in_a_part, self._steps(operand)))
-            for operand in self.judgement.first_operands[2:]
-        )
+        run = self.judgement.attention.run
+        values = self.judgement.first_operands[2:]
+        return any(is_normed(run, value) and any(map(self._in_a_part, value.steps(run))) for value in values)
 
-    def _in_a_part(self, operation: Operation) -> bool:
-        """Whether a line that led there stands in the forward of a module inside."""
-        parts = {type(part) for part in self.modules}.difference(type(self.module).__mro__)
-        return not forward_lines(parts).isdisjoint(frame[:2] for frame in operation.frames)
+    def _in_a_part(self, step: tuple[Operation, Tensor, Tensor]) -> bool:
+        """Whether it ran in a module inside."""
+        return step[0].place != self.judgement.attention.first.place
 
     def _scaled_by_a_part(self, departure: Departure) -> bool:
         """Whether a module inside multiplies queries or keys by a parameter or a buffer of its own."""
-        role = departure.facts["what"]
-        for operand in [operand for operand in self.judgement.first_operands[:2] if operand.role == role]:
-            for operation in self._steps(operand):
-                own = [name for bits in operation.origins for name in self.recorder.named(bits)]
-                held = any(name.startswith(("buffer:", "param:")) for name in own)
-                if held and operation.name in MULTIPLIES and self._in_a_part(operation):
-                    return True
+        operands = (o for o in self.judgement.first_operands[:2] if o.role == departure.facts["what"])
+        for step in (step for operand in operands for step in operand.steps(self.judgement.attention.run)):
+            own = [name for bits in step[0].origins for name in self.recorder.named(bits)]
+            held = any(name.startswith(("buffer:", "param:")) for name in own)
+            if held and step[0].name in MULTIPLIES and self._in_a_part(step):
+                return True
         return False
-
-    def _steps(self, operand: Operand) -> list[Operation]:
-        return [operation for operation, _, _ in operand.steps(self.judgement.attention.run)]
 
     def _of_scale(self, departure: Departure) -> str:
         learnt = departure.name in ("scale_other", "scale_differs_by_head")
@@ -222,32 +213,29 @@ class _Evidence:
 
     def _configured(self, value: float) -> str:
         """A value of a configuration that is the scale, its root, or one over either."""
-        for name, number in self.settings():
-            if number == 0 or ((SIZES.search(name) or number == 1) and not SCALES.fullmatch(name)):
-                continue
-            for word, made in (("", number), ("1 / ", 1 / number), ("1 / sqrt of ", abs(number) ** -0.5)):
-                if abs(made / value - 1) < 1e-4 and (word != "1 / " or DIVISORS.search(name)):
-                    return f"the scale is {word}{name} of the configuration ({number:g})"
+        ways: list[tuple[str, float, Names]] = [("", value, _is_no_size), ("1 / ", 1 / value, DIVISORS.search)]
+        ways.append(("1 / sqrt of ", value**-2, _is_no_size))
+        for word, number, named in ways:
+            if told := self._setting(number, SCALES.fullmatch if abs(number - 1) < 1e-4 else named):
+                return f"the scale is {word}what {told}"
         return self._stretched(value)
 
     def _stretched(self, value: float) -> str:
         """A scale that grows with the stretch of the positions: YaRN's (0.1 m ln s + 1)**2 / sqrt(width)."""
         total = value * math.sqrt(self.judgement.attention.parts[0].product.left.size(-1))
-        for holder in self._holders():
-            for name, table in vars(holder).items():
-                if isinstance(table, dict) and isinstance(table.get("factor"), int | float) and table["factor"] > 1:
-                    for m in (1.0, *(table.get(key) for key in ("mscale", "mscale_all_dim"))):
-                        grown = 1 + 0.1 * (m or 0.0) * math.log(table["factor"])
-                        if abs(grown**2 / total - 1) < 1e-4:
-                            return (
-                                f"the scale grows with the factor in {name} of the configuration ({table['factor']:g})"
-                            )
+        tables = ((name, x) for holder in self._holders() for name, x in vars(holder).items() if isinstance(x, dict))
+        for name, table in tables:
+            factor, others = table.get("factor", 1), [table.get(key) or 0.0 for key in ("mscale", "mscale_all_dim")]
+            for m in (1.0, *others) if isinstance(factor, int | float) else ():
+                if factor > 1 and abs((1 + 0.1 * m * math.log(factor)) ** 2 / total - 1) < 1e-4:
+                    return f"the scale grows with the factor in {name} of the configuration ({factor:g})"
         return ""
 
-    def settings(self) -> Iterator[tuple[str, float]]:
-        """Numbers of the configurations that the module holds."""
-        for holder in self._holders():
-            yield from _numbers(holder)
+    def _setting(self, wanted: float, named: Names, own: bool = False) -> str:
+        """Say which number of a configuration, or of a module's own, is the one that is wanted; "" if none is."""
+        held = (item for holder in [*self._holders(), *(self.modules if own else ())] for item in _numbers(holder))
+        found = ((name, x) for name, x in held if named(name) and abs(x - wanted) < 1e-4 * abs(wanted))
+        return next((f"{name} says ({x:g})" for name, x in found), "")
 
     def _holders(self) -> list[Any]:
         found: dict[int, Any] = {}
@@ -346,21 +334,15 @@ class _Evidence:
             return ""
         return self.width_named({-low, 1 - low, high, high + 1, high - low, high - low + 1})
 
-    def width_named(self, widths: Container[float]) -> str:
+    def width_named(self, widths: Iterable[float]) -> str:
         """Say which setting is as wide as what is seen; "" if none is."""
-        kept = ((name, value) for module in self.modules for name, value in vars(module).items())
-        for name, number in (*kept, *self.settings()):
-            if WINDOW.search(name) and isinstance(number, int | float) and number in widths:
-                return f"it is as wide as {name} says ({number:g})"
-        return ""
+        told = (self._setting(width, WINDOW.search, own=True) for width in widths)
+        return next((f"it is as wide as {setting}" for setting in told if setting), "")
 
     def _capped(self, model: WeightsModel) -> Departure:
         operation = next((op for op, _ in self._between() if op.name.startswith("tanh")), None)
-        evidence = ""
-        held = [item for module in self.modules for item in _numbers(module)]
-        for name, number in [*self.settings(), *(item for item in held if CAP.search(item[0]))]:
-            if abs(number / model.cap - 1) < 1e-6 and not SIZES.search(name):
-                evidence = f"the cap is {name}, a setting ({number:g})"
+        told = self._setting(model.cap, CAP.search, own=True)
+        evidence = f"the cap is what {told}" if told else ""
         return Departure("scores_capped", "scores", operation, {"cap": model.cap}, evidence=evidence)
 
     def _biases(self, part: Part, model: WeightsModel) -> Iterator[Departure]:
@@ -423,12 +405,15 @@ def _is_of(codes: Tensor | None, numbers: set[int]) -> bool:
     return codes is not None and bool(set(sources_in(codes)) & numbers)
 
 
-def _numbers(holder: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+def _is_no_size(name: str) -> bool:
+    return bool(SCALES.fullmatch(name)) or not SIZES.search(name)
+
+
+def _numbers(holder: Any) -> Iterator[tuple[str, float]]:
     for name, value in sorted(vars(holder).items(), key=lambda item: str(item[0])):
-        if isinstance(value, bool) or str(name).startswith("_"):
-            continue
-        if isinstance(value, int | float) and math.isfinite(value):
-            yield f"{prefix}{name}", float(value)
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if plain and math.isfinite(value) and not str(name).startswith("_"):
+            yield str(name), float(value)
 
 
 def _first_step(judgement: Judgement, operand: Operand) -> Operation | None:

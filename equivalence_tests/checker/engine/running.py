@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_map_only
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.identities import identify
@@ -16,7 +17,7 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.watching import Patch, Recorder
 from equivalence_tests.checker.reach.kept_state import keeping_state
 
-__all__ = ["Call", "Examination"]
+__all__ = ["Call", "Examination", "in_dtype"]
 
 
 @dataclass(eq=False)
@@ -57,7 +58,7 @@ class Call:
             read: Whether the elements are to be named.
         """
         args, kwargs, replaced = self._inputs(seed)
-        given = [(f"{self._kind(x)}:{name}", x) for name, x in _tensors(args, kwargs)]
+        given = [(f"{self._kind(x)}:{name}", x) for name, x in _named(args, kwargs)]
         recorder = Recorder([*self._owned(), *given], patches)
         state = torch.get_rng_state()
         try:
@@ -73,7 +74,7 @@ class Call:
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors among its arguments, each with its place or name."""
-        return _tensors(self.args, self.kwargs)
+        return _named(self.args, self.kwargs)
 
     def _kind(self, x: Tensor) -> str:
         """A matrix that is handed to a plain function beside tokens is a weight of it."""
@@ -92,19 +93,15 @@ class Call:
         replaced: dict[int, Tensor] = {}
 
         def fresh(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                if id(x) not in replaced:
-                    replaced[id(x)] = _drawn(x, generator) if seed is not None else x.detach().clone()
-                return replaced[id(x)]
-            if isinstance(x, list):
-                return [fresh(item) for item in x]
-            if type(x) is tuple:
-                return tuple(fresh(item) for item in x)
-            if type(x) is dict:
-                return {key: fresh(item) for key, item in x.items()}
-            return _copied(x)
+            if not isinstance(x, Tensor):
+                return _copied(x)
+            if id(x) not in replaced:
+                drawn = seed is not None and _is_data(x)
+                replaced[id(x)] = _drawn(x, generator) if drawn else x.detach().clone()
+            return replaced[id(x)]
 
-        return tuple(fresh(x) for x in self.args), {key: fresh(x) for key, x in self.kwargs.items()}, replaced
+        args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=_is_leaf)
+        return args, kwargs, replaced
 
 
 @dataclass(eq=False)
@@ -142,44 +139,45 @@ def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    given = [*((str(place), x) for place, x in enumerate(args)), *kwargs.items()]
+    leaves = ((name, tree_flatten_with_path(x, is_leaf=_is_leaf)[0]) for name, x in given)
+    return [(name + keystr(path), x) for name, found in leaves for path, x in found if isinstance(x, Tensor)]
+
+
 def _copied(x: Any) -> Any:
     """A cache that is handed over would grow from run to run."""
-    if isinstance(x, str | int | float | bool | type(None) | nn.Module | torch.dtype | torch.device) or callable(x):
-        return x
     try:
-        return copy.deepcopy(x)
+        return x if callable(x) else copy.deepcopy(x)
     except Exception:  # somebody's object may refuse
         return x
 
 
 def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Other numbers for what looks like data: real numbers that vary, and none that hides something."""
-    if not _is_data(x):
-        return x.detach().clone()
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
 
 
 def _is_data(x: Tensor) -> bool:
+    """Whether it looks like data: real numbers that vary, and none that hides something."""
     if not x.is_floating_point() or x.dim() < 2 or x.numel() < 2:
         return False
     return bool(x.isfinite().all()) and float(x.abs().max()) <= 1e3 and len(x.unique()) >= 0.5 * x.numel()
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    found: list[tuple[str, Tensor]] = []
+def _is_leaf(x: Any) -> bool:
+    """Whether it is handed on as one: somebody's object is, also where torch could take it apart."""
+    return not isinstance(x, list | tuple | dict)
 
-    def walk(name: str, x: Any) -> None:
-        if isinstance(x, Tensor):
-            found.append((name, x))
-        elif isinstance(x, list | tuple):
-            for i, item in enumerate(x):
-                walk(f"{name}[{i}]", item)
-        elif isinstance(x, dict):
-            for key, item in x.items():
-                walk(f"{name}[{key!r}]", item)
 
-    for i, x in enumerate(args):
-        walk(str(i), x)
-    for key, x in kwargs.items():
-        walk(key, x)
-    return found
+def in_dtype(given: Any, dtype: torch.dtype | None) -> Any:
+    """Copy the tensors among arguments, the real ones in another precision.
+
+    Args:
+        given: Arguments, nested as they may be.
+        dtype: Of the real ones; None for their own.
+    """
+
+    def converted(x: Tensor) -> Tensor:
+        return x.detach().to(dtype if x.is_floating_point() else None, copy=True)
+
+    return tree_map_only(Tensor, converted, given)
