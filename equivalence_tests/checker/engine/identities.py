@@ -589,6 +589,8 @@ class _Follower:
             self.contexts[key] = self._new("context", context.operation, context.operation.outputs[0], shaped)
         context.source = self.contexts[key]
         context.codes = retagged(shaped, context.source.number)
+        if context.operation is not context.source.operation:
+            context.source.others.append((context.codes, context.operation.outputs[0]))
         return context.codes
 
     def _read_context(self, context: Context) -> tuple[Tensor, tuple[Any, ...]] | None:

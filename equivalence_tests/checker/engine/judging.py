@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.anchors import attentions_of
-from equivalence_tests.checker.engine.contracts.context import context_departures, turned_back
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.entering import input_departures
-from equivalence_tests.checker.engine.contracts.following import exchanged_departures, later_departures
 from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
 from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
+from equivalence_tests.checker.engine.contracts.passing import (
+    context_departures,
+    exchanged_departures,
+    input_departures,
+    later_departures,
+    turned_back,
+)
 from equivalence_tests.checker.engine.contracts.scores import score_departures
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, hidden_by_formula, padded_queries
 from equivalence_tests.checker.engine.contracts.tiles import tile_departures

@@ -43,6 +43,7 @@ class Source:
         slot: The tensor that carries its names first.
         codes: Those names.
         parents: The sources that it was made from.
+        others: Further tensors that carry names of the same source, with these.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Source:
     slot: Slot
     codes: Tensor
     parents: tuple[int, ...] = ()
+    others: list[tuple[Tensor, Slot]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -360,6 +362,8 @@ def values_at(sources: Iterable[Source], codes: Tensor, values: Iterable[Tensor]
         values: The numbers of each source; None for those of the run.
     """
     sources = list(sources)
-    held = [source.slot.value for source in sources] if values is None else values
-    names = torch.cat([torch.zeros(0, dtype=torch.float64), *(source.codes.reshape(-1) for source in sources)])
-    return looked_up(codes, names, torch.cat([torch.zeros(0), *(x.reshape(-1).double() for x in held)]))
+    held = [(codes, slot.value) for s in sources for codes, slot in ((s.codes, s.slot), *s.others)]
+    if values is not None:
+        held = [(source.codes, value) for source, value in zip(sources, values, strict=True)]
+    names = torch.cat([torch.zeros(0, dtype=torch.float64), *(own.reshape(-1) for own, _ in held)])
+    return looked_up(codes, names, torch.cat([torch.zeros(0), *(value.reshape(-1).double() for _, value in held)]))

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import place_of
-from equivalence_tests.checker.engine.contracts.departure import TOLERANCE, Departure, changed_by, constant_ratio, near
+from equivalence_tests.checker.engine.codes import place_of, token_of
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio, near
 from equivalence_tests.checker.engine.names import Attention, Run, Source, values_at
 from equivalence_tests.checker.engine.vocabulary import (
     CONTRACTIONS,
@@ -29,12 +29,13 @@ from equivalence_tests.checker.engine.watching import Operation, Slot
 __all__ = [
     "USUAL",
     "adds_two",
-    "changed_output",
+    "changed_on_the_way",
     "first_change",
     "has_twin",
     "is_strange",
     "reshaped_for_transposed",
     "shuffling",
+    "strange_departures",
     "strange_operations",
 ]
 
@@ -66,8 +67,8 @@ def adds_two(operation: Operation | None) -> bool:
 
 
 def first_change(
-    run: Run, sources: list[Source], after: int = -1, before: int | None = None, tolerance: float = TOLERANCE
-) -> Operation | None:
+    run: Run, sources: list[Source], after: int = -1, before: int | None = None, without: Tensor | None = None
+) -> tuple[Operation, Tensor, Tensor] | None:
     """Give the first operation after which numbers are others than their sources have under the same names.
 
     Args:
@@ -75,27 +76,54 @@ def first_change(
         sources: Hold the numbers as they were made.
         after: The last operation that is not looked at.
         before: The first one that is not looked at again; None for the end of the run.
-        tolerance: What differs by less is rounding.
+        without: Tokens whose numbers may be anything.
+
+    Returns:
+        The operation, what it gives, and what its sources have; None where nothing changes.
     """
     for operation, codes, value in run.names.carrying((source.number for source in sources), after, before):
-        want = values_at(sources, codes)
-        mine = ~want.isnan()
-        if not near(value.double()[mine], want[mine], tolerance):
-            return operation
+        if (found := _differing(sources, value, codes, without)) is not None:
+            return operation, *found
     return None
 
 
-def changed_output(attention: Attention, source: Source) -> Departure:
-    """Name the first operation that gives other numbers than a source has under the same names.
+def changed_on_the_way(
+    attention: Attention,
+    numbers: list[int],
+    value: Tensor,
+    codes: Tensor,
+    stage: str = "output",
+    without: Tensor | None = None,
+) -> Departure | None:
+    """Name the first operation that changes what some sources gave; None where it arrives as it was.
 
     Args:
-        attention: Whose output it is.
-        source: Holds the numbers as they were made.
+        attention: Whose sources.
+        numbers: Of the sources.
+        value: What arrives.
+        codes: The names of that.
+        stage: Where it does.
+        without: Tokens whose numbers may be anything.
     """
-    changed = first_change(attention.run, [source], tolerance=1e-6)
+    sources = [attention.run.names.sources[number] for number in numbers]
+    if _differing(sources, value, codes, without) is None:
+        return None
+    changed = first_change(attention.run, sources, without=without)
     if changed is None:
-        return Departure("output_changed", "output", source.operation)
-    return changed_by(changed, "output", "output")
+        return Departure("output_changed", "output", sources[0].operation)
+    departure = changed_by(changed[0], stage, stage)
+    departure.show(*changed[1:])
+    return departure
+
+
+def _differing(
+    sources: list[Source], value: Tensor, codes: Tensor, without: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """What stands under the names of some sources, and what they have there; None where that is the same."""
+    want = values_at(sources, codes)
+    mine = ~want.isnan() if without is None else ~want.isnan() & ~torch.isin(token_of(codes), without)
+    have, want = value.double()[mine], want[mine]
+    return None if near(have, want, 1e-6 if value.dtype == torch.float64 else 1e-3) else (have, want)
 
 
 def shuffling(run: Run, numbers: Iterable[int], after: int, before: int, of: Tensor | None = None) -> Operation | None:
@@ -162,6 +190,21 @@ def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False)
         for taken in operation.inputs:
             if _is_carried(taken.value) and (operation.name in MOVES or taken.value.numel() == size):
                 left.append((taken.key, operation.index))
+
+
+def strange_departures(attention: Attention, slot: Slot, until: int, stage: str, what: str) -> Iterator[Departure]:
+    """Name what no known model has where a tensor comes from, in the module of the attention, and on one side of it.
+
+    Args:
+        attention: Beside which it stands.
+        slot: The tensor.
+        until: The first operation that comes too late to have made it.
+        stage: Where it stands.
+        what: What is changed.
+    """
+    for operation in strange_operations(attention.run, slot, until):
+        if operation.place == attention.first.place and not has_twin(attention, operation):
+            yield changed_by(operation, stage, what)
 
 
 def is_strange(operation: Operation, factors: bool = False) -> bool:

@@ -9,10 +9,10 @@ from torch import Tensor
 from equivalence_tests.checker.engine.codes import known, retagged, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import (
     adds_two,
-    changed_output,
+    changed_on_the_way,
     has_twin,
     shuffling,
-    strange_operations,
+    strange_departures,
 )
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, near
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
@@ -63,8 +63,9 @@ def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wante
     if source is None:
         return
     judged = source.number in attention.context_sources  # as far as the end of the attention, divided or not
-    if not judged and not near(output, values_at([source], codes), 1e-6):
-        yield changed_output(attention, source)
+    changed = None if judged else changed_on_the_way(attention, [source.number], output, codes)
+    if changed is not None:
+        yield changed
         return
     expression = _read(attention, source, 0)
     name = _mistake(expression)
@@ -81,36 +82,29 @@ def output_departures(attention: Attention) -> Iterator[Departure]:
     output = next(tensors_of(attention.run.output), None)
     found = attention.run.names.last_of(output) if output is not None else None
     if found is not None:
-        yield from _unchanged(attention, found[0].double(), found[1])
-    elif output is not None:
-        yield from _bent(attention, output)
-
-
-def _bent(attention: Attention, output: Tensor) -> Iterator[Departure]:
-    """What no known model does to what comes back, where nobody knows which of its elements is which."""
-    slot = Slot(output, output.detach())
-    for operation in strange_operations(attention.run, slot, len(attention.run.operations)):
-        here = operation.place == attention.first.place and operation.index > attention.end.index
-        if here and not has_twin(attention, operation):
-            yield changed_by(operation, "output", "output")
+        yield from _unchanged(attention, *found)
+    elif output is not None:  # nobody knows which of its elements is which
+        slot, end = Slot(output, output.detach()), len(attention.run.operations)
+        bent = strange_departures(attention, slot, end, "output", "output")
+        yield from (one for one in bent if one.operation is not None and one.operation.index > attention.end.index)
 
 
 def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[Departure]:
     numbers = sources_in(codes)
-    if len(numbers) == 1 and bool(known(codes).all()):
-        source = attention.run.names.sources[numbers[0]]
-        late = source.operation is not None and source.operation.index > attention.end.index
-        if late and codes.shape == source.codes.shape and not torch.equal(codes, source.codes):
-            moved = shuffling(attention.run, numbers, attention.end.index, len(attention.run.operations))
-            if moved is not None and has_twin(attention, moved):
-                return
-            gone = Departure("output_tokens_moved", "output", _last_move(attention))
+    source = attention.run.names.sources[numbers[0]] if len(numbers) == 1 and bool(known(codes).all()) else None
+    if source is None or source.operation is None or source.operation.index <= attention.end.index:
+        return
+    if codes.shape == source.codes.shape and not torch.equal(codes, source.codes):
+        moved = shuffling(attention.run, numbers, attention.end.index, len(attention.run.operations))
+        gone = Departure("output_tokens_moved", "output", _last_move(attention))
+        if moved is None or not has_twin(attention, moved):
             yield changed_by(moved, "output", "output") if moved is not None else gone
-            return
-        if late and not near(output, values_at([source], codes), 1e-4):
-            changed = changed_output(attention, source)
-            if not adds_two(changed.operation):  # a residual, which came from where names are not followed
-                yield changed
+        return
+    changed = changed_on_the_way(attention, numbers, output, codes)
+    if changed is not None and not adds_two(
+        changed.operation
+    ):  # a residual, which came from where names are not followed
+        yield changed
 
 
 def wrap_of(attention: Attention, codes: Tensor) -> str:

@@ -307,7 +307,8 @@ def _last_sum(run: Run, operand: Operand) -> Operation | None:
 
 
 def _first_change(run: Run, operand: Operand) -> Operation | None:
-    return first_change(run, operand.sources, operand.start, operand.until.index)
+    changed = first_change(run, operand.sources, operand.start, operand.until.index)
+    return None if changed is None else changed[0]
 
 
 def _located(attention: Attention, operand: Operand) -> Departure:

@@ -1,0 +1,153 @@
+"""From one stage to the next nothing changes: what a weight, a norm or an average gave is what the next one takes."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.codes import sources_in, squares_by, token_of
+from equivalence_tests.checker.engine.contracts.changing import (
+    USUAL,
+    changed_on_the_way,
+    has_twin,
+    shuffling,
+    strange_departures,
+)
+from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, near
+from equivalence_tests.checker.engine.names import Attention, Source
+from equivalence_tests.checker.engine.replaying import replayed
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
+
+__all__ = ["context_departures", "exchanged_departures", "input_departures", "later_departures", "turned_back"]
+
+EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
+
+
+def input_departures(attention: Attention) -> Iterator[Departure]:
+    """Name what no known model does to the input of a projection, in the module that holds the attention.
+
+    Args:
+        attention: Whose input.
+    """
+    numbers = [number for part in attention.parts for codes, _ in part.sides.values() for number in sources_in(codes)]
+    made = [(s.kind, s.operation) for s in attention.run.names.made_of(numbers, beyond=True)]
+    weighing = [operation for kind, operation in made if kind == "projection" and operation is not None]
+    found = (strange_departures(attention, op.inputs[0], op.index, "input", "input") for op in weighing)
+    yield from {departure.operation: departure for own in found for departure in own}.values()
+
+
+def context_departures(attention: Attention, padding: Tensor) -> Iterator[Departure]:
+    """Name the first operation that changes what was averaged.
+
+    Args:
+        attention: Read so far.
+        padding: Tokens that are padding: what comes out for them may be anything.
+    """
+    if attention.names is None or attention.tiled:
+        return
+    arrived, numbers = attention.end_slot.value, attention.context_sources
+    departure = changed_on_the_way(attention, numbers, arrived, attention.names, "context", padding)
+    if departure is not None:
+        operation = departure.operation
+        if operation is not None and operation.inputs[0].value.shape == operation.outputs[0].value.shape:
+            departure.patches = {operation.index: _as_it_was}
+        yield departure
+
+
+def turned_back(attention: Attention) -> Departure | bool:
+    """Say whether what is averaged is turned on its way, each token by itself; else name what bends it.
+
+    Args:
+        attention: Whose values are turned by their positions, as its keys are.
+    """
+    run, slot = attention.run, attention.parts[0].contexts[0].operation.outputs[0]
+    start = attention.parts[0].contexts[0].operation.index
+    generator = torch.Generator().manual_seed(4)
+    one, two = (torch.randn(slot.value.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def given(x: Tensor, asked: Slot, until: int) -> Tensor | None:
+        found = replayed(run.recorder, {slot.key: x.to(slot.value.dtype)}, start, asked, until)
+        return None if found is None else found.double()
+
+    for operation, _, _ in run.names.carrying(attention.context_sources, start, attention.end.index + 1):
+        parts = [given(x, operation.outputs[0], operation.index) for x in (one, two, one + two)]
+        first, second, both = (torch.zeros(()) if part is None else part for part in parts)
+        if not near(both, first + second, SINGLE):
+            return changed_by(operation, "context", "context")
+    end = given(one, attention.end_slot, attention.end.index)
+    if end is None or attention.names is None:
+        return False
+    codes = attention.parts[0].contexts[0].codes
+    if near(end.reshape(-1)[attention.names.reshape(-1).argsort()], one.reshape(-1)[codes.reshape(-1).argsort()]):
+        return False
+    return near(squares_by(token_of(attention.names), end), squares_by(token_of(codes), one), SINGLE)
+
+
+def later_departures(attention: Attention) -> Iterator[Departure]:
+    """Hold what each weight, norm or sum behind an attention takes against what the one before it gave.
+
+    Args:
+        attention: All products of which have been read.
+    """
+    later, place = _later(attention), attention.first.place
+    for source in later.values():
+        yield from _beside(attention, source, set(attention.context_sources).union(later))
+        for taken in later.values():
+            taker = taken.operation if source.number in taken.parents else None
+            if taker is not None and taker.place.startswith(place):
+                found = _held(attention, source, taker)
+                yield from (one for one in found if one.facts.get("function") not in USUAL)  # of a feed-forward
+
+
+def exchanged_departures(attention: Attention) -> Iterator[Departure]:
+    """Name what rolls or flips the averaged values for good, where no weight tells by its columns that it does.
+
+    Args:
+        attention: All products of which have been read.
+    """
+    yield from _moved(attention, attention.context_sources, attention.last.index, attention.end.index + 1)
+
+
+def _later(attention: Attention) -> dict[int, Source]:
+    """What was made of the averaged values, by number, as far as a second projection: another layer's."""
+    numbers = set(attention.context_sources)
+    found: dict[int, Source] = {}
+    projected = set[int]()
+    for source in attention.run.names.sources.values():
+        behind = source.kind == "projection" and projected.intersection(source.parents)
+        if not numbers.union(found).intersection(source.parents) or source.kind == "score" or behind:
+            continue
+        found[source.number] = source
+        if source.kind == "projection" or projected.intersection(source.parents):
+            projected.add(source.number)
+    return found
+
+
+def _beside(attention: Attention, source: Source, own: set[int]) -> Iterator[Departure]:
+    """What no known model does to a summand or a factor that meets the averaged values, in their own module."""
+    if source.operation is not None and source.kind in ("added", "gated"):
+        what = "summand" if source.kind == "added" else "factor"
+        for slot, codes in attention.run.names.taken(source.operation):
+            if own.isdisjoint(sources_in(codes)):
+                yield from strange_departures(attention, slot, source.operation.index, "output", what)
+
+
+def _held(attention: Attention, source: Source, taker: Operation) -> Iterator[Departure]:
+    for slot, codes in attention.run.names.taken(taker):
+        if source.number in sources_in(codes):
+            changed = changed_on_the_way(attention, [source.number], slot.value, codes)
+            start = source.operation.index if source.operation is not None else -1
+            yield from [changed] if changed else _moved(attention, [source.number], start, taker.index)
+
+
+def _moved(attention: Attention, numbers: list[int], start: int, until: int) -> Iterator[Departure]:
+    moved = shuffling(attention.run, numbers, start, until)
+    if moved is None or moved.name not in EXCHANGES or has_twin(attention, moved):
+        return
+    again = shuffling(attention.run, numbers, moved.index, until)
+    if again is None or again.name != moved.name:
+        yield changed_by(moved, "output", "output")
+
+
+def _as_it_was(recorder: Recorder, operation: Operation) -> Tensor:
+    return operation.inputs[0].value
