@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from equivalence_tests.checker.mistakes.mistake import Change, Mistake
 
-__all__ = ["ROWS"]
+__all__ = ["ORDERS", "ROWS"]
 
 # ---------------------------------------------------------------------------------------------- scale
 SCALE = "scores = q kᵀ / sqrt(head_dim)"
@@ -501,16 +501,20 @@ SHARING = {
     ("value", "key"): "Gemma 4 can take its keys for values (attention_k_eq_v).",
 }
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
+SWAPS = (
+    ("qvk", "key_value_swapped", "Key and value are swapped: the values are matched and the keys are averaged."),
+    ("kqv", "query_key_swapped", "Query and key are swapped."),
+    ("vkq", "query_value_swapped", "Query and value are swapped."),
+    ("kvq", "arguments_rotated", "Query, key and value are used in the wrong order."),
+    ("qkq", "values_from_query", "The values are made from the queries' tensor."),
+    ("qqv", "keys_from_query", "The keys are made from the queries' tensor."),
+    ("qqq", "memory_unused", "Keys and values are made from the queries' tensor: it is self-attention."),
+    ("qkk", "values_from_key", "The values are made from the keys' tensor."),
+    ("qvv", "keys_from_value", "The keys are made from the values' tensor."),
+)
+ORDERS = {order: name for order, name, _ in SWAPS} | {"vqk": "arguments_rotated"}
 ROLES = (
-    _inputs("qvk", "key_value_swapped", "Key and value are swapped: the values are matched and the keys are averaged."),
-    _inputs("kqv", "query_key_swapped", "Query and key are swapped."),
-    _inputs("vkq", "query_value_swapped", "Query and value are swapped."),
-    _inputs("kvq", "arguments_rotated", "Query, key and value are used in the wrong order."),
-    _inputs("qkq", "values_from_query", "The values are made from the queries' tensor."),
-    _inputs("qqv", "keys_from_query", "The keys are made from the queries' tensor."),
-    _inputs("qqq", "memory_unused", "Keys and values are made from the queries' tensor: it is self-attention."),
-    _inputs("qkk", "values_from_key", "The values are made from the keys' tensor."),
-    _inputs("qvv", "keys_from_value", "The keys are made from the values' tensor."),
+    *(_inputs(*swap) for swap in SWAPS),
     _matrices(
         "qk-", "value_not_projected", "The values are not projected.", "Apply the value projection to the values."
     ),

@@ -1,6 +1,5 @@
 """Which input and which weight queries, keys and values are made of, and which weights are never used."""
 
-import itertools
 import linecache
 import re
 from collections.abc import Iterator, Mapping
@@ -16,22 +15,11 @@ from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.taking_part import live_operations, matrix_in, place_of_matrix, unused_parameters
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+from equivalence_tests.checker.mistakes.attention import ORDERS
 from equivalence_tests.checker.reporting.lines import Frames
 
 __all__ = ["output_weight", "projection_departures", "unused_departures", "weight_of"]
 
-ORDERS = {
-    "kqv": "query_key_swapped",
-    "qvk": "key_value_swapped",
-    "vkq": "query_value_swapped",
-    "kvq": "arguments_rotated",
-    "vqk": "arguments_rotated",
-    "qkq": "values_from_query",
-    "qqv": "keys_from_query",
-    "qqq": "memory_unused",
-    "qkk": "values_from_key",
-    "qvv": "keys_from_value",
-}
 OWN = {
     "query": re.compile(
         r"(^|[._])(w?_?q(uery|ueries)?|q_?proj|wq|to_q|q_?lin\w*|linear_?q\w*|in_proj_q|q_w)([._]|$)", re.I
@@ -160,42 +148,33 @@ def _projections_of_context(attention: Attention) -> Iterator[Source]:
 
 
 def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
-    """Weights that are used twice, and weights whose name says another role."""
-    weights = {operand.role: weight_of(attention, operand) for operand in operands}
-    features = {operand.role: feature_of(operand.codes).unique() for operand in operands}
-    idle = [name for name in unused if name.endswith("weight") or "." not in name]
-    if not all(weights.values()):
+    """Weights, or rows of a packed one, that are used twice, and weights whose name says another role."""
+    weights = [weight_of(attention, operand) for operand in operands]
+    features = [feature_of(operand.codes).unique() for operand in operands]
+    places = [place_of_matrix(attention, _made_by(attention, operand)) for operand in operands]
+    distinct = len(set(weights))
+    if not all(weights) or distinct < len(set(places)):  # rows of one packed matrix, cut before they are used
         return
-    distinct = len(set(weights.values()))
     if distinct == 3:
-        yield from _misnamed(attention, operands, weights)
+        yield from _misnamed(attention, operands, dict(zip(OWN, weights, strict=True)))
         return
-    if len({place_of_matrix(attention, _made_by(attention, operand)) for operand in operands}) > distinct:
-        return  # rows of one packed matrix
-    if distinct == 1 and _same(features):
-        yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": idle})
-    elif distinct == 2:
-        roles = ("query", "key", "value")
-        first, second = next((a, b) for i, a in enumerate(roles) for b in roles[i + 1 :] if weights[a] == weights[b])
-        if torch.equal(features[first], features[second]):
-            wrong, right = (first, second) if OWN[second].search(weights[first]) else (second, first)
-            operand = next(operand for operand in operands if operand.role == wrong)
-            name = f"{wrong}_uses_{right}_projection"
-            yield Departure(name, "project", _made_by(attention, operand), {"unused": idle})
-    elif distinct == 1:
-        yield from _rows_used_twice(operands, features)
-
-
-def _rows_used_twice(operands: list[Operand], features: Mapping[str, Tensor]) -> Iterator[Departure]:
-    """Rows of one packed weight that serve two roles, while others serve none."""
+    unused = [name for name in unused if name.endswith("weight") or "." not in name]
+    alike = [i for i in range(3) if any(_is_twice(i, j, weights, features) for j in range(3) if j != i)]
     rows = int(feature_of(operands[0].sources[0].codes).max()) + 1
-    idle = len(torch.cat(list(features.values())).unique()) < rows
-    for first, second in itertools.combinations(OWN, 2):
-        if idle and torch.equal(features[first], features[second]):
-            owner = list(OWN)[int(features[first].min()) * 3 // rows]
-            wrong, right = (first, second) if owner == second else (second, first)
-            operand = next(operand for operand in operands if operand.role == wrong)
-            yield Departure(f"{wrong}_uses_{right}_projection", "project", operand.until)
+    if len(alike) == 3:
+        yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": unused})
+    elif alike and (distinct == 2 or len(torch.cat(features).unique()) < rows):
+        first, second = alike
+        packed = list(OWN)[int(features[first].min()) * 3 // rows] == operands[second].role
+        if packed if distinct == 1 else OWN[operands[second].role].search(weights[first]):
+            first, second = second, first
+        line = operands[second].until if distinct == 1 else _made_by(attention, operands[second])
+        name = f"{operands[second].role}_uses_{operands[first].role}_projection"
+        yield Departure(name, "project", line, {"unused": unused if distinct == 2 else []})
+
+
+def _is_twice(one: int, other: int, weights: list[str], features: list[Tensor]) -> bool:
+    return weights[one] == weights[other] and torch.equal(features[one], features[other])
 
 
 def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
@@ -220,10 +199,6 @@ def _idle_heads(attention: Attention, operands: list[Operand], unused: list[str]
 
 def _any_number(path: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", path)
-
-
-def _same(features: Mapping[str, Tensor]) -> bool:
-    return torch.equal(features["query"], features["key"]) and torch.equal(features["key"], features["value"])
 
 
 def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[str, str]) -> Iterator[Departure]:
