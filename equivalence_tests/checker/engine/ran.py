@@ -4,25 +4,32 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, frames_here, inside
 
-__all__ = ["forward_lines", "lines_where", "operations_of"]
+__all__ = ["forward_lines", "lines_where", "operations_of", "recorded"]
 
 
 def operations_of(*calls: Callable[[], Any]) -> list[Operation]:
     """Watch calls that are known to run, and give the operations that have a line of the user's."""
-    outside, found = frames_here(), list[Operation]()
-    for call in calls:
-        recorder = Recorder()
-        with torch.no_grad(), recorder:
-            call()
-        found += recorder.operations
-    for operation in found:
+    return [operation for call in calls for operation in recorded(call).operations if operation.frames]
+
+
+def recorded(call: Callable[[], Any], named: Iterable[tuple[str, Tensor]] = ()) -> Recorder:
+    """Watch a call that is known to run.
+
+    Args:
+        call: Runs it.
+        named: Tensors that are followed by a name.
+    """
+    outside, recorder = frames_here(), Recorder(named)
+    with torch.no_grad(), recorder:
+        call()
+    for operation in recorder.operations:
         operation.frames = inside(operation.frames, outside)
-    return [operation for operation in found if operation.frames]
+    return recorder
 
 
 def lines_where(ran: str, operations: Sequence[Operation]) -> tuple[CodeLine, ...]:

@@ -90,7 +90,11 @@ def _examine_module(module: nn.Module, width: int, subject: Subject, kind: str, 
     def again() -> Any:
         return module(_as_given(observations[0][0], turned))
 
-    readings = norm_readings(module, width) if kind == "layer_norm" else feed_forward_readings(module, width)
+    readings = (
+        norm_readings(module, width)
+        if kind == "layer_norm"
+        else feed_forward_readings(module, _as_given(observations[0][0], turned))
+    )
     readings = (replace(r, words=(*r.words, *rows)) for r in readings)
     if kind == "layer_norm":
         words = "RMSNorm" if is_rms_norm(module) else "layer norm"

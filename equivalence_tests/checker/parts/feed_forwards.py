@@ -1,16 +1,23 @@
-"""Every feed-forward: the activation, where it stands, biases and matrices left out, gates, residual and LayerNorm."""
+"""Every feed-forward: the activation, where it stands, biases and matrices left out, gates, residual and LayerNorm.
 
+Which matrices are applied, in which order and with which biases, is read off one run.
+"""
+
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.parts.matrices import Leaf, Projection, leaves_of
-from equivalence_tests.checker.parts.readings import PartReading
+from equivalence_tests.checker.engine.products import contraction_of
+from equivalence_tests.checker.engine.ran import recorded
+from equivalence_tests.checker.engine.reading import module_of
+from equivalence_tests.checker.engine.watching import Operation, Recorder
+from equivalence_tests.checker.parts.functions import BIAS
+from equivalence_tests.checker.parts.readings import PartReading, Row
 
 __all__ = ["ACTIVATIONS", "feed_forward_readings"]
 
@@ -29,15 +36,24 @@ ACTIVATIONS: dict[str, Map] = {
     "Mish": F.mish,
     "nothing": lambda x: x,
 }
-PLAIN = ("ReLU", "GELU", "nothing")
-APPROXIMATE = ("tanh-GELU", "sigmoid-GELU")
+# What is wrong with an activation, wherever it stands; with the others, that they are neither of torch's two.
+MISTAKES: dict[str, tuple[str, ...]] = {
+    "ReLU": (),
+    "GELU": (),
+    "nothing": ("activation_missing",),
+    "tanh-GELU": ("gelu_approximated",),
+    "sigmoid-GELU": ("gelu_approximated",),
+}
 GATES: dict[str, Map] = {
     "SwiGLU": F.silu,
     "GEGLU": F.gelu,
     "GEGLU with tanh-GELU": ACTIVATIONS["tanh-GELU"],
     "ReGLU": F.relu,
     "GLU": torch.sigmoid,
+    "a gate without activation": ACTIVATIONS["nothing"],
 }
+GIVEN = "arg:x"
+ADDS = ("add", "iadd", "radd")
 Wrap = Callable[[Tensor, Map, Map], Tensor]
 # What stands around the linears, and what is wrong with that.
 WRAPS: dict[str, tuple[Wrap, tuple[str, ...]]] = {
@@ -62,36 +78,58 @@ WRAPS: dict[str, tuple[Wrap, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Body:
-    """What stands between residual and LayerNorm."""
+class Projection:
+    """x -> x weightᵀ + bias, in float64 whatever the module computes in.
 
-    formula: Map
-    words: tuple[tuple[str, str, str], ...]
-    mistakes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    Args:
+        name: How the user calls it.
+        weight: (out, in).
+        bias: (out,); None if none is added.
+        end: The operation that gives the result.
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    end: Operation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply it."""
+        return F.linear(x, self.weight, self.bias)
+
+    @property
+    def halves(self) -> list["Projection"]:
+        """Two that are packed in one."""
+        biases = (None, None) if self.bias is None else self.bias.chunk(2)
+        return [replace(self, weight=w, bias=b) for w, b in zip(self.weight.chunk(2), biases, strict=True)]
 
 
-def feed_forward_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
-    """Read a feed-forward in every way.
+def feed_forward_readings(module: nn.Module, given: Tensor) -> Iterator[PartReading]:
+    """Read a feed-forward in every way in which its matrices can be used in the order of a run.
 
     Args:
         module: The feed-forward, with random parameters.
-        width: Width of its input.
+        given: What it takes.
 
     Yields:
         Two linears with anything between, and gated ones, alone or with residual and LayerNorm.
     """
-    leaves = [either for leaf in leaves_of(module) for either in _both_ways(leaf)]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    recorder = recorded(lambda: module(given), [*parameters.items(), (GIVEN, given)])
+    touched = {n for operation in recorder.operations for bits in operation.origins for n in recorder.named(bits)}
+    idle = {name: p.detach().double() for name, p in parameters.items() if name not in touched}
     norm = next((m for m in module.modules() if m is not module and _is_norm(m)), None)
     wraps = [(words, *wrap) for words, wrap in WRAPS.items() if norm is not None or "LayerNorm" not in words]
-    two_of_them = [pair for pair in itertools.permutations(leaves, 2) if pair[0].weight != pair[1].weight]
-    pairs = [body for one, two in two_of_them for body in _bodies(module, one, two, width)]
-    gated = list(_gated_bodies(module, leaves, width))
-    right = [wrap for wrap in wraps if not wrap[-1]]
-    for body, (words, wrap, mistakes) in [*itertools.product(pairs, wraps), *itertools.product(gated, right)]:
-        rows = (*body.words, ("includes", words, "linear2(activation(linear1(x)))"))
-        formula = _bind(wrap, body.formula, norm or nn.Identity())
-        yield PartReading(formula, rows, (*body.mistakes, *mistakes), body.notes)
+    for body, (words, wrap, mistakes) in itertools.product(_bodies(_applied(recorder), idle), wraps):
+        if not (body.notes and mistakes):  # nothing is told of what stands around a gated one but what is right
+            rows = (*body.words, ("includes", words, "linear2(activation(linear1(x)))"))
+            yield PartReading(
+                _bind(wrap, body.formula, norm or nn.Identity()), rows, (*body.mistakes, *mistakes), body.notes
+            )
+
+
+def _bind(wrap: Wrap, body: Map, norm: Map) -> Map:
+    return lambda x: wrap(x, body, norm)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -100,98 +138,99 @@ def _is_norm(module: nn.Module) -> bool:
     return named and not any(isinstance(child, nn.Linear | nn.Conv1d) for child in module.modules())
 
 
-def _both_ways(leaf: Leaf) -> list[Leaf]:
-    """A matrix that is no layer's may be stored (in, out) or (out, in): both are tried."""
-    return [leaf, replace(leaf, transposed=not leaf.transposed)] if leaf.name == leaf.weight else [leaf]
+def _applied(recorder: Recorder) -> list[Projection]:
+    """List the matrices that are applied to what was made of the input, each with the bias that is added next."""
+    found: list[Projection] = []
+    for operation in recorder.operations:
+        sides = [(s, recorder.named(bits)) for s, bits in zip(operation.inputs, operation.origins, strict=True)]
+        data = [slot for slot, names in sides if GIVEN in names]
+        own = [(slot.value.double(), names[0]) for slot, names in sides if names and GIVEN not in names]
+        product = contraction_of(operation) if data and own else None
+        if product is not None:
+            (weight, name), *bias = own
+            sided = product.swapped() if data[0] is operation.inputs[1] else product
+            found.append(Projection(module_of(name), sided.columns(weight)[0], bias[0][0] if bias else None, operation))
+        elif data and own and operation.name.strip("_") in ADDS:
+            ended = [p.end.outputs[0].key == data[0].key and own[0][0].numel() == len(p.weight) for p in found]
+            found = [
+                replace(p, bias=own[0][0].flatten(), end=operation) if e else p
+                for p, e in zip(found, ended, strict=True)
+            ]
+    return found
 
 
-def _bind(wrap: Wrap, body: Map, norm: Map) -> Map:
-    return lambda x: wrap(x, body, norm)
-
-
-def _bodies(module: nn.Module, first: Leaf, second: Leaf, width: int) -> Iterator[Body]:
-    one, two = first.read(module), second.read(module)
-    if _out_in(one)[1] != width or (_out_in(two) != _out_in(one)[::-1] and _out_in(one)[0] != width):
+def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[PartReading]:
+    """Put what there is between the matrices, as many as are applied."""
+    if not applied:
         return
-    for name, activation in ACTIVATIONS.items():
-        rows = (
-            ("activation", name, "ReLU, GELU or any function"),
-            ("linears", f"{first.name}, {second.name}", "linear1, linear2"),
-        )
-        known = _mistakes_of(name)
-        for bias1, bias2 in itertools.product((True, False), repeat=2):
-            if (not bias1 and one.bias is None) or (not bias2 and two.bias is None):
-                continue
-            lost = (("ff_first_bias_unused",) if not bias1 else ()) + (("ff_second_bias_unused",) if not bias2 else ())
-            middle, after, both, before = _placed(
-                partial(one, with_bias=bias1), partial(two, with_bias=bias2), activation
-            )
-            yield Body(middle, rows, (*known, *lost))
-            if name != "nothing":
-                yield Body(before, rows, ("activation_before_first_linear", *known, *lost))
-                yield Body(after, rows, ("activation_after_second_linear", *known, *lost))
-                yield Body(both, rows, ("activation_also_after_second_linear", *known, *lost))
-        yield Body(_then(one, activation), rows, ("ff_second_linear_missing", *known))
+    *first, last = applied
+    pieces = first[0].halves if len(first) == 1 and len(first[0].weight) == 2 * last.weight.size(1) else first
+    if len(pieces) == 2:
+        for order, (gate, up) in zip(("gate; up", "up; gate"), itertools.permutations(pieces), strict=True):
+            names = f"{gate.name} (gate), {up.name}" if len(first) == 2 else f"{gate.name}: rows are [{order}]"
+            yield from _gated(gate, up, last, f"{names}, {last.name}")
+    elif len(first) == 1:
+        yield from _plain(first[0], last, idle)
+    elif not first:
+        for unused in (module_of(name) for name, p in idle.items() if p.dim() > 1):
+            for name, activation in ACTIVATIONS.items():
+                mistakes = ("ff_second_linear_missing", *MISTAKES.get(name, ("activation_exchanged",)))
+                yield PartReading(_chain(last, activation), _rows(name, f"{last.name}, {unused}"), mistakes)
 
 
-def _mistakes_of(activation: str) -> tuple[str, ...]:
-    """What is wrong with an activation, wherever it stands."""
-    if activation == "nothing":
-        return ("activation_missing",)
-    if activation in APPROXIMATE:
-        return ("gelu_approximated",)
-    return () if activation in PLAIN else ("activation_exchanged",)
+def _plain(first: Projection, second: Projection, idle: dict[str, Tensor]) -> Iterator[PartReading]:
+    """The activation between the linears, before both, after both, and in two places."""
+    biases = (
+        _with_idle_bias(first, idle, "ff_first_bias_unused"),
+        _with_idle_bias(second, idle, "ff_second_bias_unused"),
+    )
+    for (name, f), (one, lost), (two, lost_too) in itertools.product(ACTIVATIONS.items(), *biases):
+        places: dict[str, tuple[Map, ...]] = {
+            "": (one, f, two),
+            "activation_before_first_linear": (f, one, two),
+            "activation_after_second_linear": (one, two, f),
+            "activation_also_after_second_linear": (one, f, two, f),
+        }
+        for place, maps in places.items() if name != "nothing" else [("", (one, two))]:
+            mistakes = (*([place] if place else []), *MISTAKES.get(name, ("activation_exchanged",)), *lost, *lost_too)
+            yield PartReading(_chain(*maps), _rows(name, f"{first.name}, {second.name}"), mistakes)
 
 
-def _placed(one: Map, two: Map, activation: Map) -> tuple[Map, Map, Map, Map]:
-    """Put the activation between the linears, after both, in both places, and before both."""
-    middle, linear = _then(_then(one, activation), two), _then(one, two)
-    return middle, _then(linear, activation), _then(middle, activation), _then(activation, linear)
+def _with_idle_bias(p: Projection, idle: dict[str, Tensor], mistake: str) -> list[tuple[Projection, tuple[str, ...]]]:
+    """A matrix as it is applied; where a bias stands beside it and is not added, with that too."""
+    owners = p.name, p.name.rpartition(".")[0]
+    beside = [
+        bias
+        for name, bias in idle.items()
+        if name.rpartition(".")[0] in owners
+        and bias.shape == p.weight.shape[:1]
+        and BIAS.search(name.rpartition(".")[2].lower())
+    ]
+    if p.bias is not None or not beside:
+        return [(p, ())]
+    return [(replace(p, bias=beside[0]), ()), (p, (mistake,))]
 
 
-def _then(f: Map, g: Map) -> Map:
-    return lambda x: g(f(x))
+def _rows(activation: str, linears: str) -> tuple[Row, ...]:
+    return ("activation", activation, "ReLU, GELU or any function"), ("linears", linears, "linear1, linear2")
 
 
-def _out_in(linear: Projection) -> tuple[int, int]:
-    return linear.weight.size(0), linear.weight.size(1)
+def _chain(*maps: Map) -> Map:
+    return lambda x: functools.reduce(lambda y, f: f(y), maps, x)
 
 
-def _gated_bodies(module: nn.Module, leaves: list[Leaf], width: int) -> Iterator[Body]:
-    """down(activation(gate(x)) * up(x)): three linears, or two where gate and up are packed in one."""
-    read = [(leaf.name, leaf.read(module)) for leaf in leaves]
-    for (gate, g), (up, u), (down, d) in itertools.permutations(read, 3):
-        if len({gate, up, down}) == 3 and _out_in(g) == _out_in(u) == _out_in(d)[::-1] and _out_in(g)[1] == width:
-            yield from _gated(g, u, d, f"{gate} (gate), {up}, {down}")
-    for (packed, p), (down, d) in itertools.permutations(read, 2):
-        if packed != down and _out_in(p) == (2 * _out_in(d)[1], width) and _out_in(d)[0] == width:
-            one, other = _halves(p)
-            yield from _gated(one, other, d, f"{packed}: rows are [gate; up], {down}")
-            yield from _gated(other, one, d, f"{packed}: rows are [up; gate], {down}")
-
-
-def _halves(packed: Projection) -> tuple[Projection, Projection]:
-    weights = packed.weight.chunk(2)
-    biases = (None, None) if packed.bias is None else packed.bias.chunk(2)
-    return Projection(weights[0], biases[0]), Projection(weights[1], biases[1])
-
-
-def _gated(gate: Projection, up: Projection, down: Projection, linears: str) -> Iterator[Body]:
+def _gated(gate: Projection, up: Projection, down: Projection, linears: str) -> Iterator[PartReading]:
+    """down(activation(gate(x)) * up(x))."""
     note = "torch.nn has no gated feed-forward: it equals down(activation(gate(x)) * up(x)), written with F.linear"
-    for name, activation in (*GATES.items(), ("a gate without activation", ACTIVATIONS["nothing"])):
-        rows = (
-            ("gated", f"{name}: down(activation(gate(x)) * up(x))", "none"),
-            ("linears", linears, "linear1, linear2"),
-        )
-        mistakes = () if name in GATES else ("gate_without_activation",)
-        yield Body(_gate_formula(gate, up, down, activation), rows, mistakes, (note,))
-        if name in GATES:
-            yield Body(_product_formula(gate, up, down, activation), rows, ("activation_of_gated_product",), (note,))
+    for name, f in GATES.items():
+        rows = ("gated", f"{name}: down(activation(gate(x)) * up(x))", "none"), ("linears", linears, "linear1, linear2")
+        if name == "a gate without activation":
+            yield PartReading(_gated_by(f, gate, up, down), rows, ("gate_without_activation",), (note,))
+            continue
+        yield PartReading(_gated_by(f, gate, up, down), rows, (), (note,))
+        product = _chain(lambda x: gate(x) * up(x), f, down)
+        yield PartReading(product, rows, ("activation_of_gated_product",), (note,))
 
 
-def _gate_formula(gate: Projection, up: Projection, down: Projection, activation: Map) -> Map:
-    return lambda x: down(activation(gate(x)) * up(x))
-
-
-def _product_formula(gate: Projection, up: Projection, down: Projection, activation: Map) -> Map:
-    return lambda x: down(activation(gate(x) * up(x)))
+def _gated_by(f: Map, gate: Map, up: Map, down: Map) -> Map:
+    return lambda x: down(f(gate(x)) * up(x))
