@@ -596,20 +596,15 @@ class _Follower:
     def _read_context(self, context: Context) -> tuple[Tensor, tuple[Any, ...]] | None:
         """Name what comes out: the query's token, and the feature of the value in its head."""
         product = self._product_of(context)
-        if product is None:
-            context.trouble = "the weights come from several products, or from none"
+        columns = _features_of_rows(unified(context.values))  # none where one column holds several features
+        if product is None or columns is None:
             return None
-        table = ScoreTable(product)
-        weights, columns = context.weights, _features_of_rows(unified(context.values))
+        table, weights = ScoreTable(product), context.weights
         has = known(weights)
         place = place_of(weights).clamp_min(0)
         row = table.row[place].masked_fill(~has, -1)
         first = row.amax(-1, keepdim=True)
-        if not bool(((row == first) | ~has).all()):
-            context.trouble = "what is summed belongs to several queries or heads"
-            return None
-        if columns is None:
-            context.trouble = "one column holds several features of the values"
+        if not bool(((row == first) | ~has).all()):  # what is summed belongs to several queries or heads
             return None
         rank = columns.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
         head = table.place_of_head[table.head_of_row[first.squeeze(-1).clamp_min(0)]]

@@ -75,8 +75,8 @@ def missing_keys(situation: Situation) -> list[Departure]:
             for operation, codes, _ in names.carrying([source], before=attention.first.index):
                 fewer = len(token_of(codes[known(codes)]).unique()) < whole and len(operation.outputs) == 1
                 if fewer and len(feature_of(codes).unique()) == len(feature_of(names.sources[source].codes).unique()):
-                    return [Departure("key_tokens_missing", "product", operation, {"keys": keys})]
-        return [Departure("key_tokens_missing", "product", lost, {"keys": keys})]
+                    return [Departure("key_tokens_missing", "product", operation)]
+        return [Departure("key_tokens_missing", "product", lost)]
     return []
 
 

@@ -28,6 +28,9 @@ from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 __all__ = ["are_followed", "layout_departures", "merge_departures"]
 
 REPEATS = words("repeat expand tile repeat_interleave cat __getitem__ expand_as")
+LAYS = words("view reshape unflatten split chunk")
+SPLIT, MERGED = "heads_split_without_transpose", "heads_merged_without_transpose"
+STAGES = {SPLIT: "split", MERGED: "merge"}
 
 
 def layout_departures(attention: Attention) -> Iterator[Departure]:
@@ -45,7 +48,7 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
         return
     for part in attention.parts:
         if part.product.trouble:
-            yield from _misplaced_operand(attention, part)
+            yield from _misplaced_operand(attention, part, "product_pairs_wrong_axes")
             return
     for part in attention.parts:
         exchanged = _exchanged_alone(attention, part)
@@ -87,94 +90,71 @@ def _summed_apart(product: Product) -> Departure:
 
 
 # ---------------------------------------------------------------------------------------------- operands
-def _misplaced_operand(attention: Attention, part: Part) -> Iterator[Departure]:
-    """A row of one operand holds several tokens: the first operation after which that is so."""
+def _misplaced_operand(attention: Attention, part: Part, otherwise: str) -> Iterator[Departure]:
+    """Rows of an operand mix what belongs apart: the first operation after which that is so."""
     found = list(_misplaced_operands(attention, part))
-    yield from found
-    if not found:
-        yield _turned_wrongly(attention, part) or Departure(
-            "product_pairs_wrong_axes", "product", part.product.operation, blocks=True
-        )
+    plain = Departure(otherwise, "product", part.product.operation, blocks=True)
+    yield from found or [_or_turned(attention, part, plain)]
 
 
-def _turned_wrongly(attention: Attention, part: Part) -> Departure | None:
-    """A view that exchanges axes, where sizes do not tell which."""
-    for role, (codes, until) in part.sides.items():
-        operation = _reshaped(attention, codes, until)
-        if operation is not None:
-            facts = {"role": role, "shape": tuple(operation.outputs[0].value.shape), "function": operation.name}
-            return Departure("heads_split_without_transpose", "split", operation, facts, blocks=True)
-    return None
+def _or_turned(attention: Attention, part: Part, otherwise: Departure) -> Departure:
+    """A view that exchanges axes, where sizes do not tell which; what else it is where there is none."""
+    turned = (_reshaped(attention, codes, until) for codes, until in part.sides.values())
+    operation = next(filter(None, turned), None)
+    return otherwise if operation is None else Departure(SPLIT, "split", operation, blocks=True)
 
 
 def _misplaced_operands(attention: Attention, part: Part) -> Iterator[Departure]:
     """For queries, keys and values: the first operation after which elements are elsewhere than their axes say."""
-    seen: set[int] = set()
+    seen: set[Operation | None] = set()
+    names = attention.run.names
     for role, (codes, until) in part.sides.items():
-        numbers = sources_in(codes)
-        departure = _first_misplaced(attention, numbers, codes, until, role)
-        if departure is None or departure.operation is None or departure.operation.index in seen:
+        apart = (_laid_elsewhere(attention, n, names.sources[n], SPLIT, until, codes) for n in sources_in(codes))
+        departure = next(filter(None, apart), None)
+        if departure is None or departure.operation is None or departure.operation in seen:
             continue
-        seen.add(departure.operation.index)
-        if role == "key" and len(seen) == 1 and departure.facts["split"]:
+        seen.add(departure.operation)
+        before = names.taken(departure.operation)[0][1]
+        if role == "key" and len(seen) == 1 and before.dim() == departure.operation.outputs[0].value.dim():
             departure.name = "key_viewed_for_transposed"
         yield departure
 
 
-def _first_misplaced(
-    attention: Attention, numbers: list[int], mine: Tensor, until: Operation, role: str
+def _laid_elsewhere(
+    attention: Attention, number: int, source: Source, name: str, until: Operation, of: Tensor | None = None
 ) -> Departure | None:
+    """The first move after which tokens lie elsewhere than axes of the sizes that their projection has say.
+
+    Args:
+        attention: Whose.
+        number: The source that is followed.
+        source: Has the axes of the tokens.
+        name: What it is called.
+        until: The first operation that is not looked at.
+        of: Names of which the move must give some; None for any.
+    """
     names = attention.run.names
-    for number in numbers:
-        for operation, codes, _ in names.carrying([number], before=until.index):
-            wanted = _as_axes_say(names.sources[number], codes) if _shares(codes, mine) else None
-            departure = _laid_elsewhere(attention, "heads_split_without_transpose", "split", operation, codes, wanted)
-            if departure is not None:
-                before = names.taken(operation)[0][1]
-                departure.facts = {"role": role, "function": operation.name, "split": before.dim() == codes.dim()}
-                departure.facts |= {"shape": tuple(codes.shape)}
-                return departure
+    for operation, codes, _ in names.carrying([number], before=until.index):
+        taken, wanted = names.taken(operation), _as_axes_say(codes, source.slot.value.shape[:-1])
+        mine = operation.name in MOVES and bool(taken) and (of is None or _shares(codes, of))
+        if mine and wanted is not None and not torch.equal(token_of(wanted), token_of(codes)):
+            patch, index = _gathering(taken[0][1], wanted), operation.index
+            return Departure(name, STAGES[name], operation, {}, {index: patch}, {index: wanted}, blocks=True)
     return None
 
 
-def _laid_elsewhere(
-    attention: Attention, name: str, stage: str, operation: Operation, codes: Tensor, wanted: Tensor | None
-) -> Departure | None:
-    """What a move gives, where its axes say that the elements should lie otherwise; None where they lie as wanted."""
-    taken = attention.run.names.taken(operation)
-    if wanted is None or torch.equal(wanted, codes) or not taken or operation.name not in MOVES:
-        return None
-    patch, facts = _gathering(taken[0][1], wanted), {"shape": tuple(codes.shape)}
-    index = operation.index
-    return Departure(name, stage, operation, facts, {index: patch}, {index: wanted}, blocks=True)
-
-
-def _as_axes_say(source: Source, codes: Tensor) -> Tensor | None:
-    """Names as they should lie, told by axes of the sizes that the source has; None where sizes do not tell."""
-    lead = source.slot.value.shape[:-1]
-    features = feature_of(codes).unique()
-    whole = codes.numel() == len(features) * source.codes.numel() // source.codes.size(-1)
-    if len(lead) != 2 or len(set(lead)) < 2 or codes.dim() < 3 or not whole:
-        return None
-    mine = torch.isin(feature_of(source.codes)[0, 0], features)
-    return _laid_out(source.codes[..., mine], codes.shape, lead)
-
-
-def _laid_out(codes: Tensor, shape: torch.Size, lead: torch.Size) -> Tensor | None:
-    axes = [[i for i, size in enumerate(shape) if size == n] for n in lead]
-    if any(len(found) != 1 for found in axes):
+def _as_axes_say(codes: Tensor, lead: torch.Size) -> Tensor | None:
+    """Names as they should lie: tokens in the axes of their sizes, features in order; None where sizes do not tell."""
+    tokens, features = token_of(codes).unique(), feature_of(codes).unique()
+    whole = len(tokens) == lead.numel() and len(tokens) * len(features) == codes.numel()
+    axes = [[i for i, size in enumerate(codes.shape) if size == n] for n in lead]
+    if len(lead) != 2 or len(set(lead)) < 2 or any(len(found) != 1 for found in axes) or not whole:
         return None
     first, second = axes[0][0], axes[1][0]
-    rest = [i for i in range(len(shape)) if i not in (first, second)]
-    inner = [shape[i] for i in rest]
-    try:
-        wide = codes.reshape(*lead, *inner)
-    except RuntimeError:
-        return None
-    order = [0] * len(shape)
-    for place, axis in enumerate((first, second, *rest)):
-        order[axis] = place
-    return wide.permute(order)
+    order = [first, second, *(i for i in range(codes.dim()) if i not in (first, second))]
+    inner = [codes.size(axis) for axis in order[2:]]
+    plain = coded(sources_in(codes)[0], tokens.view(*lead, 1), features).expand(*lead, -1).reshape(*lead, *inner)
+    return plain.permute([order.index(axis) for axis in range(codes.dim())])
 
 
 def _gathering(before: Tensor, wanted: Tensor) -> Patch:
@@ -224,7 +204,7 @@ def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
         until = part.product.operation
         sides = (part.product.left, part.product.right)
         turned = (_reshaped(attention, codes, until) for codes in sides)
-        guilty = next(filter(None, turned), None) or _last_move(attention, part.product.left, until) or until
+        guilty = next(filter(None, turned), None) or _laying(attention, part.product.left, until)
         yield Departure("attention_among_heads", "product", guilty, blocks=True)
 
 
@@ -233,12 +213,13 @@ def _reshaped(attention: Attention, codes: Tensor, until: Operation) -> Operatio
     return reshaped_for_transposed(attention.run, numbers, -1, until.index)
 
 
-def _last_move(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
-    """The last operation that laid out an operand."""
+def _laying(attention: Attention, codes: Tensor, until: Operation, repeats: bool = False) -> Operation:
+    """The last operation that laid out an operand, or repeated it; else what takes it."""
     carried = attention.run.names.carrying(sources_in(codes), before=until.index)
-    views = ("view", "reshape", "unflatten", "split", "chunk")
-    found = [op for op, given, _ in carried if op.name in views and _shares(given, codes)]
-    return found[-1] if found else None
+    found = [op for op, given, _ in carried if _shares(given, codes)]
+    wider = [op for op in found if op.name in REPEATS and op.outputs[0].value.numel() > op.inputs[0].value.numel()]
+    laid = [op for op in found if op.name in LAYS]
+    return [until, *laid, *(wider if repeats else ())][-1]
 
 
 def _shares(given: Tensor, codes: Tensor) -> bool:
@@ -267,23 +248,11 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     wrong = [(int(h), int(k)) for h, k in pairs if int(h) // times != int(k)]
     if wrong and len(pairs) == heads:
         tiled = times > 1 and all(int(h) % key_heads == int(k) for h, k in pairs)
-        repeater = _repeater(attention, part.product.right, part.product.operation)
+        repeater = _laying(attention, part.product.right, part.product.operation, repeats=True)
         plain = Departure("grouped_heads_tiled" if tiled else "heads_paired_wrongly", "split", repeater)
-        yield plain if tiled else _turned_wrongly(attention, part) or plain
+        yield plain if tiled else _or_turned(attention, part, plain)
     elif wrong or len(pairs) > heads:
-        misplaced = list(_misplaced_operands(attention, part))
-        yield from misplaced
-        if not misplaced:
-            plain = Departure("heads_paired_wrongly", "product", part.product.operation, blocks=True)
-            yield _turned_wrongly(attention, part) or plain
-
-
-def _repeater(attention: Attention, codes: Tensor, until: Operation) -> Operation:
-    """The last operation that repeated an operand, or laid it out."""
-    carried = attention.run.names.carrying(sources_in(codes), before=until.index)
-    wider = [op for op, given, _ in carried if given.numel() > op.inputs[0].value.numel() and _shares(given, codes)]
-    found = [op for op in wider if op.name in REPEATS]
-    return found[-1] if found else _last_move(attention, codes, until) or until
+        yield from _misplaced_operand(attention, part, "heads_paired_wrongly")
 
 
 def _any_twice(codes: Tensor) -> bool:
@@ -306,9 +275,7 @@ def _unread_context(attention: Attention, part: Part, context: Context) -> Itera
     across = not bool((query == query.amax(-1, keepdim=True)).all())
     same_key = bool(((key == key.amax(-1, keepdim=True)) | ~has).all())
     name = "context_sums_over_queries" if across and same_key else "context_mixes_tokens"
-    yield _turned_wrongly(attention, part) or Departure(
-        name, "context", context.operation, {"why": context.trouble}, blocks=True
-    )
+    yield _or_turned(attention, part, Departure(name, "context", context.operation, blocks=True))
 
 
 def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
@@ -352,7 +319,7 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
         tiled = shares > 1 and bool((pairs[:, 1] // width == pairs[:, 0] % groups).all())
         name = "grouped_heads_tiled" if tiled else "heads_of_values_paired_wrongly"
         moved = None if tiled else _shuffled(attention, part, context)
-        yield _exchange(name, "context", moved, _repeater(attention, context.values, context.operation), blocks=False)
+        yield _exchange(name, "context", moved, _laying(attention, context.values, context.operation, True), False)
 
 
 def _exchange(name: str, stage: str, moved: Operation | None, otherwise: Operation, blocks: bool) -> Departure:
@@ -420,7 +387,7 @@ def _order_of_features(
         return
     order = own.reshape(-1)
     if len(order.unique()) < len(order) or len(order) < total:
-        yield Departure("heads_missing_or_repeated", "merge", attention.end, {"kept": len(order.unique())}, blocks=True)
+        yield Departure("heads_missing_or_repeated", "merge", attention.end, blocks=True)
     elif not bool((order.diff() > 0).all()) and not _by_features(attention, order):
         yield Departure("heads_merged_in_another_order", "merge", moved or attention.end, blocks=True)
 
@@ -480,33 +447,8 @@ def _unmerged(attention: Attention, numbers: list[int], consumer: Operation) -> 
     """The first operation after the context that leaves tokens where they should not be."""
     run = attention.run
     context = attention.parts[0].contexts[0].operation
-    lead = _lead_sizes(attention)
-    candidates = list(run.names.carrying(numbers, context.index, consumer.index))
     turned = reshaped_for_transposed(run, numbers, context.index, consumer.index)
-    earlier = [item for item in candidates if turned is None or item[0].index < turned.index]
-    name = "heads_merged_without_transpose"
-    for operation, codes, _ in earlier:
-        wanted = _merged_as_axes_say(attention, codes, lead)
-        departure = _laid_elsewhere(attention, name, "merge", operation, codes, wanted)
-        if departure is not None and wanted is not None and not torch.equal(token_of(wanted), token_of(codes)):
-            return departure
-    guilty = turned or (candidates[-1][0] if candidates else consumer)
-    return Departure(name, "merge", guilty, blocks=True)
-
-
-def _lead_sizes(attention: Attention) -> torch.Size:
-    source = attention.run.names.sources[int(source_of(attention.parts[0].product.left).max())]
-    return source.slot.value.shape[:-1]
-
-
-def _merged_as_axes_say(attention: Attention, codes: Tensor, lead: torch.Size) -> Tensor | None:
-    """Names as they should lie in a tensor of this shape: tokens by the sizes of axes, features in order."""
-    if len(lead) != 2 or len(set(lead)) < 2:
-        return None
-    number = attention.context_sources[0]
-    tokens = token_of(codes).unique()
-    features = feature_of(codes).unique()
-    if len(tokens) != lead[0] * lead[1] or len(tokens) * len(features) != codes.numel():
-        return None
-    plain = coded(number, tokens.view(*lead, 1), features)
-    return _laid_out(plain.expand(*lead, len(features)), codes.shape, lead)
+    queries = run.names.sources[int(source_of(attention.parts[0].product.left).max())]
+    departure = _laid_elsewhere(attention, numbers[0], queries, MERGED, turned or consumer)
+    carried = [operation for operation, _, _ in run.names.carrying(numbers, context.index, consumer.index)]
+    return departure or Departure(MERGED, "merge", turned or [consumer, *carried][-1], blocks=True)

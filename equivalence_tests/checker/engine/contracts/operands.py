@@ -338,7 +338,6 @@ def _located(attention: Attention, operand: Operand) -> Departure:
     departure.show(operation.outputs[0].value.double(), want)
     if not bool(end_want.isnan().any()) and len(end.outputs) == 1:
         departure.patches[end.index] = _from_source(run, end_codes)
-        departure.names[end.index] = end_codes
     return departure
 
 

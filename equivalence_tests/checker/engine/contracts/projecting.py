@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.codes import feature_of, looked_up, retagged, sources_in
+from equivalence_tests.checker.engine.codes import feature_of, sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.taking_part import live_operations, matrix_in, place_of_matrix, unused_parameters
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
-from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes.attention import ORDERS
 from equivalence_tests.checker.reporting.lines import Frames
 
@@ -72,17 +72,13 @@ def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, s
         letters += own if own in given else given[0]
     if letters == "qkv":
         return
-    wrong = _in_other_roles(operands, letters)
-    name = ORDERS.get(letters, "arguments_rotated")
-    departure = Departure(name, "project", _made_by(attention, wrong[0]), {"order": letters})
-    for operand in wrong:
-        departure.patches.update(_from_right_input(attention, operand, operand.role[0], roles))
-    yield departure
+    first = _first_in_another_role(operands, letters)
+    yield Departure(ORDERS.get(letters, "arguments_rotated"), "project", _made_by(attention, first))
 
 
-def _in_other_roles(operands: list[Operand], letters: str) -> list[Operand]:
-    """Those of queries, keys and values that are made of what belongs to another one."""
-    return [operand for operand, has in zip(operands, letters, strict=True) if operand.role[0] != has]
+def _first_in_another_role(operands: list[Operand], letters: str) -> Operand:
+    """The first of queries, keys and values that is made of what belongs to another one."""
+    return next(operand for operand, has in zip(operands, letters, strict=True) if operand.role[0] != has)
 
 
 def _made_by(attention: Attention, operand: Operand) -> Operation | None:
@@ -94,29 +90,6 @@ def _made_by(attention: Attention, operand: Operand) -> Operation | None:
 def _made_of(attention: Attention, operand: Operand) -> list[Source]:
     """The sources of an operand, and those before them as far as the projection."""
     return attention.run.names.made_of(source.number for source in operand.sources)
-
-
-def _from_right_input(attention: Attention, operand: Operand, own: str, roles: Mapping[int, str]) -> dict[int, Patch]:
-    """Project the input that belongs there."""
-    operation = _made_by(attention, operand)
-    right = next((number for number, letters in roles.items() if own in letters), None)
-    if operation is None or right is None or operation.name not in CONTRACTIONS:
-        return {}
-    codes = attention.run.names.before[operation.index][0]
-    source = attention.run.names.sources[right]
-    if codes is None or codes.numel() != source.codes.numel():
-        return {}
-    place = next((i for i, slot in enumerate(attention.run.recorder.given) if slot.key == source.slot.key), None)
-    if place is None:
-        return {}
-    asked, names = retagged(codes, 1), retagged(source.codes, 1)
-
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        x = looked_up(asked, names, recorder.given[place].value)
-        first, *rest = [slot.value for slot in operation.inputs]
-        return operation.call([x.to(first.dtype), *rest])
-
-    return {operation.index: patch}
 
 
 # ---------------------------------------------------------------------------------------------- weights
@@ -208,11 +181,11 @@ def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[st
         return
     letters = "".join(said[role][0][0] for role in ("query", "key", "value"))
     if letters != "qkv" and len(set(letters)) == 3:
-        first = _in_other_roles(operands, letters)[0]
+        first = _first_in_another_role(operands, letters)
         line = _made_by(attention, first)
         if line is not None and _says_its_weight(line, weights[first.role]):
             line = attention.parts[0].product.operation
-        yield Departure(ORDERS[letters], "project", line, {"order": letters})
+        yield Departure(ORDERS[letters], "project", line)
 
 
 def _norms_exchanged(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
@@ -225,7 +198,7 @@ def _norms_exchanged(attention: Attention, operands: list[Operand]) -> Iterator[
         stems = [owner.rpartition(".")[0] for owner in owners]
         said.append({role for role in ("query", "key") for stem in stems if SAID_NORM[role].search(stem)})
     if said == [{"key"}, {"query"}]:
-        yield Departure("query_key_swapped", "project", attention.first, {"order": "kqv"})
+        yield Departure("query_key_swapped", "project", attention.first)
 
 
 def _says_its_weight(operation: Operation, weight: str) -> bool:
