@@ -219,9 +219,8 @@ def _read(plan: BuilderPlan, draws: Sequence[Drawn], masks: list[Tensor]) -> Rea
     found: list[ReadMask] = []
     encodings = list(_encodings(masks))
     for meaning in sorted(meanings(plan, draws), key=lambda m: len(m.mistakes)):
-        expected = [meaning.formula(drawn) for drawn in draws]
         for encoding, looks, wrong in encodings:
-            shape = _shape_in_which(expected, looks)
+            shape = _shape_in_which(meaning.masks, looks)
             if shape:
                 found.append(ReadMask(meaning, shape, encoding, (*meaning.mistakes, *wrong)))
         if any(not mask.mistakes for mask in found):
@@ -321,7 +320,7 @@ def _closest(plan: BuilderPlan, drawn: Drawn, output: Tensor) -> str:
     for _, looks, _ in _encodings([output]):
         for meaning in meanings(plan, [drawn]):
             for arrange in SHAPES_OUT.values():
-                expected = arrange(meaning.formula(drawn), 1)
+                expected = arrange(meaning.masks[0], 1)
                 if not meaning.mistakes and expected.shape == looks[0].shape:
                     wrong = (expected != looks[0]).nonzero()
                     best = min(best, (len(wrong) / expected.numel(), meaning.words, str(tuple(wrong[0].tolist()))))

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,6 @@ from torch import Tensor
 
 __all__ = ["LAYOUTS", "OF_BOOLS", "BuilderPlan", "Drawn", "Meaning", "draws_of", "meanings"]
 
-Part = Callable[["Drawn"], Tensor]
-Named = tuple[str, Part, tuple[str, ...]]  # words, formula, mistakes
 PAD_ID = 3
 OF_BOOLS = " of bools"
 
@@ -82,10 +80,10 @@ class BuilderPlan:
 
 @dataclass(frozen=True)
 class Meaning:
-    """A mask as one reading has it: its words, (b, q, k) with True = may look, and its mistakes."""
+    """A mask as one reading has it: its words, (b, q, k) with True = may look for each draw, and its mistakes."""
 
     words: str
-    formula: Callable[[Drawn], Tensor]
+    masks: list[Tensor]
     mistakes: tuple[str, ...] = ()
 
 
@@ -113,25 +111,28 @@ def meanings(plan: BuilderPlan, draws: Sequence[Drawn]) -> Iterator[Meaning]:
         draws: What it is called with.
 
     Yields:
-        Meanings whose formulas give (b, q, k), True = may look.
+        Meanings, with True = may look.
     """
+    samples = 1 if plan.layout == "(len,)" else None
     for query, key in itertools.product(_sequences(plan), repeat=2):
-        place = (query, key, plan.layout == "(len,)")
-        triangles, paddings = list(_triangles(query, key, plan)), list(_paddings(plan, query, key, draws))
-        alone = [part for part in paddings if "padding_inverted" not in part[2]]
-        for words, part, mistakes in (("hides nothing", _everything(query, key), ()), *triangles, *alone):
-            yield Meaning(words, _in_full(part, *place), mistakes)
-        for triangle, padding in itertools.product(triangles, paddings):
-            yield from _joined(triangle, padding, place)
+        lengths = [[getattr(d, sequence).size(1) for sequence in (query, key)] for d in draws]
+        whole = [torch.ones(len(d.first), *sizes, dtype=torch.bool) for d, sizes in zip(draws, lengths, strict=True)]
+        triangles = list(_triangles([torch.arange(k) - torch.arange(q)[:, None] for q, k in lengths], plan, draws))
+        paddings = list(_paddings(plan, query, key, draws))
+        alone = [part for part in paddings if "padding_inverted" not in part.mistakes]
+        joined = (both for pair in itertools.product(triangles, paddings) for both in _joined(*pair))
+        for part in (Meaning("hides nothing", whole), *triangles, *alone, *joined):
+            masks = [(full & mask)[:samples] for full, mask in zip(whole, part.masks, strict=True)]
+            yield replace(part, masks=masks)
 
 
-def _joined(triangle: Named, padding: Named, place: tuple[str, str, bool]) -> Iterator[Meaning]:
-    (one, causal, slip), (other, keep, wrong) = triangle, padding
-    words, mistakes = f"{one}, {other}", (*slip, *wrong)
+def _joined(triangle: Meaning, padding: Meaning) -> Iterator[Meaning]:
+    words, mistakes = f"{triangle.words}, {padding.words}", (*triangle.mistakes, *padding.mistakes)
+    pairs = list(zip(triangle.masks, padding.masks, strict=True))
     if len(mistakes) <= 2:
-        yield Meaning(words, _in_full(lambda d: causal(d) & keep(d), *place), mistakes)
+        yield Meaning(words, [causal & keep for causal, keep in pairs], mistakes)
     if not mistakes:
-        yield Meaning(words, _in_full(lambda d: causal(d) | keep(d), *place), ("masks_joined_by_or",))
+        yield Meaning(words, [causal | keep for causal, keep in pairs], ("masks_joined_by_or",))
 
 
 def _sequences(plan: BuilderPlan) -> list[str]:
@@ -141,88 +142,51 @@ def _sequences(plan: BuilderPlan) -> list[str]:
     return ["first"] * bool(first) + ["second"] * bool(given & {"key_ids", "key_size"})
 
 
-def _everything(query: str, key: str) -> Part:
-    """(b, q, k), True everywhere."""
-
-    def ones(drawn: Drawn) -> Tensor:
-        lengths = [getattr(drawn, sequence).size(1) for sequence in (query, key)]
-        return torch.ones(len(drawn.first), *lengths, dtype=torch.bool)
-
-    return ones
-
-
-def _in_full(part: Part, query: str, key: str, one_sample: bool) -> Part:
-    return lambda d: (_everything(query, key)(d) & part(d))[: 1 if one_sample else None]
-
-
-def _triangles(query: str, key: str, plan: BuilderPlan) -> Iterator[Named]:
-    """List the causal masks of (query, key), and windows where one is asked for."""
-
-    def ahead(drawn: Drawn) -> Tensor:
-        query_len, key_len = _everything(query, key)(drawn).shape[1:]
-        return torch.arange(key_len) - torch.arange(query_len)[:, None]  # j - i
-
-    yield "causal", lambda d: ahead(d) <= 0, ()
-    if query != key:
-        yield "causal, aligned at the end", lambda d: ahead(d) <= ahead(d)[-1, -1], ()
+def _triangles(ahead: list[Tensor], plan: BuilderPlan, draws: Sequence[Drawn]) -> Iterator[Meaning]:
+    """List the causal masks, and windows where one is asked for, by how far each key is ahead of each query."""
+    yield Meaning("causal", [j <= 0 for j in ahead])
+    if any(j.size(0) != j.size(1) for j in ahead):
+        yield Meaning("causal, aligned at the end", [j <= j[-1, -1] for j in ahead])
     if plan.named("window"):
-        yield "causal, a window with the token itself", lambda d: (ahead(d) <= 0) & (ahead(d) > -d.window), ()
-        yield "causal, a window and the token itself", lambda d: (ahead(d) <= 0) & (ahead(d) >= -d.window), ()
-        yield "a window to both sides", lambda d: ahead(d).abs() <= d.window, ()
-        yield "a window to both sides, without its ends", lambda d: ahead(d).abs() < d.window, ()
-    yield "causal", lambda d: ahead(d) <= 1, ("causal_mask_sees_one_ahead",)
-    yield "causal", lambda d: ahead(d) < 0, ("causal_mask_hides_itself",)
-    yield "causal", lambda d: ahead(d) >= 0, ("causal_mask_transposed",)
+        reach = [(j, d.window) for j, d in zip(ahead, draws, strict=True)]
+        yield Meaning("causal, a window with the token itself", [(j <= 0) & (j > -w) for j, w in reach])
+        yield Meaning("causal, a window and the token itself", [(j <= 0) & (j >= -w) for j, w in reach])
+        yield Meaning("a window to both sides", [j.abs() <= w for j, w in reach])
+        yield Meaning("a window to both sides, without its ends", [j.abs() < w for j, w in reach])
+    yield Meaning("causal", [j <= 1 for j in ahead], ("causal_mask_sees_one_ahead",))
+    yield Meaning("causal", [j < 0 for j in ahead], ("causal_mask_hides_itself",))
+    yield Meaning("causal", [j >= 0 for j in ahead], ("causal_mask_transposed",))
 
 
-def _paddings(plan: BuilderPlan, query: str, key: str, draws: Sequence[Drawn]) -> Iterator[Named]:
-    """List the padding masks of (query, key): of the keys, as it should be, and of the queries."""
+def _paddings(plan: BuilderPlan, query: str, key: str, draws: Sequence[Drawn]) -> Iterator[Meaning]:
+    """List the padding masks: of the keys, as it should be, and of the queries."""
     of_queries = list(_kept(plan, query, draws))
-    for words, keep, mistakes in _kept(plan, key, draws):
-        yield f"padding of {words}", _of_keys(keep), mistakes
-        yield f"padding of {words}", _of_keys(_inverse(keep)), ("padding_inverted", *mistakes)
-        right = [other for _, other, wrong in of_queries if not wrong and not mistakes]
-        for other in right:
-            yield f"padding of {words}, padded queries too", _of_both(keep, other), ()
-    for words, keep, mistakes in of_queries:
-        yield f"padding of {words}", _of_queries(keep), ("padding_hides_queries", *mistakes)
+    for kept in _kept(plan, key, draws):
+        words, of_keys = f"padding of {kept.words}", [keep[:, None] for keep in kept.masks]
+        yield Meaning(words, of_keys, kept.mistakes)
+        yield Meaning(words, [~keep for keep in of_keys], ("padding_inverted", *kept.mistakes))
+        for other in of_queries:
+            if not other.mistakes and not kept.mistakes:
+                both = [keep & rows[..., None] for keep, rows in zip(of_keys, other.masks, strict=True)]
+                yield Meaning(f"{words}, padded queries too", both)
+    for kept in of_queries:
+        hidden = [keep[..., None] for keep in kept.masks]
+        yield Meaning(f"padding of {kept.words}", hidden, ("padding_hides_queries", *kept.mistakes))
 
 
-def _inverse(keep: Part) -> Part:
-    return lambda d: ~keep(d)
-
-
-def _of_keys(keep: Part) -> Part:
-    return lambda d: keep(d)[:, None, :]
-
-
-def _of_queries(keep: Part) -> Part:
-    return lambda d: keep(d)[:, :, None]
-
-
-def _of_both(keys: Part, queries: Part) -> Part:
-    return lambda d: keys(d)[:, None, :] & queries(d)[:, :, None]
-
-
-def _kept(plan: BuilderPlan, sequence: str, draws: Sequence[Drawn]) -> Iterator[Named]:
+def _kept(plan: BuilderPlan, sequence: str, draws: Sequence[Drawn]) -> Iterator[Meaning]:
     """List what may count as no padding in a sequence: (b, len)."""
+    tokens = [getattr(d, sequence) for d in draws]
     ids = plan.named("ids" if sequence == "first" else "key_ids")
     argument = plan.named("pad_id")
     if ids:
         for pad in [PAD_ID, 0, 1] if argument else draws[0].first.unique().tolist():
             wrong = ("pad_id_not_used",) if argument and pad != PAD_ID else ()
-            yield f"{ids} ({argument or f'id {pad}'})", _other_than(sequence, pad), wrong
+            yield Meaning(f"{ids} ({argument or f'id {pad}'})", [x != pad for x in tokens], wrong)
     if sequence == "first" and plan.named("keep"):
-        yield f"{plan.named('keep')} (0)", _other_than(sequence, PAD_ID), ()
-        yield f"{plan.named('keep')} (1)", lambda d: d.first == PAD_ID, ()
+        yield Meaning(f"{plan.named('keep')} (0)", [x != PAD_ID for x in tokens])
+        yield Meaning(f"{plan.named('keep')} (1)", [x == PAD_ID for x in tokens])
     if sequence == "first" and plan.named("lengths"):
         for more, wrong in ((0, ()), (1, ("length_one_too_long",)), (-1, ("length_one_too_short",))):
-            yield plan.named("lengths"), _within_lengths(more), wrong
-
-
-def _other_than(sequence: str, pad: int) -> Part:
-    return lambda d: getattr(d, sequence) != pad
-
-
-def _within_lengths(more: int) -> Part:
-    return lambda d: torch.arange(d.first.size(1)) < d.lengths[:, None] + more
+            within = [torch.arange(d.first.size(1)) < d.lengths[:, None] + more for d in draws]
+            yield Meaning(plan.named("lengths"), within, wrong)
