@@ -1,21 +1,32 @@
 """The known mistakes of LayerNorms, feed-forwards and positional encodings."""
 
+from collections.abc import Callable
+from typing import Any
+
 from equivalence_tests.checker.mistakes.mistake import Mistake
 
 __all__ = ["ROWS"]
 
-NORM = "gain * (x - mean) / sqrt(var + eps) + bias, over the last axis, var with 1 / n"
-FEED_FORWARD = "linear2(activation(linear1(x)))"
-SINUSOIDS = "PE(pos, 2i) = sin(pos / 10000^(2i / d)), PE(pos, 2i + 1) = cos(the same)"
 ACTIVATIONS = "relu, gelu, silu, tanh, sigmoid, leaky_relu, elu, mish, square, pow, mul"
 LAST_ACTIVATION = "last relu, last gelu, last silu, last tanh, last sigmoid, last mul"
-FREQUENCIES = "exp, pow, div, outer, sin, cos"
 
 
-def _norm(
-    name: str, sentence: str, have: str, fix: str, ran: str, on_purpose_in: str = "", want: str = NORM
-) -> Mistake:
-    return Mistake(name, "norm", sentence, have, want, fix, on_purpose_in, ran)
+def _rows_of(stage: str, want: str, ran: str = "") -> Callable[..., Mistake]:
+    """Give what writes a mistake of a stage, of which the right formula is known."""
+
+    def row(name: str, sentence: str, have: str, fix: str, ran: str = ran, **more: Any) -> Mistake:
+        return Mistake(name, stage, sentence, have, **{"want": want, "fix": fix, "ran": ran} | more)
+
+    return row
+
+
+_norm = _rows_of("norm", "gain * (x - mean) / sqrt(var + eps) + bias, over the last axis, var with 1 / n")
+_feed_forward = _rows_of("feed forward", "linear2(activation(linear1(x)))")
+_position = _rows_of(
+    "positions",
+    "PE(pos, 2i) = sin(pos / 10000^(2i / d)), PE(pos, 2i + 1) = cos(the same)",
+    "exp, pow, div, outer, sin, cos",
+)
 
 
 NORMS = (
@@ -107,19 +118,6 @@ NORMS = (
         "end",
     ).made_of("layer_norm", (" + self.bias", "")),
 )
-
-
-def _feed_forward(
-    name: str,
-    sentence: str,
-    have: str,
-    fix: str,
-    ran: str,
-    on_purpose_in: str = "",
-    want: str = FEED_FORWARD,
-    expressible: bool = False,
-) -> Mistake:
-    return Mistake(name, "feed forward", sentence, have, want, fix, on_purpose_in, ran, expressible)
 
 
 FEED_FORWARDS = (
@@ -214,18 +212,6 @@ FEED_FORWARDS = (
         ("return self.w_2(F.relu(self.w_1(x)))", "return F.relu(self.w_1(x))"),
     ),
 )
-
-
-def _position(
-    name: str,
-    sentence: str,
-    have: str,
-    fix: str,
-    ran: str = FREQUENCIES,
-    on_purpose_in: str = "",
-    want: str = SINUSOIDS,
-) -> Mistake:
-    return Mistake(name, "positions", sentence, have, want, fix, on_purpose_in, ran)
 
 
 POSITIONS = (

@@ -6,7 +6,6 @@ A layer or a model is checked by walking its sub-modules (``walking``), code tha
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,26 +79,23 @@ def _examine_instance(subject: Subject, kind: str, where: str) -> Report | None:
 
 def _examine_module(module: nn.Module, width: int, subject: Subject, kind: str, where: str) -> Report | None:
     prepare(module)
-    if kind == "layer_norm" and all(p.numel() == 1 for p in module.parameters()):
+    norm = kind == "layer_norm"
+    if norm and all(p.numel() == 1 for p in module.parameters()):
         width = SIZES[0].embed_dim  # one gain for all features says nothing about their number
-    turned, observations = _fed(module, width, kind)
+    # Beside convolutions, features and tokens may be in each other's place.
+    fed = ((turned, list(_observe(module, width, norm, turned))) for turned in (False, True))
+    turned, observations = next((found for found in fed if found[1]), (False, []))
     if not observations:
         return None
+
+    def given() -> Tensor:
+        return _as_given(observations[0][0], turned)
+
+    readings = norm_readings(module, width) if norm else feed_forward_readings(module, given())
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
-
-    def again() -> Any:
-        return module(_as_given(observations[0][0], turned))
-
-    readings = (
-        norm_readings(module, width)
-        if kind == "layer_norm"
-        else feed_forward_readings(module, _as_given(observations[0][0], turned))
-    )
-    readings = (replace(r, words=(*r.words, *rows)) for r in readings)
-    if kind == "layer_norm":
-        words = "RMSNorm" if is_rms_norm(module) else "layer norm"
-        return judge(subject.name, words, where, readings, observations, [again])
-    report = judge(subject.name, "feed forward", where, readings, observations, [again])
+    readings = (reading.beside(rows) for reading in readings)
+    words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
+    report = judge(subject.name, words, where, readings, observations, [lambda: module(given())])
     seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
     if report.verdict == "unchecked" and seen > 1:
         report.reason = f"A convolution in it looks at {seen} tokens at once: it is no position-wise feed-forward."
@@ -112,15 +108,8 @@ def _examine_positions(subject: Subject, where: str) -> Report | None:
     unmatched = None
     for placement in placements(subject, module or subject.function):
         width = placement.observations[0][1].size(-1)
-        readings = (
-            replace(
-                reading,
-                words=(*reading.words, *placement.words),
-                mistakes=(*placement.mistakes, *reading.mistakes),
-                notes=(*reading.notes, *placement.notes),
-            )
-            for reading in position_readings(module, width)
-        )
+        found = (placement.words, placement.mistakes, placement.notes)
+        readings = (reading.beside(*found) for reading in position_readings(module, width))
         calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
         report = judge(subject.name, "positional encoding", where, readings, placement.observations, calls)
         if report.verdict != "unchecked":
@@ -135,25 +124,16 @@ def _constructed(module: nn.Module) -> None:
         next(build(type(module)))
 
 
-def _fed(module: nn.Module, width: int, kind: str) -> tuple[bool, list[Observation]]:
-    """Feed it tokens; beside convolutions, features and tokens may be in each other's place."""
-    straight = list(_observe(module, width, kind, turned=False))
-    if straight:
-        return False, straight
-    return True, list(_observe(module, width, kind, turned=True))
-
-
 def _as_given(x: Tensor, turned: bool) -> Tensor:
     """Lay tokens out as the module takes them; a copy, for residuals may be added in place."""
     return x.mT.contiguous() if turned else x.clone()
 
 
-def _observe(module: nn.Module, width: int, kind: str, turned: bool) -> Iterator[Observation]:
+def _observe(module: nn.Module, width: int, norm: bool, turned: bool) -> Iterator[Observation]:
     """Feed it tokens of a normal and, where eps counts, of a small size."""
     generator = torch.Generator().manual_seed(0)
-    for (batch, length), size in itertools.product(SHAPES, (1.0, 0.02) if kind == "layer_norm" else (1.0,)):
-        x = size * torch.randn(batch, length, width, generator=generator)
-        x = x + 0.3 * size if kind == "layer_norm" else x
+    for (batch, length), size in itertools.product(SHAPES, (1.0, 0.02) if norm else (1.0,)):
+        x = size * (torch.randn(batch, length, width, generator=generator) + (0.3 if norm else 0.0))
         try:
             with torch.no_grad():
                 output = next(tensors_in((module(_as_given(x, turned)),)), None)

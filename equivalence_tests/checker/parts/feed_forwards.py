@@ -54,26 +54,26 @@ GATES: dict[str, Map] = {
 }
 GIVEN = "arg:x"
 ADDS = ("add", "iadd", "radd")
-Wrap = Callable[[Tensor, Map, Map], Tensor]
+Wrap = Callable[[Map, Map, Tensor], Tensor]
 # What stands around the linears, and what is wrong with that.
 WRAPS: dict[str, tuple[Wrap, tuple[str, ...]]] = {
-    "the two linears": (lambda x, f, n: f(x), ()),
-    "+ residual": (lambda x, f, n: x + f(x), ()),
-    "+ residual, then LayerNorm": (lambda x, f, n: n(x + f(x)), ()),
-    "+ LayerNorm on the input": (lambda x, f, n: f(n(x)), ()),
-    "+ LayerNorm on the input, + residual": (lambda x, f, n: x + f(n(x)), ()),
-    "+ LayerNorm on the input, half of it + residual (Conformer)": (lambda x, f, n: x + 0.5 * f(n(x)), ()),
-    "+ LayerNorm on the output, no residual": (lambda x, f, n: n(f(x)), ("residual_missing",)),
+    "the two linears": (lambda f, n, x: f(x), ()),
+    "+ residual": (lambda f, n, x: x + f(x), ()),
+    "+ residual, then LayerNorm": (lambda f, n, x: n(x + f(x)), ()),
+    "+ LayerNorm on the input": (lambda f, n, x: f(n(x)), ()),
+    "+ LayerNorm on the input, + residual": (lambda f, n, x: x + f(n(x)), ()),
+    "+ LayerNorm on the input, half of it + residual (Conformer)": (lambda f, n, x: x + 0.5 * f(n(x)), ()),
+    "+ LayerNorm on the output, no residual": (lambda f, n, x: n(f(x)), ("residual_missing",)),
     "+ LayerNorm on the input, + residual of the normalised": (
-        lambda x, f, n: n(x) + f(n(x)),
+        lambda f, n, x: n(x) + f(n(x)),
         ("residual_from_normalised",),
     ),
-    "+ residual twice, then LayerNorm": (lambda x, f, n: n(x + x + f(x)), ("residual_added_twice",)),
+    "+ residual twice, then LayerNorm": (lambda f, n, x: n(x + x + f(x)), ("residual_added_twice",)),
     "+ residual, then a norm made in forward": (
-        lambda x, f, n: F.layer_norm(x + f(x), x.shape[-1:]),
+        lambda f, n, x: F.layer_norm(x + f(x), x.shape[-1:]),
         ("norm_fresh_in_forward",),
     ),
-    "+ LayerNorm on the output, then residual": (lambda x, f, n: x + n(f(x)), ("residual_after_norm",)),
+    "+ LayerNorm on the output, then residual": (lambda f, n, x: x + n(f(x)), ("residual_after_norm",)),
 }
 
 
@@ -122,14 +122,8 @@ def feed_forward_readings(module: nn.Module, given: Tensor) -> Iterator[PartRead
     wraps = [(words, *wrap) for words, wrap in WRAPS.items() if norm is not None or "LayerNorm" not in words]
     for body, (words, wrap, mistakes) in itertools.product(_bodies(_applied(recorder), idle), wraps):
         if not (body.notes and mistakes):  # nothing is told of what stands around a gated one but what is right
-            rows = (*body.words, ("includes", words, "linear2(activation(linear1(x)))"))
-            yield PartReading(
-                _bind(wrap, body.formula, norm or nn.Identity()), rows, (*body.mistakes, *mistakes), body.notes
-            )
-
-
-def _bind(wrap: Wrap, body: Map, norm: Map) -> Map:
-    return lambda x: wrap(x, body, norm)
+            reading = replace(body, formula=functools.partial(wrap, body.formula, norm or nn.Identity()))
+            yield reading.beside((("includes", words, "linear2(activation(linear1(x)))"),), mistakes)
 
 
 def _is_norm(module: nn.Module) -> bool:

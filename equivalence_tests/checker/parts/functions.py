@@ -12,6 +12,7 @@ from torch import Tensor, nn
 __all__ = ["FunctionModule", "function_modules"]
 
 EPS = 1e-5
+MOST = 64
 BIAS = re.compile(r"^b(_?\w{0,3})?$|bias|beta|shift")
 
 
@@ -44,33 +45,21 @@ def function_modules(function: Callable[..., Any], kind: str, width: int, ff_dim
         ff_dim: Width inside a feed-forward.
 
     Yields:
-        Modules: for a feed-forward with matrices of (in, out), then of (out, in).
+        Modules for each choice of shapes, whether the function can be called with them or not.
     """
     required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty][1:]
-    if kind == "layer_norm":
-        for values in itertools.islice(itertools.product(*(_norm_values(name, width) for name in required)), 8):
-            yield FunctionModule(function, dict(zip(required, values, strict=True)))
-        return
-    for transposed in (False, True):
-        yield FunctionModule(function, _matrices(required, width, ff_dim, transposed))
+    choices = (_values(name.lower(), width, ff_dim if kind == "feed_forward" else 0) for name in required)
+    for values in itertools.islice(itertools.product(*choices), MOST):
+        yield FunctionModule(function, dict(zip(required, values, strict=True)))
 
 
-def _norm_values(name: str, width: int) -> list[Any]:
+def _values(name: str, width: int, ff_dim: int) -> list[Any]:
+    """Give what a name asks for: a matrix may be (in, out) or (out, in), a bias as wide as what either gives."""
     if "eps" in name:
         return [EPS]
-    return [(width,), width] if re.search("shape|dim|size", name) else [torch.ones(width)]
-
-
-def _matrices(names: list[str], width: int, ff_dim: int, transposed: bool) -> dict[str, Tensor]:
-    """All matrices lead inside but the last, which leads back; a bias is as wide as what the matrix before it gives."""
-    matrices = [name for name in names if not BIAS.search(name.lower())]
-    given: dict[str, Tensor] = {}
-    out = ff_dim
-    for name in names:
-        if name in matrices:
-            out = width if name == matrices[-1] else ff_dim
-            inner = ff_dim if name == matrices[-1] else width
-            given[name] = torch.ones(out, inner) if transposed else torch.ones(inner, out)
-        else:
-            given[name] = torch.ones(out)
-    return given
+    if re.search("shape|dim|size", name):
+        return [(width,), width]
+    sizes = (ff_dim, width) if ff_dim else (width,)
+    if not ff_dim or BIAS.search(name):
+        return [torch.ones(size) for size in sizes]
+    return [torch.ones(sizes[::-1]), torch.ones(sizes)]

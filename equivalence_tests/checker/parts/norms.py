@@ -4,12 +4,12 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.parts.functions import FunctionModule
+from equivalence_tests.checker.parts.functions import BIAS, FunctionModule
 from equivalence_tests.checker.parts.readings import PartReading
 
 __all__ = ["is_rms_norm", "norm_readings"]
@@ -29,25 +29,23 @@ SPREADS: tuple[tuple[bool, Callable[[int], int], tuple[str, ...]], ...] = (
     (False, lambda n: n, ()),
     (False, lambda n: 1, ("norm_sum_for_mean",)),
 )
-BIAS_NAME = re.compile(r"beta|bias|shift|^b(_?\d)?$")
 GAIN_NAME = re.compile(r"gamma|gain|weight|scale|alpha|^[ag](_?\d)?$")
-PLACES: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[str, ...]]] = {
-    "inside the root": (lambda variance, eps: (variance + eps).sqrt(), ()),
-    "outside the root": (lambda variance, eps: variance.sqrt() + eps, ("norm_eps_outside",)),
-    "added to the variance, of which no root is taken": (lambda variance, eps: variance + eps, ("norm_without_root",)),
+
+
+def _outside(eps: float, variance: Tensor) -> Tensor:
+    return variance.sqrt() + eps
+
+
+PLACES: dict[str, tuple[Callable[[float, Tensor], Tensor], tuple[str, ...]]] = {
+    "inside the root": (lambda eps, variance: (variance + eps).sqrt(), ()),
+    "outside the root": (_outside, ("norm_eps_outside",)),
+    "added to the variance, of which no root is taken": (lambda eps, variance: variance + eps, ("norm_without_root",)),
 }
 EPS = (0.0, 1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
+# Gain, bias, what they are called, and what is wrong with them.
+Map = Callable[[Tensor], Tensor]
+Affine = tuple[Tensor, Tensor, str, tuple[str, ...]]
 SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds unless told otherwise
-
-
-@dataclass(frozen=True)
-class Affine:
-    """A gain and a bias among the parameters."""
-
-    gain: Tensor
-    bias: Tensor
-    words: str
-    mistakes: tuple[str, ...] = ()
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -74,35 +72,35 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
     rms = is_rms_norm(module)
     stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
     likely = dict.fromkeys([*stated, *([SMALLEST] if rms else []), *EPS])
-    for affine, eps in itertools.product(_affines(module, width), likely):
-        known = (*affine.mistakes, *(() if eps else ("norm_without_eps",)))
-        for (place, (divisor, misplaced)), (axes_words, axes) in itertools.product(PLACES.items(), AXES.items()):
-            wrong_axes = () if axes == (-1,) else ("norm_wrong_axes",)
-            for centred, divided, spread in SPREADS:
-                mean = () if centred != rms else ("norm_subtracts_mean",) if rms else ("norm_without_mean",)
-                words = (
-                    *((("compared with", "nn.RMSNorm", ""),) if rms else ()),
-                    ("eps", f"{eps:g}, {place}", "inside the root" if rms else "1e-05 by default, inside the root"),
-                    ("axes", axes_words, "the last"),
-                    ("gain and bias", affine.words, "weight" if rms else "weight and bias"),
-                )
-                formula = _formula(affine, eps, divisor, axes, centred, divided)
-                yield PartReading(formula, words, (*known, *misplaced, *spread, *wrong_axes, *mean))
+    options = itertools.product(_affines(module, width), likely, PLACES.items(), AXES.items(), SPREADS)
+    for (gain, bias, names, wrong), eps, (place, (divisor, misplaced)), (axes_words, axes), spread in options:
+        centred, divided, of_spread = spread
+        mistakes = (
+            *wrong,
+            *(() if eps else ("norm_without_eps",)),
+            *misplaced,
+            *of_spread,
+            *(() if axes == (-1,) else ("norm_wrong_axes",)),
+            *(() if centred != rms else ("norm_subtracts_mean",) if rms else ("norm_without_mean",)),
+        )
+        words = (
+            *((("compared with", "nn.RMSNorm", ""),) if rms else ()),
+            ("eps", f"{eps:g}, {place}", "inside the root" if rms else "1e-05 by default, inside the root"),
+            ("axes", axes_words, "the last"),
+            ("gain and bias", names, "weight" if rms else "weight and bias"),
+        )
+        formula = partial(_normed, gain, bias, partial(divisor, eps), axes, centred, divided)
+        yield PartReading(formula, words, mistakes)
 
 
 def _scale_norms(module: nn.Module) -> Iterator[PartReading]:
     """G x / |x|, with one number g: what is no LayerNorm is no wrong one."""
-    words = (("compared with", "g * F.normalize(x): ScaleNorm", ""),)
     note = "torch.nn has no ScaleNorm: it equals g * F.normalize(x, dim=-1)"
-    for name, p in module.named_parameters():
-        if p.numel() == 1:
-            rows = (*words, ("gain", name, ""))
-            for eps in (1e-12, *EPS):
-                yield PartReading(_scaled(p.detach(), eps), rows, notes=(note,))
-
-
-def _scaled(gain: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: gain * x / (x.norm(dim=-1, keepdim=True) + eps)
+    gains = [(name, p.detach()) for name, p in module.named_parameters() if p.numel() == 1]
+    for (name, gain), eps in itertools.product(gains, (1e-12, *EPS)):
+        words = (("compared with", "g * F.normalize(x): ScaleNorm", ""), ("gain", name, ""))
+        formula = partial(_normed, gain, torch.zeros(()), partial(_outside, eps), (-1,), False, lambda n: 1)
+        yield PartReading(formula, words, notes=(note,))
 
 
 def _affines(module: nn.Module, width: int) -> Iterator[Affine]:
@@ -110,30 +108,27 @@ def _affines(module: nn.Module, width: int) -> Iterator[Affine]:
     vectors = {name: p.detach() for name, p in module.named_parameters() if p.numel() in (1, width)}
     one, zero = torch.ones(()), torch.zeros(())
     for (gain, g), (bias, b) in itertools.permutations(vectors.items(), 2):
-        exchanged = BIAS_NAME.search(gain.lower()) and GAIN_NAME.search(bias.lower())
+        exchanged = BIAS.search(gain.lower()) and GAIN_NAME.search(bias.lower())
         wrong = ("norm_gain_and_bias_exchanged",) if exchanged else ()
-        yield Affine(g, b, f"{gain} and {bias}", wrong)
-        yield Affine(1 + g, b, f"1 + {gain} and {bias}", wrong)
-        yield Affine(g, g * b, f"{gain} and {bias}", ("norm_bias_scaled", *wrong))
+        yield (g, b, f"{gain} and {bias}", wrong)
+        yield (1 + g, b, f"1 + {gain} and {bias}", wrong)
+        yield (g, g * b, f"{gain} and {bias}", ("norm_bias_scaled", *wrong))
     bias_lost = ("norm_bias_unused",) if len(vectors) > 1 else ()
     for gain, g in vectors.items():
-        yield Affine(g, zero, gain, bias_lost)
-        yield Affine(1 + g, zero, f"1 + {gain}", bias_lost)
-    yield Affine(one, zero, "none", ("norm_gain_unused",) if vectors else ())
+        yield (g, zero, gain, bias_lost)
+        yield (1 + g, zero, f"1 + {gain}", bias_lost)
+    yield (one, zero, "none", ("norm_gain_unused",) if vectors else ())
 
 
-def _formula(
-    affine: Affine,
-    eps: float,
-    divisor: Callable[[Tensor, float], Tensor],
+def _normed(
+    gain: Tensor,
+    bias: Tensor,
+    divisor: Map,
     axes: tuple[int, ...],
     centred: bool,
     divided: Callable[[int], int],
-) -> Callable[[Tensor], Tensor]:
-    def formula(x: Tensor) -> Tensor:
-        deviation = x - x.mean(axes, keepdim=True) if centred else x
-        count = divided(math.prod(x.size(axis) for axis in axes))
-        variance = deviation.square().sum(axes, keepdim=True) / count
-        return affine.gain * deviation / divisor(variance, eps) + affine.bias
-
-    return formula
+    x: Tensor,
+) -> Tensor:
+    deviation = x - x.mean(axes, keepdim=True) if centred else x
+    count = divided(math.prod(x.size(axis) for axis in axes))
+    return gain * deviation / divisor(deviation.square().sum(axes, keepdim=True) / count) + bias

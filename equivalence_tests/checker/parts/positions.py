@@ -5,8 +5,8 @@ What is compared is the table alone: ``position_calls`` takes the input off what
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ __all__ = ["position_readings"]
 
 BASES = (10000.0, 1000.0, 100.0, 100000.0)
 # What stands on even and odd features, or in the first and the second half.
-LAYOUTS: dict[str, tuple[str, str, bool, tuple[str, ...]]] = {
-    "sine and cosine interleaved": ("sin", "cos", True, ()),
-    "sines, then cosines": ("sin", "cos", False, ()),
-    "cosine and sine interleaved": ("cos", "sin", True, ("position_sine_cosine_swapped",)),
-    "cosines, then sines": ("cos", "sin", False, ("position_sine_cosine_swapped",)),
-    "sines everywhere": ("sin", "sin", True, ("position_cosine_missing",)),
+Map = Callable[[Tensor], Tensor]
+LAYOUTS: dict[str, tuple[Map, Map, bool, tuple[str, ...]]] = {
+    "sine and cosine interleaved": (torch.sin, torch.cos, True, ()),
+    "sines, then cosines": (torch.sin, torch.cos, False, ()),
+    "cosine and sine interleaved": (torch.cos, torch.sin, True, ("position_sine_cosine_swapped",)),
+    "cosines, then sines": (torch.cos, torch.sin, False, ("position_sine_cosine_swapped",)),
+    "sines everywhere": (torch.sin, torch.sin, True, ("position_cosine_missing",)),
 }
 # Exponent of the base for pair i of a width d, for the first and second of the pair: right, then wrong in known ways.
 Exponents = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -36,7 +37,7 @@ EXPONENTS: dict[str, Exponents] = {
     "position_timescale_of_tensor2tensor": lambda i, d: (i / max(d // 2 - 1, 1), i / max(d // 2 - 1, 1)),
 }
 # What is done to the numbers 0, 1, ... of the positions.
-NUMBERINGS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
+NUMBERINGS: dict[str, tuple[Map, tuple[str, ...]]] = {
     "from 0": (lambda p: p, ()),
     "from 1": (lambda p: p + 1, ("position_starts_at_one",)),
     "from 1, divided by the length": (
@@ -72,11 +73,11 @@ def _learned(name: str, table: Tensor) -> Iterator[PartReading]:
     for offset in (0, 1, 2):
         first = f", from row {offset} on" if offset else ""
         words = (("table", f"learned: {name}{first}", "nn.Embedding of the positions"),)
-        yield PartReading(_rows(table, offset), words, (), (note,))
+        yield PartReading(partial(_rows, table, offset), words, (), (note,))
 
 
-def _rows(table: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
-    return lambda positions: table[positions.long() + offset]
+def _rows(table: Tensor, offset: int, positions: Tensor) -> Tensor:
+    return table[positions.long() + offset]
 
 
 def _has_a_row_of_zeros(module: nn.Module) -> bool:
@@ -99,36 +100,21 @@ def _sinusoids(width: int, scale: str, factor: Tensor, zeroed: bool) -> Iterator
             *((("scaled by", scale, ""),) if scale else ()),
             *((("base", f"{base:g}", "10000"),) if base != 10000.0 else ()),
         )
-        table = _formula((one, two), interleaved, exponents, base, width)
-        yield PartReading(_numbered(table, number, factor, zeroed), words, mistakes)
+        table = partial(_table, (one, two), interleaved, exponents, base, width)
+        yield PartReading(partial(_numbered, table, number, factor, zeroed), words, mistakes)
 
 
-def _numbered(
-    table: Callable[[Tensor], Tensor], number: Callable[[Tensor], Tensor], factor: Tensor, zeroed: bool
-) -> Callable[[Tensor], Tensor]:
-    def formula(positions: Tensor) -> Tensor:
-        rows = factor * table(number(positions))
-        return torch.where((positions == 0)[:, None], 0.0, rows) if zeroed else rows
-
-    return formula
+def _numbered(table: Map, number: Map, factor: Tensor, zeroed: bool, positions: Tensor) -> Tensor:
+    rows = factor * table(number(positions))
+    return torch.where((positions == 0)[:, None], 0.0, rows) if zeroed else rows
 
 
-def _formula(
-    functions: Sequence[str], interleaved: bool, exponents: Exponents, base: float, width: int
-) -> Callable[[Tensor], Tensor]:
+def _table(
+    functions: tuple[Map, Map], interleaved: bool, exponents: Exponents, base: float, width: int, positions: Tensor
+) -> Tensor:
     pairs = torch.arange((width + 1) // 2, dtype=torch.float64)
-    for_first, for_second = exponents(pairs, width)
-
-    def formula(positions: Tensor) -> Tensor:
-        first = _wave(functions[0], positions, base**-for_first)
-        second = _wave(functions[1], positions, base**-for_second)
-        if interleaved:
-            return torch.stack((first, second), -1).flatten(1)[:, :width]
-        return torch.cat((first, second[:, : width // 2]), 1)
-
-    return formula
-
-
-def _wave(function: str, positions: Tensor, frequencies: Any) -> Tensor:
-    angles = positions[:, None] * frequencies
-    return angles.sin() if function == "sin" else angles.cos()
+    both = zip(functions, exponents(pairs, width), strict=True)
+    first, second = (function(positions[:, None] * base**-exponent) for function, exponent in both)
+    if interleaved:
+        return torch.stack((first, second), -1).flatten(1)[:, :width]
+    return torch.cat((first, second[:, : width // 2]), 1)

@@ -39,29 +39,33 @@ class PartReading:
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def beside(
+        self, words: tuple[Row, ...], mistakes: tuple[str, ...] = (), notes: tuple[str, ...] = ()
+    ) -> "PartReading":
+        """Add what was found out about the call."""
+        return PartReading(self.formula, (*self.words, *words), (*mistakes, *self.mistakes), (*self.notes, *notes))
+
 
 @dataclass(frozen=True)
 class _Tried:
     """Readings, the fewest mistakes first, each with its difference on the first observation."""
 
-    readings: list[PartReading]
-    first: list[float]
+    readings: list[tuple[float, PartReading]]
     observations: Sequence[Observation]
 
-    def worst(self, index: int) -> float:
+    def worst(self, reading: PartReading) -> float:
         """The greatest difference of one reading over all observations."""
-        return max(_error(self.readings[index], x, output) for x, output in self.observations)
+        return max(_error(reading, x, output) for x, output in self.observations)
 
-    def matching(self, bound: float) -> list[int]:
+    def matching(self, bound: float) -> list[PartReading]:
         """The readings that give every output to within a bound."""
-        near = [index for index, error in enumerate(self.first) if error <= bound]
-        return [index for index in near if self.worst(index) <= bound]
+        return [reading for error, reading in self.readings if error <= bound and self.worst(reading) <= bound]
 
-    def least(self, mistakes: Iterable[str]) -> float | None:
+    def least(self, mistakes: set[str]) -> float | None:
         """The least difference of the readings with exactly these mistakes; None if there are none."""
-        wanted = set(mistakes)
-        near = sorted((e, i) for i, e in enumerate(self.first) if set(self.readings[i].mistakes) == wanted)[:MEASURED]
-        return min((self.worst(index) for _, index in near), default=None)
+        alike = [(error, reading) for error, reading in self.readings if set(reading.mistakes) == mistakes]
+        near = sorted(alike, key=lambda item: item[0])[:MEASURED]
+        return min((self.worst(reading) for _, reading in near), default=None)
 
 
 def judge(
@@ -89,38 +93,34 @@ def judge(
     """
     report = Report(name, kind)
     ranked = sorted(readings, key=lambda reading: len(reading.mistakes))
-    first: list[float] = []
-    for reading in ranked:
-        first.append(_error(reading, *observations[0]))
-    tried = _Tried(ranked, first, observations)
+    tried = _Tried([(_error(reading, *observations[0]), reading) for reading in ranked], observations)
     for bound in (EXACT, FLOAT32_INSIDE):
-        matching = tried.matching(bound)
-        if matching:
+        if matching := tried.matching(bound):
             return _matched(report, tried, matching, calls, where)
-    report.reason = f"No known form reproduces its output; {len(first)} readings were tried. This is not a verdict."
+    report.reason = f"No known form reproduces its output; {len(ranked)} readings were tried. This is not a verdict."
     return report
 
 
-def _matched(report: Report, tried: _Tried, matching: list[int], calls: Sequence[Call], where: str) -> Report:
-    reading = tried.readings[matching[0]]
-    report.conventions, report.notes = list(reading.words), list(reading.notes)
-    ran = operations_of(*calls) if reading.mistakes else []
+def _matched(report: Report, tried: _Tried, matching: list[PartReading], calls: Sequence[Call], where: str) -> Report:
+    chosen = matching[0]
+    report.conventions, report.notes = list(chosen.words), list(chosen.notes)
+    ran = operations_of(*calls) if chosen.mistakes else []
     found = [
         told(
             named_mistake(name),
             stack=lines_where(named_mistake(name).ran, ran),
-            evidence=_evidence(name, tried, matching[0]),
+            evidence=_evidence(name, tried, chosen),
             alternatives=_alternatives(tried, matching),
             where=where,
             meant=_asked_for(name, ran),
         )
-        for name in reading.mistakes
+        for name in chosen.mistakes
     ]
     report.findings = [finding for finding in found if not finding.meant]
     report.meant = [finding for finding in found if finding.meant]
     blamed = any(not named_mistake(finding.name).expressible for finding in report.findings)
     report.verdict = "deviates" if blamed else "equal"
-    difference = tried.least(()) if blamed else tried.worst(matching[0])
+    difference = tried.least(set()) if blamed else tried.worst(chosen)
     known = "the output is that of what is said above"
     detail = known if difference is None else f"greatest difference {difference:.1g} of the largest value"
     report.checks = [CheckResult("check_values", "failed" if blamed else "passed", detail)]
@@ -133,23 +133,19 @@ def _asked_for(name: str, ran: Sequence[Operation]) -> str:
     return 'approximate="tanh" asks torch for it' if name == "gelu_approximated" and asked else ""
 
 
-def _evidence(name: str, tried: _Tried, chosen: int) -> str:
+def _evidence(name: str, tried: _Tried, chosen: PartReading) -> str:
     """Say how exact the reading is, and how far off it is with this one mistake put right and all others kept."""
     count = sum(len(x) for x, _ in tried.observations)
     exact = f"reproduces your output to {tried.worst(chosen):.0e} of its largest value on {count} inputs"
-    without = tried.least(other for other in tried.readings[chosen].mistakes if other != name)
+    without = tried.least(set(chosen.mistakes) - {name})
     return exact if without is None else f"{exact}; without it the difference is {without:.2g}"
 
 
-def _alternatives(tried: _Tried, matching: list[int]) -> tuple[str, ...]:
+def _alternatives(tried: _Tried, matching: list[PartReading]) -> tuple[str, ...]:
     """Other mistakes, as few of them, that give the same numbers as exactly."""
-    mistakes, limit = tried.readings[matching[0]].mistakes, 3 * max(tried.worst(matching[0]), 1e-12)
-    others = [
-        tried.readings[index].mistakes
-        for index in matching[1:]
-        if len(tried.readings[index].mistakes) == len(mistakes) and tried.worst(index) <= limit
-    ]
-    names = dict.fromkeys(name for other in others for name in other if name not in mistakes)
+    mistakes, limit = matching[0].mistakes, 3 * max(tried.worst(matching[0]), 1e-12)
+    others = [r for r in matching[1:] if len(r.mistakes) == len(mistakes) and tried.worst(r) <= limit]
+    names = dict.fromkeys(name for other in others for name in other.mistakes if name not in mistakes)
     return tuple(named_mistake(name).sentence for name in names)
 
 
