@@ -1,8 +1,8 @@
 """Check a layer, a stack or a model: its parts one by one, then how they are put together.
 
 Every sub-module of a known kind is examined by itself, so that errors do not add up. The wiring of each kind of layer
-is followed from the input to the output (``wiring``), its masks are tried (``layer_masks``), and a model is run on
-token ids (``models``). What could not be looked at is said, and nothing is called equal on its account.
+is followed from the input to the output (``wiring``), its masks are tried (``masks``), and a model is run on token ids
+(``models``). What could not be looked at is said, and nothing is called equal on its account.
 """
 
 import contextlib
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.engine.trying import Trial
-from equivalence_tests.checker.layers.layer_masks import OF_SOURCE, LayerMask, opposite_masks, read_layer_masks
-from equivalence_tests.checker.layers.model_masks import judge_model_masks
+from equivalence_tests.checker.layers.masks import TORCHS_LAYERS, opposite_masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import MISTAKES, named_mistake, told
@@ -33,7 +32,14 @@ from equivalence_tests.checker.reach.calling import (
 )
 from equivalence_tests.checker.reach.construction import Sizes, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.model_calls import Attempts, ModelRun, run_model, run_stack
+from equivalence_tests.checker.reach.model_calls import (
+    OF_SOURCE,
+    Attempts,
+    ModelRun,
+    run_layer,
+    run_model,
+    run_stack,
+)
 from equivalence_tests.checker.reach.subject import Adapter, Subject, sizes_of, subjects
 from equivalence_tests.checker.reach.tracing import ModuleCall, layers_made, tensors_in, trace
 from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, Verdict
@@ -58,7 +64,7 @@ class Walk:
         module: The model, prepared.
         sizes: Of the tensors.
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
-        masks: For each class of layer, what its masks hide.
+        layers: The classes of its layers.
         meant: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
         calls: The calls of its sub-modules in that run.
@@ -69,7 +75,7 @@ class Walk:
     module: nn.Module
     sizes: Sizes
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
-    masks: dict[type[nn.Module], list[LayerMask]] = field(default_factory=dict)
+    layers: set[type[nn.Module]] = field(default_factory=set)
     watched: dict[str, Report] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
     of_one: set[str] = field(default_factory=set)
@@ -319,6 +325,7 @@ def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     """Follow the wiring of one layer, and try its masks and the maps it returns."""
+    walk.layers.add(type(layer))
     label, sizes = path or "layer", sizes_of(layer, walk.sizes, Adapter())
     errors: list[str] = []
     caller = Caller(layer, sizes.num_heads)
@@ -378,31 +385,34 @@ def _wiring(walk: Walk, trial: Trial, layer: nn.Module) -> Wiring:
     return wiring
 
 
+def _masks_are_wrong(walk: Walk, path: str) -> bool:
+    """Whether a mask goes wrong in what a layer or a model holds: then it cannot be told what becomes of it outside."""
+    within = [f for f in walk.report.findings if f.where.startswith(f"{path}." if path else "")]
+    return any(f.stage in ("softmax", "mask") or "mask" in f.name for f in within)
+
+
 def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wiring) -> None:
-    within = [f.stage for f in walk.report.findings if f.where.startswith(f"{path}." if path else "")]
-    if {"softmax", "mask"} & set(within):
-        return  # what the layer does with a mask cannot be told where its attention goes wrong over it
-    read = list(read_layer_masks(trial))
-    crossed = any(name.startswith("cross_") for name in wiring.mistakes)
-    attentions = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
-    walk.masks[type(trial.caller.function)] = read  # type: ignore[index]  # layers are modules
-    for mask in read:
-        if crossed and not mask.hides:
-            continue  # without a cross-attention that works, its mask has nothing to hide
-        hidden = {"x": "the layer's own tokens", "memory": "tokens of the memory"}.get(mask.hides, "")
-        evidence = f"a mask that hides one token was given as {mask.parameter} in {mask.tried} forms"
-        frames = attentions[-1 if OF_SOURCE.search(mask.parameter.lower()) else 0]
-        walk.check(f"{label} ({mask.parameter})", {mask.mistake: frames} if mask.mistake else {}, path, evidence)
-        if mask.form is not None:
-            walk.report.conventions.append(
-                (f"{label}: {mask.parameter}", f"hides {hidden}: {mask.form}", "True = may not look, or added")
-            )
-    opposite = opposite_masks(read)
+    if _masks_are_wrong(walk, path):
+        return
+    layer = walk.module.get_submodule(path)
+    read = read_masks(layer, run_layer(trial.caller, trial.plan, trial.sizes), trial.sizes.num_heads)
+    if any(name.startswith("cross_") for name in wiring.mistakes):  # a mask of the memory may have nothing to hide
+        read = replace(read, masks=[mask for mask in read.masks if mask.reached])
+    called = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
+    wrong = {name: called[-1 if OF_SOURCE.search(mask.lower()) else 0] for name, mask, _ in read.mistakes("layer")}
+    evidence = "a mask that hides one token was given in every form"
+    opposite = opposite_masks(read.masks)
     if opposite is not None:
         said = {"look": "may look", "block": "may not look"}
-        evidence = "; ".join(f"{mask.parameter}: True = {said[mask.meaning]}" for mask in opposite)
-        walk.check(f"{label} (meaning of masks)", {"masks_of_opposite_meaning": attentions[-1]}, path, evidence)
-    _add_idle_arguments(walk, label, trial, [mask.parameter for mask in read])
+        evidence = "; ".join(f"{mask.name}: True = {said[mask.meaning]}" for mask in opposite)
+        wrong["masks_of_opposite_meaning"] = called[-1]
+    if read.masks:
+        walk.check(f"{label} (masks)", wrong, path, evidence)
+    for mask in read.masks:
+        if mask.form is not None:
+            row = (f"{label}: {mask.name}", f"hides {mask.hides}: {mask.form}", "True = may not look, or added")
+            walk.report.conventions.append(row)
+    _add_idle_arguments(walk, label, trial, [mask.name for mask in read.masks])
 
 
 def _add_idle_arguments(walk: Walk, label: str, trial: Trial, masks: Sequence[str]) -> None:
@@ -451,7 +461,7 @@ def _add_model(walk: Walk, run: ModelRun | None, attempts: Attempts) -> None:
         return
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
     called = {call.path: call.frames for call in reversed(walk.calls)}
-    judged = itertools.chain(judge_model(walk.module, run), judge_model_masks(walk.module, run, walk.masks))
+    judged = itertools.chain(judge_model(walk.module, run), _judged_masks(walk, run))
     mismasked = any(finding.name.startswith("causal_") for finding in walk.report.findings)
     try:
         for what, mistake, where in judged:
@@ -463,6 +473,23 @@ def _add_model(walk: Walk, run: ModelRun | None, attempts: Attempts) -> None:
     except Exception as error:  # the user's code may refuse other tokens than those it ran on
         walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")
     walk.report.conventions += list(_model_rows(run))
+
+
+def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
+    """Say which masks do not reach the layers of a model."""
+    if _masks_are_wrong(walk, ""):
+        return
+    read = read_masks(walk.module, run)
+    wrong = list(read.mistakes("model"))
+    for name, mask, path in wrong or [("", "", "")] * bool(read.masks):
+        yield "masks of the model", name, _layer_around(walk, path) or mask * name.endswith("never_used")
+
+
+def _layer_around(walk: Walk, path: str) -> str:
+    """The outermost layer that holds an attention; its own path where none does."""
+    outer = (".".join(path.split(".")[: n + 1]) for n in range(path.count(".") + 1))
+    kinds = (*walk.layers, *TORCHS_LAYERS)
+    return next((one for one in outer if path and isinstance(walk.module.get_submodule(one), kinds)), path)
 
 
 def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames:

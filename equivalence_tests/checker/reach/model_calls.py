@@ -1,5 +1,6 @@
 """Find out how a whole model is called: on token ids, on features, on images, or, a bare stack, on what layers take."""
 
+import inspect
 import itertools
 import math
 import re
@@ -10,15 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.reach.calling import Caller, Inputs, call_plans, forward_parameters, role_of_parameter
+from equivalence_tests.checker.reach.calling import (
+    Caller,
+    CallPlan,
+    Inputs,
+    call_plans,
+    forward_parameters,
+    from_layout,
+    random_inputs,
+    role_of_parameter,
+)
 from equivalence_tests.checker.reach.construction import Sizes, exact_lengths
 from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.kept_state import keeping_state
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.tracing import tensors_in
 
-__all__ = ["TARGET", "ModelRun", "mixed_samples", "run_model", "run_stack"]
+__all__ = ["OF_SOURCE", "TARGET", "ModelRun", "mixed_samples", "run_layer", "run_model", "run_stack"]
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
+OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 SEGMENTS = re.compile(r"seg|token_type|^types?$")
 IMAGE_SIZE = re.compile(r"(im(g|age)|input)_?(size|height)|resolution", re.IGNORECASE)
 LENGTHS = ((7, 5), (6, 6))  # code that mixes up two masks may run on equal lengths only
@@ -101,7 +113,7 @@ def run_model(module: nn.Module) -> tuple[ModelRun | None, Attempts]:
     """
     attempts = Attempts()
     parameters = forward_parameters(module)
-    masks = tuple(p.name for p in parameters if role_of_parameter(p.name) == "mask" and _may_be_tensor(p.default))
+    masks = _masks_among(parameters)
     required = [p.name for p in parameters if p.default is p.empty]
     segments = [name for name in required if SEGMENTS.search(name)]
     names = [name for name in required if name not in masks and name not in segments]
@@ -110,19 +122,23 @@ def run_model(module: nn.Module) -> tuple[ModelRun | None, Attempts]:
     names = sorted(names, key=lambda name: bool(TARGET.search(name.lower()))) if len(names) == 2 else names
     way = _Way(module, names, masks, [name for name in required if name in masks], segments)
     ways = {"memory": [way, replace(way, names=names[::-1])]}
+    blind: ModelRun | None = None  # a required mask was given in a form that hides everything
     for kind, drawn, patch in _drawn(module, len(names)):
         turns = (False,) if kind == "image" else (False, True)
         for one, form, turned in itertools.product(ways.get(kind, [way]), way.mask_forms(), turns):
             run = one.attempt(kind, drawn, form, turned, patch, attempts)
             wrong = None if run is None else mixed_samples(run)
-            if wrong == "":
-                return run, attempts
+            if run is not None and wrong == "":
+                if form is None or bool(run.call(run.source, run.target).isfinite().all()):
+                    return run, attempts
+                blind = blind or run
             attempts.wrong = attempts.wrong or wrong or ""
-    return None, attempts
+    return blind, attempts
 
 
-def _may_be_tensor(default: Any) -> bool:
-    return not isinstance(default, bool | int | float | str)
+def _masks_among(parameters: list[inspect.Parameter]) -> tuple[str, ...]:
+    masks = (p for p in parameters if role_of_parameter(p.name) == "mask")
+    return tuple(p.name for p in masks if not isinstance(p.default, bool | int | float | str))
 
 
 def mixed_samples(run: ModelRun) -> str | None:
@@ -256,17 +272,29 @@ def run_stack(caller: Caller, sizes: Sizes) -> ModelRun | None:
     Returns:
         How, or None if no way was found.
     """
-    for plan, lengths in itertools.islice(call_plans(caller, sizes, []), 4):
-        shape = (lengths.batch, lengths.query_len, lengths.embed_dim)
-        query = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-        key = torch.randn(shape[0], lengths.key_len, shape[2], generator=torch.Generator().manual_seed(1))
+    ways = itertools.islice(call_plans(caller, sizes, []), 4)
+    found = (run_layer(caller, plan, lengths) for plan, lengths in ways)
+    return next((run for run in found if mixed_samples(run) == ""), None)
 
-        def run(source: Tensor, target: Tensor | None, given: Given, plan: Any = plan) -> Tensor:
-            return caller.output(plan, Inputs(source if target is None else target, source, source))
 
-        found = ModelRun(
-            run, query if plan.self_attention else key, None if plan.self_attention else query, kind="stack"
-        )
-        if mixed_samples(found) == "":
-            return found
-    return None
+def run_layer(caller: Caller, plan: CallPlan, lengths: Sizes) -> ModelRun:
+    """Take a layer, or a stack of them, for a model: its source is the memory, or the only tensor there is.
+
+    Args:
+        caller: Holds the layer.
+        plan: How it is called.
+        lengths: Of the tensors.
+    """
+    inputs, parameters = random_inputs(lengths, plan, 0), forward_parameters(caller.function)
+    has_memory = any(role_of_parameter(p.name) in ("memory", "key") for p in parameters)
+    missing = plan.self_attention and has_memory  # a mask of the memory has nothing to hide then
+    masks = tuple(name for name in _masks_among(parameters) if not (missing and OF_SOURCE.search(name.lower())))
+
+    def run(source: Tensor, target: Tensor | None, given: Given) -> Tensor:
+        args, kwargs = caller.arguments(plan, Inputs(source if target is None else target, source, source), None)
+        with keeping_state(caller.function):
+            returned = caller.function(*args, **{**kwargs, **given})
+        return from_layout(list(tensors_in((returned,)))[plan.output], plan.layout)
+
+    source, target = (inputs.query, None) if plan.self_attention else (inputs.key, inputs.query)
+    return ModelRun(run, source, target, masks, "stack")

@@ -1,0 +1,263 @@
+"""Find out which attentions the masks of a layer or a model reach, and which they should.
+
+A mask that hides one token is handed over, in every form, or one token becomes padding. The run is watched: a key to
+which no query gives any weight is hidden in that attention. What changes in that is what the mask does.
+"""
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.anchors import attentions_of
+from equivalence_tests.checker.engine.codes import known, place_of, source_of
+from equivalence_tests.checker.engine.names import Part
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
+from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
+
+__all__ = ["TORCHS_LAYERS", "Masks", "opposite_masks", "read_masks"]
+
+TORCHS_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
+# What tells two masks of one kind apart: whose tokens they hide.
+WHOSE = re.compile(r"^(src|source|mem(ory)?|enc(oder)?|cross|tgt|trg|target|dec(oder)?|self|slf|x|y|key|query)_+")
+HIDDEN = 1
+USUAL_PADS = (0, 1, 2, 3)
+VANISHED = 1e-25  # a weight below this is none
+SOURCE, TARGET = "arg:0", "arg:1"  # how a watched run names what it is given
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention that ran: the path of its module, and whose tokens its keys are.
+
+    Args:
+        path: Of the module.
+        reads: "source", "target", or "memory" for those of the source where the queries are the target's.
+    """
+
+    path: str
+    reads: str
+
+
+Seen = dict[Site, set[int]]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What one mask does.
+
+    Args:
+        name: The argument, or "padding".
+        form: The first form that hides a token; None if there is none.
+        used: Whether any form has any effect.
+        tried: How many forms were taken.
+        reached: The attentions in which it hides a token.
+        of_keys: Whether it can say of a key alone that it is hidden.
+        side: "source" or "target", as its name has it; "" where that does not say.
+        inverted: Attentions in which padding is all that is seen.
+    """
+
+    name: str
+    form: MaskForm | None = None
+    used: bool = False
+    tried: int = 0
+    reached: Collection[Site] = ()
+    of_keys: bool = False
+    side: str = ""
+    inverted: Sequence[Site] = ()
+
+    @property
+    def hides(self) -> str:
+        """Whose tokens."""
+        of_memory = all(site.reads == "memory" for site in self.reached)
+        return "tokens of the memory" if of_memory else "the layer's own tokens"
+
+    @property
+    def meaning(self) -> str:
+        """What True says: "look" or "block"; "" where no form with True in it is taken."""
+        meaning = self.form.encoding.partition("_")[0] if self.form is not None else ""
+        return meaning if meaning in ("look", "block") else ""
+
+
+@dataclass(frozen=True)
+class Masks:
+    """All masks of a layer or a model, and the attentions that run in it."""
+
+    masks: list[Mask]
+    sites: list[Site]
+
+    def mistakes(self, what: str) -> Iterator[tuple[str, str, str]]:
+        """Say which masks do not reach the attentions that they are meant for.
+
+        Args:
+            what: "layer" or "model".
+
+        Yields:
+            The name of the mistake, the side or the name of the mask, and the path of the attention, "" for no one's.
+        """
+        inverted = [site for mask in self.masks for site in mask.inverted]
+        if inverted:
+            yield "model_padding_inverted", "", inverted[0].path
+        if inverted or not self.sites:
+            return
+        unused = [mask for mask in self.masks if mask.tried and not mask.used]
+        yield from ((f"{what}_mask_never_used", mask.name, "") for mask in unused)
+        exchanged = [mask for mask in self.masks if any(map(self._exchanged, mask.reached))]
+        if exchanged:
+            yield "masks_exchanged", exchanged[0].side, ""
+        elif not unused:
+            yield from (("model_mask_dropped", site.reads, site.path) for site in self._dropped())
+
+    def _exchanged(self, site: Site) -> bool:
+        """Whether an attention gets the mask of the other sequence and not that of its own."""
+        own, other = ("target", "source") if site.reads == "target" else ("source", "target")
+        sides = {mask.side for mask in self.masks if site in mask.reached}
+        crosses = any(site.reads == "memory" for site in self.sites)
+        return crosses and other in sides and not sides & {own, ""}
+
+    def _dropped(self) -> Iterator[Site]:
+        """List the first attentions that get no mask of a sequence that has one which can hide any key."""
+        for reads, side in (("source", "source"), ("memory", "source"), ("target", "target")):
+            given = any(mask.side == side and (mask.of_keys or side == "target") for mask in self.masks)
+            reached = {site for mask in self.masks if mask.side in (side, "") for site in mask.reached}
+            here = [site for site in self.sites if site.reads == reads]
+            if given and here and not reached.intersection(here):
+                yield here[0]
+
+
+def opposite_masks(masks: Sequence[Mask]) -> tuple[Mask, Mask] | None:
+    """Find two masks of one kind, by their names, of which one says who may be looked at and the other who may not.
+
+    Args:
+        masks: Those of one layer.
+    """
+    for one, other in itertools.combinations(masks, 2):
+        alike = WHOSE.sub("", one.name.lower()) == WHOSE.sub("", other.name.lower())
+        if alike and {one.meaning, other.meaning} == {"look", "block"}:
+            return one, other
+    return None
+
+
+def read_masks(module: nn.Module, run: ModelRun, heads: int = 1) -> Masks:
+    """Try each mask of a layer or a model by itself, and the padding of token ids.
+
+    Args:
+        module: The layer or the model.
+        run: How it is called.
+        heads: How many heads a mask may be repeated for.
+    """
+    if run.target is not None:  # a mask that goes to the wrong attention fits there only on equal lengths
+        length = min(run.source.size(1), run.target.size(1))
+        run = replace(run, source=run.source[:, :length], target=run.target[:, :length])
+    reader = _Reader(module, run, heads)
+    masks = [reader.read(name) for name in run.masks]
+    if run.kind in ("ids", "memory"):
+        masks += [mask for side in ("source", "target") for mask in reader.padding(side)]
+    return Masks(masks, list(reader.plain))
+
+
+class _Reader:
+    def __init__(self, module: nn.Module, run: ModelRun, heads: int) -> None:
+        self.module, self.run, self.heads = module, run, heads
+        self.plain = self.seen({}, run.source, run.target)
+
+    def seen(self, given: Given, source: Tensor, target: Tensor | None) -> Seen:
+        """Run it, watched: which keys get weight from some query, in each attention; nothing where NaN comes back."""
+        recorded = Call(self.run.run, (source, target, dict(given)), module=self.module).run()
+        found: Seen = defaultdict(set)
+        if not bool(recorded.output.isfinite().all()):  # type: ignore[attr-defined]  # a tensor
+            return found
+        for part, path in ((part, found.first.place) for found in attentions_of(recorded) for part in found.parts):
+            made_of = (recorded.recorder.origins_of(slot.tensor) for slot in part.product.operands)
+            query, key = (recorded.recorder.named(bits) for bits in made_of)
+            reads = "target" if TARGET in key else "memory" if TARGET in query else "source"
+            found[Site(path, reads)] |= _weighed(part)
+        return found
+
+    def read(self, name: str) -> Mask:
+        """Hand a mask over in every form, until one hides a token that is seen else."""
+        mask = Mask(name, side=_side(name))
+        for form in mask_forms():
+            everything, hiding = self._given(name, form, None), self._given(name, form, HIDDEN)
+            before = self._output(everything)
+            after = self._output(hiding) if before is not None and bool(before.isfinite().all()) else None
+            if before is None or after is None:
+                continue
+            reached = self._reached(hiding, form)
+            used = mask.used or bool(reached) or not torch.allclose(before, after, equal_nan=True)
+            mask = replace(mask, tried=mask.tried + 1, used=used, reached=reached)
+            if reached:
+                return replace(mask, form=form, of_keys=self._is_of_keys(name, form, after))
+        return mask
+
+    def _given(self, name: str, form: MaskForm, hidden: int | None) -> Given:
+        may = torch.ones(len(self.run.source), *2 * [self.run.source.size(1)], dtype=torch.bool)
+        if hidden is not None:
+            may[:, :, _place(form)] = False
+        return {name: form.build(may, self.heads, torch.get_default_dtype())}
+
+    def _output(self, given: Given) -> Tensor | None:
+        try:
+            with torch.enable_grad():  # else torch's own layers take a fast path, which may give other shapes
+                return self.run.run(self.run.source, self.run.target, given).detach()
+        except Exception:  # a form that is not taken
+            return None
+
+    def _reached(self, given: Given, form: MaskForm) -> list[Site]:
+        seen, place = self.seen(given, self.run.source, self.run.target), _place(form) % self.run.source.size(1)
+        return [site for site, keys in seen.items() if place in self.plain.get(site, ()) and place not in keys]
+
+    def _is_of_keys(self, name: str, form: MaskForm, hidden: Tensor) -> bool:
+        """Whether a mask that has no axis for queries does the same."""
+        alike = [other for other in mask_forms() if other.pattern == "keys" and other.encoding == form.encoding]
+        outputs = (self._output(self._given(name, other, HIDDEN)) for other in alike)
+        return any(x is not None and torch.allclose(x, hidden, equal_nan=True) for x in outputs)
+
+    def padding(self, side: str) -> Iterator[Mask]:
+        """Let tokens become padding: what changes in the attentions is a mask that the model makes."""
+        both = {"source": self.run.source, "target": self.run.target}
+        ids = both[side]
+        if ids is None or ids.is_floating_point():
+            return
+        both[side] = padded = ids.clone()
+        for place, pad in zip(range(HIDDEN, ids.size(1)), _pads(self.module), strict=False):
+            padded[:, place] = pad
+        assert both["source"] is not None  # a source there is
+        seen = self.seen({}, both["source"], both["target"])
+        reached = [site for site, keys in seen.items() if keys != self.plain.get(site)]
+        inverted = [site for site in reached if site.reads != "target" and 0 not in seen[site]]
+        if reached:
+            yield Mask("padding", used=True, reached=reached, of_keys=True, side=side, inverted=inverted)
+
+
+def _weighed(part: Part) -> set[int]:
+    """The places of the keys that some query gives weight to."""
+    found: set[int] = set()
+    for context in part.contexts:
+        weights, names = context.contraction.rows(context.operands[0].value), context.weights
+        counts = known(names) & (source_of(names) == part.number) & (weights > VANISHED)
+        found |= set(part.table.rank_key[place_of(names[counts])].tolist())
+    return found
+
+
+def _place(form: MaskForm) -> int:
+    return -1 if form.encoding == "lengths" else HIDDEN
+
+
+def _side(name: str) -> str:
+    source, target = OF_SOURCE.search(name.lower()), OF_TARGET.search(name.lower())
+    return "" if bool(source) == bool(target) else "source" if source else "target"
+
+
+def _pads(module: nn.Module) -> list[int]:
+    """The ids that may be padding: what the model says, and what is usual."""
+    told = [v for m in module.modules() for name, v in vars(m).items() if "pad" in name.lower() and type(v) is int]
+    most = min(m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding))
+    return [n for n in dict.fromkeys([*told, *USUAL_PADS]) if 0 <= n < most]
