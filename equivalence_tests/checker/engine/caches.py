@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import POSITION, Inputs, forward_parameters
-from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.kept_state import CACHE
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
@@ -28,18 +28,6 @@ CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
 SWITCHES = re.compile(
     r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.IGNORECASE
 )
-
-
-class CacheFailedError(Exception):
-    """The code could not go on with a cache that it made itself."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(said(cause))
-        self.cause = cause
-
-
-class _OtherwiseError(Exception):
-    """The cache is not used in this way; the message says how that shows."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +62,7 @@ def cache_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
-    """Decode with every cache that the code offers, in every way that can be told from its arguments.
-
-    Args:
-        trial: A way to call it without a cache.
-
-    Returns:
-        What was exercised, and what differs from one pass over all tokens.
-    """
+    """Decode with every cache that the code offers, in every way that can be told from its arguments."""
     given = {name for name, role in trial.plan.roles if not role.startswith("=")}
     names = [name for name in cache_arguments(trial.caller.function) if name not in given]
     if not names:
@@ -93,21 +74,10 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
         for protocol in _protocols(trial, names):
             try:
                 findings = _compared(trial, protocol, causal)
-            except CacheFailedError as failure:
-                finding = told(
-                    named_mistake("cache_fails"),
-                    {"said": failure},
-                    stack=code_lines(frames_of(failure.cause)),
-                    evidence=protocol.detail,
-                )
-                return [Exercise(name, True, protocol.detail) for name in names], [finding]
-            except _OtherwiseError as reason:
-                reasons.append(str(reason))
-                continue
             except Exception as error:  # this is not how this cache is used; another way may be
-                reasons.append(said(error))
-                continue
-            return [Exercise(name, True, protocol.detail) for name in names], findings
+                reasons.append(str(error) if isinstance(error, CannotCheckError) else said(error))
+            else:
+                return [Exercise(name, True, protocol.detail) for name in names], findings
     why = next(iter(dict.fromkeys(reasons)), "no full pass hides the future, so that steps cannot be held against it")
     return [Exercise(name, False, why) for name in names], []
 
@@ -191,50 +161,46 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding
     x = trial.inputs(TOKENS).query
     inputs = Inputs(x, x, x)
     whole = trial.output(inputs, causal.extra(trial, 0, TOKENS))
-    findings = []
     for how, lengths in CHUNKS.items():
-        steps = torch.cat(list(_steps(trial, protocol, causal, inputs, lengths)), dim=1)
-        if steps.shape != whole.shape:
-            raise _OtherwiseError(f"the steps give {tuple(steps.shape)}, one pass {tuple(whole.shape)}")
-        differs = (steps - whole).abs().flatten(2).amax((0, 2)) > 1e-6 * whole.abs().max()
+        steps, error = _decoded(trial, protocol, causal, inputs, lengths)
+        if error is not None:
+            if not steps or protocol.fed_back is None:
+                raise error
+            facts, stack = {"said": said(error)}, code_lines(frames_of(error))
+            return [told(named_mistake("cache_fails"), facts, stack=stack, evidence=protocol.detail)]
+        have = torch.cat(steps, dim=1)
+        if have.shape != whole.shape:
+            raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
+        differs = (have - whole).abs().flatten(2).amax((0, 2)) > 1e-6 * whole.abs().max()
         if differs.any():
-            facts = {"how": how, "token": int(differs.nonzero()[0]), "detail": protocol.detail}
-            findings.append(
-                told(
-                    named_mistake("cache_differs_from_one_pass"),
-                    facts | {"lengths": ", ".join(map(str, lengths))},
-                    evidence=f"{TOKENS} tokens, the future hidden in both",
-                )
-            )
-    return findings[:1]
+            found = {"how": how, "token": int(differs.nonzero()[0]), "detail": protocol.detail}
+            found |= {"lengths": ", ".join(map(str, lengths))}
+            evidence = f"{TOKENS} tokens, the future hidden in both"
+            return [told(named_mistake("cache_differs_from_one_pass"), found, evidence=evidence)]
+    return []
 
 
-def _steps(
+def _decoded(
     trial: Trial, protocol: Protocol, causal: _Causal, inputs: Inputs, lengths: tuple[int, ...]
-) -> Iterator[Tensor]:
-    """Decode on a copy of the module, so that what it keeps does no harm."""
+) -> tuple[list[Tensor], Exception | None]:
+    """Decode on a copy of the module, so that what it keeps does no harm; also what the code raised."""
     function = copy.deepcopy(trial.caller.function) if isinstance(trial.caller.function, nn.Module) else None
     trial = replace(trial, caller=replace(trial.caller, function=function or trial.caller.function))
-    handed, start, before = protocol.first(), 0, _kept(function)
+    handed, start, before, steps = protocol.first(), 0, _kept(function), list[Tensor]()
     for length in lengths:
         x = inputs.query[:, start : start + length]
         extra = {**_extra(trial, protocol, start, length, handed), **causal.extra(trial, start, start + length)}
-        returned = _next(trial, protocol, Inputs(x, x, x), extra, first=not start)
+        try:
+            returned = trial.returned(Inputs(x, x, x), extra, changing=True)
+        except Exception as error:
+            return steps, error
         if protocol.fed_back is not None:
             handed = returned[protocol.fed_back]
         if not _holds(handed) and _kept(function) == before:
-            raise _OtherwiseError("nothing that comes back or is written holds keys and values for the next step")
-        yield trial.output_in(returned)
+            raise CannotCheckError("nothing that comes back or is written holds keys and values for the next step")
+        steps.append(trial.output_in(returned))
         start += length
-
-
-def _next(trial: Trial, protocol: Protocol, inputs: Inputs, extra: dict[str, Any], *, first: bool) -> Any:
-    try:
-        return trial.returned(inputs, extra, changing=True)
-    except Exception as error:
-        if first or protocol.fed_back is None:
-            raise
-        raise CacheFailedError(error) from error
+    return steps, None
 
 
 def _holds(handed: Any) -> bool:

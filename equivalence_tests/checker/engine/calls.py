@@ -16,7 +16,7 @@ from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.intervening import prove
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.meaning import untold, with_evidence
+from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.reporting.report import Report
@@ -81,7 +81,7 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
         found.departures[place] = [one for one in found.departures[place] if one.stage != "rotary"]
     report = Report(name or f"attention {place + 1}", "multi-head attention")
     conclude(report, found, place, found.departures[place], meant, proofs)
-    report.coverage = list(untold(judgement, found.call.module))
+    report.coverage = list(Evidence(judgement, found.call.module).untold())
     if report.coverage and report.verdict == "equal":
         report.verdict = "partial"
     report.conventions = _conventions(judgement)
@@ -107,7 +107,7 @@ def conclude(
         meant: Findings that are meant so, by name, each with the user's word for it.
         proofs: Whether to prove them.
     """
-    departures = with_evidence(found.judgements[place], departures, found.call.module)
+    departures = Evidence(found.judgements[place], found.call.module).added_to(departures)
     for departure in departures:
         departure.evidence = departure.evidence or meant.get(departure.name, "")
     wrong = [departure for departure in departures if not departure.evidence]

@@ -4,29 +4,31 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
+from equivalence_tests.checker.engine.contracts.departure import near
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, forward_parameters, role_of_parameter
-from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["OTHER_LENGTHS", "Covered", "cover"]
+__all__ = ["Covered", "cover"]
 
 Judge = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Report]]
 Failed = Callable[[str, Exception], None]
+Look = Callable[[], tuple[Sequence[Finding], str]]
 
-OTHER_LENGTHS = "keys of another length than queries"
 LONGEST = 300
 TILES = range(8, LONGEST // 2 - 1)  # a number like these may be the length of a tile
 OTHER_SCALE = 0.7
@@ -73,45 +75,49 @@ class Covered:
             facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"
             self.add(what, [told(named_mistake("fails_with_what_it_offers"), facts, stack=stack, evidence=evidence)])
 
-    def run(self, what: str, inputs: Inputs, extra: dict[str, Any], failed: Failed | None = None) -> bool:
-        """Judge one more call: it has a verdict if each of its attentions has one.
+    def run(self, what: str, look: Look, failed: Failed | None = None) -> bool:
+        """Look at one more call.
 
         Args:
             what: Is exercised by it.
-            inputs: The tensors.
-            extra: More arguments, by name.
+            look: Calls it, and gives what deviates, and how that was seen.
             failed: What to do where the code raises; None for a mistake.
 
         Returns:
             Whether it ran.
         """
         try:
-            reports = self.judge(*self.trial.arguments(inputs, extra))
+            findings, detail = look()
+        except CannotCheckError as error:
+            self.leave_out(what, str(error))
         except Exception as error:
             (failed or self.add_failure)(what, error)
             return False
+        else:
+            self.add(what, findings, detail)
+        return True
+
+    def judged(self, inputs: Inputs, extra: Mapping[str, Any]) -> tuple[list[Finding], str]:
+        """Judge one more call: it has a verdict if each of its attentions has one."""
+        reports = self.judge(*self.trial.arguments(inputs, extra))
         unread = [report.reason for report in reports if report.verdict == "unchecked"]
         if unread or not reports:
-            self.leave_out(what, next(iter(unread), "no attention was found in the call"))
-        else:
-            self.add(what, [finding for report in reports for finding in report.findings])
-        return True
+            raise CannotCheckError(next(iter(unread), "no attention was found in the call"))
+        return [finding for report in reports for finding in report.findings], ""
 
 
 def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covered:
-    """Exercise what the code offers: optional arguments, switches, other lengths, long ones, caches.
+    """Exercise what the code offers: optional arguments, switches, long lengths, caches.
 
     Args:
         trial: A way to call it that was judged.
         judge: Judges a call by its arguments, as the one before was.
-        exercised: Arguments, or OTHER_LENGTHS, on which there is a verdict already.
+        exercised: Arguments on which there is a verdict already.
 
     Returns:
         All of it, and what deviates.
     """
     covered = Covered(trial, judge)
-    if OTHER_LENGTHS not in exercised:
-        _other_lengths(covered)
     _long_lengths(covered)
     caches = cache_arguments(trial.caller.function)
     exercises, findings = exercised_cache(trial)
@@ -139,7 +145,7 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         _causal_switch(f"{name}=True", {name: True}, covered)
     elif _is_bool(parameter):
         value = parameter.default is not True
-        covered.run(f"{name}={value}", trial.inputs(), {name: value})
+        covered.run(f"{name}={value}", lambda: covered.judged(trial.inputs(), {name: value}))
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(name, covered)
     elif LIMITED.search(name) and type(parameter.default) is int:
@@ -159,24 +165,27 @@ def _is_bool(parameter: inspect.Parameter) -> bool:
 def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
     """The name says what it must do: with it no output may depend on a later token, and on all earlier ones."""
     length, trial = 5, covered.trial
-    try:
-        reach = trial.reach(length, extra)
-    except Exception as error:
-        covered.add_failure(what, error)
-        return
     wanted = torch.ones(length, length).tril().bool()
-    findings = []
-    sees_the_future = bool((reach & ~wanted).any())
-    if sees_the_future or not (torch.equal(reach, wanted) or _has_a_window(trial.caller.function)):
-        reports = covered.judge(*trial.arguments(trial.inputs(length, length), extra))
-        findings = [_located(_not_causal(what, reach, wanted), reports)]
-    covered.add(what, findings, "one token changed at a time")
+
+    def look() -> tuple[list[Finding], str]:
+        reach, findings = trial.reach(length, extra), []
+        sees_the_future = bool((reach & ~wanted).any())
+        if sees_the_future or not (torch.equal(reach, wanted) or _has_a_window(trial.caller.function)):
+            reports = covered.judge(*trial.arguments(trial.inputs(length, length), extra))
+            findings = [_located(_not_causal(what, reach, wanted), reports)]
+        return findings, "one token changed at a time"
+
+    covered.run(what, look)
 
 
 def _has_a_window(function: Callable[..., Any]) -> bool:
     """Whether a setting limits how far back a query sees."""
-    held = vars(function) if isinstance(function, nn.Module) else {}
-    return any(WINDOW.search(name) for name in _whole_numbers(held))
+    return any(WINDOW.search(name) for name in _whole_numbers(_held(function)))
+
+
+def _held(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """What an instance holds; nothing of a function."""
+    return vars(function) if isinstance(function, nn.Module) else {}
 
 
 def _located(finding: Finding, reports: Sequence[Report]) -> Finding:
@@ -189,8 +198,8 @@ def _located(finding: Finding, reports: Sequence[Report]) -> Finding:
 def _causal_setting(covered: Covered) -> None:
     """What an instance holds as ``causal`` is true of its calls, unless whoever calls it hands the mask over."""
     trial = covered.trial
-    held = vars(trial.caller.function) if isinstance(trial.caller.function, nn.Module) else {}
-    names = [name for name, value in held.items() if value is True and CAUSAL.search(name) and "mask" not in name]
+    held = _held(trial.caller.function).items()
+    names = [name for name, value in held if value is True and CAUSAL.search(name) and "mask" not in name]
     known = {exercise.what for exercise in covered.exercises}
     for name in names if trial.plan.self_attention and not trial.plan.mask_parameter else ():
         if f"{name}=True" not in known:
@@ -213,21 +222,18 @@ def _not_causal(what: str, reach: Tensor, wanted: Tensor) -> Finding:
 
 def _scale(name: str, covered: Covered) -> None:
     """A scale multiplies the scores: so does the same number on the queries, beside the default of 1 / sqrt(d)."""
-    trial, what, scale = covered.trial, f"{name}={OTHER_SCALE}", OTHER_SCALE
-    inputs = trial.inputs()
-    scaled = replace(inputs, query=inputs.query * (scale * inputs.query.size(-1) ** 0.5))
-    try:
-        have, want = trial.output(inputs, {name: scale}), trial.output(scaled, {})
-    except Exception as error:
-        covered.add_failure(what, error)
-        return
-    same = bool(((have - want).abs() <= 1e-6 * want.abs().max()).all())
-    wrong = told(
-        named_mistake("scale_argument_wrong"),
-        {"what": what, "number": scale, "argument": name},
-        evidence=f"called with {what}, and without it on scaled queries",
-    )
-    covered.add(what, [] if same else [wrong], "held against queries that are multiplied instead")
+    trial, what = covered.trial, f"{name}={OTHER_SCALE}"
+
+    def look() -> tuple[list[Finding], str]:
+        inputs = trial.inputs()
+        scaled = replace(inputs, query=inputs.query * (OTHER_SCALE * inputs.query.size(-1) ** 0.5))
+        have, want = trial.output(inputs, {name: OTHER_SCALE}), trial.output(scaled, {})
+        facts = {"what": what, "number": OTHER_SCALE, "argument": name}
+        evidence = f"called with {what}, and without it on scaled queries"
+        wrong = told(named_mistake("scale_argument_wrong"), facts, evidence=evidence)
+        return [] if near(have, want, 1e-6) else [wrong], "held against queries that are multiplied instead"
+
+    covered.run(what, look)
 
 
 def _context(name: str, covered: Covered) -> None:
@@ -241,15 +247,7 @@ def _context(name: str, covered: Covered) -> None:
     def failed(what: str, error: Exception) -> None:  # it may want another width
         covered.leave_out(what, f"a tensor of {context.size(1)} tokens of width {context.size(2)}: {said(error)}")
 
-    covered.run(name, trial.inputs(), {name: context}, failed)
-
-
-def _other_lengths(covered: Covered) -> None:
-    """Where queries and keys are different tensors, their lengths differ."""
-    trial = covered.trial
-    if not (trial.plan.self_attention or trial.sizes.whole):
-        inputs = trial.inputs(trial.sizes.query_len, trial.sizes.query_len + 2)
-        covered.run(OTHER_LENGTHS, inputs, {})
+    covered.run(name, lambda: covered.judged(trial.inputs(), {name: context}), failed)
 
 
 def _long_lengths(covered: Covered) -> None:
@@ -265,9 +263,9 @@ def _long_lengths(covered: Covered) -> None:
             covered.leave_out(what, f"{length} tokens are more than {LONGEST}")
             continue
         failed = ended if trial.sizes.whole or _ends_at(trial.caller.function, limit) else None
-        ran = covered.run(what, trial.inputs(length, length), {}, failed)
+        ran = covered.run(what, partial(covered.judged, trial.inputs(length, length), {}), failed)
         if ran and WINDOW.search(name) and trial.plan.self_attention:
-            covered.findings += _window_findings(trial, name, limit, length)
+            covered.findings += _without_effect(trial, name, limit, length)
         elif ran and not LIMITED.search(name) and _is_cut_off(trial, length):
             why = f"of {length} tokens the last no longer sees the first: only its author knows whether that is meant"
             covered.leave_out(what, why)
@@ -275,12 +273,7 @@ def _long_lengths(covered: Covered) -> None:
 
 def _is_cut_off(trial: Trial, length: int) -> bool:
     """Whether the last output depends on the first token of few, and not of many."""
-    sees = []
-    for tokens in (trial.sizes.query_len, length):
-        inputs = trial.inputs(tokens, tokens)
-        before, after = (trial.output(x, {})[:, -1] for x in (inputs, inputs.changed(token=0)))
-        sees.append(not torch.equal(before, after))
-    return sees == [True, False]
+    return trial.sees_the_first(trial.sizes.query_len) and not trial.sees_the_first(length)
 
 
 def _ends_at(function: Callable[..., Any], limit: int) -> bool:
@@ -322,7 +315,7 @@ def _whole_numbers(held: Mapping[str, Any]) -> dict[str, int]:
     return {name: value for name, value in held.items() if type(value) is int}
 
 
-def _window_findings(trial: Trial, name: str, limit: int, length: int) -> list[Finding]:
+def _without_effect(trial: Trial, name: str, limit: int, length: int) -> Iterator[Finding]:
     """A window hides what is further away than it is wide: the last query does not see the first key."""
     inputs = trial.inputs(length)
     args, kwargs = trial.arguments(inputs, {})
@@ -335,5 +328,5 @@ def _window_findings(trial: Trial, name: str, limit: int, length: int) -> list[F
                 facts = {"limit": limit, "argument": name, "length": length}
                 evidence = f"query {length - 1} of {length} tokens gives key 0 a weight"
                 stack = code_lines(part.product.operation.frames)
-                return [told(named_mistake("window_without_effect"), facts, evidence=evidence, stack=stack)]
-    return []
+                yield told(named_mistake("window_without_effect"), facts, evidence=evidence, stack=stack)
+                return

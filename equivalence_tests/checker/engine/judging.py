@@ -125,12 +125,7 @@ def _once(departures: list[Departure]) -> list[Departure]:
 
 
 def examine(call: Call, expecting: Expecting | None = None) -> Examination:
-    """Find the attentions of a call, judge each, and put right what keeps the rest from being read.
-
-    Args:
-        call: What to run.
-        expecting: Says what is known about the masks.
-    """
+    """Find the attentions of a call, judge each, and put right what keeps the rest from being read."""
     names: dict[int, Tensor] = {}
     found = Examination(call, call.run())
     for _ in range(ROUNDS):

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
-from equivalence_tests.checker.engine.judgement import Expectation
+from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.situations import (
-    DROWNED,
     Situation,
     new_departures,
     situation_of,
@@ -28,6 +27,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["mask_form_of", "masked_departures"]
 
+DROWNED = 1e3  # scores below its opposite are hidden
 OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
 CODE_ERRORS = (AttributeError, NameError)
@@ -59,18 +59,13 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     Returns:
         What departs with the mask, beyond what departs without.
     """
-    if not situation.plan.mask_parameter and situation.subject.adapter.call is None:
+    adapted = situation.subject.adapter.call is not None
+    if not situation.plan.mask_parameter and not adapted:
         return []
     masks = _Masks(situation, report)
-    if situation.subject.adapter.call is not None:
-        found = masks.read([MaskForm("(batch, query, key)", "look")])
-        return masks.nearest() if found is None else found
-    found = masks.read(mask_forms())
-    if found is None and not (masks.tried or masks.idle or masks.broken):
+    found = masks.read([MaskForm("(batch, query, key)", "look")] if adapted else mask_forms())
+    if found is None and not adapted and not (masks.tried or masks.idle or masks.broken):
         found = masks.read(replace(form, held=True) for form in mask_forms())
-    lengths = situation.lengths
-    if found is None and not masks.general and lengths.query_len != lengths.key_len:
-        found = _squared(situation, report)
     return masks.nearest() if found is None else found
 
 
@@ -82,18 +77,6 @@ def mask_form_of(situation: Situation) -> MaskForm | None:
     masks.read(mask_forms())
     taken = [form for _, form, _ in sorted(masks.tried, key=lambda item: item[0])]
     return masks.understood or next(iter([*taken, *masks.idle]), None)
-
-
-def _squared(situation: Situation, report: Report) -> list[Departure] | None:
-    """The masks with as many keys as queries, for code that takes no other."""
-    lengths = replace(situation.lengths, key_len=situation.lengths.query_len)
-    try:
-        even = situation_of(situation.subject, situation.plan, lengths)
-    except Exception:  # the code may want other lengths
-        return None
-    masks = _Masks(even, report)
-    found = None if even.blocked else masks.read(mask_forms())
-    return masks.nearest() if found is None and masks.tried else found
 
 
 @dataclass
@@ -122,11 +105,6 @@ class _Masks:
     def parameter(self) -> str:
         """The argument."""
         return self.situation.plan.mask_parameter or "mask"
-
-    @property
-    def general(self) -> bool:
-        """Whether a form was taken in which every entry counts."""
-        return any(form.pattern == "full" for form in [*self.idle, *(form for _, form, _ in self.tried)])
 
     def read(self, forms: Iterable[MaskForm]) -> list[Departure] | None:
         """Try forms until nothing departs; None if something does in each."""
@@ -182,7 +160,7 @@ class _Masks:
         batch, queries = situation.inputs.query.shape[:2]
         may = draw_masks(form.pattern, batch, queries, situation.inputs.key.size(1), 4)
         try:
-            known = _Allowed(may, None if replaces_own else situation.found)
+            known = _allowed(may, None if replaces_own else situation.found)
             return situation_of(situation.subject, situation.plan, situation.lengths, form, may, 1.0, known)
         except Exception as error:  # the code does not take this form
             self.errors.append(error)
@@ -237,31 +215,31 @@ class _Masks:
         return [Departure("mask_never_used", "mask", operation, {"argument": f" {self.parameter}"})]
 
 
-class _Allowed:
-    """Says which keys a mask allows, and what the code hides by itself."""
+def _allowed(may: Tensor, plain: Examination | None) -> Expecting:
+    """Which keys a mask allows, less what the code hides by itself."""
+    batch, queries, keys = may.shape
 
-    def __init__(self, may: Tensor, plain: Examination | None) -> None:
-        self.may, self.plain = may, plain
-
-    def __call__(self, attention: Attention) -> dict[int, Expectation]:
+    def expecting(attention: Attention) -> dict[int, Expectation]:
         found = {}
         for part in attention.parts:
             query, key = part.table.query, part.table.key
-            batch, queries, keys = self.may.shape
-            if int(query.max()) >= batch * queries or int(key.max()) >= batch * keys:
-                continue
-            allowed = self.may[query // queries, query % queries, key % keys]
-            own = self._own(attention, len(allowed))
-            found[part.number] = Expectation(allowed & ~own if own is not None else allowed, True)
+            if int(query.max()) < batch * queries and int(key.max()) < batch * keys:
+                allowed = may[query // queries, query % queries, key % keys]
+                own = _own(plain, attention, len(allowed))
+                found[part.number] = Expectation(allowed & ~own if own is not None else allowed, True)
         return found
 
-    def _own(self, attention: Attention, count: int) -> Tensor | None:
-        for judgement in self.plain.judgements if self.plain is not None else ():
-            for part, hidden in zip(judgement.attention.parts, judgement.hidden, strict=False):
-                same = part.product.operation.frames == attention.parts[0].product.operation.frames
-                if same and len(hidden) == count:
-                    return hidden
-        return None
+    return expecting
+
+
+def _own(plain: Examination | None, attention: Attention, count: int) -> Tensor | None:
+    """What the same attention hides without a mask."""
+    for judgement in plain.judgements if plain is not None else ():
+        for part, hidden in zip(judgement.attention.parts, judgement.hidden, strict=False):
+            same = part.product.operation.frames == attention.parts[0].product.operation.frames
+            if same and len(hidden) == count:
+                return hidden
+    return None
 
 
 def _beyond(situation: Situation, attempt: Situation) -> list[Departure]:

@@ -22,7 +22,7 @@ from equivalence_tests.checker.reporting.findings import Exercise
 
 Names = Callable[[str], object]  # whether it is the name of what is meant
 
-__all__ = ["own_windows", "untold", "with_evidence"]
+__all__ = ["Evidence"]
 
 CAP = re.compile(r"cap|clip", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
@@ -32,53 +32,37 @@ SIZES = re.compile(
 )
 
 
-def with_evidence(judgement: Judgement, departures: list[Departure], module: nn.Module | None) -> list[Departure]:
-    """Give the departures with the evidence that some are meant so, and add what is meant so and no mistake at all.
-
-    Args:
-        judgement: Of one attention.
-        departures: What departs in it.
-        module: Holds the parameters and configurations.
-    """
-    reader = _Evidence(judgement, module)
-    for departure in departures:
-        departure.evidence = departure.evidence or reader.of(departure)
-    return [*departures, *reader.conventions(departures)]
-
-
-def own_windows(judgement: Judgement, module: nn.Module | None, size: int) -> str:
-    """Say which setting cuts tokens into windows of this size; "" if none does.
-
-    Args:
-        judgement: Of one attention.
-        module: Holds the settings.
-        size: How many tokens lie in a window.
-    """
-    return _Evidence(judgement, module).width_named({size, math.sqrt(size)})
-
-
-def untold(judgement: Judgement, module: nn.Module | None) -> Iterator[Exercise]:
-    """List what one call says nothing about.
+class Evidence:
+    """What speaks for it that a departure is meant so.
 
     Args:
         judgement: Of one attention.
         module: Holds the parameters and configurations.
     """
-    if any(not model.tells for model in judgement.models):
-        yield Exercise("scale, mask and softmax", False, "no query had more than one key to choose from in this call")
-    if not are_followed(judgement.attention):
-        yield Exercise("heads put together", False, "queries or keys come from where tokens are not followed")
-    own = _Evidence(judgement, module).own_mask()
-    if own is not None and not own.evidence:
-        why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
-        yield Exercise("the keys that it hides by itself", False, why)
 
-
-class _Evidence:
     def __init__(self, judgement: Judgement, module: nn.Module | None) -> None:
         self.judgement, self.module = judgement, module
         self.modules = list(module.modules()) if module is not None else []
         self.recorder, self._names = judgement.attention.run.recorder, judgement.attention.run.names
+
+    def added_to(self, departures: list[Departure]) -> list[Departure]:
+        """Say which departures are meant so, and add what is meant so and no mistake at all."""
+        for departure in departures:
+            departure.evidence = departure.evidence or self.of(departure)
+        return [*departures, *self.conventions(departures)]
+
+    def untold(self) -> Iterator[Exercise]:
+        """List what one call says nothing about."""
+        if any(not model.tells for model in self.judgement.models):
+            yield Exercise(
+                "scale, mask and softmax", False, "no query had more than one key to choose from in this call"
+            )
+        if not are_followed(self.judgement.attention):
+            yield Exercise("heads put together", False, "queries or keys come from where tokens are not followed")
+        own = self.own_mask()
+        if own is not None and not own.evidence:
+            why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
+            yield Exercise("the keys that it hides by itself", False, why)
 
     # ------------------------------------------------------------------------------------------ departures
     def of(self, departure: Departure) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.meaning import own_windows
+from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.reach.calling import Inputs, cross_plans
@@ -66,7 +66,8 @@ def missing_keys(situation: Situation) -> list[Departure]:
         if len(pairs) >= len(pairs[:, 0].unique()) * keys:
             continue
         window = _windows(pairs[:, 0] // 1024, pairs[:, 1], queries)
-        if window and (evidence := own_windows(judgement, situation.subject.module, window)):
+        settings = Evidence(judgement, situation.subject.module)
+        if window and (evidence := settings.width_named({window, window**0.5})):
             return [Departure("own_mask", "mask", attention.first, evidence=evidence)]
         names = attention.run.names
         lost = attention.first

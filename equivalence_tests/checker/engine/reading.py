@@ -40,12 +40,7 @@ ROLES = ("query", "key", "value")
 
 
 def reading_of(situation: Situation, report: Report) -> Iterator[Row]:
-    """List how the code is called and laid out, beside torch's way: (what, in this code, in torch.nn).
-
-    Args:
-        situation: One call, and what was seen in it.
-        report: What was found out about it.
-    """
+    """List how the code is called and laid out, beside torch's way: (what, in this code, in torch.nn)."""
     yield "arguments", _arguments(situation.plan), "forward(query, key, value, ...)"
     yield "layout", LAYOUTS[situation.plan.layout], "(len, batch, features) unless batch_first"
     judgement = situation.judgement

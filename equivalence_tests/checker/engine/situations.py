@@ -23,8 +23,6 @@ from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 
-DROWNED = 1e3  # scores below its opposite are hidden
-
 
 @dataclass(eq=False)
 class Situation:
@@ -107,14 +105,9 @@ def _alternatives(plans: list[tuple[CallPlan, Sizes]]) -> list[tuple[CallPlan, S
     return [(plan, sizes) for plan, sizes in alike if replace(sizes, num_heads=lengths.num_heads) == lengths]
 
 
-def _rank(situation: Situation) -> tuple[bool, bool, bool, int, bool]:
-    judged, departures = bool(situation.found.judgements), len(situation.departures)
-    return not judged, situation.blocked, _sees_nothing(situation), departures, _is_shifted(situation)
-
-
-def _sees_nothing(situation: Situation) -> bool:
-    """Whether a mask that was meant to hide nothing hides everything."""
-    return any(bool((weighed < -DROWNED).all()) for _, weighed in weighed_scores(situation))
+def _rank(situation: Situation) -> tuple[bool, bool, bool, int]:
+    judged = bool(situation.found.judgements)
+    return not judged, situation.blocked, _is_shifted(situation), len(situation.departures)
 
 
 def _is_shifted(situation: Situation) -> bool:
@@ -226,15 +219,9 @@ def _outside(situation: Situation, roles: dict[int, str]) -> Iterator[Departure]
 
 def _roles_of_sources(situation: Situation, roles: dict[int, str]) -> dict[int, str]:
     """The roles by the numbers of the sources: inputs get their names in the order of the arguments."""
-    names = situation.found.run.names
-    seeds = list(situation.call.seeds)
-    order = [key for key in _keys_in_order(situation.call) if key in seeds]
-    return {number: roles[key] for number, key in enumerate(order, start=1) if number in names.sources}
-
-
-def _keys_in_order(call: Call) -> list[int]:
-    found = [id(x) for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
-    return list(dict.fromkeys(found))
+    sources, seeds = situation.found.run.names.sources, situation.call.seeds
+    order = dict.fromkeys(id(x) for _, x in situation.call.tensors if id(x) in seeds)
+    return {number: roles[key] for number, key in enumerate(order, start=1) if number in sources}
 
 
 def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -10,10 +10,10 @@ import torch
 from equivalence_tests.checker.engine.calls import conclude, diagnose_call
 from equivalence_tests.checker.engine.checks import NOT_JUDGED, Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.coverage import OTHER_LENGTHS, cover
+from equivalence_tests.checker.engine.coverage import cover
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.mask_trials import masked_departures
-from equivalence_tests.checker.engine.meaning import untold
+from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.probing import (
     crossing,
@@ -203,11 +203,10 @@ def _cover(report: Report, situation: Situation) -> None:
             features_last=last,
         )
 
-    told = [OTHER_LENGTHS for finding in report.meant if finding.name == "other_lengths_crash"]
-    covered = cover(situation.trial, judge, [*told, *(exercise.what for exercise in report.coverage)])
+    covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
     report.coverage += covered.exercises
     if situation.judgement is not None:
-        report.coverage += untold(situation.judgement, situation.subject.module)
+        report.coverage += Evidence(situation.judgement, situation.subject.module).untold()
         report.coverage += _ungrouped(situation.subject, situation.judgement)
     if output_codes(situation) is None:
         report.coverage.append(Exercise("the output", False, "which token lies where in it could not be followed"))

@@ -12,11 +12,7 @@ __all__ = ["live_operations", "matrix_in", "place_of_matrix", "unused_parameters
 
 
 def live_operations(run: Run) -> set[int]:
-    """Give the indices of the operations on which what comes back depends.
-
-    Args:
-        run: A recorded run.
-    """
+    """Give the indices of the operations on which what comes back depends."""
     needed = {_storage(x) for x in tree_leaves(run.output) if isinstance(x, Tensor)}
     live: set[int] = set()
     if not needed:
@@ -29,12 +25,7 @@ def live_operations(run: Run) -> set[int]:
 
 
 def unused_parameters(attention: Attention, module: nn.Module | None) -> list[str]:
-    """Name the parameters of which nothing is made that comes back.
-
-    Args:
-        attention: Of the run.
-        module: Holds the parameters.
-    """
+    """Name the parameters of which nothing is made that comes back."""
     if module is None:
         return []
     recorder = attention.run.recorder
@@ -59,22 +50,12 @@ def _of_no_origin(attention: Attention, live: set[int]) -> list[Tensor]:
 
 
 def matrix_in(attention: Attention, operation: Operation | None) -> str:
-    """Name the parameter that is the matrix of a product; "" if none is.
-
-    Args:
-        attention: Of the run.
-        operation: Any.
-    """
+    """Name the parameter that is the matrix of a product; "" if none is."""
     return place_of_matrix(attention, operation)[0]
 
 
 def place_of_matrix(attention: Attention, operation: Operation | None) -> tuple[str, int]:
-    """Name the matrix of a product, and say where in memory it starts: packed matrices have one name.
-
-    Args:
-        attention: Of the run.
-        operation: Any.
-    """
+    """Name the matrix of a product, and say where in memory it starts: packed matrices have one name."""
     if operation is None or operation.name not in CONTRACTIONS:
         return "", 0
     named = attention.run.recorder.named

@@ -195,21 +195,6 @@ class BlocksCrash(Parts):
         return self.attend(*self.project(x), hidden[: x.size(1), : x.size(1)])
 
 
-class Cross(Parts):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.attend(self.heads(self.q(query)), self.heads(self.k(key)), self.heads(self.v(value)))
-
-
-class CrashesWithOtherKeys(Cross):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        b, n, _ = query.shape
-        q, k, v = (
-            f(x).view(b, n, HEADS, -1).transpose(1, 2)
-            for f, x in zip((self.q, self.k, self.v), (query, key, value), strict=True)
-        )
-        return self.attend(q, k, v)
-
-
 class Unknown(Parts):
     def forward(self, x: Tensor, gates: Tensor | None = None) -> Tensor:
         return self.attend(*self.project(x if gates is None else x * gates))
@@ -278,7 +263,6 @@ def covered(module: nn.Module) -> Covered:
         (SetInWindows, "causal=True"),
         (CausalCache, "past"),
         (Windowed, "lengths beyond window = 4"),
-        (Cross, "keys of another length than queries"),
     ],
 )
 def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Module], what: str) -> None:
@@ -301,7 +285,6 @@ def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Modu
         (SwitchCrashes, "fails_with_what_it_offers"),
         (WindowWithoutEffect, "window_without_effect"),
         (BlocksCrash, "fails_with_what_it_offers"),
-        (CrashesWithOtherKeys, "fails_with_what_it_offers"),
     ],
 )
 def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module], name: str) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +9,6 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.distance import distance
 from equivalence_tests.checker.engine.situations import Situation
-from equivalence_tests.checker.reach.calling import random_inputs
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
@@ -71,14 +69,14 @@ def _what_hides(situation: Situation) -> str:
 
 def _difference(situation: Situation, reading: list[Linear]) -> float:
     """How far the output is from torch's, with these projections of queries, keys and values, and of the output."""
-    differences = []
-    for seed, causal in itertools.product(FRESH, (False, True)):
-        inputs = random_inputs(situation.lengths, situation.plan, seed, situation.subject.dtype)
-        have = situation.caller.output(situation.plan, replace(inputs, may_attend=None))
-        heads = situation.lengths.num_heads if reading or "h" in situation.plan.layout else 1
-        want = _attention(inputs.query, inputs.key, inputs.value, reading, heads, causal)
-        differences.append((causal, distance(have, want) if have.shape == want.shape else float("inf")))
-    return min(max(apart for causal, apart in differences if causal is way) for way in (False, True))
+    heads = situation.lengths.num_heads if reading or "h" in situation.plan.layout else 1
+
+    def apart(causal: bool, seed: int) -> float:
+        inputs = situation.trial.inputs(seed=seed)
+        have = situation.caller.output(situation.plan, inputs)
+        return distance(have, _attention(inputs.query, inputs.key, inputs.value, reading, heads, causal))
+
+    return min(max(apart(causal, seed) for seed in FRESH) for causal in (False, True))
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, reading: list[Linear], heads: int, causal: bool) -> Tensor:
