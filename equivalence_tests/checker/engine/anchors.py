@@ -4,12 +4,13 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.names import Attention, Part, Product, Run
-from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
+from equivalence_tests.checker.engine.vocabulary import MOVES, SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation
 
-__all__ = ["attentions_of"]
+__all__ = ["WEIGHS", "attentions_of"]
 
 WEIGHS = SOFTMAXES | words("exp exp_ exp2 sigmoid sigmoid_")
+SCALES = words("mul __mul__ __rmul__ __imul__ mul_ div __truediv__ __itruediv__ div_ divide true_divide dropout")
 
 
 def attentions_of(run: Run) -> list[Attention]:
@@ -19,15 +20,23 @@ def attentions_of(run: Run) -> list[Attention]:
         run: A recorded run.
 
     Returns:
-        Products of activations that nothing weighs, or that are never multiplied with values, are left out.
+        Products of activations that nothing weighs are left out, but where nothing weighs anywhere: then the softmax
+        was forgotten.
     """
     parts = [part for part in (_part(run, product) for product in run.names.products) if part.contexts]
+    forgotten = not any(operation.name in WEIGHS for operation in run.operations)
     found: dict[int, Attention] = {}
     for part in parts:
-        if any(operation.name in WEIGHS for operation, _, _ in part.steps(run)):
+        if _only_scaled(run, part) if forgotten else any(step.name in WEIGHS for step, _, _ in part.steps(run)):
             operation, names = _end_of(run, part)
             found.setdefault(operation.index, Attention(run, [], operation, names)).parts.append(part)
     return [found[index] for index in sorted(found)]
+
+
+def _only_scaled(run: Run, part: Part) -> bool:
+    """Whether the values are multiplied with the scores as they are, but for a factor."""
+    made = (part.product.operation, *(context.operation for context in part.contexts))
+    return all(operation in made or operation.name in SCALES | MOVES for operation, _, _ in part.steps(run))
 
 
 def _part(run: Run, product: Product) -> Part:

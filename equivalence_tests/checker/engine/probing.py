@@ -5,6 +5,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.anchors import WEIGHS
 from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
@@ -116,9 +117,11 @@ def in_training(situation: Situation) -> list[Departure]:
     finally:
         module.eval()
     for part in judgement.attention.parts:
-        for operation, codes, _ in run.names.carrying([part.number]):
-            if "dropout" in operation.name and bool((operation.inputs[0].value[known(codes)] < -1e-6).any()):
-                return [Departure("dropout_on_scores", "dropout", operation)]
+        steps = [operation for operation, _, _ in run.names.carrying([part.number])]
+        weighed = max((step.index for step in steps if step.name in WEIGHS), default=0)
+        for step in steps:
+            if "dropout" in step.name and step.index < weighed:
+                return [Departure("dropout_on_scores", "dropout", step)]
     return []
 
 

@@ -1,8 +1,10 @@
 """A mistake: its words, where its line is found, and what makes it of right code."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = ["Change", "Mistake"]
+__all__ = ["Change", "Mistake", "rows"]
 
 Change = tuple[str, str]
 
@@ -41,3 +43,26 @@ class Mistake:
     def made_of(self, right: str, *changes: Change) -> "Mistake":
         """Say which changes make this mistake."""
         return replace(self, right=right, changes=changes)
+
+
+def rows(stage: str, want: str = "", right: str = "cross", **shared: Any) -> Callable[..., Mistake]:
+    """Give a function that makes the rows of one stage.
+
+    Args:
+        stage: Of all of them.
+        want: The right formula of those that do not bring their own.
+        right: The right code that their changes break.
+        shared: What else they share.
+
+    Returns:
+        row(name, sentence, have, fix, *changes): the formulas are what the code computes, or that and the right one.
+    """
+
+    def row(
+        name: str, sentence: str, have: str | tuple[str, str], fix: str, *changes: Change, of: str = right, **more: Any
+    ) -> Mistake:
+        formulas = have if isinstance(have, tuple) else (have, want)
+        found = Mistake(name, stage, sentence, *formulas, fix, **shared | more)
+        return found.made_of(of, *changes) if changes else found
+
+    return row

@@ -106,11 +106,10 @@ def changed_on_the_way(
         without: Tokens whose numbers may be anything.
     """
     sources = [attention.run.names.sources[number] for number in numbers]
-    if _differing(sources, value, codes, without) is None:
-        return None
-    changed = first_change(attention.run, sources, without=without)
+    differs = _differing(sources, value, codes, without) is not None
+    changed = first_change(attention.run, sources, without=without) if differs else None
     if changed is None:
-        return Departure("output_changed", "output", sources[0].operation)
+        return None
     departure = changed_by(changed[0], stage, stage)
     departure.show(*changed[1:])
     return departure

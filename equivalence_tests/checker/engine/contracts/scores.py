@@ -170,8 +170,9 @@ class _Scores:
     def _kind(self) -> Departure | None:
         model = self.model
         if model.kind == "linear":
-            return Departure("softmax_missing", "softmax", self.part.contexts[0].operation, patches=self._softmaxed())
-        if model.axis in ("queries", "heads", "samples") and model.kind != "linear":
+            context = self.part.contexts[0].operation
+            return Departure("softmax_missing", "softmax", context, patches=self._softmaxed(rescaled=True))
+        if model.axis in ("queries", "heads", "samples"):
             name = {"queries": "queries", "heads": "heads", "samples": "batch"}[model.axis]
             patches = self._softmaxed()
             return Departure(
