@@ -1,14 +1,14 @@
 """``sidebyside verify``: check anybody's attention from the command line."""
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from equivalence_tests.checker.doors.discovery import Candidate, candidates, names_one_thing
@@ -17,12 +17,24 @@ from equivalence_tests.checker.intended import check_meant
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reporting.exports import to_github, to_json, to_junit, to_sarif
 from equivalence_tests.checker.reporting.findings import KINDS, VERDICTS
-from equivalence_tests.checker.reporting.rendering import show
+from equivalence_tests.checker.reporting.rendering import show, table
 from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["verify_command"]
 
 WORST_FIRST = (1, 2, 3, 0)
+PRINTED = Path("-")
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Refuse what cannot be written before the work is done."""
+    try:
+        if path is not None and path != PRINTED:
+            with path.open("ab") if path.exists() else TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+    return path
 
 
 def verify_command(
@@ -50,9 +62,15 @@ def verify_command(
     meant_file: Annotated[
         Path | None, typer.Option(help="TOML file of such names and reasons.", exists=True, dir_okay=False)
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON; - prints it.")] = None,
-    junit_file: Annotated[Path | None, typer.Option("--junit", help="Write the checks as JUnit XML.")] = None,
-    sarif_file: Annotated[Path | None, typer.Option("--sarif", help="Write the findings as SARIF 2.1.0.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the report as JSON; - prints it.", callback=_writable)
+    ] = None,
+    junit_file: Annotated[
+        Path | None, typer.Option("--junit", help="Write the checks as JUnit XML.", callback=_writable)
+    ] = None,
+    sarif_file: Annotated[
+        Path | None, typer.Option("--sarif", help="Write the findings as SARIF 2.1.0.", callback=_writable)
+    ] = None,
     github: Annotated[bool, typer.Option("--github", help="Print the findings as GitHub annotations.")] = False,
     allow_partial: Annotated[
         bool, typer.Option("--allow-partial", help="Exit with 0, not 3, if the code is equal as far as it was run.")
@@ -70,19 +88,16 @@ def verify_command(
     """
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
-    reasons = _meant(meant or [], meant_file)
-    files = {"--json": json_file, "--junit": junit_file, "--sarif": sarif_file}
-    for option, path in files.items():
-        _check_writable(option, path)
-    console, progress = Console(), Console(stderr=True)
+    console, reasons = Console(), _meant(meant or [], meant_file)
     requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, reasons, run_all))
-    reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), progress)]
-    if json_file == Path("-"):
+    reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), Console(stderr=True))]
+    if json_file == PRINTED:
         typer.echo(to_json(reports))
     else:
         _show(reports, console)
-    for option, export in zip(files, (to_json, to_junit, to_sarif), strict=True):
-        _write(option, files[option], export, reports)
+    for path, export in ((json_file, to_json), (junit_file, to_junit), (sarif_file, to_sarif)):
+        if path is not None and path != PRINTED:
+            path.write_text(export(reports) + "\n", encoding="utf-8")
     if github:
         typer.echo("\n".join(to_github(reports)))
     raise typer.Exit(_status(reports, allow_partial))
@@ -136,7 +151,8 @@ def _checked(requests: Sequence[Request], limits: Limits, console: Console) -> l
 def _show(reports: Sequence[Report], console: Console) -> None:
     """Print the table first where there are several, then every report that has something to say."""
     if len(reports) > 1:
-        show(_table(reports), console)
+        lines = [(report.title, report.verdict, _in_short(report)) for report in reports]
+        show(table(("target", "verdict", "what"), lines), console)
         show(Text(), console)
     told: dict[Any, list[Report]] = {}
     for report in reports:
@@ -156,18 +172,12 @@ def _alike(report: Report) -> Any:
     return (report.target, report.verdict, found) if report.place and found else id(report)
 
 
-def _table(reports: Sequence[Report]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("target", "verdict", "what"):
-        table.add_column(heading, overflow="fold")
-    for report in reports:
-        told = ", ".join(report.mistakes) or report.reason.partition("\n")[0]
-        if report.verdict == "partial":
-            told = "not run: " + ", ".join(exercise.what for exercise in report.not_exercised)
-        elif report.meant and not told:
-            told = "meant so: " + ", ".join(finding.name for finding in report.meant)
-        table.add_row(Text(report.title), Text(report.verdict), Text(told))
-    return table
+def _in_short(report: Report) -> str:
+    if report.verdict == "partial":
+        return "not run: " + ", ".join(exercise.what for exercise in report.not_exercised)
+    told = ", ".join(report.mistakes) or report.reason.partition("\n")[0]
+    meant = ", ".join(finding.name for finding in report.meant)
+    return told or (f"meant so: {meant}" if meant else "")
 
 
 def _meant(options: Sequence[str], file: Path | None) -> dict[str, str]:
@@ -187,31 +197,6 @@ def _meant(options: Sequence[str], file: Path | None) -> dict[str, str]:
         return dict(check_meant(reasons))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--meant") from error
-
-
-def _check_writable(option: str, path: Path | None) -> None:
-    """Refuse what cannot be written before the work is done."""
-    if path is None or path == Path("-"):
-        return
-    existed = path.exists()
-    try:
-        with path.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint=option) from error
-    if not existed:
-        path.unlink()
-
-
-def _write(
-    option: str, path: Path | None, export: Callable[[Sequence[Report]], str], reports: Sequence[Report]
-) -> None:
-    if path is None or path == Path("-"):
-        return
-    try:
-        path.write_text(export(reports) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"{path} could not be written: {error.strerror}", param_hint=option) from error
 
 
 def _status(reports: Sequence[Report], allow_partial: bool) -> int:

@@ -8,22 +8,26 @@ innermost function that all of this happened in is what computes it.
 import contextlib
 import gc
 import inspect
+import itertools
 import sys
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
+from equivalence_tests.checker.reach.loading import inside_wrappers
 from equivalence_tests.checker.reporting.lines import is_users
 
-__all__ = ["Arguments", "Functions"]
+__all__ = ["Functions", "Notebook", "WatchedCall"]
 
 FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 EXPONENTIALS = SOFTMAXES | {"exp", "exp_", "exp2", "sigmoid"}
@@ -35,6 +39,79 @@ MOST_TRIES = 3  # calls of a function that computes no attention, after which it
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class WatchedCall:
+    """One call of an outermost module, or of a function that computes an attention.
+
+    Args:
+        function: What was called; the module inside, where a wrapper was.
+        args: Its arguments, detached.
+        kwargs: Those by name.
+        wrapped: The names of the wrappers around it, from the outside in.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wrapped: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Notebook:
+    """Keeps calls to check them afterwards, within a bound of memory.
+
+    Args:
+        calls: Receives the first call of each outermost module, and of each function that computes an attention.
+        notes: Receives what was not kept, and why.
+        room: How many bytes the arguments may still take.
+    """
+
+    calls: list[WatchedCall]
+    notes: list[str]
+    room: int
+    known: set[int] = field(default_factory=set)
+
+    def note_module(self, module: nn.Module, given: Arguments) -> None:
+        """Keep the first call of a module."""
+        module, wrapped = inside_wrappers(module)
+        if id(module) in self.known:
+            return
+        self.known.add(id(module))
+        kept = self.put(given)
+        if kept is not None:
+            self.calls.append(WatchedCall(module, *kept, wrapped))
+            return
+        size = _size(given) / 1024**2
+        self.tell(f"{type(module).__name__}: its arguments take {size:.0f} MiB and were not kept (memory_mib)")
+
+    def note_function(self, function: Callable[..., Any], given: Arguments) -> None:
+        """Keep a call of a function that computes an attention; a module's own, as its method."""
+        args, kwargs = given
+        if args and isinstance(args[0], nn.Module) and hasattr(type(args[0]), function.__name__):
+            function, args = MethodType(function, args[0]), args[1:]
+        self.calls.append(WatchedCall(function, args, kwargs))
+
+    def tell(self, text: str) -> None:
+        """Add a note that is not there yet."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def put(self, given: Arguments) -> Arguments | None:
+        """Copy the arguments of a call; None where there is no room left."""
+        if _size(given) > self.room:
+            return None
+        self.room -= _size(given)
+        return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
+
+    def give_back(self, given: Arguments | None) -> None:
+        """Let go of arguments that are not needed."""
+        self.room += _size(given)
+
+
+def _size(given: Arguments | None) -> int:
+    return sum(x.numel() * x.element_size() for x in tree_leaves(given) if isinstance(x, Tensor))
+
+
 @dataclass(eq=False)
 class Visit:
     """One call of a function, while it runs.
@@ -42,14 +119,12 @@ class Visit:
     Args:
         frame: Of the call, while it runs: no other can be taken for it as long as it is held.
         given: Its arguments when it was first seen, set aside; None if they were not.
-        size: How many bytes they take.
         attends: Whether this function computes an attention.
         trains: Whether it also goes backward, so that calling it again would change the program.
     """
 
     frame: FrameType | None
     given: Arguments | None = None
-    size: int = 0
     attends: bool = False
     trains: bool = False
 
@@ -59,18 +134,12 @@ class Functions(TorchFunctionMode):
     """Watches torch's functions, outside of modules.
 
     Args:
-        keep: Sets arguments aside, and gives them with their size; None where there is no room.
-        release: Receives the size of arguments that are not needed.
-        found: Receives a function that computes an attention, with its arguments.
-        missed: Receives why one that does cannot be called again.
+        notebook: Sets arguments aside, and receives the functions that compute an attention.
     """
 
-    keep: Callable[[Arguments], tuple[Arguments, int] | None]
-    release: Callable[[int], None]
-    found: Callable[[Callable[..., Any], Arguments], None]
-    missed: Callable[[str], None]
+    notebook: Notebook
     visits: list[Visit] = field(default_factory=list)
-    tries: dict[CodeType, int] = field(default_factory=dict)
+    tries: Counter[CodeType] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -125,17 +194,15 @@ class Functions(TorchFunctionMode):
     def _entered(self, frame: FrameType) -> Visit:
         """Set the arguments of a call aside, where those of another call of the same function are not."""
         visit, code = Visit(frame), frame.f_code
-        given = _arguments(frame) if self.tries.get(code, 0) < MOST_TRIES else None
-        put = self.keep(given) if given is not None else None
-        if put is not None:
-            visit.given, visit.size = put
-            self.tries[code] = self.tries.get(code, 0) + 1
+        given = _arguments(frame) if self.tries[code] < MOST_TRIES else None
+        visit.given = self.notebook.put(given) if given is not None else None
+        self.tries[code] += visit.given is not None
         return visit
 
     def _leave(self, kept: list[Visit]) -> None:
         for visit in self.visits[len(kept) :]:
             if not (visit.attends and self._told(visit)):
-                self.release(visit.size)
+                self.notebook.give_back(visit.given)
             visit.frame = visit.given = None
         self.visits = kept
 
@@ -147,14 +214,13 @@ class Functions(TorchFunctionMode):
         self.tries[frame.f_code] = MOST_TRIES
         name, function = frame.f_code.co_name, _function_of(frame)
         if visit.trains:
-            self.missed(
-                f"{name} computes an attention and trains as well; put the attention into a function of its own"
-            )
+            why = "trains as well; put the attention into a function of its own"
         elif function is None or not any(isinstance(x, Tensor) for x in tree_leaves(given)):
-            self.missed(f"{name} computes an attention and takes no tensor; hand its tensors over to have it checked")
+            why = "takes no tensor; hand its tensors over to have it checked"
         else:
-            self.found(function, given)
+            self.notebook.note_function(function, given)
             return True
+        self.notebook.tell(f"{name} computes an attention and {why}")
         return False
 
     def follow_module(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -200,15 +266,14 @@ class Functions(TorchFunctionMode):
         if common:
             common[-1].attends = True
         else:
-            self.missed("an attention is computed in no function and no module; put it into a function to check it")
+            self.notebook.tell("an attention runs in no function and no module; put it into a function to check it")
 
 
-def _users_frames(frame: FrameType | None, outermost: FrameType | None = None) -> Iterator[FrameType]:
+def _users_frames(frame: FrameType, outermost: FrameType | None = None) -> Iterator[FrameType]:
     """The running calls of the user's code, from the inside out, as far as the block that watches."""
-    while frame is not None and frame is not outermost:
-        if is_users(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
+    running = (frame for frame, _ in traceback.walk_stack(frame))
+    inside = itertools.takewhile(lambda frame: frame is not outermost, running)
+    return (frame for frame in inside if is_users(frame.f_code.co_filename))
 
 
 def _arguments(frame: FrameType) -> Arguments | None:

@@ -1,6 +1,7 @@
 """parametrize_with_checks: every check of an attention as a pytest item of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from equivalence_tests.checker.engine.checks import attention_checks
@@ -10,29 +11,6 @@ from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
 
 __all__ = ["parametrize_with_checks"]
-
-
-class _Item:
-    """One check of one target; the report is made once for all of them."""
-
-    def __init__(self, name: str, make: Callable[[], Report], shared: dict[str, Report]) -> None:
-        self.name, self.make, self.shared = name, make, shared
-
-    def __call__(self) -> None:
-        if "report" not in self.shared:
-            self.shared["report"] = self.make()
-        report = self.shared["report"]
-        if report.verdict == "unchecked":
-            raise AssertionError(f"could not be checked: {report.reason}")
-        result = next((c for c in report.checks if c.name == self.name), CheckResult(self.name, "passed"))
-        if self.name == "diagnosis":
-            result = CheckResult("diagnosis", "failed" if report.findings else "passed", ", ".join(report.mistakes))
-        if result.outcome in ("skipped", "expected"):
-            import pytest
-
-            pytest.skip(result.detail)
-        if result.outcome == "failed":
-            raise AssertionError(f"{result.detail}\n\n{report}")
 
 
 def parametrize_with_checks(
@@ -61,13 +39,25 @@ def parametrize_with_checks(
 
     items, ids = [], []
     for target in targets:
-        shared: dict[str, Report] = {}
         label = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
-
-        def make(target: Any = target) -> Report:
-            return verify(target, adapter=adapter, expected_failures=expected_failures)
-
+        made = cache(partial(verify, target, adapter=adapter, expected_failures=expected_failures))
         for name in ("diagnosis", *(check.__name__ for check in attention_checks())):
-            items.append(_Item(name, make, shared))
+            items.append(partial(_ask, name, made))
             ids.append(f"{label}-{name}")
     return pytest.mark.parametrize("check", items, ids=ids)
+
+
+def _ask(name: str, made: Callable[[], Report]) -> None:
+    """Pass, fail or skip as one check of a report did; the report is made once for all of them."""
+    import pytest
+
+    report = made()
+    if report.verdict == "unchecked":
+        raise AssertionError(f"could not be checked: {report.reason}")
+    result = next((check for check in report.checks if check.name == name), CheckResult(name, "passed"))
+    if name == "diagnosis":
+        result = CheckResult(name, "failed" if report.findings else "passed", ", ".join(report.mistakes))
+    if result.outcome in ("skipped", "expected"):
+        pytest.skip(result.detail)
+    if result.outcome == "failed":
+        raise AssertionError(f"{result.detail}\n\n{report}")

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -117,11 +118,8 @@ def _die_with_the_parent() -> None:
 
 def _end_where_the_code_returns() -> None:
     """Let a forked child run the user's code and nothing of ours: two would check, and then four."""
-    frame, ours = sys._getframe().f_back, set[FrameType]()
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(CHECKER):
-            ours.add(frame)
-        frame = frame.f_back
+    running = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    ours = {frame for frame in running if frame.f_code.co_filename.startswith(CHECKER)}
 
     def end(frame: FrameType, event: str, _: object) -> None:
         if frame in ours or (event == "return" and frame.f_back in ours):

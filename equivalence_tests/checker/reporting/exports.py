@@ -1,7 +1,6 @@
 """Reports for other programs: JSON, JUnit XML, SARIF, and annotations of GitHub."""
 
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,8 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 def to_json(reports: Sequence[Report]) -> str:
     """Give one report as an object, and several as a list; numbers that are not finite, which JSON lacks, as text."""
-    data = [_finite(report.to_dict()) for report in reports]
+    plain = json.dumps([report.to_dict() for report in reports])
+    data = json.loads(plain, parse_constant=lambda number: str(float(number)))
     return json.dumps(data[0] if len(data) == 1 else data, indent=2, allow_nan=False)
 
 
@@ -102,14 +102,6 @@ def _told(finding: Finding) -> str:
 
 def _uri(path: str) -> str:
     return Path(path).as_uri() if Path(path).is_absolute() else quote(Path(path).as_posix())
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _property(text: str) -> str:

@@ -5,11 +5,9 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 
 __all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of", "inside", "is_users", "raised_at"]
 
@@ -67,25 +65,19 @@ def raised_at(error: BaseException) -> str:
 def frames_here() -> Frames:
     """The user's lines that led here: what stands between the engine that called and this operation."""
     found: list[tuple[str, int, str]] = []
-    for frame in _outwards(sys._getframe(1)):
+    for frame, number in traceback.walk_stack(sys._getframe(1)):
         path = frame.f_code.co_filename
         if path.startswith(ENGINE) and "/test_" not in path:
             if found:
                 break
         elif is_users(path):
-            found.append((path, frame.f_lineno, frame.f_code.co_name))
+            found.append((path, number, frame.f_code.co_name))
     return tuple(found)
 
 
 def inside(frames: Frames, outside: Frames) -> Frames:
     """Leave out the lines that led to the checker."""
     return frames[: -len(outside)] if outside and frames[-len(outside) :] == outside else frames
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _shown(path: str) -> str:

@@ -1,6 +1,7 @@
 """How findings look on a terminal: what is wrong and the proof of it, then how the code was read."""
 
 from collections.abc import Iterable, Sequence
+from io import StringIO
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -18,6 +19,7 @@ from equivalence_tests.checker.reporting.findings import (
 from equivalence_tests.checker.reporting.lines import CodeLine
 
 __all__ = [
+    "Shown",
     "checks_view",
     "coverage_view",
     "finding_view",
@@ -25,6 +27,7 @@ __all__ = [
     "meant_view",
     "reading_view",
     "show",
+    "table",
 ]
 
 WORDS: dict[Verdict, tuple[str, str]] = {
@@ -33,8 +36,38 @@ WORDS: dict[Verdict, tuple[str, str]] = {
     "deviates": ("DEVIATES", "bold red"),
     "unchecked": ("COULD NOT BE CHECKED", "bold yellow"),
 }
+WIDTH = 110
 SHOWN_NUMBERS = 4
 ROUNDED = 1e-3  # of the difference that a mistake makes: what is left beyond that is no rounding
+
+
+class Shown:
+    """Something that is shown as ``__rich__`` lays it out: printed, as text, and in a notebook."""
+
+    def __str__(self) -> str:
+        return "\n".join(_printed(self, Console(width=WIDTH, color_system=None, force_jupyter=False)))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        console = Console(width=WIDTH, record=True, file=StringIO(), force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def show(view: RenderableType | Shown, console: Console) -> None:
+    """Print something; without the blanks at the ends of lines that only a terminal needs."""
+    if console.is_terminal:
+        console.print(view)
+    else:
+        print(*_printed(view, console), sep="\n")
+
+
+def _printed(view: RenderableType | Shown, console: Console) -> list[str]:
+    with console.capture() as captured:
+        console.print(view)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def headline(verdict: Verdict, target: str, kind: str, meant: Sequence[Finding]) -> Text:
@@ -85,12 +118,7 @@ def coverage_view(not_exercised: Iterable[Exercise]) -> Group:
 
 def reading_view(conventions: Iterable[tuple[str, str, str]]) -> Table:
     """Put how the code was read beside how torch.nn has it."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("how it was read", "in this code", "in torch.nn"):
-        table.add_column(heading, overflow="fold")
-    for row in conventions:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+    return table(("how it was read", "in this code", "in torch.nn"), conventions)
 
 
 def checks_view(checks: Sequence[CheckResult], explained: bool) -> RenderableType:
@@ -108,15 +136,14 @@ def checks_view(checks: Sequence[CheckResult], explained: bool) -> RenderableTyp
     return Group(Text(heading, style="dim"), rows) if rows.row_count else Text(heading, style="dim")
 
 
-def show(view: RenderableType, console: Console) -> None:
-    """Print something; without the blanks at the ends of lines that only a terminal needs."""
-    if console.is_terminal:
-        console.print(view)
-        return
-    with console.capture() as captured:
-        console.print(view)
-    for line in captured.get().splitlines():
-        print(line.rstrip())
+def table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> Table:
+    """Lines of text under headings, each folded in its column."""
+    laid = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in headings:
+        laid.add_column(heading, overflow="fold")
+    for line in lines:
+        laid.add_row(*map(Text, line))
+    return laid
 
 
 def grid() -> Table:

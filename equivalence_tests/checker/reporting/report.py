@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from io import StringIO
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from equivalence_tests.checker.reporting.findings import VERDICTS, CheckResult, Exercise, Finding, Verdict
 from equivalence_tests.checker.reporting.rendering import (
+    Shown,
     checks_view,
     coverage_view,
     finding_view,
@@ -21,11 +21,9 @@ from equivalence_tests.checker.reporting.rendering import (
 
 __all__ = ["Report"]
 
-WIDTH = 110
-
 
 @dataclass(repr=False)
-class Report:
+class Report(Shown):
     """The answer to ``verify``: all that was found out about one attention, layer, part or model.
 
     Args:
@@ -102,16 +100,3 @@ class Report:
             yield checks_view(self.checks, explained=bool(self.findings))
         if self.notes:
             yield Group(*(Text(f"Note: {note}", style="dim") for note in self.notes))
-
-    def __str__(self) -> str:
-        console = Console(width=WIDTH, color_system=None, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        console = Console(width=WIDTH, record=True, file=StringIO(), force_jupyter=False)
-        console.print(self)
-        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
