@@ -50,7 +50,9 @@ def guess_kind(found: Any) -> str:
     if isinstance(found, nn.Module) and BY_DATA_FLOW in vars(found):
         return str(vars(found)[BY_DATA_FLOW])
     if isinstance(found, nn.Sequential):
-        return "feed_forward" if _is_feed_forward(found) else ""
+        known = [m for m in found.modules() if isinstance(m, nn.Linear | nn.LayerNorm)]
+        ours = sum(len(list(m.parameters(recurse=False))) for m in known) == len(list(found.parameters()))
+        return "feed_forward" if ours and there_and_back(found) else ""
     if builds_masks(found):
         return "mask_builder"
     kind = kind_of_name(getattr(found, "__name__", type(found).__name__))
@@ -83,12 +85,6 @@ def there_and_back(found: nn.Module) -> bool:
     inside, width = shapes[-1][::-1] if shapes else (0, 0)
     halves = [(inside, width), (width, inside)], [(2 * inside, width), (width, inside)]
     return inside != width and shapes in (*halves, [*halves[0][:1] * 2, halves[0][1]])
-
-
-def _is_feed_forward(found: nn.Sequential) -> bool:
-    """Whether its linears lead there and back, and nothing else in it but LayerNorms has parameters."""
-    ours = [p for m in found.modules() if isinstance(m, nn.Linear | nn.LayerNorm) for p in m.parameters(recurse=False)]
-    return len(ours) == len(list(found.parameters())) and there_and_back(found)
 
 
 def kind_of_name(name: str) -> str:
@@ -175,15 +171,12 @@ def _holds_sinusoids(module: nn.Module) -> bool:
     """
     if any(not isinstance(child, nn.Dropout | nn.Embedding | nn.Identity) for child in module.children()):
         return False
-    return any(_is_sinusoidal(x.squeeze()) for x in own_tensors(module))
-
-
-def _is_sinusoidal(table: Tensor) -> bool:
-    if table.dim() != 2 or min(table.shape) < 2 or float(table.abs().max()) > 1 + ALIKE:
-        return False
-    one = torch.tensor([math.sin(1), math.cos(1)], dtype=table.dtype)
-    first = table[0].unique()
-    return first.tolist() == [0.0, 1.0] and bool((table[1][:, None] - one).abs().min() < ALIKE)
+    tables = [x.squeeze() for x in own_tensors(module)]
+    for table in [x for x in tables if x.dim() == 2 and min(x.shape) > 1 and float(x.abs().max()) <= 1 + ALIKE]:
+        one = torch.tensor([math.sin(1), math.cos(1)], dtype=table.dtype)
+        if table[0].unique().tolist() == [0.0, 1.0] and bool((table[1][:, None] - one).abs().min() < ALIKE):
+            return True
+    return False
 
 
 def own_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from equivalence_tests.checker.parts.readings import PartReading
 
 __all__ = ["position_readings"]
 
+OFFSETS = (0, 1, 2)  # of the first row that a learned table gives
 BASES = (10000.0, 1000.0, 100.0, 100000.0)
 # What stands on even and odd features, or in the first and the second half.
 Map = Callable[[Tensor], Tensor]
@@ -58,22 +59,17 @@ def position_readings(module: nn.Module | None, width: int) -> Iterator[PartRead
         Learned tables, then sinusoids. Their formulas take the numbers of the positions.
     """
     parameters = {} if module is None else {n: p.detach() for n, p in module.named_parameters()}
-    for name, p in parameters.items():
-        if p.dim() >= 2 and p.size(-1) == width:
-            yield from _learned(name, p.reshape(-1, width))
+    learned = [(name, p.reshape(-1, width)) for name, p in parameters.items() if p.dim() >= 2 and p.size(-1) == width]
+    note = "a learned table: its values cannot be wrong, only the way it is indexed was checked"
+    for (name, table), offset in itertools.product(learned, OFFSETS):
+        first = f", from row {offset} on" if offset else ""
+        words = (("table", f"learned: {name}{first}", "nn.Embedding of the positions"),)
+        yield PartReading(partial(_rows, table, offset), words, notes=(note,))
     yield PartReading(lambda p: torch.zeros(len(p), width), (("table", "none", ""),), ("position_not_added",))
     scales = {"": torch.ones(())} | {name: p.flatten()[0] for name, p in parameters.items() if p.numel() == 1}
     zero_first = module is None or _has_a_row_of_zeros(module)
     for (scale, factor), zeroed in itertools.product(scales.items(), (False, True) if zero_first else (False,)):
         yield from _sinusoids(width, scale, factor, zeroed)
-
-
-def _learned(name: str, table: Tensor) -> Iterator[PartReading]:
-    note = "a learned table: its values cannot be wrong, only the way it is indexed was checked"
-    for offset in (0, 1, 2):
-        first = f", from row {offset} on" if offset else ""
-        words = (("table", f"learned: {name}{first}", "nn.Embedding of the positions"),)
-        yield PartReading(partial(_rows, table, offset), words, (), (note,))
 
 
 def _rows(table: Tensor, offset: int, positions: Tensor) -> Tensor:

@@ -152,5 +152,5 @@ def _alternatives(tried: _Tried, matching: list[PartReading]) -> tuple[str, ...]
 def _error(reading: PartReading, x: Tensor, output: Tensor) -> float:
     try:
         return distance(output, reading.formula(x))
-    except (RuntimeError, IndexError, ValueError):
+    except (RuntimeError, IndexError, ValueError, TypeError):
         return float("inf")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 from equivalence_tests.checker.helpers_for_tests import line_of
 from equivalence_tests.checker.parts import checking
@@ -261,6 +262,25 @@ class RawSwiGluFeedForward(nn.Module):
         return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
 
 
+class TiedFeedForward(nn.Module):
+    """One matrix for there and back."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_ff, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x @ self.weight.T) @ self.weight
+
+
+class WeightNormFeedForward(PaperFeedForward):
+    """Its matrices are made in each call."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__(d_model, d_ff)
+        self.w_1, self.w_2 = weight_norm(self.w_1), weight_norm(self.w_2)
+
+
 class ChannelsFeedForward(ConvFeedForward):
     """Features before tokens, outside too."""
 
@@ -321,6 +341,8 @@ RIGHT: dict[str, tuple[Callable[[], Any], str, str]] = {
     "lazy linears": (lambda: LazyFeedForward, "activation", "ReLU"),
     "convolutions of one width": (lambda: SquareConvFeedForward, "includes", "+ residual"),
     "matrices of its own": (lambda: RawFeedForward, "linears", "W1, W2"),
+    "one matrix twice": (lambda: TiedFeedForward, "activation", "GELU"),
+    "matrices with a norm": (lambda: WeightNormFeedForward, "activation", "ReLU"),
     "gates of its own": (lambda: RawSwiGluFeedForward, "gated", "SwiGLU"),
     "features before tokens": (lambda: ChannelsFeedForward, "layout", "(batch, features, len)"),
     "containers in containers": (
