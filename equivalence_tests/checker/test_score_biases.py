@@ -80,6 +80,20 @@ class AddsItsMask(Distant):
         return torch.ones(x.size(1), x.size(1), dtype=x.dtype).tril()
 
 
+class Backwards(Table):
+    """T5's distances with the wrong sign, so that all keys that are seen share one number."""
+
+    def bias(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.size(1))
+        return self.relative_bias((position - position[:, None]).clamp(0, 8)).permute(2, 0, 1)
+
+    def weights(self, x: Tensor) -> Tensor:
+        q, k = self.split(self.query(x)), self.split(self.key(x))
+        scores = q @ k.mT * self.scale(q) + self.bias(x)
+        future = torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
+        return scores.masked_fill(future, -math.inf).softmax(-1)
+
+
 class Near(Distant):
     """A mask of its own, which nothing but its author knows to be right."""
 
@@ -96,7 +110,14 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
     assert ("scores", "a bias by position is added") in {row[:2] for row in report.conventions}
 
 
-@pytest.mark.parametrize(("broken", "name"), [(Unscaled, "scale_missing"), (OverQueries, "softmax_over_queries")])
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        (Unscaled, "scale_missing"),
+        (OverQueries, "softmax_over_queries"),
+        (Backwards, "bias_never_used"),
+    ],
+)
 def test_mistakes_beside_a_bias_are_named(broken: Callable[..., Any], name: str) -> None:
     report = verify(broken)
     assert [finding.name for finding in report.findings] == [name], str(report)

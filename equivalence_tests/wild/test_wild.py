@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from equivalence_tests.wild.counting import attentions_of
 from equivalence_tests.wild.models import WildModel, randomised, runnable
 from equivalence_tests.wild.mutants import broken, mutants_of
 from equivalence_tests.wild.operators import changes_of
+from equivalence_tests.wild.transformers_models import _with_each_attention
 
 SOURCE = """
 import torch
@@ -121,6 +123,14 @@ def test_a_model_that_cannot_be_built_says_why() -> None:
 
     with pytest.raises(RuntimeError, match="width must be even"):
         runnable(WildModel("wild", "model", lambda: [build], inputs))
+
+
+@pytest.mark.parametrize(("supported", "expected"), [(True, ["eager", "sdpa"]), (False, ["eager"])])
+def test_no_model_uses_an_attention_that_it_does_not_support(supported: bool, expected: list[str]) -> None:
+    model: Any = nn.Linear(2, 3)
+    model.config, model._supports_sdpa = SimpleNamespace(), supported
+    assert list(_with_each_attention(model)) == expected
+    assert model.config._attn_implementation_internal == expected[-1]
 
 
 def test_parameters_are_moved_off_zero_and_one() -> None:

@@ -31,12 +31,15 @@ def transformers_models() -> list[WildModel]:
 
 
 def _with_each_attention(model: nn.Module) -> Iterator[str]:
-    """Let a model use the attention written out, then torch's."""
-    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    """Let a model use the attention written out, then torch's, as far as it says that it supports that."""
+    owners: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
+    without = {id(owner.config) for owner in owners if getattr(owner, "_supports_sdpa", True) is False}
     for implementation in ("eager", "sdpa"):
-        for config in configs:
+        able = [owner.config for owner in owners if implementation == "eager" or id(owner.config) not in without]
+        for config in able:
             config._attn_implementation_internal = implementation
-        yield implementation
+        if able:
+            yield implementation
 
 
 def _builds(kind: str) -> Iterator[Callable[[], nn.Module]]:

@@ -100,6 +100,8 @@ def _readings(mask: Tensor, part: Part, hides: bool) -> Iterator[Tensor]:
     for laid in _laid_out(mask, part):
         if laid.dtype == torch.bool:
             yield from (~laid,) if hides else (laid, ~laid)
+        elif bool(((laid == 0) | (laid == 1)).all()) and bool(laid.any()):
+            yield (laid == 0) == hides  # of numbers, 1 is what is there
         elif laid.is_floating_point() and bool((laid < HIDES).any()):
             yield laid >= HIDES
 

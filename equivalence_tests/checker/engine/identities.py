@@ -109,6 +109,7 @@ class _Follower:
         self.siblings: dict[int, dict[int, Tensor]] = {}
         self.contexts: dict[tuple[Any, ...], Source] = {}
         self.bases: dict[int, int] = {}  # the first token of each tensor that had no names
+        self.rows: dict[tuple[int, int], int] = {}  # the token of each row of such a tensor, by where it begins
         self.tokens = 0
         for slot in recorder.given:
             self._met(slot.tensor)
@@ -192,6 +193,9 @@ class _Follower:
     def _moved(self, operation: Operation) -> list[Tensor | None]:
         if operation.inplace and operation.inputs[0].key not in self.codes:
             self._name_memory(operation.inputs[0].tensor)
+        own = self.codes.get(operation.inputs[0].key) if operation.inplace else None
+        if own is not None and self._rank(own) == 0 and isinstance(operation.argument(2, "value"), int | float):
+            return [own]  # what hides a score stands in its place
         try:
             moved = self._run_on(operation, self.codes)
         except (RuntimeError, TypeError, ValueError, IndexError):
@@ -414,8 +418,7 @@ class _Follower:
 
     def _seeded(self, contraction: Contraction, slot: Slot, codes: Tensor | None) -> Tensor:
         """Name the tokens of a tensor by the order in which its rows are stored; beside padding they keep theirs."""
-        _, token = contraction.left[:, :, 0].unique(return_inverse=True)
-        token = token + self._base(slot.tensor, int(token.max()) + 1)
+        token = self._rows_in_memory(slot.tensor, contraction.left)
         if codes is not None and not codes.is_complex():
             rows = contraction.rows(codes)
             empty, own = ~known(rows).any(-1), token_of(rows[..., 0])
@@ -427,6 +430,21 @@ class _Follower:
         names = names.view(slot.value.shape)
         self.codes[slot.key] = self._new("input", None, slot, names).codes
         return token
+
+    def _rows_in_memory(self, tensor: Tensor, places: Tensor) -> Tensor:
+        """Number rows in their order, and those of a part of a tensor as the whole tensor has them."""
+        starts, token = places[:, :, 0].unique(return_inverse=True)
+        base, memory, start = self._base(tensor, len(starts)), _storage(tensor), _memory_of(tensor)[starts]
+        apart = start.sort().values.diff()
+        if not len(apart) or bool((apart == 0).any()) or tensor.stride(-1) != 1:
+            return token + base
+        width = int(apart.min())
+        first = not any(known == memory for known, _ in self.rows)
+        for order, row in enumerate((start // width * width).tolist()):
+            if (memory, row) not in self.rows:
+                self.rows[memory, row] = base + order if first else self.tokens
+                self.tokens += not first
+        return torch.tensor([self.rows[memory, row] for row in (start // width * width).tolist()])[token]
 
     def _base(self, tensor: Tensor, count: int) -> int:
         """The number of the first token of a tensor: its own, but the same for all that look at one memory."""
@@ -628,6 +646,12 @@ def _over_one_axis(operation: Operation, before: list[Tensor | None]) -> tuple[T
     if codes is None or codes.is_complex() or not isinstance(axis, int) or not bool(known(codes).all()):
         return None, 0
     return codes, axis
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """Where each element of a tensor lies in memory, counted in elements."""
+    places = [torch.arange(size) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return sum(torch.meshgrid(*places, indexing="ij"), start=torch.tensor(tensor.storage_offset())).reshape(-1)
 
 
 def _values(slots: Iterable[Slot]) -> list[Tensor]:

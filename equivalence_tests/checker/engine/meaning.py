@@ -16,6 +16,7 @@ from equivalence_tests.checker.engine.contracts.operands import is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
+from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -53,7 +54,7 @@ class Evidence:
 
     def untold(self) -> Iterator[Exercise]:
         """List what one call says nothing about."""
-        if any(not model.tells for model in self.judgement.models):
+        if self.judgement.models and not any(model.tells for model in self.judgement.models):
             yield Exercise(
                 "scale, mask and softmax", False, "no query had more than one key to choose from in this call"
             )
@@ -67,6 +68,8 @@ class Evidence:
     # ------------------------------------------------------------------------------------------ departures
     def of(self, departure: Departure) -> str:
         """Say why a departure is meant so; "" if nothing says that."""
+        if self._is_of_wide_weights(departure):
+            return "each projection is divided by the root of the features that it takes, whose weights are drawn so"
         if departure.stage == "scale":
             return self._of_scale(departure)
         if "changed_by" in departure.name and departure.stage in CHANGED and departure.operation is not None:
@@ -78,11 +81,40 @@ class Evidence:
                 return f"the parameter {names[0]} takes a share of every row"
         return ""
 
+    def _is_of_wide_weights(self, departure: Departure) -> bool:
+        """Whether every projection is divided by the root of its inputs, and this departure is no more than that."""
+        operands, taken = self.judgement.first_operands, self._features_taken()
+        if len(operands) != 3 or not all(abs(o.factor * math.sqrt(taken.get(o.role, 0)) - 1) < 1e-6 for o in operands):
+            return False
+        if departure.stage == "scale":
+            right = operands[0].factor * operands[1].factor / math.sqrt(departure.facts["width"])
+            return abs(departure.facts["factor"] / right - 1) < 1e-6
+        if departure.stage != "output" or departure.operation is None or "changed_by" not in departure.name:
+            return departure.name.startswith("value_changed_by_") and abs(operands[2].factor - 1) > 1e-6
+        ratio = constant_ratio(departure.operation.outputs[0].value, departure.operation.inputs[0].value)
+        return ratio is not None and abs(ratio * math.sqrt(taken.get("output", 0)) - 1) < 1e-6
+
+    def _features_taken(self) -> dict[str, int]:
+        """How many features the projections of queries, keys, values and what is averaged take."""
+        roles = {operand.role: operand.sources for operand in self.judgement.first_operands}
+        own = [s for s in self._names.sources.values() if set(s.parents) & {*self.judgement.attention.context_sources}]
+        made = {
+            role: contraction_of(s.operation)
+            for role, x in {**roles, "output": own}.items()
+            for s in x[:1]
+            if s.operation
+        }
+        return {role: contraction.left.size(-1) for role, contraction in made.items() if contraction is not None}
+
     def _of_part(self, departure: Departure, operation: Operation) -> str:
         """What a parameter or a part of the module's own does to values or to what is averaged."""
         if departure.name.startswith("value_") and self._values_are_normed():
-            departure.name = "values_normalised"
-            return "a part of its own normalises each value"
+            scaled = next(self._scaled_outside(self.judgement.first_operands[2]), None)
+            if scaled is None:
+                departure.name = "values_normalised"
+                return "a part of its own normalises each value"
+            _blame(departure, scaled, "value")
+            return ""
         if departure.name == "value_changed_by_mul" and (told := self._value_scale()):
             return told
         if departure.stage == "operand" and self._scaled_by_a_part(departure):
@@ -105,9 +137,7 @@ class Evidence:
             if names and strange is None:
                 return f"the parameter {names[-1]} takes part in what is {how}"
             if names and strange is not None:
-                bent = changed_by(strange, departure.stage, "summand" if how == "added" else "factor")
-                departure.name, departure.operation, departure.facts = bent.name, strange, bent.facts
-                departure.have = departure.want = ()
+                _blame(departure, strange, "summand" if how == "added" else "factor")
         return ""
 
     def _argument_for_values(self, operation: Operation) -> str:
@@ -138,6 +168,14 @@ class Evidence:
         run = self.judgement.attention.run
         values = self.judgement.first_operands[2:]
         return any(is_normed(run, value) and any(map(self._in_a_part, value.steps(run))) for value in values)
+
+    def _scaled_outside(self, operand: Operand) -> Iterator[Operation]:
+        """What multiplies all of an operand by one number, and runs in no module inside."""
+        for step in operand.steps(self.judgement.attention.run):
+            taken, given = step[0].inputs[0].value, step[2]
+            ratio = constant_ratio(given, taken, SINGLE) if taken.shape == given.shape else None
+            if ratio is not None and abs(ratio - 1) > SINGLE and not self._in_a_part(step):
+                yield step[0]
 
     def _in_a_part(self, step: tuple[Operation, Tensor, Tensor]) -> bool:
         """Whether it ran in a module inside."""
@@ -181,11 +219,11 @@ class Evidence:
         return [name for norm in norms for name in self._parameters_beside(norm)][:1]
 
     def _stated_scale(self) -> bool:
-        """Whether the module in which the product runs holds a scale other than one."""
+        """Whether the module in which the product runs, or a configuration, holds a scale other than one."""
         place = self.judgement.attention.first.place
-        owner = self.module.get_submodule(place) if self.module is not None else None
-        own = vars(owner).items() if owner is not None else ()
-        return any(SCALES.fullmatch(name) and isinstance(x, float) and x != 1 for name, x in own)
+        owners = [self.module.get_submodule(place)] if self.module is not None else []
+        held = (item for holder in [*owners, *self._holders()] for item in _numbers(holder))
+        return any(SCALES.fullmatch(name) and x not in (0, 1) for name, x in held)
 
     def _own_scale(self, operand: Operand) -> float:
         """What a rotation multiplies by, without what numbers multiply before it and after it."""
@@ -300,7 +338,8 @@ class Evidence:
         for operation, part in self._between():
             codes = self._names.before[operation.index]
             pairs = zip(operation.origins, codes, strict=True)
-            others = [bits for bits, names in pairs if not _is_of(names, {part.number})]
+            own = self.recorder.origins_of(part.product.operation.outputs[0].tensor)  # as the largest score has them
+            others = [bits for bits, names in pairs if not _is_of(names, {part.number}) and bits != own]
             first = first or (operation if others else None)
             if any(others):
                 return operation, [name for bits in others for name in self.recorder.named(bits)]
@@ -383,6 +422,13 @@ ADDS = words("add iadd sub isub radd rsub")
 FILLS = words("masked_fill where setitem")
 MULTIPLIES = words("mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ divide true_divide")
 SINKS = ("mask_after_softmax", "causal_mask_after_softmax", "weights_scaled", "changed_by_getitem", "changed_by_narrow")
+
+
+def _blame(departure: Departure, operation: Operation, what: str) -> None:
+    """Let a departure speak of another operation than the one that was seen first."""
+    bent = changed_by(operation, departure.stage, what)
+    departure.name, departure.operation, departure.facts = bent.name, operation, bent.facts
+    departure.have = departure.want = ()
 
 
 def _is_of(codes: Tensor | None, numbers: set[int]) -> bool:

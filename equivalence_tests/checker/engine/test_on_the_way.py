@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.test_styles import (
     Configuration,
     LearntScales,
     NormedBoth,
+    NormedValues,
     TurnedByMatrices,
     TwoStreams,
     judged,
@@ -288,6 +289,133 @@ class ChannelsFirst(nn.Module):
         return (weights @ v.mT).mT.flatten(1, 2)
 
 
+class FoldedHeads(Base):
+    """Heads lie in the batch, so that the scores have one axis for both."""
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return self.moved(scores.flatten(0, 1)).softmax(-1).view_as(scores)
+
+    def moved(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+class FoldedHeadsRolled(FoldedHeads):
+    def moved(self, scores: Tensor) -> Tensor:
+        return scores.roll(1, 1)
+
+
+class FoldedHeadsRolledAndBack(FoldedHeads):
+    def moved(self, scores: Tensor) -> Tensor:
+        return scores.roll(1, 1).roll(-1, 1)
+
+
+class BiasesJoined(Base):
+    """One bias of parts, beside a packed matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(3 * WIDTH, WIDTH))
+        self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(WIDTH)) for _ in range(2))
+
+    def joined(self, *biases: Tensor) -> Tensor:
+        return torch.cat(biases)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        bias = self.joined(self.q_bias, torch.zeros_like(self.v_bias), self.v_bias)
+        q, k, v = (self.split(y) for y in F.linear(x, self.qkv, bias).chunk(3, -1))
+        return q, k, v
+
+
+class BiasesWithoutSigns(BiasesJoined):
+    def joined(self, *biases: Tensor) -> Tensor:
+        return torch.cat(biases).abs()
+
+
+class OneRowAtATime(Base):
+    """Causal, one query after another; what is hidden is written into the scores."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        rows = [self.row(q[:, :, [i]] @ k.mT * self.scale, i) @ v for i in range(x.size(1))]
+        return torch.cat(rows, 2).transpose(1, 2).flatten(2)
+
+    def row(self, scores: Tensor, i: int) -> Tensor:
+        scores[..., i + 1 :] = -torch.inf
+        return (scores - scores.amax(-1, keepdim=True)).softmax(-1)
+
+
+class TwoKindsInOneTensor(TwoStreams):
+    """The first tokens of a tensor are projected by matrices of their own."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + 1
+        return super().forward(x[:, 2:], x[:, :2])
+
+
+class NormedAndFlippedBehind(Normed):
+    """Queries and keys are turned round alike, behind their gains."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q.flip(-1), k.flip(-1), v
+
+
+class NormedWithoutTheirScale(Normed):
+    """Its configuration names a scale, and nothing has it."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Configuration(query_pre_attn_scalar=4)
+
+
+class NormedValuesScaled(NormedValues):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k, v * 1.3
+
+
+class HandsKeysOverAsValues(Base):
+    """What is kept takes keys before values, and gets them the other way round."""
+
+    def kept(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        old = torch.empty(2, HEADS, 0, WIDTH // HEADS)
+        keys = torch.cat((old, keys), 2)
+        values = torch.cat((old, values), 2)
+        return keys, values
+
+    def attend(self, x: Tensor) -> Tensor:
+        query = self.split(self.q_proj(x))
+        key = self.split(self.k_proj(x))
+        value = self.split(self.v_proj(x))
+        k, v = self.kept(value, key)
+        return (self.weigh(query @ k.mT * self.scale) @ v).transpose(1, 2).flatten(2)
+
+
+class TurnedBesideOthers(TwoStreams):
+    """Tokens turn by their positions, and look at others too, which do not."""
+
+    direction = 1.0
+
+    def turned(self, x: Tensor, sign: float = 1.0) -> Tensor:
+        angle = torch.arange(x.size(2), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=x.dtype)
+        one, two = x.chunk(2, -1)
+        return torch.cat(
+            (one * angle.cos() - sign * two * angle.sin(), two * angle.cos() + sign * one * angle.sin()), -1
+        )
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        k = torch.cat((self.turned(k, self.direction), self.split(self.text_k(text))), 2)
+        v = torch.cat((v, self.split(self.text_v(text))), 2)
+        return self.o_proj(F.scaled_dot_product_attention(self.turned(q), k, v).transpose(1, 2).flatten(2))
+
+
+class TurnedBackwardsBesideOthers(TurnedBesideOthers):
+    direction = -1.0
+
+
 class AmongSamples(nn.Module):
     """Queries of one feature lose an axis: rows of a product are samples then."""
 
@@ -307,6 +435,12 @@ class AmongSamples(nn.Module):
         (BiasClampedToAConstant, "changed_by_clamp", "return bias.clamp(-0.2, 0.2)"),
         (BiasForgotten, "bias_never_used", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
         (LocallyRolled, "changed_by_roll", "return x.roll(1, 1)"),
+        (FoldedHeadsRolled, "changed_by_roll", "return scores.roll(1, 1)"),
+        (NormedAndFlippedBehind, "query_changed_by_flip", "return q.flip(-1), k.flip(-1), v"),
+        (NormedWithoutTheirScale, "scale_missing", ""),
+        (NormedValuesScaled, "value_changed_by_mul", "return q, k, v * 1.3"),
+        (HandsKeysOverAsValues, "key_value_swapped", "keys = torch.cat((old, keys), 2)"),
+        (BiasesWithoutSigns, "changed_by_abs", "return torch.cat(biases).abs()"),
         (NormedBySquares, "norm_leaves_different_sizes", "return x * (x.pow(2).mean(-1"),
         (NormedBarelyOverTokens, "norm_leaves_different_sizes", "return x * (x.pow(2).mean(-2"),
         (NormedAndFlipped, "query_changed_by_flip", "return super().normed(x).flip(-1)"),
@@ -324,6 +458,40 @@ def test_what_changes_on_the_way_is_found_on_its_line(target: type[nn.Module], n
     assert "bias of the scores are" not in report.findings[0].sentence
 
 
+class HidesByNumbers(Base):
+    """Its mask holds numbers: 1 for what is there."""
+
+    def hidden(self, mask: Tensor) -> Tensor:
+        return mask == 0
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        scores = (q @ k.mT * self.scale).masked_fill(self.hidden(attention_mask)[:, None, None], -torch.inf)
+        return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class HidesWhatIsThere(HidesByNumbers):
+    def hidden(self, mask: Tensor) -> Tensor:
+        return mask == 1
+
+
+class HidesNothing(HidesByNumbers):
+    def hidden(self, mask: Tensor) -> Tensor:
+        return mask < 0
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [(HidesByNumbers, ()), (HidesWhatIsThere, ("mask_inverted",)), (HidesNothing, ("mask_never_used",))],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_a_mask_of_numbers_shows_what_is_there(
+    target: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], dtype=dtype)
+    assert judged(target, mask).mistakes == names
+
+
 @pytest.mark.parametrize(
     "target",
     [
@@ -337,6 +505,10 @@ def test_what_changes_on_the_way_is_found_on_its_line(target: type[nn.Module], n
         Upsampled,
         PackedWithNorms,
         ChannelsFirst,
+        FoldedHeadsRolledAndBack,
+        BiasesJoined,
+        OneRowAtATime,
+        TwoKindsInOneTensor,
     ],
 )
 def test_what_goes_its_own_way_unchanged_is_right(target: type[nn.Module]) -> None:
@@ -402,3 +574,10 @@ def test_keys_and_values_of_each_kind_are_followed(target: type[nn.Module], name
     report = judged(target, torch.randn(2, 4, WIDTH).double())
     assert report.mistakes == names
     assert not names or (report.findings[0].line is not None and "return k" in report.findings[0].line.text)
+
+
+@pytest.mark.parametrize(
+    ("target", "names"), [(TurnedBesideOthers, ()), (TurnedBackwardsBesideOthers, ("rotations_differ",))]
+)
+def test_turned_tokens_beside_others_turn_alike(target: type[nn.Module], names: tuple[str, ...]) -> None:
+    assert judged(target, torch.randn(2, 4, WIDTH).double()).mistakes == names

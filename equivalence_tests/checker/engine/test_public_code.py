@@ -582,3 +582,27 @@ class GatesByHand(nn.Module):
 
 def test_an_exponential_that_does_no_harm_is_no_softmax_that_overflows() -> None:
     assert "softmax_overflows" not in verify(GatesByHand).mistakes
+
+
+class DividesByItsInputs(ScalesItsValues):
+    """Every projection is divided by the root of the features that it takes; its weights are drawn as wide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (f(x) * x.size(-1) ** -0.5 for f in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in made)
+        context = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.o(context) * context.size(-1) ** -0.5
+
+
+class DividesItsValuesByTheirInputs(DividesByItsInputs):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        context = F.scaled_dot_product_attention(q, k, v * x.size(-1) ** -0.5)
+        return self.o(context.transpose(1, 2).flatten(2))
+
+
+def test_projections_that_are_all_divided_by_the_root_of_their_inputs_are_meant_so() -> None:
+    report = verify(lambda: DividesByItsInputs(33, 3))
+    assert report.verdict == "equal", str(report)
+    assert {finding.name for finding in report.meant} >= {"value_changed_by_mul", "scale_other", "changed_by_mul"}
+    assert verify(lambda: DividesItsValuesByTheirInputs(33, 3)).mistakes == ("value_changed_by_mul",)

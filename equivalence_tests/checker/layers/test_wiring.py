@@ -570,6 +570,34 @@ def test_an_attention_that_a_layer_gives_one_tensor_need_not_take_keys_of_anothe
     assert verify(OneLengthLayer).verdict == "equal"
 
 
+class NormsItsFirstArgument(OneLengthAttention):
+    """Right with a context of its own; where a layer hands over the input twice, its keys are not normalised."""
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__(d_model, num_heads)
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = self.norm(x)
+        context = x if context is None else context
+        return super().forward(x, context, context)
+
+
+class NormsQueriesLayer(nn.Module):
+    def __init__(self, d_model: int, num_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.attn = NormsItsFirstArgument(d_model, num_heads)
+        self.mlp = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x, x)
+        return x + self.mlp(x)
+
+
+def test_an_attention_is_judged_with_the_arguments_that_its_layer_gives() -> None:
+    assert verify(NormsQueriesLayer).mistakes == ("keys_not_normalised",)
+
+
 class EmbeddingDecoder(Stack):
     """A decoder that embeds its own ids, and takes the memory and the masks of both."""
 

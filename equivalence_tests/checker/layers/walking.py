@@ -266,9 +266,21 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
         part = Report(path, reason=str(error))
     if kind == "attention" and part.verdict == "unchecked":
         part = walk.watched.get(path, part)  # what cannot be called alone was run where it stands
+    elif kind == "attention":
+        part = _as_called_here(walk, path, child, part)
     walk.contained[_mark(child)] = _adds_residual(part)
     _add_part(walk, path, part)
     torch.set_default_dtype(torch.float64)
+
+
+def _as_called_here(walk: Walk, path: str, child: nn.Module, alone: Report) -> Report:
+    """Add what goes wrong only with the arguments that the whole gives: a context that is the input itself."""
+    for call in [call for call in walk.calls if call.path == path][:1]:
+        found = diagnose_call(child, call.args, call.kwargs, module=child, meant=walk.meant, features_last=True)
+        for finding in (finding for report in found for finding in report.findings):
+            if finding.stage == "project" and finding.name not in alone.mistakes:
+                alone = replace(alone, verdict="deviates", findings=[*alone.findings, finding])
+    return alone
 
 
 def _add_part(walk: Walk, path: str, part: Report) -> None:

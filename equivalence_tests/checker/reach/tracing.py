@@ -70,7 +70,8 @@ def _noting(
     @functools.wraps(forward)
     def noted(*args: Any, **kwargs: Any) -> Any:
         frames = inside(frames_here(), outside)
-        given, named = tree_map_only(Tensor, torch.clone, (args, kwargs))
+        copies: dict[int, Tensor] = {}  # what is one tensor stays one
+        given, named = tree_map_only(Tensor, lambda x: copies.setdefault(id(x), x.clone()), (args, kwargs))
         output = forward(*args, **kwargs)
         if len(seen) == changed:
             output = tree_map_only(Tensor, _other, output)

@@ -182,9 +182,19 @@ def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
         if has_twin(attention, moved):
             return None
         return changed_by(moved, "split", "order of queries, keys and values")
-    if alone != ["query", "key"] or moved is None or not _before_a_norm(attention, part, moved):
+    if (
+        alone != ["query", "key"]
+        or moved is None
+        or not (_turns_whole(moved) or _before_a_norm(attention, part, moved))
+    ):
         moved = found[alone[0]] if len(alone) == 1 else None
     return None if moved is None else changed_by(moved, "split", alone[0], blocks=True)
+
+
+def _turns_whole(moved: Operation) -> bool:
+    """Whether more than the two elements of a pair are turned round, as no rotation does."""
+    axes, shape = moved.argument(1, "dims"), moved.outputs[0].value.shape
+    return moved.name == "flip" and all(shape[axis] > 2 for axis in ([axes] if isinstance(axes, int) else axes))
 
 
 def _before_a_norm(attention: Attention, part: Part, moved: Operation) -> bool:

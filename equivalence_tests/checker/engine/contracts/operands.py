@@ -291,10 +291,15 @@ def _stretches(attention: Attention, operand: Operand) -> Iterator[Operand]:
 
 def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
     """Whether a query and a key at one position keep their product when both are turned."""
-    if query.codes.shape != key.codes.shape or not torch.equal(token_of(query.codes), token_of(key.codes)):
+    tokens, others = (token_of(operand.codes)[..., 0] for operand in (query, key))
+    if query.codes.size(0) != key.codes.size(0) or query.codes.size(-1) != key.codes.size(-1):
+        return True
+    beside = tokens[:, :, None] == others[:, None, :]  # keys of other tokens may stand among them
+    if not bool((beside.sum(-1) == 1).all()):
         return True
     both = {**_drawn(key, 2, 3.0), **_drawn(query, 1, 3.0)}
     (q, plain_q), (k, plain_k) = _rows(run, query, both), _rows(run, key, both)
+    k, plain_k = (torch.einsum("nij,njd->nid", beside.to(x.dtype), x) for x in (k, plain_k))
     factor = query.factor * key.factor
     return near((q * k).sum(-1), factor * (plain_q * plain_k).sum(-1), max(query.tolerance, 1e-6))
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import feature_of, sources_in
-from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.changing import strange_operations
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.products import contraction_of
@@ -59,7 +60,8 @@ def projection_departures(
         yield from _shared_by_heads(attention, operands)
         yield from _idle_heads(attention, operands, unused)
         yield from _unprojected(attention, operands, unused)
-        yield from _normalised_alike(attention, operands, roles)
+        yield from _normalised_alike(attention, operands)
+        yield from _bent_biases(attention, operands)
 
 
 def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
@@ -184,7 +186,9 @@ def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[st
         first = _first_in_another_role(operands, letters)
         line = _made_by(attention, first)
         if line is not None and _says_its_weight(line, weights[first.role]):
-            line = attention.parts[0].product.operation
+            steps = (operation for operation, _, _ in first.steps(attention.run))
+            taken = (operation for operation in steps if SAID[first.role].search(_assigned(operation)))
+            line = next(taken, attention.parts[0].product.operation)
         yield Departure(ORDERS[letters], "project", line)
 
 
@@ -203,11 +207,14 @@ def _norms_exchanged(attention: Attention, operands: list[Operand]) -> Iterator[
 
 def _says_its_weight(operation: Operation, weight: str) -> bool:
     """Whether the user's line assigns what a weight makes to a name of the same role: the exchange comes later."""
-    for frame in operation.frames:
-        target, equals, _ = linecache.getline(frame[0], frame[1]).partition(" = ")
-        if equals:
-            return any(pattern.search(weight) and SAID[role].search(target.strip()) for role, pattern in OWN.items())
-    return False
+    named = _assigned(operation)
+    return any(pattern.search(weight) and SAID[role].search(named) for role, pattern in OWN.items())
+
+
+def _assigned(operation: Operation) -> str:
+    """The name that the user's innermost line with an assignment gives to what an operation makes; "" for none."""
+    lines = (linecache.getline(frame[0], frame[1]).partition(" = ") for frame in operation.frames)
+    return next((target.strip().rpartition(".")[2] for target, equals, _ in lines if equals), "")
 
 
 def _unprojected(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
@@ -230,22 +237,31 @@ def _first_use(attention: Attention, operand: Operand) -> Operation:
     return next((operation for operation, _, _ in carried), operand.until)
 
 
-def _normalised_alike(attention: Attention, operands: list[Operand], roles: Mapping[int, str]) -> Iterator[Departure]:
+def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
     """Where queries and keys come from one tensor, both see it normalised, or neither does."""
-    if len(set(roles.values())) != 1 or len(operands) != 3:
-        return
     names = attention.run.names
-    inputs = []
+    inputs, given = [], set[int]()
     for operand in operands:
+        made_of = names.made_of((source.number for source in operand.sources), beyond=True)
+        given |= {source.number for source in made_of if not source.parents}
         parents = [names.sources[n] for source in operand.sources for n in source.parents]
         inputs.append({parent.kind in ("normed", "gain") for parent in parents})
-    if any(len(found) != 1 for found in inputs):
+    if len(given) != 1 or any(len(found) != 1 for found in inputs):
         return
     query, key, value = (found == {True} for found in inputs)
     if query == key == value:
         return
     name = "queries_not_normalised" if not query else "keys_not_normalised"
     yield Departure(name, "project", _made_by(attention, operands[0 if not query else 1]))
+
+
+def _bent_biases(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
+    """What no known model does to the biases of projections."""
+    made = {operation for operand in operands if (operation := _made_by(attention, operand)) is not None}
+    for operation in made:
+        for slot in (slot for slot, _ in attention.run.names.beside(operation) if slot.value.dim() == 1):
+            for bent in strange_operations(attention.run, slot, operation.index):
+                yield changed_by(bent, "project", "bias")
 
 
 def unused_departures(attention: Attention, module: nn.Module | None, found: list[Departure]) -> Iterator[Departure]:

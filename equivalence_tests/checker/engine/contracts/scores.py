@@ -32,6 +32,7 @@ PLAIN = 1e-6
 HIDING = 1e3  # a score is never as large
 SOFT = -700.0  # what is below is hidden for good
 FACTORS = words("mul imul rmul multiply div itruediv truediv divide")
+SUMS = ("add", "sub", "iadd", "isub", "radd", "rsub")
 MASKS = words("masked_fill masked_fill_ where __setitem__ add __add__ __iadd__ add_ __radd__ sub __sub__")
 
 
@@ -105,11 +106,7 @@ class _Scores:
     # ------------------------------------------------------------------------------------------ in order
     def departures(self) -> Iterator[Departure]:
         """The departures in the order of the formula."""
-        dropped = self._dropped()
-        if dropped is not None:
-            yield dropped
-            return
-        blocking = self._precision() or self._filled_up()
+        blocking = self._dropped() or self._moved() or self._precision() or self._filled_up()
         if blocking is not None:
             yield blocking
             return
@@ -125,6 +122,7 @@ class _Scores:
             yield scale
         if scaled_after is None or scaled_after.name == "scale_after_softmax":
             yield from self._mask()
+        yield from self._hidden_biases()
 
     @property
     def total(self) -> float:
@@ -142,6 +140,17 @@ class _Scores:
                 kept = {} if names is None else {step.operation.index: names}
                 return Departure("dropout_in_eval", "dropout", step.operation, {}, patches, kept, blocks=True)
         return None
+
+    # ------------------------------------------------------------------------------------------ order
+    def _moved(self) -> Departure | None:
+        """Scores that are rolled or flipped, and not back."""
+        names = self.attention.run.names
+        moved = [s.operation for s in self.steps if s.operation.name in ("roll", "flip") and not _same(s.operation)]
+        if len(moved) != 1 or moved[0].patch is not None:
+            return None
+        index, codes = moved[0].index, names.before[moved[0].index][0]
+        kept = {} if codes is None else {index: codes}
+        return changed_by(moved[0], "scores", "scores", patches={index: _unchanged}, names=kept, blocks=True)
 
     # ------------------------------------------------------------------------------------------ precision
     def _precision(self) -> Departure | None:
@@ -348,10 +357,27 @@ class _Scores:
             return None
         return Departure(f"{prefix}mask_added_as_01", "mask", operation, patches=self._softmaxed(causal=True))
 
+    def _hidden_biases(self) -> Iterator[Departure]:
+        """Parameters that add different numbers only where keys are hidden, and do nothing among the others."""
+        hidden, rows, names = self.model.hidden, self.model.rows, self.attention.run.names
+        seen = self.model.live & ~hidden
+        own = self.attention.run.recorder.origins_of(self.part.product.operation.outputs[0].tensor)
+        for step in self.steps if bool(hidden.any()) and bool(seen.any()) else ():
+            learnt = [n for _, bits in names.beside(step.operation) if not bits & own for n in self._parameters(bits)]
+            if not learnt or step.taken is None or step.operation.name.strip("_") not in SUMS:
+                continue
+            added = (step.values.double() - step.taken.double()).reshape(-1)[step.places.reshape(-1).argsort()]
+            whole = added.shape == rows.shape and bool((added > SOFT).all())
+            if whole and _spread(added, rows) > PLAIN > _spread(added[seen], rows[seen]):
+                yield Departure("bias_never_used", "project", step.operation, {"parameter": learnt[0]})
+
+    def _parameters(self, bits: int) -> list[str]:
+        named = self.attention.run.recorder.named(bits)
+        return [name.partition(":")[2] for name in named if name.startswith("param:")]
+
     def _adding(self) -> Operation | None:
         """The first sum of scores with what hides some of them; without one, the first sum."""
-        adds = ("add", "sub", "iadd", "isub", "radd", "rsub")
-        found = [step.operation for step in self.steps if step.operation.name.strip("_") in adds]
+        found = [step.operation for step in self.steps if step.operation.name.strip("_") in SUMS]
         return next((op for op in found if self._takes_a_mask(op)), next(iter(found), None))
 
     def _takes_a_mask(self, operation: Operation) -> bool:
@@ -540,6 +566,13 @@ def _two_levels(model: WeightsModel, where: Tensor) -> float | None:
     if not len(steps) or float(steps.max() - steps.min()) > 1e-3 * float(steps.max()):
         return None
     return float(steps.mean())
+
+
+def _spread(x: Tensor, rows: Tensor) -> float:
+    """How far apart the numbers of one row are, at most."""
+    ends = torch.zeros(2, int(rows.max()) + 1, dtype=x.dtype)
+    ends = ends.scatter_reduce(1, rows.expand(2, -1), torch.stack([x, -x]), "amax", include_self=False)
+    return float(ends.sum(0).max())
 
 
 def _mask_name(part: Part, hidden: Tensor, wanted: Tensor, live: Tensor) -> str:

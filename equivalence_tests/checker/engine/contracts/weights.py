@@ -109,20 +109,20 @@ class _Reader:
         )
         seen = ~used.isnan()
         hidden = seen & (none.abs() <= SMALLEST) & (some.abs() <= SMALLEST)
-        model.dead = self._dead_rows(none, some, seen)
+        model.dead = self._dead_rows(none, some, seen, hidden)
         live = seen & ~hidden & ~model.dead[self.rows]
         if bool((none[live] <= 0).any()) or not bool(live.any()):
             return self._unexponential(model, none, some, spread, live)
         self._read_exponential(model, none, some, spread, live, hidden)
         return model
 
-    def _dead_rows(self, none: Tensor, some: Tensor, seen: Tensor) -> Tensor:
-        """Rows that are the same for all scores, all keys alike, or without a number."""
+    def _dead_rows(self, none: Tensor, some: Tensor, seen: Tensor, hidden: Tensor) -> Tensor:
+        """Rows that are the same for all scores though several keys are seen, or without a number."""
         broken = torch.zeros(self.count, dtype=torch.bool)
         broken[self.rows[seen & (none.isnan() | some.isnan())]] = True
         moved = torch.zeros(self.count, dtype=torch.bool)
         moved[self.rows[seen & ((none - some).abs() > 1e-12)]] = True
-        several = torch.bincount(self.rows[seen], minlength=self.count) > 1
+        several = torch.bincount(self.rows[seen & ~hidden], minlength=self.count) != 1
         return broken | (~moved & several)
 
     def _row_sums(self, weights: Tensor) -> Tensor:
