@@ -1,7 +1,8 @@
 """Somebody's own model, called in their own way: every attention that runs in it is judged where it stands."""
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.running import Call, in_dtype
-from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.engine.subjects import examine_attention
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reach.subject import Adapter
+from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["NO_ATTENTION", "examine_call"]
@@ -43,18 +47,40 @@ def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]
         try:
             Call(ready, given_args, given_kwargs).run(read=False)
         except Exception as error:  # the user's code may raise anything
-            last = f"{type(error).__name__}: {error}"
+            last = said(error) + raised_at(error)
             continue
         module = getattr(ready, "__self__", None)  # of a method
         module = module if isinstance(module, nn.Module) else None
         found = diagnose_call(ready, given_args, given_kwargs, module=module, name=name, meant=dict(meant))
+        scripted = dict(_scripted(module or ready))
+        compared = list(_compared(scripted, name, meant))
+        found += [report for report in compared if report.verdict == "partial"] if found else compared
+        if not found and scripted:
+            raise CannotCheckError(f"TorchScript runs in {name}, which hides its operations.")
         if not found:
-            inside = module or ready
-            if any(isinstance(x, torch.jit.ScriptModule) for x in getattr(inside, "modules", list)()):
-                raise CannotCheckError(f"TorchScript runs in {name}, which hides its operations.")
             raise CannotCheckError(f"{NO_ATTENTION} {name}: no product of queries and keys weighs values there.")
+        unread = ", ".join(sorted(scripted.keys() - {report.place for report in found}))
+        found[0].notes += [f"TorchScript hides what runs in {unread}"] if unread else []
         return found
     raise CannotCheckError(f"The call of {name} with these inputs failed: {last}")
+
+
+def _scripted(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The outermost parts that run as TorchScript, with their paths."""
+    if isinstance(getattr(part, "__wrapped__", part), torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        yield path, part
+    elif isinstance(part, nn.Module):
+        for name, child in part.named_children():
+            yield from _scripted(child, f"{path}.{name}" if path else name)
+
+
+def _compared(scripted: Mapping[str, Any], name: str, meant: Mapping[str, str]) -> Iterator[Report]:
+    """Compare the output of what can be called as an attention by itself, and cannot be watched."""
+    for path, part in scripted.items():
+        with contextlib.suppress(CannotCheckError):
+            report = examine_attention(part, name, Adapter(meant=meant))
+            report.place = path
+            yield report
 
 
 def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -49,6 +49,10 @@ def test_what_is_set_around_the_check_makes_no_difference(around: Callable[[], A
 def test_what_the_code_sets_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         os.chdir(tmp_path)
+        os.environ["LEFT_BEHIND"] = "1"
+        sys.path.insert(0, str(tmp_path))
+        torch.set_printoptions(precision=2)
+        np.set_printoptions(precision=2)
         torch.autograd.set_detect_anomaly(True)
         torch.set_float32_matmul_precision("medium")
         return attend(q, k, v)
@@ -56,6 +60,10 @@ def test_what_the_code_sets_is_put_back(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(Path(__file__).parent)
     assert verify(careless)
     assert Path.cwd() == Path(__file__).parent
+    assert "LEFT_BEHIND" not in os.environ
+    assert str(tmp_path) not in sys.path
+    assert repr(torch.tensor(1 / 3)) == "tensor(0.3333)"
+    assert np.get_printoptions()["precision"] == 8
     assert not torch.is_anomaly_enabled()
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -159,3 +167,20 @@ def test_torchscript_is_named_and_its_output_compared() -> None:
         assert "It runs as TorchScript, which hides its operations." in str(report)
     report = verify(torch.jit.trace(PlainUnscaled(12, 3), torch.randn(2, 5, 12)))
     assert report.reason.startswith("It runs as TorchScript, which hides its operations. Its output was compared")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchscript_in_a_call_of_ones_own_is_compared_as_well() -> None:
+    x = torch.randn(2, 5, 12)
+    right, wrong, other = (torch.jit.trace(m, x) for m in (Plain(12, 3), PlainUnscaled(12, 3), nn.Linear(12, 12)))
+    scripted, watched = verify(nn.Sequential(wrong), x), verify(nn.Sequential(Plain(12, 3), right, other), x)
+    assert [report.verdict for report in scripted] == ["unchecked"]
+    assert "is not that of plain attention" in scripted[0].reason
+    assert [(report.place, report.verdict) for report in watched] == [("0", "equal"), ("1", "partial")]
+    assert watched[0].notes == ["TorchScript hides what runs in 2"]
+
+
+def test_a_call_that_fails_is_told_with_its_line() -> None:
+    (report,) = verify(Plain(12, 3), torch.randn(2, 5, 13))
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in report.reason
+    assert "test_manners.py:" in report.reason

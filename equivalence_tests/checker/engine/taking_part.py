@@ -34,7 +34,9 @@ def unused_parameters(attention: Attention, module: nn.Module | None) -> list[st
         for origin in operation.origins if operation.index in live else ():
             bits |= origin
     used = set(recorder.named(bits))
-    idle = [(name, x) for name, x in module.named_parameters() if f"param:{name}" not in used]
+    hidden = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule))
+    named = [(name, x) for name, x in module.named_parameters() if not name.startswith(hidden)]
+    idle = [(name, x) for name, x in named if f"param:{name}" not in used]
     kept = _of_no_origin(attention, live) if idle else []
     return [name for name, x in idle if not any(bool(torch.isin(own, x.detach().to(own.dtype)).all()) for own in kept)]
 

@@ -4,12 +4,14 @@ import contextlib
 import io
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch._tensor_str import PRINT_OPTS
 from torch.backends import mha
 
 __all__ = ["default_dtype", "preserved_global_state"]
@@ -18,6 +20,11 @@ __all__ = ["default_dtype", "preserved_global_state"]
 def _set_threads(number: int) -> None:
     if torch.get_num_threads() != number:
         torch.set_num_threads(number)
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 # How each setting is looked up, and put back.
@@ -33,6 +40,10 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (mha.get_fastpath_enabled, mha.set_fastpath_enabled),
     (np.geterr, lambda errors: np.seterr(**errors)),
+    (lambda: vars(PRINT_OPTS).copy(), lambda options: torch.set_printoptions(**options)),
+    (np.get_printoptions, lambda options: np.set_printoptions(**options)),
+    (os.environ.copy, _set_environment),
+    (sys.path.copy, lambda folders: setattr(sys, "path", folders)),
     (os.getcwd, os.chdir),
 )
 
