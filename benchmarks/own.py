@@ -16,15 +16,14 @@ from benchmarks.own_weights import places_of
 from benchmarks.workloads import Results, Workload, compiled, may_attend_of, workload
 from equivalence_tests.checker.engine.mask_trials import mask_form_of
 from equivalence_tests.checker.engine.reading import is_causal
-from equivalence_tests.checker.engine.situations import Situation, likeliest, plans_of
-from equivalence_tests.checker.reach.calling import Caller, Inputs, from_layout
-from equivalence_tests.checker.reach.construction import Sizes, argument_lists, prepare
+from equivalence_tests.checker.engine.situations import Situation, likeliest, trials_for
+from equivalence_tests.checker.reach.calling import Inputs, Trial
+from equivalence_tests.checker.reach.construction import Sizes, built, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
-from equivalence_tests.checker.reach.tracing import tensors_in
 from scratch.validation import ArgumentValueError
 
 __all__ = ["check_own", "is_own", "own_takes_part", "own_workload"]
@@ -133,8 +132,8 @@ def _examined(name: str, num_heads: int, head_dim: int) -> _Own | None:
             if subject.module is not None:
                 prepare(subject.module)
             subject.dtype = torch.float64
-            plans = plans_of(subject, [])
-            situation = likeliest(subject, plans) if plans else None
+            trials = trials_for(subject, [])
+            situation = likeliest(subject, trials) if trials else None
             if situation is not None and not situation.blocked:
                 return _Own(situation, mask_form_of(situation))
     return None
@@ -145,13 +144,8 @@ def _subjects(name: str, sizes: Sizes) -> list[Subject]:
     if not inspect.isclass(found):
         listed = subjects(found, name, Adapter())
         return [x for x in listed if _is_function(found) or x.sizes.embed_dim == sizes.embed_dim][:1]
-    for _, arguments in argument_lists(found, sizes):
-        try:
-            instance: Any = found(**arguments)
-        except Exception:  # a guess at the arguments; the next may fit
-            continue
-        return [Subject(name, instance, sizes, Adapter())]
-    return []
+    instance = built(found, sizes)
+    return [] if instance is None else [Subject(name, instance, sizes, Adapter())]
 
 
 def _bound(own: _Own, case: Case, function: Callable[..., Any], theirs: Workload) -> Workload:
@@ -165,12 +159,13 @@ def _bound(own: _Own, case: Case, function: Callable[..., Any], theirs: Workload
     folded = case.num_heads if case.component == "attention" and plan.layout == "b l e" else 1
     may_attend = may_attend_of(case).repeat_interleave(folded, 0)
     plan = replace(plan, layout="b l e") if case.component == "attention" else plan  # laid out above
-    caller = Caller(function, case.num_heads, dtype=getattr(torch, case.dtype))
-    args, kwargs = caller.arguments(plan, Inputs(query, key, value, may_attend), form)
+    sizes = Sizes(num_heads=case.num_heads, head_dim=case.head_dim)
+    trial = Trial(function, plan, sizes, getattr(torch, case.dtype))
+    args, kwargs = trial.arguments(Inputs(query, key, value, may_attend), mask=form)
     run = compiled(function, case)
 
     def call() -> tuple[Tensor, ...]:
-        output = from_layout(list(tensors_in((run(*args, **kwargs),)))[plan.output], plan.layout)
+        output = trial.output_in(run(*args, **kwargs))
         return (output.unflatten(0, (-1, folded)) if folded > 1 else output,)
 
     return Workload(call, None, inputs)

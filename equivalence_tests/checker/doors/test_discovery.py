@@ -7,7 +7,6 @@ import pytest
 
 from equivalence_tests.checker.doors.discovery import candidates, names_one_thing
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.importing import import_place, users_modules_first
 from equivalence_tests.checker.reach.loading import load
 
 MODULE = """
@@ -150,7 +149,7 @@ def test_a_broken_notebook_is_named(tmp_path: Path) -> None:
     (reason,) = candidates(str(tmp_path / "x.ipynb"))[1].values()
     assert "x.ipynb is not a notebook" in reason
     with pytest.raises(CannotCheckError, match=r"y.ipynb\[1\] is not Python: .* line 1"):
-        import_place(str(notebook(tmp_path / "y.ipynb", ["def ("])))
+        load(f"{notebook(tmp_path / 'y.ipynb', ['def ('])}:Attention")
 
 
 def test_relative_imports_are_taken_as_part_of_the_package(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ def test_relative_imports_are_taken_as_part_of_the_package(tmp_path: Path) -> No
         (folder / "__init__.py").touch()
     (package / "sizes.py").write_text("width = 7")
     (package / "layers" / "attention.py").write_text("from ..sizes import width")
-    assert import_place(str(package / "layers" / "attention.py")).width == 7
+    assert load(f"{package / 'layers' / 'attention.py'}:width") == 7
 
 
 def test_a_module_of_the_users_that_is_called_like_ours_is_theirs(tmp_path: Path) -> None:
@@ -168,9 +167,7 @@ def test_a_module_of_the_users_that_is_called_like_ours_is_theirs(tmp_path: Path
 
     (tmp_path / "scratch.py").write_text("mine = 3")
     (tmp_path / "model.py").write_text("from scratch import mine")
-    place = str(tmp_path / "model.py")
-    with users_modules_first(place):
-        assert import_place(place).mine == 3
+    assert load(f"{tmp_path / 'model.py'}:mine") == 3
     import scratch as again
 
     assert again is scratch
@@ -180,9 +177,7 @@ def test_a_folder_without_init_that_is_called_like_ours_is_theirs(tmp_path: Path
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "sizes.py").write_text("mine = 3")
     (tmp_path / "model.py").write_text("from scratch.sizes import mine")
-    place = str(tmp_path / "model.py")
-    with users_modules_first(place):
-        assert import_place(place).mine == 3
+    assert load(f"{tmp_path / 'model.py'}:mine") == 3
 
 
 @pytest.mark.parametrize(

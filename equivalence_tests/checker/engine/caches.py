@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.mistakes import named_mistake, told
-from equivalence_tests.checker.reach.calling import POSITION, Inputs, forward_parameters
+from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.kept_state import CACHE
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
+from equivalence_tests.checker.reach.plans import POSITION
+from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.state import CACHE
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of
 
@@ -53,7 +54,7 @@ def cache_arguments(function: Callable[..., Any]) -> list[str]:
     >>> cache_arguments(lambda x, past_key_value=None, use_cache=False, start_pos=0: None)
     ['past_key_value', 'use_cache', 'start_pos']
     """
-    names = [p.name for p in forward_parameters(function)]
+    names = [p.name for p in parameters_of(function)]
     return [
         name
         for name in names
@@ -61,10 +62,11 @@ def cache_arguments(function: Callable[..., Any]) -> list[str]:
     ]
 
 
+@torch.no_grad()
 def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     """Decode with every cache that the code offers, in every way that can be told from its arguments."""
     given = {name for name, role in trial.plan.roles if not role.startswith("=")}
-    names = [name for name in cache_arguments(trial.caller.function) if name not in given]
+    names = [name for name in cache_arguments(trial.function) if name not in given]
     if not names:
         return [], []
     if not _attends_to_itself(trial) or trial.plan.positional:
@@ -104,12 +106,12 @@ class _Causal:
         if self.form is None:
             return {self.name: True} if self.name else {}
         may = torch.ones(stop, stop).tril().bool()[start:].expand(trial.sizes.batch, -1, -1)
-        return {self.name: self.form.build(may, trial.caller.num_heads, trial.caller.dtype)}
+        return {self.name: self.form.build(may, trial.sizes.num_heads, trial.dtype)}
 
 
 def _causal_ways(trial: Trial) -> Iterator[_Causal]:
     """Whatever hides the future in a pass over all tokens."""
-    names = [p.name for p in forward_parameters(trial.caller.function)]
+    names = [p.name for p in parameters_of(trial.function)]
     mask = trial.plan.mask_parameter
     forms = [form for form in mask_forms() if form.pattern in ("shared", "full")] if mask else []
     switches = [_Causal(name) for name in names if "causal" in name and name != mask]
@@ -125,7 +127,7 @@ def _causal_ways(trial: Trial) -> Iterator[_Causal]:
 
 def _protocols(trial: Trial, names: list[str]) -> Iterator[Protocol]:
     """List what may be handed over from step to step, the likeliest first."""
-    parameters = {p.name: p for p in forward_parameters(trial.caller.function)}
+    parameters = {p.name: p for p in parameters_of(trial.function)}
     places = [name for name in names if POSITION.search(name)]
     holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
     for holder in holders:
@@ -184,8 +186,8 @@ def _decoded(
     trial: Trial, protocol: Protocol, causal: _Causal, inputs: Inputs, lengths: tuple[int, ...]
 ) -> tuple[list[Tensor], Exception | None]:
     """Decode on a copy of the module, so that what it keeps does no harm; also what the code raised."""
-    function = copy.deepcopy(trial.caller.function) if isinstance(trial.caller.function, nn.Module) else None
-    trial = replace(trial, caller=replace(trial.caller, function=function or trial.caller.function))
+    function = copy.deepcopy(trial.function) if isinstance(trial.function, nn.Module) else None
+    trial = replace(trial, function=function or trial.function)
     handed, start, before, steps = protocol.first(), 0, _kept(function), list[Tensor]()
     for length in lengths:
         x = inputs.query[:, start : start + length]
@@ -232,13 +234,13 @@ def _angles(trial: Trial, start: int, stop: int) -> dict[str, Any]:
     def of_the_step(x: Tensor) -> Tensor:
         return x.narrow(x.shape.index(TOKENS), start, stop - start)
 
-    made = {name: trial.caller.angles(name, form, inputs) for name in names if form is not None}
+    made = {name: trial.angles(name, form, inputs) for name in names if form is not None}
     return {n: tuple(map(of_the_step, x)) if isinstance(x, tuple) else of_the_step(x) for n, x in made.items()}
 
 
 def _extra(trial: Trial, protocol: Protocol, start: int, length: int, handed: Any) -> dict[str, Any]:
     """What a step is called with beside its tokens: the cache, its switches, and where the step begins."""
-    parameters = {p.name: p for p in forward_parameters(trial.caller.function)}
+    parameters = {p.name: p for p in parameters_of(trial.function)}
     holder, *names = protocol.names
     given: dict[str, Any] = {holder: handed} if holder else {}
     given |= _angles(trial, start, start + length)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.ran import operations_of
-from equivalence_tests.checker.reach.calling import forward_parameters
+from equivalence_tests.checker.reach.proposing import parameters_of
 
 __all__ = ["causal_claim"]
 
@@ -32,7 +32,7 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     Returns:
         What speaks for a causal mask; "" if nothing does, or if whoever calls it decides.
     """
-    if any(LEFT_TO_THE_CALLER.search(p.name) for p in forward_parameters(module)) or _switched_off(module):
+    if any(LEFT_TO_THE_CALLER.search(p.name) for p in parameters_of(module)) or _switched_off(module):
         return ""
     kept = next((name for name, x in _tensors_kept(module) if _is_triangle(x)), "")
     if kept:

@@ -21,8 +21,7 @@ from equivalence_tests.checker.engine.watching import Patch
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs
 from equivalence_tests.checker.reach.construction import retype
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.kept_state import keeping_state
-from equivalence_tests.checker.reach.state import default_dtype
+from equivalence_tests.checker.reach.state import default_dtype, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
@@ -91,7 +90,7 @@ class Checked:
     def output(self, inputs: Inputs) -> Tensor:
         """Call, and give the output as (batch, query_len, embed_dim)."""
         with torch.no_grad():
-            return self.situation.caller.output(self.plan, inputs).double()
+            return self.situation.trial.output(inputs).double()
 
     def formula(self, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
         """Torch's formula in the place of the context; skips the check where something else is meant."""
@@ -156,7 +155,7 @@ def check_gradients(checked: Checked) -> str:
 
     def output(*tensors: Tensor) -> Tensor:
         given = dict(zip(leaves, tensors, strict=True))
-        return checked.situation.caller.output(checked.plan, Inputs(*(given[role] for role in roles)))
+        return checked.situation.trial.output(Inputs(*(given[role] for role in roles)))
 
     if not output(*leaves.values()).requires_grad:
         raise FailedError(NO_GRADIENT)
@@ -261,11 +260,11 @@ def check_arguments_are_left_alone(checked: Checked) -> str:
     """The tensors that are passed in are the same afterwards."""
     if checked.situation.subject.adapter.call is not None:
         raise SkippedError("an adapter stands between")
-    args, kwargs = checked.situation.caller.arguments(checked.plan, checked.inputs(161), None)
+    args, kwargs = checked.situation.trial.arguments(checked.inputs(161))
     given = dict(zip((name for name, _ in checked.plan.roles), args, strict=False)) | kwargs
     before = copy.deepcopy(given)
-    with torch.no_grad(), keeping_state(checked.situation.caller.function):
-        checked.situation.caller.function(*args, **kwargs)
+    with torch.no_grad(), keeping_state(checked.situation.trial.function):
+        checked.situation.trial.function(*args, **kwargs)
     changed = [name for name, x in given.items() if isinstance(x, Tensor) and not torch.equal(x, before[name])]
     if changed:
         raise FailedError(f"{', '.join(changed)} is written into: the caller's own tensor changes")
@@ -301,7 +300,7 @@ def check_every_parameter_gets_a_gradient(checked: Checked) -> str:
     if not any(p.requires_grad for p in module.parameters()):
         raise SkippedError("no parameters")
     module.zero_grad(set_to_none=True)
-    output = checked.situation.caller.output(checked.plan, checked.inputs(141))
+    output = checked.situation.trial.output(checked.inputs(141))
     if not output.requires_grad:
         raise SkippedError(NO_GRADIENT)
     (output * torch.arange(output.size(-1), dtype=output.dtype)).square().sum().backward()
@@ -321,7 +320,7 @@ def check_state_dict_round_trip(checked: Checked) -> str:
     other.load_state_dict(checked.module.state_dict())
     inputs = checked.inputs(161)
     with torch.no_grad():
-        again = replace(checked.situation.caller, function=other).output(checked.plan, inputs)
+        again = replace(checked.situation.trial, function=other).output(inputs)
     return _judged(distance(again.double(), checked.output(inputs)), checked.bound, "output of the copy")
 
 

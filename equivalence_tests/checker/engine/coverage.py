@@ -15,10 +15,11 @@ from equivalence_tests.checker.engine.contracts.departure import near
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
-from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.mistakes import named_mistake, told
-from equivalence_tests.checker.reach.calling import Inputs, forward_parameters, role_of_parameter
+from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reach.plans import role_of_parameter
+from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of
 from equivalence_tests.checker.reporting.report import Report
@@ -119,7 +120,7 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
     """
     covered = Covered(trial, judge)
     _long_lengths(covered)
-    caches = cache_arguments(trial.caller.function)
+    caches = cache_arguments(trial.function)
     exercises, findings = exercised_cache(trial)
     covered.exercises += exercises
     covered.findings += findings
@@ -132,7 +133,7 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
 def _optional(trial: Trial, exercised: Collection[str]) -> Iterator[inspect.Parameter]:
     """The arguments that the judged call left out, or filled with a constant."""
     given = {name for name, role in trial.plan.roles if role not in ("=None", "=False", "=True")}
-    for parameter in forward_parameters(trial.caller.function):
+    for parameter in parameters_of(trial.function):
         if parameter.name not in given and parameter.name not in exercised:
             yield parameter
 
@@ -150,7 +151,7 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         _context(name, covered)
     elif LIMITED.search(name) and type(parameter.default) is int:
         return  # lengths beyond it are run
-    elif SCALE.search(name) and not isinstance(trial.caller.function, nn.Module):
+    elif SCALE.search(name) and not isinstance(trial.function, nn.Module):
         _scale(name, covered)
     elif DROPS.search(name) and parameter.default in (0, 0.0, None):
         covered.add(name, (), "left at its default, which drops nothing")
@@ -170,7 +171,7 @@ def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
     def look() -> tuple[list[Finding], str]:
         reach, findings = trial.reach(length, extra), []
         sees_the_future = bool((reach & ~wanted).any())
-        if sees_the_future or not (torch.equal(reach, wanted) or _has_a_window(trial.caller.function)):
+        if sees_the_future or not (torch.equal(reach, wanted) or _has_a_window(trial.function)):
             reports = covered.judge(*trial.arguments(trial.inputs(length, length), extra))
             findings = [_located(_not_causal(what, reach, wanted), reports)]
         return findings, "one token changed at a time"
@@ -198,7 +199,7 @@ def _located(finding: Finding, reports: Sequence[Report]) -> Finding:
 def _causal_setting(covered: Covered) -> None:
     """What an instance holds as ``causal`` is true of its calls, unless whoever calls it hands the mask over."""
     trial = covered.trial
-    held = _held(trial.caller.function).items()
+    held = _held(trial.function).items()
     names = [name for name, value in held if value is True and CAUSAL.search(name) and "mask" not in name]
     known = {exercise.what for exercise in covered.exercises}
     for name in names if trial.plan.self_attention and not trial.plan.mask_parameter else ():
@@ -257,12 +258,12 @@ def _long_lengths(covered: Covered) -> None:
     def ended(what: str, error: Exception) -> None:
         covered.add(what, [], f"it takes no more: {said(error)}")
 
-    for name, limit in _limits(trial.caller.function):
+    for name, limit in _limits(trial.function):
         what, length = f"lengths beyond {name} = {limit}", 2 * limit + 3
         if length > LONGEST:
             covered.leave_out(what, f"{length} tokens are more than {LONGEST}")
             continue
-        failed = ended if trial.sizes.whole or _ends_at(trial.caller.function, limit) else None
+        failed = ended if trial.sizes.whole or _ends_at(trial.function, limit) else None
         ran = covered.run(what, partial(covered.judged, trial.inputs(length, length), {}), failed)
         if ran and WINDOW.search(name) and trial.plan.self_attention:
             covered.findings += _without_effect(trial, name, limit, length)
@@ -297,7 +298,7 @@ def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
             written |= {number for method in methods for number in _numbers_in(method)}
         found |= _whole_numbers(vars(child))
     found = {name: value for name, value in found.items() if LIMITED.search(name)}
-    found |= {p.name: p.default for p in forward_parameters(function) if type(p.default) is int}
+    found |= {p.name: p.default for p in parameters_of(function) if type(p.default) is int}
     yield from ((name, value) for name, value in sorted(found.items()) if value > 1)
     yield from (("a number in its code", x) for x in sorted(written - {*found.values()}) if x in TILES)
 
@@ -319,8 +320,8 @@ def _without_effect(trial: Trial, name: str, limit: int, length: int) -> Iterato
     """A window hides what is further away than it is wide: the last query does not see the first key."""
     inputs = trial.inputs(length)
     args, kwargs = trial.arguments(inputs, {})
-    seeds, _ = named_inputs(trial.caller, trial.plan, inputs, None, list(args), kwargs)
-    for judgement in examine(Call(trial.caller.function, args, kwargs, seeds=seeds)).judgements:
+    seeds, _ = named_inputs(trial, inputs, None, args, kwargs)
+    for judgement in examine(Call(trial.function, args, kwargs, seeds=seeds)).judgements:
         for part, hidden in zip(judgement.attention.parts, judgement.hidden, strict=False):
             query, key = part.table.query, part.table.key
             own = query.max(key) < inputs.query.size(0) * length  # what is padded, or made of several, comes behind

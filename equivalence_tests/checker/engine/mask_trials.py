@@ -59,9 +59,9 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     Returns:
         What departs with the mask, beyond what departs without.
     """
-    adapted = situation.subject.adapter.call is not None
-    if not situation.plan.mask_parameter and not adapted:
+    if not situation.plan.mask_parameter:
         return []
+    adapted = situation.subject.adapter.call is not None
     masks = _Masks(situation, report)
     found = masks.read([MaskForm("(batch, query, key)", "look")] if adapted else mask_forms())
     if found is None and not adapted and not (masks.tried or masks.idle or masks.broken):
@@ -104,7 +104,7 @@ class _Masks:
     @property
     def parameter(self) -> str:
         """The argument."""
-        return self.situation.plan.mask_parameter or "mask"
+        return self.situation.plan.mask_parameter
 
     def read(self, forms: Iterable[MaskForm]) -> list[Departure] | None:
         """Try forms until nothing departs; None if something does in each."""
@@ -161,7 +161,7 @@ class _Masks:
         may = draw_masks(form.pattern, batch, queries, situation.inputs.key.size(1), 4)
         try:
             known = _allowed(may, None if replaces_own else situation.found)
-            return situation_of(situation.subject, situation.plan, situation.lengths, form, may, 1.0, known)
+            return situation_of(situation.subject, situation.trial, form, may, expecting=known)
         except Exception as error:  # the code does not take this form
             self.errors.append(error)
             return None

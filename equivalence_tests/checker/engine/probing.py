@@ -1,7 +1,5 @@
 """Further calls that show what one call hides: large inputs, other lengths, training, a second tensor."""
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -12,8 +10,9 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.situations import Situation, situation_of
-from equivalence_tests.checker.reach.calling import Inputs, cross_plans
+from equivalence_tests.checker.reach.calling import Inputs
 from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.plans import crossed
 from equivalence_tests.checker.reach.tracing import layers_made
 from equivalence_tests.checker.reporting.lines import frames_of
 
@@ -23,7 +22,7 @@ LOUD, LOUDEST = 30.0, 1000.0
 def loud(situation: Situation) -> list[Departure]:
     """Large inputs show what holds scores down."""
     try:
-        loud = situation_of(situation.subject, situation.plan, situation.lengths, size=LOUD)
+        loud = situation_of(situation.subject, situation.trial, size=LOUD)
     except Exception:  # the code may refuse large numbers
         return []
     return [d for d in loud.departures if d.name.startswith("changed_by") or "changed_by" in d.name]
@@ -35,7 +34,7 @@ def overflowing(situation: Situation) -> list[Departure]:
     louder = Inputs(*(LOUDEST * tensor for tensor in (x.query, x.key, x.value)))
     returned: list[Tensor] = []
     try:
-        ran = operations_of(lambda: returned.extend(situation.caller.returned(situation.plan, louder)))
+        ran = operations_of(lambda: returned.extend(situation.trial.tensors(louder)))
     except Exception:  # the code may refuse large numbers
         return []
     if not any(map(_has_overflown, returned)):  # 1 / (1 + exp(-x)) does no harm
@@ -97,7 +96,7 @@ def other_length_departures(situation: Situation) -> list[Departure]:
         return []
     trial = situation.trial
     try:
-        trial.returned(trial.inputs(key_len=lengths.query_len + 2), {})
+        trial.returned(trial.inputs(key_len=lengths.query_len + 2))
     except Exception as error:  # that is what is asked
         frames = frames_of(error)
         return [Departure("other_lengths_crash", "project", None, {"said": said(error)}, frames=frames)]
@@ -129,16 +128,13 @@ def crossing(situation: Situation) -> list[Departure]:
     """With the second tensor that may be left out."""
     if not situation.plan.self_attention or situation.subject.adapter.call is not None:
         return []
-    found: list[Departure] = []
-    for plan, lengths in itertools.islice(cross_plans(situation.caller, situation.lengths), 1):
-        if plan.layout == situation.plan.layout:
-            found += situation_of(situation.subject, plan, lengths).departures
-    return found
+    trial = crossed(situation.trial)
+    return situation_of(situation.subject, trial).departures if trial is not None else []
 
 
 def made_in_forward(situation: Situation) -> list[Departure]:
     """Layers with weights that every call makes anew."""
-    made = layers_made(lambda: situation.caller.returned(situation.plan, situation.inputs))
+    made = layers_made(lambda: situation.trial.returned(situation.inputs))
     if not made:
         return []
     name = "norm_fresh_in_forward" if set(made) == {"LayerNorm"} else "layer_made_in_forward"
@@ -147,8 +143,8 @@ def made_in_forward(situation: Situation) -> list[Departure]:
 
 def _sees_no_future(situation: Situation) -> bool:
     """Whether the outputs before the last stay as they are when the last token changes."""
-    caller, plan, inputs = situation.caller, situation.plan, situation.inputs
-    before, after = (caller.output(plan, x)[:, :-1] for x in (inputs, inputs.changed(token=-1)))
+    inputs = situation.inputs
+    before, after = (situation.trial.output(x)[:, :-1] for x in (inputs, inputs.changed(token=-1)))
     return torch.equal(before, after)
 
 
@@ -160,7 +156,7 @@ def never_causal(situation: Situation) -> list[Departure]:
     if any(bool(hidden.any()) for hidden in judgement.hidden) or any(d.stage == "mask" for d in judgement.departures):
         return []
     with torch.no_grad():
-        claim = causal_claim(module, lambda: situation.caller.returned(situation.plan, situation.inputs))
+        claim = causal_claim(module, lambda: situation.trial.returned(situation.inputs))
     if not claim or _sees_no_future(situation):
         return []
     dropped = [op for op in situation.found.run.operations if op.name == "masked_fill"]

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.judgement import Judgement, Operand
 from equivalence_tests.checker.engine.names import Attention, Identities, Source
 from equivalence_tests.checker.engine.situations import Situation, output_codes
 from equivalence_tests.checker.reach.calling import CallPlan
-from equivalence_tests.checker.reach.kept_state import changed_by_calls
+from equivalence_tests.checker.reach.state import changed_by_calls
 from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["counted_heads", "is_causal", "notes_of", "reading_of"]

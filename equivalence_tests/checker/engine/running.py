@@ -15,7 +15,7 @@ from equivalence_tests.checker.engine.identities import identify
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.watching import Patch, Recorder
-from equivalence_tests.checker.reach.kept_state import keeping_state
+from equivalence_tests.checker.reach.state import keeping_state
 
 __all__ = ["Call", "Examination", "in_dtype"]
 

@@ -15,11 +15,11 @@ from equivalence_tests.checker.engine.contracts.projecting import projection_dep
 from equivalence_tests.checker.engine.judgement import Expecting, Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call, Examination
-from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
-from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs, call_plans, from_layout, random_inputs
+from equivalence_tests.checker.reach.calling import CallPlan, Inputs, Trial, from_layout
 from equivalence_tests.checker.reach.construction import Sizes
 from equivalence_tests.checker.reach.masking import MaskForm
+from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 
@@ -30,8 +30,7 @@ class Situation:
 
     Args:
         subject: What is checked.
-        plan: How it is called.
-        lengths: On which sizes.
+        trial: How it is called.
         inputs: What it was given.
         call: The call.
         found: What was seen in it.
@@ -39,22 +38,21 @@ class Situation:
     """
 
     subject: Subject
-    plan: CallPlan
-    lengths: Sizes
+    trial: Trial
     inputs: Inputs
     call: Call
     found: Examination
     extra: list[Departure] = field(default_factory=list)
 
     @property
-    def caller(self) -> Caller:
-        """Calls the subject."""
-        return self.subject.caller()
+    def plan(self) -> CallPlan:
+        """What its arguments are."""
+        return self.trial.plan
 
     @property
-    def trial(self) -> Trial:
-        """The same way to call it, to be tried with other inputs."""
-        return Trial(self.caller, self.plan, self.lengths)
+    def lengths(self) -> Sizes:
+        """The sizes of its inputs."""
+        return self.trial.sizes
 
     @property
     def departures(self) -> list[Departure]:
@@ -72,24 +70,25 @@ class Situation:
         return not self.found.judgements or any(j.blocked() for j in self.found.judgements)
 
 
-def plans_of(subject: Subject, errors: list[str]) -> list[tuple[CallPlan, Sizes]]:
+def trials_for(subject: Subject, errors: list[str]) -> list[Trial]:
     """List the ways to call it; those whose names say what each argument is are believed."""
     if subject.adapter.call is not None:
-        return [(CallPlan((("query", "query"), ("key", "key"), ("value", "value")), "b l e"), subject.sizes)]
-    caller = subject.caller()
-    found = list(itertools.islice(call_plans(caller, subject.sizes, errors), 12))
-    named = [item for item in found if item[0].named]
+        plan = CallPlan(tuple((role, role) for role in ("query", "key", "value", "mask")), "b l e", positional=True)
+        return [Trial(subject.function, plan, subject.sizes, subject.dtype, subject.adapter.call)]
+    found = list(itertools.islice(trials_of(subject.function, subject.sizes, subject.dtype, errors), 12))
+    named = [trial for trial in found if trial.plan.named]
     if found and not named:  # names that say what each argument is are believed, even where lengths must be equal then
-        even = call_plans(caller, replace(subject.sizes, key_len=subject.sizes.query_len), [])
-        named = [item for item in itertools.islice(even, 4) if item[0].named and not item[0].self_attention]
+        even = replace(subject.sizes, key_len=subject.sizes.query_len)
+        trials = itertools.islice(trials_of(subject.function, even, subject.dtype, []), 4)
+        named = [trial for trial in trials if trial.plan.named and not trial.plan.self_attention]
     return named or found
 
 
-def likeliest(subject: Subject, plans: list[tuple[CallPlan, Sizes]]) -> Situation:
+def likeliest(subject: Subject, trials: list[Trial]) -> Situation:
     """The way to call it in which least departs; where names say what arguments mean, the first one."""
     best: Situation | None = None
-    for plan, lengths in _alternatives(plans) if plans[0][0].named and subject.module is not None else plans[:6]:
-        situation = situation_of(subject, plan, lengths)
+    for trial in _alternatives(trials) if trials[0].plan.named and subject.module is not None else trials[:6]:
+        situation = situation_of(subject, trial)
         if best is None or _rank(situation) < _rank(best):
             best = situation
         if not any(_rank(situation)):
@@ -98,11 +97,11 @@ def likeliest(subject: Subject, plans: list[tuple[CallPlan, Sizes]]) -> Situatio
     return best
 
 
-def _alternatives(plans: list[tuple[CallPlan, Sizes]]) -> list[tuple[CallPlan, Sizes]]:
+def _alternatives(trials: list[Trial]) -> list[Trial]:
     """The first way to call it, on all heads and on one, with each mask that may hide nothing if one is required."""
-    first, lengths = plans[0]
-    alike = [item for item in plans if replace(item[0], neutral=first.neutral) == first]
-    return [(plan, sizes) for plan, sizes in alike if replace(sizes, num_heads=lengths.num_heads) == lengths]
+    plan, sizes = trials[0].plan, trials[0].sizes
+    alike = [trial for trial in trials if replace(trial.plan, neutral=plan.neutral) == plan]
+    return [trial for trial in alike if replace(trial.sizes, num_heads=sizes.num_heads) == sizes]
 
 
 def _rank(situation: Situation) -> tuple[bool, bool, bool, int]:
@@ -131,24 +130,19 @@ def weighed_scores(situation: Situation) -> Iterator[tuple[Tensor, Tensor]]:
 
 def situation_of(
     subject: Subject,
-    plan: CallPlan,
-    lengths: Sizes,
+    trial: Trial,
     form: MaskForm | None = None,
     may: Tensor | None = None,
     size: float = 1.0,
     expecting: Expecting | None = None,
 ) -> Situation:
     """Call it in one way, and look at what runs."""
-    inputs = _resized(random_inputs(lengths, plan, 1, subject.dtype), size)
-    inputs = replace(inputs, may_attend=may)
-    caller = subject.caller()
-    args, kwargs = caller.arguments(plan, inputs, form)
-    seeds, roles = named_inputs(caller, plan, inputs, form, args, kwargs)
-    if subject.adapter.call is not None:
-        kwargs = {**kwargs, "may": may}
-    call = Call(calling_of(caller), tuple(args), kwargs, subject.module, seeds)
+    inputs = replace(_resized(trial.inputs(seed=1), size), may_attend=may)
+    args, kwargs = trial.arguments(inputs, mask=form)
+    seeds, roles = named_inputs(trial, inputs, form, args, kwargs)
+    call = Call(trial.called, args, kwargs, subject.module, seeds)
     found = examine(call, expecting)
-    situation = Situation(subject, plan, lengths, inputs, call, found)
+    situation = Situation(subject, trial, inputs, call, found)
     situation.extra = list(_outside(situation, roles))
     for departure in situation.departures:
         _name_by_heads(departure, situation)
@@ -165,14 +159,6 @@ def _name_by_heads(departure: Departure, situation: Situation) -> None:
         departure.name, departure.stage = "heads_never_split", "split"
 
 
-def calling_of(caller: Caller) -> Any:
-    """Give what is called: the code itself, or the user's adapter around it."""
-    adapted = getattr(caller, "call", None)
-    if adapted is None:
-        return caller.function
-    return lambda query, key, value, may=None: adapted(caller.function, query, key, value, may)
-
-
 def _resized(inputs: Inputs, size: float) -> Inputs:
     if size == 1.0:
         return inputs
@@ -181,17 +167,16 @@ def _resized(inputs: Inputs, size: float) -> Inputs:
 
 
 def named_inputs(
-    caller: Caller, plan: CallPlan, inputs: Inputs, form: MaskForm | None, args: list[Any], kwargs: dict[str, Any]
+    trial: Trial, inputs: Inputs, form: MaskForm | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[int, Tensor], dict[int, str]]:
     """Give names to the elements of the arguments, and say what each argument is."""
     codes = {id(x): numbered(x.shape) for x in (inputs.query, inputs.key, inputs.value)}
     query, key, value = (codes[id(x)] for x in (inputs.query, inputs.key, inputs.value))
     named = Inputs(query, key, value, inputs.may_attend)
-    double = replace(caller, dtype=torch.float64)
-    name_args, name_kwargs = double.arguments(plan, named, form)
+    name_args, name_kwargs = replace(trial, dtype=torch.float64).arguments(named, mask=form)
     seeds, roles = {}, {}
-    roles_of = dict(plan.roles)
-    pairs = [*zip((role for _, role in plan.roles), args, name_args, strict=False)] if args else []
+    roles_of = dict(trial.plan.roles)
+    pairs = [*zip(roles_of.values(), args, name_args, strict=False)] if args else []
     pairs += [(roles_of[name], kwargs[name], name_kwargs[name]) for name in kwargs]
     for role, x, names in pairs:
         if role in ("query", "key", "value", "memory", "input") and isinstance(x, Tensor):
@@ -208,20 +193,14 @@ def _outside(situation: Situation, roles: dict[int, str]) -> Iterator[Departure]
     judgement, module = found.judgements[-1], situation.subject.module
     attention = judgement.attention
     operands = judgement.first_operands
-    by_source = _roles_of_sources(situation, roles)
+    sources = found.run.names.sources  # numbered in the order of the arguments
+    by_source = {number: role for number, role in enumerate(roles.values(), start=1) if number in sources}
     departures = list(projection_departures(attention, operands, by_source, module)) if len(operands) == 3 else []
     departures += unused_departures(attention, module, departures)
     yield from departures
     read = output_codes(situation)
     if read is not None and not judgement.blocked():
         yield from ending_departures(attention, *read)
-
-
-def _roles_of_sources(situation: Situation, roles: dict[int, str]) -> dict[int, str]:
-    """The roles by the numbers of the sources: inputs get their names in the order of the arguments."""
-    sources, seeds = situation.found.run.names.sources, situation.call.seeds
-    order = dict.fromkeys(id(x) for _, x in situation.call.tensors if id(x) in seeds)
-    return {number: roles[key] for number, key in enumerate(order, start=1) if number in sources}
 
 
 def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -26,11 +26,12 @@ from equivalence_tests.checker.engine.probing import (
     overflowing,
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
-from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, plans_of
+from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, trials_for
 from equivalence_tests.checker.engine.unwatched import compare_output
-from equivalence_tests.checker.reach.calling import other_mask_plans
+from equivalence_tests.checker.reach.calling import CHANNELS_FIRST
 from equivalence_tests.checker.reach.construction import asks_for_groups, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.plans import other_masks
 from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -112,10 +113,10 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     """
     started = time.process_time()
     errors = [] if errors is None else errors
-    plans = plans_of(subject, errors)
-    if not plans:
+    trials = trials_for(subject, errors)
+    if not trials:
         return None
-    situation = likeliest(subject, plans)
+    situation = likeliest(subject, trials)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
     departures = list(situation.departures)
     if not situation.blocked:
@@ -155,8 +156,8 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     add(never_causal(situation))
     add(crossing(situation))
     add(masked_departures(situation, report))
-    for plan in other_mask_plans(situation.caller, situation.plan):
-        add(masked_departures(replace(situation, plan=plan), report))
+    for trial in other_masks(situation.trial):
+        add(masked_departures(replace(situation, trial=trial), report))
     return more
 
 
@@ -192,7 +193,7 @@ def _cover(report: Report, situation: Situation) -> None:
         return
 
     def judge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Report]:
-        subject, last = situation.subject, not situation.plan.channels_first
+        subject, last = situation.subject, situation.plan.layout not in CHANNELS_FIRST
         return diagnose_call(
             function,
             args,

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.coverage import Covered, cover
-from equivalence_tests.checker.engine.trying import Trial
-from equivalence_tests.checker.reach.calling import Caller, call_plans
 from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reporting.report import Report
 
 WIDTH, HEADS = 12, 3
@@ -241,15 +240,14 @@ class SetTheWrongWayRound(SetCausal):
 
 def covered(module: nn.Module) -> Covered:
     module = module.double().eval()
-    caller = Caller(module, HEADS)
-    plan, sizes = next(call_plans(caller, Sizes(num_heads=HEADS, head_dim=WIDTH // HEADS), []))
+    trial = next(trials_of(module, Sizes(num_heads=HEADS, head_dim=WIDTH // HEADS), torch.float64, []))
 
     def judge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Report]:
         with torch.no_grad():
             module(*args, **kwargs)
         return [Report("it ran", verdict="equal")]
 
-    return cover(Trial(caller, plan, sizes), judge)
+    return cover(trial, judge)
 
 
 @pytest.mark.parametrize(

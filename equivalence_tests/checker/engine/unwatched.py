@@ -76,7 +76,7 @@ def _difference(situation: Situation, reading: list[Linear]) -> float:
 
     def apart(heads: int, causal: bool, seed: int) -> float:
         inputs = situation.trial.inputs(seed=seed)
-        have = situation.caller.output(situation.plan, inputs)
+        have = situation.trial.output(inputs)
         return distance(have, _attention(inputs.query, inputs.key, inputs.value, reading, heads, causal))
 
     ways = itertools.product(numbers, (False, True))

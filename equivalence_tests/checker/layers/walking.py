@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.subjects import examine_attention
-from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.layers.masks import TORCHS_LAYERS, opposite_masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
@@ -24,22 +23,12 @@ from equivalence_tests.checker.mistakes import MISTAKES, named_mistake, told
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
-from equivalence_tests.checker.reach.calling import (
-    Caller,
-    call_plans,
-    forward_parameters,
-    independent_samples,
-)
+from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.construction import Sizes, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.model_calls import (
-    OF_SOURCE,
-    Attempts,
-    ModelRun,
-    run_layer,
-    run_model,
-    run_stack,
-)
+from equivalence_tests.checker.reach.model_calls import OF_SOURCE, ModelRun, run_layer, run_model
+from equivalence_tests.checker.reach.plans import trials_of
+from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.subject import Adapter, Subject, sizes_of, subjects
 from equivalence_tests.checker.reach.tracing import ModuleCall, layers_made, tensors_in, trace
 from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, Verdict
@@ -135,7 +124,8 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     torch.set_default_dtype(torch.float64)
     prepare(module)
     walk = Walk(Report(name, "layers"), module, subject.sizes, meant=subject.adapter.meant)
-    run, attempts = _run(walk)
+    errors, mistakes = list[str](), list[str]()
+    run = run_model(module, walk.sizes, errors, mistakes)
     if run is not None:
         _watch(walk, run)
     for path, child in _examined_children(module):
@@ -148,7 +138,11 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     if not layers and not walk.watched and not set(atoms_of(module).values()) & {"attention", "layers"}:
         walk.skip("wiring", "it holds no attention; if parts are handed to its constructor, pass an instance")
     _add_mask_methods(walk)
-    _add_model(walk, run, attempts)
+    if kind_of("model", module) not in EXAMINED and module not in [layer for _, layer in layers]:
+        if run is None:
+            _say_that_it_does_not_run(walk, errors, mistakes)
+        else:
+            _add_model(walk, run)
     return _concluded(walk.report, subject)
 
 
@@ -340,9 +334,8 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     walk.layers.add(type(layer))
     label, sizes = path or "layer", sizes_of(layer, walk.sizes, Adapter())
     errors: list[str] = []
-    caller = Caller(layer, sizes.num_heads)
-    ways = [Trial(caller, plan, lengths) for plan, lengths in call_plans(caller, sizes, errors)]
-    found = next((way for way in ways if independent_samples(caller, way.plan, way.sizes)), ways[0] if ways else None)
+    ways = list(trials_of(layer, sizes, torch.float64, errors))
+    found = next((way for way in ways if way.keeps_samples_apart), ways[0] if ways else None)
     if found is None:
         said = f": {errors[0]}" if errors else ""
         walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
@@ -379,7 +372,7 @@ def _doubts(wiring: Wiring) -> tuple[int, bool]:
 
 
 def _add_fresh_parts(walk: Walk, path: str, trial: Trial) -> None:
-    made = layers_made(lambda: trial.returned(trial.inputs(), {}))
+    made = layers_made(lambda: trial.returned(trial.inputs()))
     if made and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
         stack, evidence = code_lines(next(iter(made.values()))), f"each call constructs {', '.join(sorted(made))}"
         mistake = named_mistake("layer_made_in_forward")
@@ -407,7 +400,7 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
     if _masks_are_wrong(walk, path):
         return
     layer = walk.module.get_submodule(path)
-    read = read_masks(layer, run_layer(trial.caller, trial.plan, trial.sizes), trial.sizes.num_heads)
+    read = read_masks(layer, run_layer(trial), trial.sizes.num_heads)
     if any(name.startswith("cross_") for name in wiring.mistakes):  # a mask of the memory may have nothing to hide
         read = replace(read, masks=[mask for mask in read.masks if mask.reached])
     called = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
@@ -430,7 +423,7 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
 def _add_idle_arguments(walk: Walk, label: str, trial: Trial, masks: Sequence[str]) -> None:
     """List the arguments of a layer that no call has given."""
     given = {name for name, role in trial.plan.roles if not role.startswith("=")} | set(masks)
-    for parameter in forward_parameters(trial.caller.function):
+    for parameter in parameters_of(trial.function):
         default = parameter.default
         if parameter.name not in given and not isinstance(default, bool) and default is not parameter.empty:
             what = f"{parameter.name} of {label}" if label != "layer" else parameter.name
@@ -442,7 +435,7 @@ def _add_maps(walk: Walk, label: str, path: str, trial: Trial) -> None:
     queries, keys = trial.sizes.query_len, trial.sizes.key_len
     if trial.plan.self_attention or queries == keys:
         return
-    returned = tensors_in((trial.returned(trial.inputs(), {}),))
+    returned = tensors_in((trial.returned(trial.inputs()),))
     maps = [x for x in returned if x.dim() >= 3 and x.size(-2) == queries]
     own, crossed = ([x for x in maps if x.size(-1) == length] for length in (queries, keys))
     if own or crossed:
@@ -464,13 +457,8 @@ def _add_mask_methods(walk: Walk) -> None:
                 _add_part(walk, name, part)
 
 
-def _add_model(walk: Walk, run: ModelRun | None, attempts: Attempts) -> None:
+def _add_model(walk: Walk, run: ModelRun) -> None:
     """Run a whole model, or a stack, and look at how it is put together."""
-    if kind_of("model", walk.module) in EXAMINED or walk.module in [layer for _, layer in _layers(walk.module)]:
-        return
-    if run is None:
-        _say_that_it_does_not_run(walk, attempts)
-        return
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
     called = {call.path: call.frames for call in reversed(walk.calls)}
     judged = itertools.chain(judge_model(walk.module, run), _judged_masks(walk, run))
@@ -509,22 +497,12 @@ def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames
     return called.get(where, called.get(f"{where}.0", ())) if named_mistake(mistake).ran == "call" else ()
 
 
-def _run(walk: Walk) -> tuple[ModelRun | None, Attempts]:
-    """A stack is called as a layer is; what is no stack has a way in: embeddings, patches or a projection."""
-    embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in walk.module.modules())
-    if not embeds:
-        stack = run_stack(Caller(walk.module, walk.sizes.num_heads), walk.sizes)
-        if stack is not None:
-            return stack, Attempts()
-    return run_model(walk.module)
-
-
-def _say_that_it_does_not_run(walk: Walk, attempts: Attempts) -> None:
-    if attempts.wrong:
+def _say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequence[str]) -> None:
+    if mistakes:
         evidence = "seen when one sample of the batch is changed, in every way in which the model runs"
-        walk.check("samples are independent", {attempts.wrong: ()}, "", evidence)
+        walk.check("samples are independent", {mistakes[0]: ()}, "", evidence)
         return
-    said = f"; it said {attempts.said[-1]}" if attempts.said else ""
+    said = f"; it said {errors[-1]}" if errors else ""
     walk.report.notes.append(
         f"no way to run the whole model was found: its parts and layers were checked, not their order{said}"
     )

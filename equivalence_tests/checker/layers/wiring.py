@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.distance import distance
 from equivalence_tests.checker.engine.ran import operations_of
-from equivalence_tests.checker.engine.trying import Trial
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
-from equivalence_tests.checker.reach.calling import CallPlan
+from equivalence_tests.checker.reach.calling import CallPlan, Trial
 from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
 from equivalence_tests.checker.reporting.lines import Frames
 
@@ -129,15 +128,15 @@ def read_wiring(
     Returns:
         Mistakes, and what could not be read.
     """
-    inputs, caller, plan = trial.inputs(), trial.caller, trial.plan
+    inputs, plan = trial.inputs(), trial.plan
     values = Values(len(inputs.query), inputs.query.size(-1))
     values.add("x", inputs.query)
     if not plan.self_attention:
         for memory in {id(x): x for x in (inputs.key, inputs.value)}.values():
             values.add("memory", memory)
-    module, seen = caller.function, list[ModuleCall]()
+    module, seen = trial.function, list[ModuleCall]()
     assert isinstance(module, nn.Module)  # layers are modules
-    ran = operations_of(lambda: seen.extend(trace(module, lambda: caller.returned(plan, inputs))))
+    ran = operations_of(lambda: seen.extend(trace(module, lambda: trial.returned(inputs))))
     calls = {place: call for place, call in enumerate(seen) if call.path in atoms}
     sums = [operation for operation in ran if operation.name.strip("_") in ("add", "iadd", "radd")]
     wiring = Wiring()
@@ -147,12 +146,12 @@ def read_wiring(
     ]
     wiring.steps = list(_feed_forwards_joined(steps, values, calls, wiring))
     with torch.no_grad():
-        final = values.as_sum(caller.output(plan, inputs))
+        final = values.as_sum(trial.output(inputs))
 
     def told(place: int | None) -> list[Tensor]:
         given: list[Tensor] = []
         with torch.no_grad():
-            trace(module, lambda: given.extend(caller.returned(plan, inputs)), changed=place)
+            trace(module, lambda: given.extend(trial.tensors(inputs)), changed=place)
         return given
 
     _judge_unused(wiring, final, told)

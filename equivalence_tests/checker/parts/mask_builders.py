@@ -8,7 +8,6 @@ import functools
 import inspect
 import itertools
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,14 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.ran import lines_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.parts.drawing import OF_BOOLS, CallOfRoles, Drawn
 from equivalence_tests.checker.parts.kinds import BUILDER_NAME
-from equivalence_tests.checker.parts.mask_meanings import OF_BOOLS, BuilderPlan, Drawn, Meaning, draws_of, meanings
+from equivalence_tests.checker.parts.mask_meanings import Meaning, draws_of, meanings
 from equivalence_tests.checker.reach.construction import build
-from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.masking import ENCODINGS, SHAPES
+from equivalence_tests.checker.reach.proposing import parameters_of, ranked, told_by
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
 
@@ -63,6 +65,7 @@ SHAPES_OUT: dict[str, Callable[[Tensor, int], Tensor]] = {
 KEEP_LAYOUTS = ("(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)")
 TORCH_WORDS = "attn_mask (query, key), or key_padding_mask (batch, key): True = may not look"
 STRONG = -1e4
+MOST_CALLS = 200
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class ReadMask:
 class Attempt:
     """One way to call a builder, and what came back."""
 
-    plan: BuilderPlan
+    plan: CallOfRoles
     masks: list[ReadMask | None]
     outputs: list[Tensor]
 
@@ -160,29 +163,24 @@ def _role(name: str) -> str:
     >>> [_role(name) for name in ("sz", "pad_idx", "tgt", "lengths", "thing")]
     ['size', 'pad_id', 'ids', 'lengths', '']
     """
-    return next((role for pattern, role in ROLES if re.search(pattern, name.lower())), "")
+    return told_by(name, ROLES, "")
 
 
 def _attempts(
     function: Callable[..., Any], draws: Sequence[Drawn], errors: list[str]
 ) -> Iterator[tuple[bool, list[Attempt]]]:
     """Call with every assignment of roles that works, in each layout: first as the names say, and whether they do."""
-    parameters = list(inspect.signature(function).parameters.values())
-    for number, roles in enumerate(itertools.islice(_role_lists(parameters), 200)):
-        plans = [BuilderPlan(roles, layout) for layout in _layouts({role for _, role in roles})]
+    for number, roles in enumerate(itertools.islice(_role_lists(parameters_of(function)), MOST_CALLS)):
+        plans = [CallOfRoles(roles, layout) for layout in _layouts({role for _, role in roles})]
         attempts = [_attempt(function, plan, draws, errors) for plan in plans]
         yield number == 0, [attempt for attempt in attempts if attempt is not None]
 
 
 def _attempt(
-    function: Callable[..., Any], plan: BuilderPlan, draws: Sequence[Drawn], errors: list[str]
+    function: Callable[..., Any], plan: CallOfRoles, draws: Sequence[Drawn], errors: list[str]
 ) -> Attempt | None:
-    try:
-        outputs = [plan.call(function, drawn) for drawn in draws]
-    except Exception as error:
-        errors.append(said(error))
-        return None
-    if not outputs[0] or len({len(o) for o in outputs}) > 1:
+    outputs = attempt(lambda: [plan.call(function, drawn) for drawn in draws], errors)
+    if outputs is None or not outputs[0] or len({len(o) for o in outputs}) > 1:
         return None
     return Attempt(plan, [_read(plan, draws, list(same)) for same in zip(*outputs, strict=True)], outputs[0])
 
@@ -195,13 +193,8 @@ def _layouts(roles: set[str]) -> list[str]:
 
 def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str, str], ...]]:
     """Propose roles for the required parameters, and for optional ones that name the padding."""
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    asked = [p for p in named if p.default is p.empty or (_role(p.name) == "pad_id" and type(p.default) is int)]
-    choices = [_choices(p) for p in asked]
-    lists = sorted(
-        itertools.product(*choices), key=lambda roles: sum(c.index(r) for c, r in zip(choices, roles, strict=True))
-    )
-    for roles in lists:
+    asked = [p for p in parameters if p.default is p.empty or (_role(p.name) == "pad_id" and type(p.default) is int)]
+    for roles in ranked([_choices(p) for p in asked]):
         sequences = [r for r in roles if r in ("ids", "key_ids", "size", "key_size")]
         if len(sequences) == len(set(sequences)):
             yield tuple(zip((p.name for p in asked), roles, strict=True))
@@ -214,7 +207,7 @@ def _choices(parameter: inspect.Parameter) -> list[str]:
     return list(dict.fromkeys((role, *UNKNOWN))) if role else list(UNKNOWN)
 
 
-def _read(plan: BuilderPlan, draws: Sequence[Drawn], masks: list[Tensor]) -> ReadMask | None:
+def _read(plan: CallOfRoles, draws: Sequence[Drawn], masks: list[Tensor]) -> ReadMask | None:
     """Find what a mask means: the reading with the fewest mistakes that gives it on all draws."""
     found: list[ReadMask] = []
     encodings = list(_encodings(masks))
@@ -312,7 +305,7 @@ def _report_one(report: Report, label: str, mask: ReadMask, output: Tensor, ran:
         report.notes.append("the heads come before the samples; torch.nn wants (batch * num_heads, query, key)")
 
 
-def _closest(plan: BuilderPlan, drawn: Drawn, output: Tensor) -> str:
+def _closest(plan: CallOfRoles, drawn: Drawn, output: Tensor) -> str:
     """Say what a mask that was not understood comes closest to, and where it differs."""
     if not bool(output.double().isfinite().any()) or bool(output.double().isnan().any()):
         return "holds NaN" if bool(output.double().isnan().any()) else "hides everything"

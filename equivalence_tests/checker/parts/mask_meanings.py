@@ -1,81 +1,17 @@
 """Every mask that somebody may mean, right or with a known mistake, from token ids, lengths and sizes."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "OF_BOOLS", "BuilderPlan", "Drawn", "Meaning", "draws_of", "meanings"]
+from equivalence_tests.checker.parts.drawing import CallOfRoles, Drawn
+
+__all__ = ["Meaning", "draws_of", "meanings"]
 
 PAD_ID = 3
-OF_BOOLS = " of bools"
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "(batch, len)": lambda ids: ids,
-    "(len, batch)": lambda ids: ids.T,
-    "(len,)": lambda ids: ids[0],
-    "(batch, 1, len)": lambda ids: ids[:, None],
-    "(batch, 1, 1, len)": lambda ids: ids[:, None, None],
-}
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What one call is about.
-
-    Args:
-        first: Token ids (b, n).
-        second: Token ids (b, m) of another sequence.
-        lengths: (b,), at most n.
-        pad_id: The padding.
-        window: How far a window reaches.
-    """
-
-    first: Tensor
-    second: Tensor
-    lengths: Tensor
-    pad_id: int
-    window: int = 2
-
-    def value(self, role: str, layout: str) -> Any:
-        """Give what a role asks for."""
-        keep = self.first != self.pad_id
-        ids = {"ids": self.first, "key_ids": self.second, "keep": keep if layout.endswith(OF_BOOLS) else keep.long()}
-        if role in ids:
-            return LAYOUTS[layout.removesuffix(OF_BOOLS)](ids[role])
-        sizes = {"size": self.first.size(1), "key_size": self.second.size(1), "samples": len(self.first)}
-        sizes |= {"heads": 2, "window": self.window}
-        if role in sizes:
-            return sizes[role]
-        if role == "vectors":
-            return torch.zeros(*self.first.shape, 13)
-        others = {"pad_id": self.pad_id, "lengths": self.lengths, "shape": tuple(self.first.shape)}
-        return (others | {"device": "cpu", "dtype": torch.float32})[role]
-
-
-@dataclass(frozen=True)
-class BuilderPlan:
-    """How a builder is called: the role of each parameter, and the layout of token ids."""
-
-    roles: tuple[tuple[str, str], ...]
-    layout: str = "(batch, len)"
-
-    def call(self, function: Callable[..., Any], drawn: Drawn) -> list[Tensor]:
-        """Call it and list the tensors that come back."""
-        values = {name: drawn.value(role, self.layout) for name, role in self.roles}
-        returned = function(**values)
-        several = returned if isinstance(returned, tuple | list) else (returned,)
-        tensors = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in several)
-        return [x for x in tensors if isinstance(x, Tensor) and x.dim() >= 1]
-
-    def named(self, role: str) -> str:
-        """Name the parameter that has a role; "" if none has."""
-        return next((name for name, given in self.roles if given == role), "")
 
 
 @dataclass(frozen=True)
@@ -103,7 +39,7 @@ def draws_of(pads: set[int]) -> list[Drawn]:
     return [Drawn(sequence(b, n), sequence(b, m), torch.tensor(lengths), PAD_ID) for b, n, m, lengths in shapes]
 
 
-def meanings(plan: BuilderPlan, draws: Sequence[Drawn]) -> Iterator[Meaning]:
+def meanings(plan: CallOfRoles, draws: Sequence[Drawn]) -> Iterator[Meaning]:
     """List every mask that can be built from what a plan gives.
 
     Args:
@@ -135,14 +71,14 @@ def _joined(triangle: Meaning, padding: Meaning) -> Iterator[Meaning]:
         yield Meaning(words, [causal | keep for causal, keep in pairs], ("masks_joined_by_or",))
 
 
-def _sequences(plan: BuilderPlan) -> list[str]:
+def _sequences(plan: CallOfRoles) -> list[str]:
     """Say which of the two sequences, first and second, a plan tells anything about."""
     given = {role for _, role in plan.roles}
     first = given & {"ids", "keep", "size", "lengths", "shape", "vectors"}
     return ["first"] * bool(first) + ["second"] * bool(given & {"key_ids", "key_size"})
 
 
-def _triangles(ahead: list[Tensor], plan: BuilderPlan, draws: Sequence[Drawn]) -> Iterator[Meaning]:
+def _triangles(ahead: list[Tensor], plan: CallOfRoles, draws: Sequence[Drawn]) -> Iterator[Meaning]:
     """List the causal masks, and windows where one is asked for, by how far each key is ahead of each query."""
     yield Meaning("causal", [j <= 0 for j in ahead])
     if any(j.size(0) != j.size(1) for j in ahead):
@@ -158,7 +94,7 @@ def _triangles(ahead: list[Tensor], plan: BuilderPlan, draws: Sequence[Drawn]) -
     yield Meaning("causal", [j >= 0 for j in ahead], ("causal_mask_transposed",))
 
 
-def _paddings(plan: BuilderPlan, query: str, key: str, draws: Sequence[Drawn]) -> Iterator[Meaning]:
+def _paddings(plan: CallOfRoles, query: str, key: str, draws: Sequence[Drawn]) -> Iterator[Meaning]:
     """List the padding masks: of the keys, as it should be, and of the queries."""
     of_queries = list(_kept(plan, query, draws))
     for kept in _kept(plan, key, draws):
@@ -174,7 +110,7 @@ def _paddings(plan: BuilderPlan, query: str, key: str, draws: Sequence[Drawn]) -
         yield Meaning(f"padding of {kept.words}", hidden, ("padding_hides_queries", *kept.mistakes))
 
 
-def _kept(plan: BuilderPlan, sequence: str, draws: Sequence[Drawn]) -> Iterator[Meaning]:
+def _kept(plan: CallOfRoles, sequence: str, draws: Sequence[Drawn]) -> Iterator[Meaning]:
     """List what may count as no padding in a sequence: (b, len)."""
     tokens = [getattr(d, sequence) for d in draws]
     ids = plan.named("ids" if sequence == "first" else "key_ids")

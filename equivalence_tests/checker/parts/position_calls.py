@@ -1,17 +1,20 @@
 """Call a positional encoding in the ways that are met, and take its table out of what comes back."""
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.parts.drawing import CallOfRoles, Drawn
 from equivalence_tests.checker.parts.kinds import ALIKE, own_tensors
 from equivalence_tests.checker.parts.readings import Observation
 from equivalence_tests.checker.reach.construction import MAX_LEN, VOCABULARY, value_for
+from equivalence_tests.checker.reach.proposing import parameters_of, ranked
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
 
 __all__ = ["Placement", "placements"]
@@ -19,6 +22,21 @@ __all__ = ["Placement", "placements"]
 # Two samples and two tokens at the least: what is alike along an axis is told from what is not.
 SHAPES = ((2, 5), (4, 6), (3, 8))
 LONGEST = 1024
+# What a module is called with.
+MODULE_ROLES = (
+    *(("vectors",), ("ids",), ("size",), ("positions",), ("positions of each sample",)),
+    *(("vectors", "keep"), ("vectors", "padding"), ()),
+)
+MOST_REQUIRED = 4
+WORDS = {
+    "vectors": "x",
+    "ids": "token ids",
+    "size": "a length",
+    "width": "a width",
+    "positions of each sample": "positions",
+    "keep": "a mask, 1 = may look",
+    "padding": "a mask, True = padding",
+}
 # Angles of later positions are less exact in float32 than what counts as equal.
 MOST_ROWS = 16
 
@@ -44,20 +62,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Called:
-    """One call: vectors that the table may have been added to, what came back, and the call itself."""
+    """One call: vectors that the table may have been added to, and what came back."""
 
     batch: int
     length: int
     x: Tensor | None
     output: Tensor
-    again: Callable[[], Any]
-
-
-def widths_of(subject: Subject) -> list[int]:
-    """Give the widths to try: that of the table that it holds, then that of the tokens."""
-    module = subject.module
-    held = [] if module is None else [x.size(-1) for x in own_tensors(module) if x.dim() >= 2]
-    return list(dict.fromkeys([*held[:1], subject.sizes.embed_dim]))
 
 
 def placements(subject: Subject, function: Callable[..., Any]) -> Iterator[Placement]:
@@ -70,12 +80,24 @@ def placements(subject: Subject, function: Callable[..., Any]) -> Iterator[Place
     Yields:
         For each way that works, where the table was found.
     """
-    for width, call in itertools.product(widths_of(subject), _calls(function, subject)):
+    for width, roles in itertools.product(_widths(subject), _role_lists(function, subject)):
+        way = CallOfRoles(tuple(("", role) for role in roles))
         for shapes in (SHAPES, *_whole(subject)):
-            called = [made for batch, length in shapes if (made := _attempt(call, batch, length, width)) is not None]
-            if len(called) == len(shapes):
-                yield from _placed(called, call)
+            draws = [_drawn(batch, length, width) for batch, length in shapes]
+            returned = attempt(partial(_returned, way, function, draws))
+            if returned is not None:
+                words = " and ".join(WORDS.get(role, role.removeprefix("=")) for role in roles) or "nothing"
+                again = partial(way.call, function, draws[0])
+                for given, xs in _added_to(roles, function, draws):
+                    called = [_Called(*one, x, y) for one, x, y in zip(shapes, xs, returned, strict=True)]
+                    yield from _placed(called, words, given, again)
                 break
+
+
+def _widths(subject: Subject) -> list[int]:
+    """Give the widths to try: that of the table that it holds, then that of the tokens."""
+    held = [] if subject.module is None else [x.size(-1) for x in own_tensors(subject.module) if x.dim() >= 2]
+    return list(dict.fromkeys([*held[:1], subject.sizes.embed_dim]))
 
 
 def _whole(subject: Subject) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -86,98 +108,54 @@ def _whole(subject: Subject) -> Iterator[tuple[tuple[int, int], ...]]:
             yield (2, length), (3, length)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One way to call: what it takes, in words, and what is passed for a batch, a length and a width."""
-
-    words: str
-    function: Callable[..., Any]
-    arguments: Callable[[int, int, int], tuple[Any, ...]]
-    embedding: nn.Embedding | None = None
-
-
-def _calls(function: Callable[..., Any], subject: Subject) -> Iterator[_Call]:
-    if not isinstance(function, nn.Module):
-        yield from _function_calls(function, subject)
+def _role_lists(function: Callable[..., Any], subject: Subject) -> Iterator[tuple[str, ...]]:
+    """Say what the arguments may be: those of a function are a length, a width, positions or vectors, in any order."""
+    if isinstance(function, nn.Module):
+        yield from MODULE_ROLES
         return
-    yield _Call("x", function, lambda b, n, d: (_vectors(b, n, d),))
-    for known in (*(m for m in function.modules() if isinstance(m, nn.Embedding)), None):
-        yield _Call("token ids", function, lambda b, n, d: (_ids(b, n),), known)
-    yield _Call("a length", function, lambda b, n, d: (n,))
-    yield _Call("positions", function, lambda b, n, d: (torch.arange(n),))
-    yield _Call("positions", function, lambda b, n, d: (torch.arange(n).expand(b, n),))
-    yield _Call("x and a mask, 1 = may look", function, lambda b, n, d: (_vectors(b, n, d), torch.ones(b, n)))
-    padding = torch.zeros(1, dtype=torch.bool)
-    yield _Call("x and a mask, True = padding", function, lambda b, n, d: (_vectors(b, n, d), padding.expand(b, n)))
-    yield _Call("nothing", function, lambda b, n, d: ())
-
-
-def _function_calls(function: Callable[..., Any], subject: Subject) -> Iterator[_Call]:
-    """A function takes a length and a width, in either order, or vectors."""
-    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    required = [p for p in parameters_of(function) if p.default is p.empty]
     options: list[list[str]] = []
-    for parameter in required[:4]:
+    for parameter in required[:MOST_REQUIRED]:
         known, value = value_for(parameter.name, subject.sizes)
         sized = not known or (isinstance(value, int) and value > 1)
-        fixed = ["positions", parameter.name] if isinstance(value, float) else [parameter.name]  # timesteps holds eps
-        options.append(["a length", "a width", "positions", "x"] if sized else fixed)
-    for roles in itertools.product(*options):
-
-        def arguments(b: int, n: int, d: int, roles: tuple[str, ...] = roles) -> tuple[Any, ...]:
-            given = {"a length": n, "a width": d, "positions": torch.arange(n), "x": _vectors(b, n, d)}
-            return tuple(given[r] if r in given else value_for(r, subject.sizes)[1] for r in roles)
-
-        yield _Call(" and ".join(roles), function, arguments)
+        fixed = [*(["positions"] if isinstance(value, float) else []), f"={parameter.name}"]  # timesteps holds eps
+        options.append(["size", "width", "positions", "vectors"] if sized else fixed)
+    yield from ranked(options)
 
 
-def _vectors(batch: int, length: int, width: int) -> Tensor:
-    return torch.randn(batch, length, width, generator=torch.Generator().manual_seed(length))
+def _drawn(batch: int, length: int, width: int) -> Drawn:
+    ids = torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
+    return Drawn(ids, ids, torch.full((batch,), length), 0, width=width)
 
 
-def _ids(batch: int, length: int) -> Tensor:
-    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
+def _returned(way: CallOfRoles, function: Callable[..., Any], draws: list[Drawn]) -> list[Tensor]:
+    """Give the table, or what it was put into, of each call."""
+    found = [next(x.double() for x in way.call(function, drawn) if x.is_floating_point()) for drawn in draws]
+    assert all(x.dim() in (2, 3) for x in found)
+    return found
 
 
-def _attempt(call: _Call, batch: int, length: int, width: int) -> _Called | None:
-    try:
-        with torch.no_grad():
-            arguments = call.arguments(batch, length, width)
-
-            def again() -> Any:
-                return call.function(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
-
-            returned = again()
-            x = arguments[0] if arguments and isinstance(arguments[0], Tensor) else None
-            if x is not None and not x.is_floating_point():
-                x = None if call.embedding is None else call.embedding(x)
-            output = _as_tensor(returned)
-    except Exception:  # the user's code may raise anything where it is called in another way than it is meant to be
-        return None
-    return None if output is None or output.dim() not in (2, 3) else _Called(batch, length, x, output, again)
+def _added_to(
+    roles: tuple[str, ...], function: Callable[..., Any], draws: list[Drawn]
+) -> Iterator[tuple[str, list[Tensor | None]]]:
+    """Say what the table may have been added to: what each embedding makes of ids, or the vectors that were given."""
+    modules = function.modules() if isinstance(function, nn.Module) and roles == ("ids",) else ()
+    for embedding in (m for m in modules if isinstance(m, nn.Embedding)):
+        yield "embedding(ids)", [attempt(partial(embedding, drawn.first)) for drawn in draws]
+    yield "x", [drawn.value("vectors", "") if roles[:1] == ("vectors",) else None for drawn in draws]
 
 
-def _as_tensor(returned: Any) -> Tensor | None:
-    """The first tensor or array of numbers that comes back."""
-    if isinstance(returned, tuple | list) and returned:
-        return _as_tensor(returned[0])
-    try:
-        x = torch.as_tensor(returned)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return x.detach().double() if x.is_floating_point() else None
-
-
-def _placed(called: list[_Called], call: _Call) -> Iterator[Placement]:
+def _placed(called: list[_Called], words: str, added_to: str, again: Callable[[], Any]) -> Iterator[Placement]:
     """Take off the input, times each factor, and see along which axes the rest does not change."""
     for scaling in ("x + pe", "sqrt(d_model) x + pe", "pe alone", "x * pe"):
         rests = [_rest(one, scaling) for one in called]
         tables = [rest for rest in rests if rest is not None]
         if len(tables) < len(called):
             continue
-        given = scaling if call.embedding is None else scaling.replace("x", "embedding(ids)")
-        for found in _along_axes(called, tables, (("takes", call.words, ""), ("gives", given, ""))):
+        given = scaling.replace("x", added_to)
+        for found in _along_axes(called, tables, (("takes", words, ""), ("gives", given, ""))):
             multiplied = ("position_multiplied",) if scaling == "x * pe" else ()
-            yield replace(found, mistakes=(*multiplied, *found.mistakes), again=called[0].again)
+            yield replace(found, mistakes=(*multiplied, *found.mistakes), again=again)
 
 
 def _rest(called: _Called, scaling: str) -> Tensor | None:

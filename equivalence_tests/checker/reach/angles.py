@@ -9,24 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AngleForm", "base_of", "takes_angles"]
-
-NAMES = re.compile(
-    r"^(freqs?|angles?|rope|rotary|cos|sin|pos(ition)?_?emb(edding)?s?)($|_)|freqs_c|(^|_)(cos|sin|rope)$"
-)
+__all__ = ["AngleForm", "base_of"]
 
 BASE = 10000.0
 ANGLES = re.compile(r"freq|theta", re.IGNORECASE)
 AXES = ("l c", "1 l c", "1 1 l c", "1 l 1 c", "l 1 c")
-
-
-def takes_angles(name: str) -> bool:
-    """Whether an argument of this name is for the angles of rotary positions.
-
-    >>> [takes_angles(name) for name in ("freqs_cis", "cos", "position_embeddings", "rotary_pos_emb", "context")]
-    [True, True, True, True, False]
-    """
-    return bool(NAMES.search(name.lower()))
 
 
 @dataclass(frozen=True)
@@ -53,16 +40,17 @@ class AngleForm:
 
     def build(self, name: str, x: Tensor, base: float) -> Any:
         """Make the argument of this name for tokens of one head, (..., len, head_dim)."""
-        angles = angles_of(x, base)
+        steps = base ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
+        angles = torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)
         if self.kind == "complex":
             return torch.polar(torch.ones_like(angles), angles)
-        laid_out = angles if self.places == "once" else in_places(angles, self.places)
-        before, after = self.axes.removesuffix(" c").split("l")
-        laid_out = laid_out.unflatten(0, (*(1,) * before.count("1"), -1, *(1,) * after.count("1")))
-        if asked := set(re.findall("cos|sin", name.lower())):
-            given = [laid_out.cos()] * ("cos" in asked) + [laid_out.sin()] * ("sin" in asked)
-            return tuple(given) if len(given) == 2 else given[0]
-        return (laid_out.cos(), laid_out.sin()) if self.kind == "both" else laid_out
+        if self.places != "once":
+            angles = torch.cat((angles, angles), -1) if self.places == "halves" else angles.repeat_interleave(2, -1)
+        axes = self.axes.removesuffix(" c").split()
+        angles = angles.unflatten(0, [-1 if axis == "l" else 1 for axis in axes])
+        both = {"cos": angles.cos(), "sin": angles.sin()}
+        asked = [x for word, x in both.items() if word in name.lower()] or [*both.values()] * (self.kind == "both")
+        return tuple(asked) if len(asked) == 2 else (*asked, angles)[0]
 
 
 def base_of(module: Any) -> float:
@@ -85,14 +73,3 @@ def base_of(module: Any) -> float:
 
 def _falls_from_one(x: Tensor) -> bool:
     return x.dim() == 1 and len(x) > 1 and x.is_floating_point() and bool(x[0] == 1) and bool((x.diff() < 0).all())
-
-
-def angles_of(x: Tensor, base: float) -> Tensor:
-    """Give the angle of each position and pair of elements, (l, d / 2), for (..., l, d)."""
-    steps = base ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
-    return torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)
-
-
-def in_places(angles: Tensor, layout: str) -> Tensor:
-    """Give both elements of a pair its angle, (l, d)."""
-    return torch.cat((angles, angles), -1) if layout == "halves" else angles.repeat_interleave(2, -1)

@@ -8,7 +8,8 @@ import contextlib
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.ready_made import classes_for
+from equivalence_tests.checker.reach.proposing import parameters_of, ranked, told_by
 from equivalence_tests.instruments.weights import randomize_parameters
 
-__all__ = ["DROPOUT", "SIZES", "Sizes", "asks_for_groups", "build", "exact_lengths", "prepare", "retype"]
+__all__ = ["DROPOUT", "SIZES", "Sizes", "asks_for_groups", "build", "built", "exact_lengths", "prepare", "retype"]
 
 DROPOUT = 0.25
 MAX_LEN = 64
@@ -130,6 +131,14 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
 ALTERNATIVES = 3
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
+# Parts that an argument may want handed over, by its name, and how classes of such parts are called.
+PARTS = (
+    (r"attn|attention", r"^(?!.*norm).*(attention|attn)"),
+    (r"feed_?forward|^ffn?$|^mlp$|pos(ition)?_?wise", r"^(?!.*norm).*(feed_?forward|ffn|mlp)"),
+    (r"^(encoder|decoder)?_?(layer|block)$", r"^(?!.*norm).*(?<!sub)(layer|block)$"),
+)
+CONFIG = re.compile(r"config|cfg|^args$|params|hparams|options|^opts?$|settings|hyper")
+MOST_GUESSES = 60
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
 ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
 
@@ -174,10 +183,8 @@ def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
     >>> value_for("n_heads", Sizes()), value_for("d_model", Sizes()), value_for("zebra", Sizes())
     ((True, 3), (True, 33), (False, None))
     """
-    for pattern, value in NAMES:
-        if re.search(pattern, name.lower()):
-            return True, value(sizes)
-    return False, None
+    value = told_by(name, NAMES, None)
+    return value is not None, value(sizes) if value else None
 
 
 def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
@@ -193,20 +200,19 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
         CannotCheckError: If no attempt succeeds, with the last error of the constructor.
     """
     errors: list[str] = []
-    built, large = False, list[tuple[Any, Sizes]]()
+    builds, large = False, list[tuple[Any, Sizes]]()
     for sizes in _sizes_to_try(target):
-        alternatives = itertools.groupby(argument_lists(target, sizes), key=lambda proposal: proposal[0])
-        made = (_first_that_builds(target, (arguments for _, arguments in group), errors) for _, group in alternatives)
+        made = (_first_that_builds(target, proposals, errors) for proposals in argument_lists(target, sizes))
         for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
             if isinstance(instance, nn.Module):
                 materialise(instance, sizes)
-            built = True
+            builds = True
             if _is_large(instance):
                 large = large or [(instance, sizes)]
             else:
                 yield instance, sizes
     yield from large
-    if not built:
+    if not builds:
         raise CannotCheckError(
             f"{errors[0] if errors else getattr(target, '__name__', target)}\nCould not work out how to "
             "construct it. Pass an instance, a factory "
@@ -240,8 +246,7 @@ def _fixed_sizes(target: Any, tried: tuple[Sizes, ...]) -> list[Sizes]:
 
 def _widths_taken(target: Any, sizes: Sizes) -> set[int]:
     """The widths that the linears of a class take in, where it is built with these sizes."""
-    proposals = (arguments for _, arguments in argument_lists(target, sizes))
-    instance = _first_that_builds(target, itertools.islice(proposals, ALTERNATIVES), [])
+    instance = built(target, sizes, ALTERNATIVES)
     modules = instance.modules() if isinstance(instance, nn.Module) else ()
     return {m.in_features for m in modules if isinstance(m, nn.Linear) and 1 < m.in_features <= WIDEST}
 
@@ -267,7 +272,13 @@ def _rotates(target: Any) -> bool:
         return False
 
 
-def _first_that_builds(target: Any, proposals: Iterator[dict[str, Any]], errors: list[str]) -> Any:
+def built(target: Any, sizes: Sizes, most: int | None = None) -> Any:
+    """Call a class or factory at these sizes; None where no way is found, or not in so many attempts."""
+    proposals = itertools.chain.from_iterable(argument_lists(target, sizes))
+    return _first_that_builds(target, itertools.islice(proposals, most), [])
+
+
+def _first_that_builds(target: Any, proposals: Iterable[dict[str, Any]], errors: list[str]) -> Any:
     for arguments in proposals:
         try:
             return target(**arguments)
@@ -276,7 +287,7 @@ def _first_that_builds(target: Any, proposals: Iterator[dict[str, Any]], errors:
     return None
 
 
-def argument_lists(target: Any, sizes: Sizes) -> Iterator[tuple[int, dict[str, Any]]]:
+def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
     """Propose keyword arguments for the constructor: by name first, then every guess for names that say nothing.
 
     Args:
@@ -284,18 +295,14 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[tuple[int, dict[str, A
         sizes: What the arguments are to say.
 
     Yields:
-        The number of the guess for the required ones, and all: with sizes for optional ones, then without.
+        For each guess at the required ones, all arguments: with sizes for optional ones, then without.
     """
     parameters = parameters_of(target)
     required = [p for p in parameters if p.default is p.empty]
-    optional = [p for p in parameters if p.default is not p.empty]
-    extras = {p.name: value for p in optional for value in _override(p, sizes)}
-    candidates = [[*_ready_made(p, sizes, target), *_candidates(p, sizes)] for p in required]
-    for number, values in enumerate(itertools.islice(itertools.product(*candidates), 60)):
+    extras = {p.name: value for p in parameters if p not in required for value in _override(p, sizes)}
+    for values in itertools.islice(ranked([_candidates(p, sizes, target) for p in required]), MOST_GUESSES):
         chosen = dict(zip((p.name for p in required), values, strict=True))
-        yield number, chosen | extras
-        if extras:
-            yield number, chosen
+        yield [chosen | extras, chosen] if extras else [chosen]
 
 
 def materialise(module: nn.Module, sizes: Sizes) -> None:
@@ -329,29 +336,6 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0
     return randomize_parameters(module, seed=seed)
 
 
-def scripted_signature(schema: Any) -> inspect.Signature:
-    """Give the arguments of what TorchScript has compiled."""
-    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    return inspect.Signature(
-        [
-            inspect.Parameter(x.name, kind, default=x.default_value if x.has_default_value() else none)
-            for x in schema.arguments
-        ]
-    )
-
-
-def parameters_of(target: Any) -> list[inspect.Parameter]:
-    """List the arguments of a callable that have names of their own; none where they cannot be read."""
-    if isinstance(target, torch.ScriptMethod):
-        return list(scripted_signature(target.schema).parameters.values())[1:]
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p for p in signature.parameters.values() if p.kind not in variadic]
-
-
 def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     """Give sizes to optional arguments too, where the name says so; flags and other switches keep their default."""
     default = parameter.default
@@ -366,30 +350,33 @@ def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     return []
 
 
-def _ready_made(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[nn.Module]:
-    """Build the parts that may be meant by an argument, at the same sizes."""
-    return [part for found in itertools.islice(classes_for(parameter.name, target), 2) for part in _built(found, sizes)]
+def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any]:
+    """List what a required argument may want: a part, a config, or what its name says; every guess if it says none."""
+    name, asked = parameter.name.lower(), parameter.annotation
+    made = [built(found, sizes) for found in _parts_beside(target, name)[:2]]
+    is_config = hasattr(asked, "__dataclass_fields__")
+    if CONFIG.search(name) or is_config:
+        of_annotation = is_config or (isinstance(asked, type) and asked is not parameter.empty)
+        made += [built(asked, sizes) if of_annotation else None, ImitatedConfig(sizes)]
+        return [one for one in made if one is not None]
+    known, value = value_for(name, sizes)
+    guesses: list[Any] = [sizes.embed_dim, sizes.num_heads, sizes.head_dim, DROPOUT, False, None, ImitatedConfig(sizes)]
+    if ambiguous := told_by(name, AMBIGUOUS, None):
+        guesses = ambiguous(sizes)
+    elif known:
+        guesses = [value] if value != sizes.embed_dim else [value, (value,)]
+    return [*(one for one in made if one is not None), *guesses]
 
 
-def _candidates(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
-    given = parameter.annotation if parameter.annotation is not parameter.empty else None
-    annotation = given if isinstance(given, type) else None
-    named = re.search(r"config|cfg|^args$|params|hparams|options|^opts?$|settings|hyper", parameter.name.lower())
-    if named or hasattr(annotation, "__dataclass_fields__"):
-        return [*([] if annotation is None else _built(annotation, sizes)), ImitatedConfig(sizes)]
-    known, value = value_for(parameter.name, sizes)
-    for pattern, guesses in AMBIGUOUS:
-        if re.search(pattern, parameter.name.lower()):
-            return guesses(sizes)
-    if known:
-        return [value] if value != sizes.embed_dim else [value, (value,)]
-    return [sizes.embed_dim, sizes.num_heads, sizes.head_dim, DROPOUT, False, None, ImitatedConfig(sizes)]
-
-
-def _built(target: type, sizes: Sizes) -> list[Any]:
-    """Build a part, or the config that an annotation names, at the same sizes; nothing where that fails."""
-    built = _first_that_builds(target, (arguments for _, arguments in argument_lists(target, sizes)), [])
-    return [] if built is None else [built]
+def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
+    """List the classes of the same file of which an argument may want an instance, named most like it first."""
+    pattern, file = told_by(argument, PARTS, ""), getattr(target, "__module__", "")
+    held = vars(sys.modules[file]).values() if pattern and file in sys.modules else ()
+    own = (x for x in held if isinstance(x, type) and issubclass(x, nn.Module) and x.__module__ == file)
+    fitting = (x for x in own if x is not target and re.search(pattern, x.__name__.lower()))
+    name = getattr(target, "__name__", "")
+    beginnings = [name[:length] for length in range(1, len(name) + 1)]
+    return sorted(fitting, key=lambda x: -sum(map(x.__name__.startswith, beginnings)))
 
 
 def _call_text(target: Any, arguments: dict[str, Any]) -> str:

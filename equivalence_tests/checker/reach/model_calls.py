@@ -1,33 +1,26 @@
 """Find out how a whole model is called: on token ids, on features, on images, or, a bare stack, on what layers take."""
 
-import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.reach.calling import (
-    Caller,
-    CallPlan,
-    Inputs,
-    call_plans,
-    forward_parameters,
-    from_layout,
-    random_inputs,
-    role_of_parameter,
-)
+from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.construction import Sizes, exact_lengths
-from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.kept_state import keeping_state
 from equivalence_tests.checker.reach.masking import MaskForm
+from equivalence_tests.checker.reach.plans import role_of_parameter, trials_of
+from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
 
-__all__ = ["OF_SOURCE", "TARGET", "ModelRun", "mixed_samples", "run_layer", "run_model", "run_stack"]
+__all__ = ["OF_SOURCE", "ModelRun", "run_layer", "run_model"]
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
@@ -37,6 +30,7 @@ LENGTHS = ((7, 5), (6, 6))  # code that mixes up two masks may run on equal leng
 BATCH = 2
 FIRST_ID = 4  # lower ones are often padding, start and end
 MOST_WIDTHS = 3
+MOST_TRIALS = 4
 Given = Mapping[str, Tensor]
 
 
@@ -89,75 +83,110 @@ class ModelRun:
         return other
 
 
-@dataclass
-class Attempts:
-    """The ways in which a model runs, and what it said to the others.
-
-    Args:
-        said: What it said when it did not run, last first.
-        wrong: The mistake that shows in every way in which it runs.
-    """
-
-    said: list[str] = field(default_factory=list)
-    wrong: str = ""
-
-
-def run_model(module: nn.Module) -> tuple[ModelRun | None, Attempts]:
+def run_model(module: nn.Module, sizes: Sizes, errors: list[str], mistakes: list[str]) -> ModelRun | None:
     """Find out how to call a model.
 
     Args:
-        module: A model that takes ids, features or images.
+        module: A model that takes ids, features or images, or a bare stack, which takes what its layers do.
+        sizes: Of the tensors for a stack.
+        errors: Receives what it said when it did not run.
+        mistakes: Receives what shows in the ways in which it runs, where that is a mistake.
 
     Returns:
-        How, or None if no way was found, and what was tried.
+        How; None if no way was found that is right.
     """
-    attempts = Attempts()
-    parameters = forward_parameters(module)
-    masks = _masks_among(parameters)
-    required = [p.name for p in parameters if p.default is p.empty]
-    segments = [name for name in required if SEGMENTS.search(name)]
-    names = [name for name in required if name not in masks and name not in segments]
-    if len(names) not in (1, 2):
-        return None, attempts
-    names = sorted(names, key=lambda name: bool(TARGET.search(name.lower()))) if len(names) == 2 else names
-    way = _Way(module, names, masks, [name for name in required if name in masks], segments)
-    ways = {"memory": [way, replace(way, names=names[::-1])]}
+    embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in module.modules())
+    trials = () if embeds else itertools.islice(trials_of(module, sizes, torch.float64, []), MOST_TRIALS)
     blind: ModelRun | None = None  # a required mask was given in a form that hides everything
-    for kind, drawn, patch in _drawn(module, len(names)):
-        turns = (False,) if kind == "image" else (False, True)
-        for one, form, turned in itertools.product(ways.get(kind, [way]), way.mask_forms(), turns):
-            run = one.attempt(kind, drawn, form, turned, patch, attempts)
-            wrong = None if run is None else mixed_samples(run)
-            if run is not None and wrong == "":
-                if form is None or bool(run.call(run.source, run.target).isfinite().all()):
-                    return run, attempts
-                blind = blind or run
-            attempts.wrong = attempts.wrong or wrong or ""
-    return blind, attempts
+    for run, masked in itertools.chain(((run_layer(trial), False) for trial in trials), _runs(module, errors)):
+        wrong = _mixed_samples(run)
+        if wrong == "":
+            if not masked or bool(run.call(run.source, run.target).isfinite().all()):
+                return run
+            blind = blind or run
+        elif wrong and run.kind != "stack":
+            mistakes.append(wrong)
+    return blind
 
 
-def _masks_among(parameters: list[inspect.Parameter]) -> tuple[str, ...]:
-    masks = (p for p in parameters if role_of_parameter(p.name) == "mask")
-    return tuple(p.name for p in masks if not isinstance(p.default, bool | int | float | str))
-
-
-def mixed_samples(run: ModelRun) -> str | None:
-    """Name what shows that batch and length are mixed up, when sample 0 becomes another.
+def run_layer(trial: Trial) -> ModelRun:
+    """Take a layer, or a stack of them, for a model: its source is the memory, or the only tensor there is.
 
     Args:
-        run: How the model is called.
+        trial: How it is called.
+    """
+    inputs, alone, parameters = trial.inputs(seed=0), trial.plan.self_attention, parameters_of(trial.function)
+    missing = alone and any(role_of_parameter(p.name) in ("memory", "key") for p in parameters)
+    names = (p.name for p in parameters if _role(p) == "mask")  # one of the memory that is missing has nothing to hide
+    masks = tuple(name for name in names if not (missing and OF_SOURCE.search(name.lower())))
+
+    def run(source: Tensor, target: Tensor | None, given: Given) -> Tensor:
+        return trial.output(Inputs(source if target is None else target, source, source), given)
+
+    return ModelRun(run, inputs.key, None if alone else inputs.query, masks, "stack")
+
+
+def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:
+    """Give what it may take to its arguments in every way, and say whether with a mask that is to hide nothing."""
+    parameters = parameters_of(module)
+    roles = {p.name: _role(p) for p in parameters if p.default is p.empty}
+    given = tuple(p.name for p in parameters if _role(p) == "mask")
+    names = sorted((n for n, role in roles.items() if not role), key=lambda name: bool(TARGET.search(name.lower())))
+    if len(names) not in (1, 2):
+        return
+    forms = [None, *MaskForm.neutral_forms()] if "mask" in roles.values() else [None]
+    for kind, drawn, patch in _drawn(module, len(names)):
+        source, target = drawn[0], drawn[1] if len(drawn) == 2 else None
+        orders = (names, names[::-1]) if kind == "memory" else (names,)
+        turns = (False,) if kind == "image" else (False, True)
+        for order, form, turned in itertools.product(orders, forms, turns):
+            meant = roles | dict(zip(order, ("source", "target"), strict=False))
+            run = partial(_run, module, meant, form, turned)
+            if attempt(partial(run, source, target, {}), errors) is not None:
+                yield ModelRun(run, source, target, given, kind, turned, patch), form is not None
+
+
+def _role(parameter: Parameter) -> str:
+    """Say whether an argument is a mask or segments; "" where it may be a sequence."""
+    if role_of_parameter(parameter.name) == "mask":
+        return "" if isinstance(parameter.default, bool | int | float | str) else "mask"
+    return "segments" if SEGMENTS.search(parameter.name) else ""
+
+
+def _run(
+    module: nn.Module,
+    roles: Mapping[str, str],
+    form: MaskForm | None,
+    turned: bool,
+    source: Tensor,
+    target: Tensor | None,
+    given: Given,
+) -> Tensor:
+    last = source if target is None else target
+    tensors = {"source": source, "target": last, "segments": torch.zeros_like(source)}
+    arguments: dict[str, Any] = {}
+    for name, role in roles.items():
+        if role == "mask" and form is not None:
+            may_attend = torch.ones(BATCH, *2 * [(last if TARGET.search(name.lower()) else source).size(1)])
+            arguments[name] = form.build(may_attend.bool(), 1, torch.get_default_dtype())
+        else:
+            x = tensors.get(role)
+            arguments[name] = x.transpose(0, 1) if turned and x is not None else x
+    return _output(module(**arguments | dict(given)), last, turned)
+
+
+def _mixed_samples(run: ModelRun) -> str | None:
+    """Name the mistake that shows when sample 0 becomes another: sample 1 changes, or sample 0 does not.
 
     Returns:
-        "samples_mixed" where sample 1 changes, "input_never_read" where sample 0 does not; "" if all is well,
-        None if it does not run on the other sample.
+        "" if all is well; None if it does not run on the other sample.
     """
-    others = [x if x is None else torch.cat([x[:1].flip(1), x[1:]]) for x in (run.source, run.target)]
-    assert others[0] is not None  # a source there is
-    try:
-        with torch.no_grad():
-            before, after = run.call(run.source, run.target), run.call(others[0], others[1])
-    except Exception:  # the user's code may raise anything
+    flipped = torch.cat([run.source[:1].flip(1), run.source[1:]])
+    others = flipped, None if run.target is None else torch.cat([run.target[:1].flip(1), run.target[1:]])
+    ran = attempt(lambda: (run.call(run.source, run.target), run.call(*others)))
+    if ran is None:
         return None
+    before, after = ran
     same = [torch.allclose(x, y, rtol=1e-9, atol=1e-11, equal_nan=True) for x, y in zip(before, after, strict=True)]
     if not same[1]:
         return "samples_mixed"
@@ -204,97 +233,16 @@ def _distinct(size: int, length: int, generator: torch.Generator) -> Tensor:
     return torch.stack([row.repeat(length)[:length] for row in rows])
 
 
-@dataclass(frozen=True)
-class _Way:
-    """The arguments of a model, and which of them are what."""
-
-    module: nn.Module
-    names: Sequence[str]
-    masks: tuple[str, ...]
-    needed: Sequence[str]
-    segments: Sequence[str]
-
-    def mask_forms(self) -> list[MaskForm | None]:
-        """Nothing for each mask that is required, or one that hides nothing."""
-        return [None, *MaskForm.neutral_forms()] if self.needed else [None]
-
-    def attempt(
-        self, kind: str, drawn: list[Tensor], form: MaskForm | None, turned: bool, patch: int, attempts: Attempts
-    ) -> ModelRun | None:
-        def run(source: Tensor, target: Tensor | None, given: Given) -> Tensor:
-            tensors = [source] if target is None else [source, target]
-            laid = [x.transpose(0, 1) if turned else x for x in tensors]
-            arguments: dict[str, Any] = dict(zip(self.names, laid, strict=True))
-            arguments |= {name: torch.zeros_like(laid[0]) for name in self.segments}
-            arguments |= {name: _neutral(form, name, source, target) for name in self.needed} | dict(given)
-            return _output(self.module(**arguments), tensors[-1], turned)
-
-        source, target = drawn[0], drawn[1] if len(drawn) == 2 else None
-        try:
-            run(source, target, {})
-        except Exception as error:  # not the way in which it is called
-            attempts.said.append(said(error))
-            return None
-        return ModelRun(run, source, target, self.masks, kind, turned, patch)
-
-
-def _neutral(form: MaskForm | None, name: str, source: Tensor, target: Tensor | None) -> Tensor | None:
-    if form is None:
-        return None
-    of_target = target is not None and TARGET.search(name.lower())
-    length = target.size(1) if of_target and target is not None else source.size(1)
-    return form.build(torch.ones(BATCH, length, length, dtype=torch.bool), 1, torch.get_default_dtype())
-
-
 def _output(returned: Any, ids: Tensor, turned: bool) -> Tensor:
-    """Pick what has one row for each token of the last sequence, batch first."""
+    """Pick what has one row for each token of the last sequence, batch first; else one for the whole."""
     found = [x.transpose(0, 1) if turned and x.dim() == 3 else x for x in tensors_in((returned,))]
-    shape = ids.shape[:2]
-    for x in found:
-        if x.dim() == 3 and x.shape[:2] == shape:
-            return x
-    for x in found:  # all tokens in one axis
-        if x.dim() == 2 and len(x) == shape.numel():
-            return x.view(*shape, -1) if not turned else x.view(*shape[::-1], -1).transpose(0, 1)
-    for x in found:  # of the last token, or of the whole sequence
-        if x.dim() in (2, 3) and len(x) == len(ids) and x.size(1) != ids.size(1):
-            return x if x.dim() == 3 else x[:, None]
-    raise ValueError("no output for each token")
-
-
-def run_stack(caller: Caller, sizes: Sizes) -> ModelRun | None:
-    """Call a bare stack of layers as its layers are called.
-
-    Args:
-        caller: Holds the stack.
-        sizes: Of the tensors.
-
-    Returns:
-        How, or None if no way was found.
-    """
-    ways = itertools.islice(call_plans(caller, sizes, []), 4)
-    found = (run_layer(caller, plan, lengths) for plan, lengths in ways)
-    return next((run for run in found if mixed_samples(run) == ""), None)
-
-
-def run_layer(caller: Caller, plan: CallPlan, lengths: Sizes) -> ModelRun:
-    """Take a layer, or a stack of them, for a model: its source is the memory, or the only tensor there is.
-
-    Args:
-        caller: Holds the layer.
-        plan: How it is called.
-        lengths: Of the tensors.
-    """
-    inputs, parameters = random_inputs(lengths, plan, 0), forward_parameters(caller.function)
-    has_memory = any(role_of_parameter(p.name) in ("memory", "key") for p in parameters)
-    missing = plan.self_attention and has_memory  # a mask of the memory has nothing to hide then
-    masks = tuple(name for name in _masks_among(parameters) if not (missing and OF_SOURCE.search(name.lower())))
-
-    def run(source: Tensor, target: Tensor | None, given: Given) -> Tensor:
-        args, kwargs = caller.arguments(plan, Inputs(source if target is None else target, source, source), None)
-        with keeping_state(caller.function):
-            returned = caller.function(*args, **{**kwargs, **given})
-        return from_layout(list(tensors_in((returned,)))[plan.output], plan.layout)
-
-    source, target = (inputs.query, None) if plan.self_attention else (inputs.key, inputs.query)
-    return ModelRun(run, source, target, masks, "stack")
+    batch, length = ids.shape[:2]
+    axes = (length, batch) if turned else (batch, length)
+    all_tokens = [x.unflatten(0, axes) for x in found if x.dim() == 2 and len(x) == batch * length]
+    of_whole = [x for x in found if x.dim() in (2, 3) and len(x) == batch and x.size(1) != length]
+    picked = [x for x in found if x.dim() == 3 and x.shape[:2] == ids.shape[:2]]
+    picked += [x.transpose(0, 1) if turned else x for x in all_tokens]
+    picked += [x if x.dim() == 3 else x[:, None] for x in of_whole]
+    if not picked:
+        raise ValueError("no output for each token")
+    return picked[0]

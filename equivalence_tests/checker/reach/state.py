@@ -1,20 +1,32 @@
-"""Leave the global state of Python and torch as it was found, whatever the user's code does to it."""
+"""Run the user's code, and leave the state of Python, of torch and of a module as it was found."""
 
 import contextlib
 import io
 import os
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch._tensor_str import PRINT_OPTS
 from torch.backends import mha
+from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["default_dtype", "preserved_global_state"]
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reporting.lines import raised_at
+
+__all__ = ["CACHE", "attempt", "changed_by_calls", "default_dtype", "keeping_state", "preserved_global_state"]
+
+T = TypeVar("T")
+CACHE = re.compile(r"cache|past|(^|_)kv($|_)|memory", re.IGNORECASE)
+_COPIES = WeakIdKeyDictionary()  # of each tensor: its version, and a copy
+_CHANGED: "WeakKeyDictionary[nn.Module, set[str]]" = WeakKeyDictionary()
 
 
 def _set_threads(number: int) -> None:
@@ -96,3 +108,71 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def keeping_state(function: Any) -> Iterator[None]:
+    """Put back afterwards what a call changes of the tensors that a module holds; parameters are left alone.
+
+    >>> module = nn.Module()
+    >>> module.cache = torch.zeros(2)
+    >>> with keeping_state(module):
+    ...     module.cache += 1
+    >>> module.cache, changed_by_calls(module)
+    (tensor([0., 0.]), ['cache'])
+    """
+    held = [(*one, *_copied(one[-1])) for one in _held_by(function)]
+    try:
+        yield
+    finally:
+        for owner, name, value, version, copy in held:
+            if getattr(owner, name, None) is not value or _version(value) != version:
+                _CHANGED.setdefault(function, set()).add(name)
+                setattr(owner, name, copy)
+
+
+def changed_by_calls(function: Any) -> list[str]:
+    """Name what calls have changed so far."""
+    return sorted(_CHANGED.get(function, ())) if isinstance(function, nn.Module) else []
+
+
+def _held_by(function: Any) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
+    """List what a module remembers: tensors beside its parameters, and None where a cache may come to be."""
+    for child in function.modules() if isinstance(function, nn.Module) else ():
+        for name, value in [*vars(child).items(), *child.named_buffers(recurse=False)]:
+            tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if tensor or (value is None and CACHE.search(name)):
+                yield child, name, value
+
+
+def _copied(value: Tensor | None) -> tuple[int, Tensor | None]:
+    """Give the version of a tensor, and a copy, which is made anew only where the version is."""
+    if value is None:
+        return 0, None
+    if value not in _COPIES or _COPIES[value][0] != _version(value):
+        _COPIES[value] = _version(value), value.detach().clone()
+    known: tuple[int, Tensor] = _COPIES[value]
+    return known
+
+
+def _version(value: Tensor | None) -> int:
+    return 0 if value is None or value.is_inference() else value._version
+
+
+def attempt(call: Callable[[], T], errors: list[str] | None = None) -> T | None:
+    """Run code that may raise anything.
+
+    Args:
+        call: Runs it.
+        errors: Receives what it said, and where.
+
+    Returns:
+        What it gave; None where it raised.
+    """
+    try:
+        with torch.no_grad():
+            return call()
+    except Exception as error:
+        if errors is not None:
+            errors.append(said(error) + raised_at(error))
+        return None

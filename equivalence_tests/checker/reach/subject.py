@@ -1,5 +1,6 @@
 """What is being checked: the built object, its sizes, its source, and what the user said about it."""
 
+import contextlib
 import copy
 import inspect
 import re
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from equivalence_tests.checker.reach.calling import Caller, CallPlan, Inputs
 from equivalence_tests.checker.reach.construction import SIZES, Sizes, build
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.tracing import tensors_in
 
-__all__ = ["Adapter", "Subject", "subjects"]
+__all__ = ["Adapter", "Subject", "sizes_of", "subjects"]
+
+FACTORY = re.compile(r"(make|build|create|get)_|.*_factory")  # its arguments are sizes: make_model(d_model, h)
 
 
 @dataclass(frozen=True)
@@ -80,25 +80,6 @@ class Subject:
         """The module; None for a plain function."""
         return self.function if isinstance(self.function, nn.Module) else None
 
-    def caller(self) -> Caller:
-        """Give what calls it."""
-        if self.adapter.call is not None:
-            return _AdaptedCaller(self.function, self.sizes.num_heads, self.dtype, self.adapter.call)
-        return Caller(self.function, self.sizes.num_heads, self.dtype)
-
-
-@dataclass
-class _AdaptedCaller(Caller):
-    """Calls through the user's adapter."""
-
-    call: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Any] | None = None
-
-    def returned(self, plan: CallPlan, inputs: Inputs, mask: MaskForm | None = None) -> list[Tensor]:
-        assert self.call is not None  # made only with one
-        may_attend = inputs.may_attend if mask is not None else None
-        arguments = (inputs.query.to(self.dtype), inputs.key.to(self.dtype), inputs.value.to(self.dtype), may_attend)
-        return list(tensors_in((self.call(self.function, *arguments),)))
-
 
 def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
     """Build what is to be checked, with the most telling sizes first.
@@ -114,24 +95,25 @@ def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
     Raises:
         CannotCheckError: If nothing could be built.
     """
+
+    def subject(instance: Any, asked: Sizes = SIZES[0], *, trained: bool = False, built: bool = False) -> Subject:
+        return Subject(name, instance, sizes_of(instance, asked, adapter), adapter, trained, built)
+
     if adapter.build is not None:
-        instance = adapter.build()
-        yield _instance(instance, name, adapter, trained=False)
+        yield subject(adapter.build())
     elif inspect.isclass(getattr(target, "func", target)):  # a class, or functools.partial of one
-        for instance, sizes in build(target):
-            if callable(instance):
-                yield Subject(name, instance, sizes_of(instance, sizes, adapter), adapter, built=True)
+        yield from (subject(made, sizes, built=True) for made, sizes in build(target) if callable(made))
     elif isinstance(target, nn.Module):
-        yield _instance(target, name, adapter, trained=True)
-    elif callable(target) and not _parameters(target):
-        instance = target()
-        yield _instance(instance, name, adapter, trained=False)
-    elif callable(target):
-        yield from _factory_products(target, name, adapter)
-        for sizes in SIZES[:2]:
-            yield Subject(name, target, sizes, adapter)
-    else:
+        yield subject(target, trained=True)
+    elif not callable(target):
         raise CannotCheckError(f"{name} is {type(target).__name__}, neither a class, nor a function, nor a module")
+    elif not _parameters(target):
+        yield subject(target())
+    else:
+        if FACTORY.match(getattr(target, "__name__", "")):
+            with contextlib.suppress(CannotCheckError):
+                yield from (subject(made, sizes) for made, sizes in build(target) if isinstance(made, nn.Module))
+        yield from (Subject(name, target, sizes, adapter) for sizes in SIZES[:2])
 
 
 def _parameters(target: Any) -> Any:
@@ -139,22 +121,6 @@ def _parameters(target: Any) -> Any:
         return inspect.signature(target).parameters
     except ValueError:
         raise CannotCheckError("its arguments cannot be read; wrap it: verify(lambda q, k, v: ...)") from None
-
-
-def _factory_products(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
-    """A function whose arguments are sizes (make_model(d_model, h)) is a factory."""
-    if not re.match(r"(make|build|create|get)_|.*_factory", getattr(target, "__name__", "")):
-        return
-    try:
-        for instance, sizes in build(target):
-            if isinstance(instance, nn.Module):
-                yield Subject(name, instance, sizes_of(instance, sizes, adapter), adapter)
-    except CannotCheckError:
-        return
-
-
-def _instance(instance: Any, name: str, adapter: Adapter, trained: bool) -> Subject:
-    return Subject(name, instance, sizes_of(instance, Sizes(), adapter), adapter, trained)
 
 
 def sizes_of(instance: Any, asked: Sizes, adapter: Adapter) -> Sizes:
@@ -175,25 +141,16 @@ COUNTS_HEADS = re.compile(r"head|^_?n?h$")
 MEASURES_HEADS = re.compile(r"dim|size|kv|mask|width|(^|_)d_?head|head_?d$|per_?head|depth|feature|channel")
 
 
-def _whole_numbers(instance: Any) -> list[tuple[str, int]]:
-    """List the attributes that are whole numbers, of the module and of those inside it."""
-    owners = instance.modules() if isinstance(instance, nn.Module) else [instance]
-    named = [item for owner in owners for item in getattr(owner, "__dict__", {}).items()]
-    return [(name, value) for name, value in named if isinstance(value, int) and not isinstance(value, bool)]
-
-
 def heads_of(instance: Any, width: int) -> int | None:
-    """Find an attribute that counts heads, on the module or inside it."""
-    for name, value in _whole_numbers(instance):
-        if COUNTS_HEADS.search(name.lower()) and not MEASURES_HEADS.search(name.lower()) and 0 < value <= width:
+    """Find an attribute that counts heads, on the module or inside it, or a list of as many modules."""
+    owners = list(instance.modules()) if isinstance(instance, nn.Module) else [instance]
+    held = [(name.lower(), value) for owner in owners for name, value in getattr(owner, "__dict__", {}).items()]
+    for name, value in held:
+        if type(value) is int and COUNTS_HEADS.search(name) and not MEASURES_HEADS.search(name) and 0 < value <= width:
             return value
-    lists = [x for x in instance.modules() if isinstance(x, nn.ModuleList)] if isinstance(instance, nn.Module) else []
-    stacks = [
-        len(x)
-        for x in lists
-        if len(x) > 1 and any(p.dim() == 2 and p.size(0) * len(x) == width for p in x[0].parameters())
-    ]
-    return stacks[0] if stacks else None
+    lists = [x for x in owners if isinstance(x, nn.ModuleList) and len(x) > 1]
+    fill = (len(x) for x in lists if any(p.dim() == 2 and p.size(0) * len(x) == width for p in x[0].parameters()))
+    return next(fill, None)
 
 
 def _width(instance: Any, asked: Sizes) -> int | None:

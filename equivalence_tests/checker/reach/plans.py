@@ -1,0 +1,247 @@
+"""Find out how to call somebody's attention.
+
+Names are read first. Where they say nothing, every assignment is tried with lengths that are all different: the
+output then has the length of the query, and perturbing one sample shows which axis the samples lie on.
+"""
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.reach.angles import AngleForm
+from equivalence_tests.checker.reach.calling import LAYOUTS, CallPlan, Inputs, Trial
+from equivalence_tests.checker.reach.construction import MAX_LEN, Sizes, exact_lengths
+from equivalence_tests.checker.reach.masking import MaskForm
+from equivalence_tests.checker.reach.proposing import parameters_of, told_by
+from equivalence_tests.checker.reach.state import attempt
+
+__all__ = ["POSITION", "crossed", "other_masks", "role_of_parameter", "trials_of"]
+
+ROLE_NAMES = (
+    (
+        r"^(freqs?|angles?|rope|rotary|cos|sin|pos(ition)?_?emb(edding)?s?)($|_)|freqs_c|(^|_)(cos|sin|rope)$",
+        "angles",
+    ),
+    (r"mask|valid_?len|lengths?$|^lens$|seq_len|attn_bias|^bias$|padding|(^|_)pads?$|^m$", "mask"),
+    (r"^\w{0,4}_?q$|^q_?\w{0,5}$|quer(y|ies)|^tgt$|^target$|^trg$|dec(oder)?_?(in|hid|x)\w*|^xq$|^x_?1$", "query"),
+    (r"^\w{0,4}_?k$|^k_?(in|s|x)?$|^keys?\w*$|(^|_)key(s|_?in\w*|_states)?$|^xk$", "key"),
+    (r"^\w{0,4}_?v$|^v_?(in|s|x)?$|^values?\w*$|(^|_)value(s|_?in\w*|_states)?$|^xv$", "value"),
+    (r"mem|enc|context|^kv|cond|^y$|cross|source|^xa$|other|^x_?2$|^z$", "memory"),
+    (r"^x$|hidden|input|^src$|emb|token|^h$|feature|seq|^inp$|^x_?\w*$|states?$|data", "input"),
+)
+# What tensors are tried as where their names say nothing.
+THREE = tuple(itertools.permutations(("query", "key", "value")))
+ASSIGNMENTS: tuple[tuple[str, ...], ...] = (
+    *(("input",), ("query", "memory"), ("memory", "query"), ("input", "mask")),
+    *(*THREE, ("query", "memory", "mask"), *((*three, "mask") for three in THREE)),
+)
+IMAGE_SIZES = (("h", "w"), ("height", "width"))
+SWITCH = re.compile(
+    r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freq|kwargs|layer_idx|relative"
+)
+
+NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
+LETTER = re.compile(r"^[a-z]_?\d?$")
+POSITION = re.compile(
+    r"^(start_?(pos|idx)|past_len\w*|offset|(input_|cache_)?pos(ition)?|cache_position|seqlen_offset|step)$"
+)
+
+
+def role_of_parameter(name: str) -> str:
+    """Say what the name of an argument says.
+
+    >>> [role_of_parameter(name) for name in ("queries", "x", "attention_mask", "memory", "v_in", "rotary_pos_emb")]
+    ['query', 'input', 'mask', 'memory', 'value', 'angles']
+    """
+    return told_by(name, ROLE_NAMES, "")
+
+
+def trials_of(function: Callable[..., Any], sizes: Sizes, dtype: torch.dtype, errors: list[str]) -> Iterator[Trial]:
+    """Give the ways in which the code can be called, the likeliest first.
+
+    Args:
+        function: The module or function.
+        sizes: Of the tensors to try.
+        dtype: Precision of the calls.
+        errors: Receives what the code said to attempts that failed.
+
+    Yields:
+        Those that ran and gave an output of the query's length. Equal lengths are tried only where different ones fail.
+    """
+    exact = exact_lengths(function) if isinstance(function, nn.Module) else []
+    alike = [replace(sizes, query_len=n, key_len=n) for n in (sizes.query_len, MAX_LEN, *exact)]
+    heads_of_keys = dict.fromkeys((sizes.key_heads % sizes.num_heads, 0))  # 0: as many as of queries
+    for lengths, layouts in itertools.product((sizes, *alike), LAYOUTS):
+        found = False
+        for plan, layout, heads in itertools.product(_plans(parameters_of(function)), layouts, heads_of_keys):
+            if heads and "h" not in layout:
+                continue
+            trial = Trial(function, replace(plan, layout=layout, key_heads=heads), lengths, dtype)
+            for working in _working(trial, errors):
+                found = True
+                yield working
+                if _may_take_one_head(working):
+                    yield from _working(replace(working, sizes=replace(lengths, num_heads=1)), [])
+        if found:
+            return
+
+
+def _may_take_one_head(trial: Trial) -> bool:
+    """Whether the width that a constructor was told may be that of one head: no parameter shows which it is."""
+    module = trial.function if "h" not in trial.plan.layout else None
+    return isinstance(module, nn.Module) and next(module.parameters(), None) is None
+
+
+def crossed(trial: Trial) -> Trial | None:
+    """Give the way to call with a second tensor that may be left out, masks left to their defaults; None if none is.
+
+    Args:
+        trial: A way to call it with one tensor.
+    """
+    parameters = parameters_of(trial.function)
+    required, roles = _required(parameters), {p.name: _role(p) for p in parameters}
+    memory = [n for n, role in roles.items() if role in ("memory", "key", "value") and n not in required]
+    if not memory or "input" not in roles.values():
+        return None
+    given = {n: "query" if role == "input" else role for n, role in roles.items() if role not in ("", "default")}
+    kept = {n: role for n, role in given.items() if n in memory or n in required or role.startswith("=")}
+    if not {"key", "value"} <= set(kept.values()):  # one tensor for both, whatever it is called
+        kept |= dict.fromkeys(memory, "memory")
+    plan = CallPlan(tuple(kept.items()), trial.plan.layout, trial.plan.positional)
+    equal = replace(trial.sizes, key_len=trial.sizes.query_len)
+    tried = (replace(trial, plan=plan, sizes=sizes) for sizes in (trial.sizes, equal))
+    return next((working for one in tried for working in _working(one, [])), None)
+
+
+def other_masks(trial: Trial) -> Iterator[Trial]:
+    """Give the ways to call with each mask that is left out; the one that is not hides nothing then.
+
+    Args:
+        trial: A way to call it that works.
+    """
+    plan, first = trial.plan, trial.plan.mask_parameter
+    others = [p.name for p in parameters_of(trial.function) if _role(p) == "mask" and p.name != first]
+    instead = {"mask?": "=None"} if plan.neutral is None else {"mask": "neutral", "mask?": "neutral"}
+    kept = tuple((n, instead.get(r, r)) for n, r in plan.roles if n != first or r in instead)
+    for name in () if plan.positional else others:
+        roles = (*(pair for pair in kept if pair[0] != name), (name, "mask"))
+        yield replace(trial, plan=replace(plan, roles=roles))
+
+
+def _required(parameters: list[inspect.Parameter]) -> set[str]:
+    return {p.name for p in parameters if p.default is p.empty}
+
+
+def _plans(parameters: list[inspect.Parameter]) -> Iterator[CallPlan]:
+    """Propose what each parameter gets: what their names say, if that is enough, then every assignment."""
+    required, roles = _required(parameters), {p.name: _role(p) for p in parameters}
+    roles |= _image_sizes(roles) | _masks_left_out(roles, required)
+    positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
+    for option in _told_by_names(roles, required):
+        yield CallPlan(tuple(option.items()), "", positional)
+    tensors = [name for name, role in roles.items() if role in ("", "query", "key", "value", "memory", "input")]
+    tensors = [name for name in tensors if not roles[name] or name in required] or tensors[:1]
+    kept = {name: role for name, role in roles.items() if name in tensors or role == "mask" or role.startswith("=")}
+    for assignment in (one for one in ASSIGNMENTS if len(one) == len(tensors)):
+        chosen = kept | dict(zip(tensors, assignment, strict=True))
+        yield CallPlan(tuple(chosen.items()), "", positional, named=False)
+
+
+def _image_sizes(roles: Mapping[str, str]) -> dict[str, str]:
+    """Height and width beside each other are the sizes of an image: x of (batch, height * width, features), H, W."""
+    names = {name.lower(): name for name in roles}
+    pairs = (pair for pair in IMAGE_SIZES if set(pair) <= set(names))
+    return {names[size]: role for pair in pairs for size, role in zip(pair, ("=height", "=width"), strict=True)}
+
+
+def _masks_left_out(roles: Mapping[str, str], required: set[str]) -> dict[str, str]:
+    """Of several masks pass one, the most general: not the one of the padding. The others are left out."""
+    names = [name for name, role in roles.items() if role == "mask"]
+    chosen = next((name for name in names if not re.search(r"pad|len|causal", name.lower())), (*names, "")[0])
+    return {name: "=None" if name in required else "default" for name in names if name != chosen}
+
+
+def _told_by_names(roles: Mapping[str, str], required: set[str]) -> Iterator[dict[str, str]]:
+    """X with an optional second tensor is self-attention first; with a required one it is cross-attention."""
+    kept = {name: role for name, role in roles.items() if role != "default"}
+    known = set(kept.values())
+    three = known & {"query", "key", "value"}
+    enough = not three or len(three) == 3 or (three == {"query"} and "memory" in known)
+    if "" in known or ("input" in known) == ("query" in known) or not enough:
+        return
+    memory = [name for name, role in kept.items() if role == "memory"]
+    if "input" not in known:
+        yield kept
+    elif required.isdisjoint(memory):
+        yield {name: role for name, role in kept.items() if role not in ("memory", "key", "value")}
+    else:
+        yield {name: "query" if role == "input" else role for name, role in kept.items()}
+        if all(LETTER.search(name) for name in memory):  # where lengths must be equal, (x, y) may be (memory, target)
+            yield {name: {"input": "memory", "memory": "query"}.get(role, role) for name, role in kept.items()}
+
+
+def _role(parameter: inspect.Parameter) -> str:
+    """Say what an argument gets; "default" if it is left out, "" if its name does not say."""
+    name, optional = parameter.name.lower(), parameter.default is not parameter.empty
+    role = role_of_parameter(name)
+    switch = SWITCH.search(name) and role != "angles" and (role != "mask" or "head_mask" in name)
+    constant = isinstance(parameter.default, bool | int | float) or "str" in str(parameter.annotation)
+    if optional and (constant or switch or role in ("", "angles")):
+        return "default"
+    if switch:
+        return "=None" if re.search("drop|cache|past", name) else "=0" if POSITION.search(name) else "=False"
+    number = parameter.annotation in (int, float) or NUMBER.search(name)
+    return f"={parameter.name}" if number and role != "angles" else role
+
+
+def _working(trial: Trial, errors: list[str]) -> Iterator[Trial]:
+    """Try it without a mask, or None where one is required, then each mask that might hide nothing; with all angles."""
+    plan, required = trial.plan, _required(parameters_of(trial.function))
+    without = tuple((name, "mask?" if role == "mask" and name in required else role) for name, role in plan.roles)
+    none_masks = {name for name, role in plan.roles if role == "=None" and role_of_parameter(name) == "mask"}
+    all_neutral = tuple((name, "neutral" if name in none_masks else role) for name, role in plan.roles)
+    masked = MaskForm.neutral_forms() if plan.mask_parameter else []
+    for angles in AngleForm.all() if "angles" in dict(plan.roles).values() else (None,):
+        done = _tried(replace(trial, plan=replace(plan, roles=without, angles=angles)), errors)
+        if done is not None:
+            yield done
+            continue
+        for neutral in masked:
+            plans = [replace(plan, roles=r, angles=angles, neutral=neutral) for r in {plan.roles: 0, all_neutral: 0}]
+            tried = (_tried(replace(trial, plan=one), errors) for one in plans)
+            yield from itertools.islice((done for done in tried if done is not None), 1)
+
+
+def _tried(trial: Trial, errors: list[str]) -> Trial | None:
+    """Say which of what comes back is the output, and which the weights; None where it does not run."""
+    inputs = trial.inputs(seed=1)
+    tensors = attempt(lambda: trial.tensors(inputs), errors)
+    if tensors is None:
+        return None
+    found = [index for index, x in enumerate(tensors) if _is_output(x, trial, inputs)]
+    if not found:
+        errors.append(f"no output of the query's length came back, but {[tuple(x.shape) for x in tensors]}")
+        return None
+    output = min(found, key=lambda index: _like_weights(tensors[index], inputs))
+    ending = (inputs.query.size(1), inputs.key.size(1))
+    weights = [index for index, x in enumerate(tensors) if index != output and x.shape[-2:] == ending]
+    return replace(trial, plan=replace(trial.plan, output=output, weights=(*weights, -1)[0]))
+
+
+def _is_output(x: Tensor, trial: Trial, inputs: Inputs) -> bool:
+    batch, length, names = *inputs.query.shape[:2], trial.plan.layout.split()
+    sizes = {"b": batch, "l": length, "h": trial.sizes.num_heads, "1": 1}
+    laid_out = x.dim() == len(names) and all(sizes.get(n, size) == size for n, size in zip(names, x.shape, strict=True))
+    return laid_out or ("h" in names and x.shape == inputs.query.shape)
+
+
+def _like_weights(x: Tensor, inputs: Inputs) -> tuple[bool, bool]:
+    """Order what might be the output: weights come last, then what has another width than the input."""
+    sums_to_one = x.size(-1) == inputs.key.size(1) and bool(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))))
+    return sums_to_one, x.size(-1) != inputs.query.size(-1)
