@@ -412,6 +412,27 @@ class TurnedBesideOthers(TwoStreams):
         return self.o_proj(F.scaled_dot_product_attention(self.turned(q), k, v).transpose(1, 2).flatten(2))
 
 
+class GrowsWithPosition(nn.Module):
+    """Multiplies queries by what is learnt for each head, and by their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.growth = nn.Parameter(torch.ones(HEADS, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.growth * (torch.arange(x.size(2), dtype=x.dtype)[:, None] + 1).log() + 1)
+
+
+class TurnedAndGrowing(TurnedInAPlane):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow = GrowsWithPosition()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return self.grow(q), k, v
+
+
 class TurnedBackwardsBesideOthers(TurnedBesideOthers):
     direction = -1.0
 
@@ -509,6 +530,7 @@ def test_a_mask_of_numbers_shows_what_is_there(
         BiasesJoined,
         OneRowAtATime,
         TwoKindsInOneTensor,
+        TurnedAndGrowing,
     ],
 )
 def test_what_goes_its_own_way_unchanged_is_right(target: type[nn.Module]) -> None:

@@ -113,7 +113,9 @@ def _experiment(run: Run, operand: Operand) -> None:
     if linear:
         ratio = constant_ratio(have1.norm(dim=-1), want1.norm(dim=-1), tolerance)
         again = constant_ratio(have2.norm(dim=-1), want2.norm(dim=-1), tolerance)
-        operand.turn = _turn(run, operand)
+        rows, others = (have.norm(dim=-1) / want.norm(dim=-1) for have, want in ((have1, want1), (have2, want2)))
+        turned_only = ratio is not None or not near(rows, others, tolerance)  # else each row has a factor of its own
+        operand.turn = _turn(run, operand) if turned_only else None
         if ratio is not None and again is not None and abs(ratio - again) <= tolerance * abs(ratio):
             own = abs(ratio - 1) > ROUNDED  # else the table of angles was rounded before it was widened
             operand.change, operand.factor = "rotated", ratio if own else 1.0
