@@ -1,6 +1,6 @@
 """The engine: watch a run, follow every number by its identity, hold each stage against what it should be, prove it.
 
-``watching`` records, ``identities`` numbers, ``anchors`` finds the attentions, ``contracts`` judges their stages;
+``watching`` records, ``identities`` numbers, ``contracts`` judge the stages;
 ``names`` and ``judgement`` hold what these find. ``intervening`` puts the right values in, ``naming`` says what it is.
 ``calls`` is the door to one recorded call, ``subjects`` to a class that is built and called.
 """

@@ -64,12 +64,14 @@ def source_of(codes: Tensor) -> Tensor:
     return (codes * (1.0 / SPAN)).floor().long().clamp_min(-1)
 
 
-def sources_in(codes: Tensor) -> list[int]:
-    """List the numbers of the sources, the least first.
+def sources_in(codes: Tensor | None) -> list[int]:
+    """List the numbers of the sources, the least first; none where there are no names, or pairs of them.
 
     >>> sources_in(torch.cat([coded(3, torch.tensor([0, 1]), torch.tensor(7)), torch.tensor([UNKNOWN])]))
     [3]
     """
+    if codes is None or codes.is_complex():
+        return []
     counts = torch.bincount(source_of(codes).reshape(-1).clamp_min(0))
     return counts[1:].nonzero().add(1).flatten().tolist()
 

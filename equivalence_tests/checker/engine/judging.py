@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import attentions_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.formula import tile_departures
 from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
 from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
 from equivalence_tests.checker.engine.contracts.passing import (
@@ -16,12 +16,11 @@ from equivalence_tests.checker.engine.contracts.passing import (
     later_departures,
     turned_back,
 )
-from equivalence_tests.checker.engine.contracts.scores import score_departures
+from equivalence_tests.checker.engine.contracts.scores import Scores
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, hidden_by_formula, padded_queries
-from equivalence_tests.checker.engine.contracts.tiles import tile_departures
 from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting, Judgement, Operand
-from equivalence_tests.checker.engine.names import Attention, Part
+from equivalence_tests.checker.engine.names import Attention, Part, attentions_of
 from equivalence_tests.checker.engine.running import Call, Examination
 
 __all__ = ["examine", "judge"]
@@ -105,7 +104,7 @@ def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
     for context in part.contexts[:1]:
         model = read_weights(found.attention.run, part, context)
         found.models.append(model)
-        found.departures += score_departures(found.attention, part, operands, model, expected)
+        found.departures += Scores(found.attention, part, operands, model, expected).departures()
         live = model.live
         pattern = causal_pattern(part, model.hidden | model.replaced, live)
         pattern = next((d.name for d in found.departures if d.name.startswith("causal")), pattern)

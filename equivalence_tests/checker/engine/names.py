@@ -17,9 +17,11 @@ from equivalence_tests.checker.engine.codes import (
     unified,
 )
 from equivalence_tests.checker.engine.products import Contraction
+from equivalence_tests.checker.engine.vocabulary import MOVES, SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
 __all__ = [
+    "WEIGHS",
     "Attention",
     "Context",
     "Identities",
@@ -28,8 +30,13 @@ __all__ = [
     "Run",
     "ScoreTable",
     "Source",
+    "attentions_of",
+    "numbered_rows",
     "values_at",
 ]
+
+WEIGHS = SOFTMAXES | words("exp exp_ exp2 sigmoid sigmoid_")
+SCALES = words("mul __mul__ __rmul__ __imul__ mul_ div __truediv__ __itruediv__ div_ divide true_divide dropout")
 
 
 @dataclass(eq=False)
@@ -199,9 +206,9 @@ class ScoreTable:
 
         query, key = token_of(left)[..., 0], token_of(right)[..., 0]
         sets = source_of(left) * FEATURES + feature_of(left)
-        self.heads, head = _numbered_rows(sets)
+        self.heads, head = numbered_rows(sets)
         self.place_of_head = _places_of_heads(sets, head)
-        self.key_heads, key_head = _numbered_rows(source_of(right) * FEATURES + feature_of(right))
+        self.key_heads, key_head = numbered_rows(source_of(right) * FEATURES + feature_of(right))
         most = int(query.max()) + 1
         pairs, row = (head * most + query).unique(return_inverse=True)
         self.token_of_row, self.head_of_row = pairs % most, pairs // most
@@ -226,8 +233,8 @@ def _places_of_heads(sets: Tensor, head: Tensor) -> Tensor:
     return least // width if together else least
 
 
-def _numbered_rows(sets: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the different rows of features, in the order of their least ones."""
+def numbered_rows(sets: Tensor) -> tuple[Tensor, Tensor]:
+    """Number rows of features in the order of their least ones: a sum of each that differs, and each row's number."""
     flat = sets.reshape(-1, sets.size(-1))
     least = flat.amin(-1)
     total = (flat.double() * (1 + torch.arange(flat.size(-1), dtype=torch.float64).sqrt())).sum(-1)
@@ -256,6 +263,11 @@ class Run:
     def operations(self) -> list[Operation]:
         """All operations."""
         return self.recorder.operations
+
+    def maker_of(self, slot: Slot, before: int) -> Operation | None:
+        """Give the last operation that gave a tensor, of those before another one; None where none did."""
+        made = (op for op in reversed(self.operations[:before]) if any(out.key == slot.key for out in op.outputs))
+        return next(made, None)
 
 
 @dataclass(eq=False)
@@ -367,3 +379,42 @@ def values_at(sources: Iterable[Source], codes: Tensor, values: Iterable[Tensor]
         held = [(source.codes, value) for source, value in zip(sources, values, strict=True)]
     names = torch.cat([torch.zeros(0, dtype=torch.float64), *(own.reshape(-1) for own, _ in held)])
     return looked_up(codes, names, torch.cat([torch.zeros(0), *(value.reshape(-1).double() for _, value in held)]))
+
+
+def attentions_of(run: Run) -> list[Attention]:
+    """Find the attentions of a run, in the order in which they end.
+
+    Returns:
+        Products of activations that nothing weighs are left out, but where nothing weighs anywhere: then the softmax
+        was forgotten.
+    """
+    parts = [part for part in (_part(run, product) for product in run.names.products) if part.contexts]
+    forgotten = not any(operation.name in WEIGHS for operation in run.operations)
+    found: dict[int, Attention] = {}
+    for part in parts:
+        if _only_scaled(run, part) if forgotten else any(step.name in WEIGHS for step, _, _ in part.steps(run)):
+            operation, names = _end_of(run, part)
+            found.setdefault(operation.index, Attention(run, [], operation, names)).parts.append(part)
+    return [found[index] for index in sorted(found)]
+
+
+def _only_scaled(run: Run, part: Part) -> bool:
+    """Whether the values are multiplied with the scores as they are, but for a factor."""
+    made = (part.product.operation, *(context.operation for context in part.contexts))
+    return all(operation in made or operation.name in SCALES | MOVES for operation, _, _ in part.steps(run))
+
+
+def _part(run: Run, product: Product) -> Part:
+    number = product.source.number if product.source is not None else -1
+    return Part(product, [context for context in run.names.contexts if number in context.score_sources])
+
+
+def _end_of(run: Run, part: Part) -> tuple[Operation, Tensor | None]:
+    """The last operation that gives nothing but what the part's contexts gave, as far as the first weight."""
+    numbers = {context.source.number for context in part.contexts if context.source is not None}
+    last, names = part.contexts[-1].operation, None
+    for operation, codes, _ in run.names.carrying(numbers, part.contexts[0].operation.index - 1):
+        first = codes is run.names.after[operation.index][0]
+        if first and all(run.names.sources[x].kind == "context" for x in sources_in(codes)):
+            last, names = operation, codes
+    return last, names

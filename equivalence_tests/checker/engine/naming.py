@@ -9,12 +9,7 @@ __all__ = ["finding_of"]
 
 
 def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
-    """Say what a departure is.
-
-    Args:
-        departure: What was found.
-        proof: What putting it right does.
-    """
+    """Say what a departure is."""
     mistake = _changed(departure) if "changed_by_" in departure.name else named_mistake(departure.name)
     return told(
         mistake,

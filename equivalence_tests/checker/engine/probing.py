@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.anchors import WEIGHS
 from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.meaning import Evidence
+from equivalence_tests.checker.engine.names import WEIGHS
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.reach.calling import Inputs
@@ -138,7 +138,7 @@ def made_in_forward(situation: Situation) -> list[Departure]:
     if not made:
         return []
     name = "norm_fresh_in_forward" if set(made) == {"LayerNorm"} else "layer_made_in_forward"
-    return [Departure(name, "project", None, {"made": list(made)}, frames=next(iter(made.values())))]
+    return [Departure(name, "project", None, frames=next(iter(made.values())))]
 
 
 def _sees_no_future(situation: Situation) -> bool:

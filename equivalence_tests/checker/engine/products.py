@@ -81,12 +81,7 @@ def contraction_of(operation: Operation) -> Contraction | None:
 
 
 def contraction_of_sum(product: Operation, total: Operation) -> Contraction | None:
-    """Read (a * b).sum(axis) as a product.
-
-    Args:
-        product: The multiplication.
-        total: The sum over one of its axes.
-    """
+    """Read (a * b).sum(axis) as a product."""
     axis = total.argument(1, "dim", total.argument(1, "axis"))
     axis = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
     if not isinstance(axis, int) or len(product.inputs) != 2:

@@ -33,7 +33,6 @@ __all__ = [
     "first_change",
     "has_twin",
     "is_strange",
-    "reshaped_for_transposed",
     "shuffling",
     "strange_departures",
     "strange_operations",
@@ -50,12 +49,7 @@ ENDS = CONTRACTIONS | SOFTMAXES | REDUCES | INDEXED | CREATES
 
 
 def has_twin(attention: Attention, moved: Operation) -> bool:
-    """Say whether a function is called on the other side of an attention, too, as where windows are shifted and back.
-
-    Args:
-        attention: Whose input or output is moved.
-        moved: What moves it.
-    """
+    """Say whether a function is called on the other side of an attention, too: windows are shifted, and back."""
     operations, first = attention.run.operations, attention.first.index
     others = operations[:first] if moved.index > first else operations[attention.last.index :]
     return any((op.name, op.place) == (moved.name, moved.place) for op in others)
@@ -125,7 +119,9 @@ def _differing(
     return None if near(have, want, 1e-6 if value.dtype == torch.float64 else 1e-3) else (have, want)
 
 
-def shuffling(run: Run, numbers: Iterable[int], after: int, before: int, of: Tensor | None = None) -> Operation | None:
+def shuffling(
+    run: Run, numbers: Iterable[int], after: int, before: int, of: Tensor | None = None, reshaped: bool = False
+) -> Operation | None:
     """Give the first operation that keeps the shape of what it takes and exchanges elements in it.
 
     Args:
@@ -134,37 +130,18 @@ def shuffling(run: Run, numbers: Iterable[int], after: int, before: int, of: Ten
         after: The last operation that is not looked at.
         before: The first one that is not looked at again.
         of: The elements that matter, of whichever source; None for all.
+        reshaped: Whether a view is asked for that exchanges the sizes of two axes, as a transpose would, and leaves
+            the elements.
     """
-    for operation, taken, given in _moves(run, numbers, after, before):
-        if of is not None and not bool(torch.isin(place_of(given), place_of(of)).any()):
-            continue
-        same = taken.shape == given.shape and not torch.equal(taken, given)
-        if same and torch.equal(taken.reshape(-1).sort().values, given.reshape(-1).sort().values):
-            return operation
-    return None
-
-
-def reshaped_for_transposed(run: Run, numbers: Iterable[int], after: int, before: int) -> Operation | None:
-    """Give the first view that exchanges the sizes of two axes, as a transpose would, and leaves the elements.
-
-    Args:
-        run: The recorded run.
-        numbers: The sources whose elements are followed.
-        after: The last operation that is not looked at.
-        before: The first one that is not looked at again.
-    """
-    for operation, taken, given in _moves(run, numbers, after, before):
-        exchanged = taken.shape != given.shape and sorted(taken.shape) == sorted(given.shape)
-        if operation.name in VIEWS and exchanged and max(taken.dim(), 2) > 2:
-            return operation
-    return None
-
-
-def _moves(run: Run, numbers: Iterable[int], after: int, before: int) -> Iterable[tuple[Operation, Tensor, Tensor]]:
     for number in numbers:
         for operation, given, _ in run.names.carrying([number], after, before):
-            for _, taken in run.names.taken(operation)[:1]:
-                yield operation, taken, given
+            taken = next((codes for _, codes in run.names.taken(operation)), None)
+            if taken is None or (of is not None and not bool(torch.isin(place_of(given), place_of(of)).any())):
+                continue
+            apart = operation.name in VIEWS and taken.dim() > 2 and taken.shape != given.shape
+            if apart and sorted(taken.shape) == sorted(given.shape) if reshaped else _are_exchanged(taken, given):
+                return operation
+    return None
 
 
 def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False) -> Iterator[Operation]:
@@ -176,11 +153,9 @@ def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False)
         before: The first operation that comes too late to have made it.
         factors: Whether a number that multiplies is strange too.
     """
-    left = [(slot.key, before)]
+    left = [(slot, before)]
     while left:
-        key, until = left.pop()
-        made = (op for op in reversed(run.operations[:until]) if any(out.key == key for out in op.outputs))
-        operation = next(made, None)
+        operation = run.maker_of(*left.pop())
         if operation is None or operation.name in ENDS:
             continue
         if is_strange(operation, factors):
@@ -188,7 +163,7 @@ def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False)
         size = operation.outputs[0].value.numel()
         for taken in operation.inputs:
             if _is_carried(taken.value) and (operation.name in MOVES or taken.value.numel() == size):
-                left.append((taken.key, operation.index))
+                left.append((taken, operation.index))
 
 
 def strange_departures(attention: Attention, slot: Slot, until: int, stage: str, what: str) -> Iterator[Departure]:
@@ -219,13 +194,18 @@ def is_strange(operation: Operation, factors: bool = False) -> bool:
         return False
     name = operation.name.strip("_")
     if operation.name in MOVES:
-        exchanged = torch.equal(taken[0].flatten().sort().values, given.flatten().sort().values)
-        return name not in TURNS and exchanged
+        return name not in TURNS and _are_exchanged(taken[0], given)
     if operation.name in NORMS or name in USUAL or taken[0].dtype == torch.bool:
         return False
     if constant_ratio(given, taken[0]) is not None:
         return factors and name != "neg"
     return operation.name not in ELEMENTWISE
+
+
+def _are_exchanged(taken: Tensor, given: Tensor) -> bool:
+    """Whether the same elements lie in another order."""
+    same = taken.shape == given.shape and not torch.equal(taken, given)
+    return same and torch.equal(taken.reshape(-1).sort().values, given.reshape(-1).sort().values)
 
 
 def _is_carried(value: Tensor) -> bool:

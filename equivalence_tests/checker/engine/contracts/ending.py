@@ -38,12 +38,6 @@ class _Expression:
     factors: tuple[float, ...] = ()
     operation: Operation | None = None
 
-    def __str__(self) -> str:
-        if self.kind == "sum":
-            parts = zip(self.factors, self.inner, strict=True)
-            return " + ".join(f"{inner}" if factor == 1 else f"{factor:g} {inner}" for factor, inner in parts)
-        return f"norm({self.inner[0]})" if self.kind == "norm" else self.kind
-
 
 def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wanted: Tensor) -> Iterator[Departure]:
     """Hold what comes back against the attention, with a residual and a LayerNorm around it or not.
@@ -70,15 +64,11 @@ def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wante
     expression = _read(attention, source, 0)
     name = _mistake(expression)
     if name:
-        yield Departure(name, "wrap", expression.operation, {"have": str(expression)})
+        yield Departure(name, "wrap", expression.operation)
 
 
 def output_departures(attention: Attention) -> Iterator[Departure]:
-    """Hold what a call returns first against what the last weight or product gave.
-
-    Args:
-        attention: The only one of the call.
-    """
+    """Hold what a call returns first against what the last weight or product gave."""
     output = next(tensors_of(attention.run.output), None)
     found = attention.run.names.last_of(output) if output is not None else None
     if found is not None:
@@ -108,12 +98,7 @@ def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[
 
 
 def wrap_of(attention: Attention, codes: Tensor) -> str:
-    """Say what stands around the attention: "none", "residual" or "post_norm"; "" for anything else.
-
-    Args:
-        attention: The last one of the call.
-        codes: The names of what the call gave back.
-    """
+    """Say what stands around the attention: "none", "residual" or "post_norm"; "" for anything else."""
     source = _source_of_all(attention, codes)
     expression = _read(attention, source, 0) if source is not None else _Expression("other")
     inside = expression.inner[0] if expression.kind == "norm" else expression

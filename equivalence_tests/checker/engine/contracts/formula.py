@@ -2,16 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import known, place_of, source_of
+from equivalence_tests.checker.engine.codes import known, looked_up, place_of, source_of
+from equivalence_tests.checker.engine.contracts.departure import Departure, near
+from equivalence_tests.checker.engine.judgement import Expectation, Operand
 from equivalence_tests.checker.engine.names import Attention, Context, Part, Product
 from equivalence_tests.checker.engine.watching import Recorder
 
-__all__ = ["context_by_formula", "weights_by_formula"]
+__all__ = ["context_by_formula", "tile_departures", "weights_by_formula"]
 
 
 def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
@@ -91,3 +93,29 @@ def _used(part: Part, context: Context, weights: Tensor) -> Tensor:
 def _operand(recorder: Recorder, product: Product, side: int) -> Tensor:
     index = (product.factors or product.operation).index
     return recorder.operations[index].inputs[product.contraction.sides[side]].value
+
+
+def tile_departures(
+    attention: Attention, operands: list[list[Operand]], expected: Mapping[int, Expectation]
+) -> Iterator[Departure]:
+    """Compare what comes out of all tiles with torch's formula on all keys, with a causal mask or without."""
+    if attention.names is None:
+        return
+    factors = [[operand.factor for operand in own] for own in operands]
+    have = attention.end_slot.value.double()
+    for causal in (False, True):
+        hidden = [_hidden(part, expected.get(part.number, Expectation()), causal) for part in attention.parts]
+        names, shares = context_by_formula(attention.run.recorder, attention, factors, hidden)
+        names, place = names.unique(return_inverse=True)
+        sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, place, shares)
+        want = looked_up(attention.names, names, sums)
+        mine = torch.isin(attention.names, names)
+        if near(have[mine], want[mine], 2e-4 if attention.end_slot.value.dtype != torch.float64 else 1e-7):
+            return
+    yield Departure("tiles_do_not_add_up", "softmax", attention.parts[-1].contexts[0].operation)
+
+
+def _hidden(part: Part, expected: Expectation, causal: bool) -> Tensor:
+    if expected.may is not None:
+        return ~expected.may
+    return (part.table.key > part.table.query) & causal

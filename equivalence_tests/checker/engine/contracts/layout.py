@@ -18,9 +18,9 @@ from equivalence_tests.checker.engine.codes import (
     token_of,
     unified,
 )
-from equivalence_tests.checker.engine.contracts.changing import has_twin, reshaped_for_transposed, shuffling
+from equivalence_tests.checker.engine.contracts.changing import has_twin, shuffling
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
-from equivalence_tests.checker.engine.names import Attention, Context, Part, Product, Source
+from equivalence_tests.checker.engine.names import Attention, Context, Part, Product, Source, numbered_rows
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
@@ -35,9 +35,6 @@ STAGES = {SPLIT: "split", MERGED: "merge"}
 
 def layout_departures(attention: Attention) -> Iterator[Departure]:
     """Hold what meets in the products against what should meet.
-
-    Args:
-        attention: As it was found.
 
     Yields:
         Departures; the first one that blocks comes last.
@@ -220,7 +217,7 @@ def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
 
 def _reshaped(attention: Attention, codes: Tensor, until: Operation) -> Operation | None:
     numbers = [source.number for source in reversed(attention.run.names.made_of(sources_in(codes)))]
-    return reshaped_for_transposed(attention.run, numbers, -1, until.index)
+    return shuffling(attention.run, numbers, -1, until.index, reshaped=True)
 
 
 def _laying(attention: Attention, codes: Tensor, until: Operation, repeats: bool = False) -> Operation:
@@ -250,19 +247,29 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     if _any_twice(part.product.left) or _any_twice(part.product.right):
         yield Departure("product_pairs_wrong_axes", "product", part.product.operation, blocks=True)
         return
-    apart = _are_apart(part.product.left, heads) and _are_apart(part.product.right, key_heads)
-    if not apart or heads % key_heads or key_heads == 1:
+    if not _are_apart(part.product.left, heads) or not _are_apart(part.product.right, key_heads):
         return
-    pairs = numbered_pairs(table.head, table.key_head)
-    times = heads // key_heads
-    wrong = [(int(h), int(k)) for h, k in pairs if int(h) // times != int(k)]
-    if wrong and len(pairs) == heads:
-        tiled = times > 1 and all(int(h) % key_heads == int(k) for h, k in pairs)
-        repeater = _laying(attention, part.product.right, part.product.operation, repeats=True)
-        plain = Departure("grouped_heads_tiled" if tiled else "heads_paired_wrongly", "split", repeater)
-        yield plain if tiled else _or_turned(attention, part, plain)
-    elif wrong or len(pairs) > heads:
+    pairing = _pairing(table.head, table.key_head)
+    if pairing == "several":
         yield from _misplaced_operand(attention, part, "heads_paired_wrongly")
+    elif pairing:
+        repeater = _laying(attention, part.product.right, part.product.operation, repeats=True)
+        tiled = Departure("grouped_heads_tiled", "split", repeater)
+        wrong = Departure("heads_paired_wrongly", "split", repeater)
+        yield tiled if pairing == "tiled" else _or_turned(attention, part, wrong)
+
+
+def _pairing(heads: Tensor, others: Tensor) -> str:
+    """How heads of queries meet those of keys or values: "several" of them, groups "tiled", or "wrong"; "" if right."""
+    pairs, count, groups = numbered_pairs(heads, others), int(heads.max()) + 1, int(others.max()) + 1
+    if count % groups or groups == 1:
+        return ""
+    head, other = pairs.unbind(-1)
+    if len(pairs) > count:
+        return "several"
+    if torch.equal(head // (count // groups), other):
+        return ""
+    return "tiled" if count > groups and torch.equal(head % groups, other) else "wrong"
 
 
 def _any_twice(codes: Tensor) -> bool:
@@ -306,29 +313,16 @@ def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterat
 
 def _paired_values(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
     """Each head of weights meets its own head of values."""
-    within = _within(context.values)
     head = part.table.head[place_of(context.weights).clamp_min(0)].amax(-1)  # (n, i)
-    feature = within.amax(-1)  # (n, f)
-    _, rank = feature.unique(return_inverse=True)
-    heads, total = int(head.max()) + 1, int(rank.max()) + 1
-    if heads == 1 or len(sources_in(unified(context.values))) > 1:
+    features = _within(context.values).amax(-1)  # (n, f)
+    value_heads, value_head = numbered_rows(features)
+    apart = len(features.unique()) == len(value_heads) * features.size(-1)
+    if not apart or len(sources_in(unified(context.values))) > 1:
         return
-    n, rows, columns = head.size(0), head.size(1), rank.size(1)
-    shape = (n, rows, columns)
-    pairs = numbered_pairs(head[:, :, None].expand(shape), rank[:, None, :].expand(shape))
-    shares = len(pairs) // total  # how many heads share one value
-    if len(pairs) % total or heads % shares:
-        return
-    groups = heads // shares
-    width = total // groups if total % groups == 0 else 0
-    if not width:
-        return
-    blocks = pairs[:, 1] // width == pairs[:, 0] // shares
-    strided = pairs[:, 1] % groups == pairs[:, 0] // shares
-    if not bool(blocks.all()) and not bool(strided.all()):
-        tiled = shares > 1 and bool((pairs[:, 1] // width == pairs[:, 0] % groups).all())
-        name = "grouped_heads_tiled" if tiled else "heads_of_values_paired_wrongly"
-        moved = None if tiled else _shuffled(attention, part, context)
+    pairing = _pairing(head, value_head[:, None].expand(head.shape))
+    if pairing in ("tiled", "wrong"):
+        name = "grouped_heads_tiled" if pairing == "tiled" else "heads_of_values_paired_wrongly"
+        moved = None if pairing == "tiled" else _shuffled(attention, part, context)
         yield _exchange(name, "context", moved, _laying(attention, context.values, context.operation, True), False)
 
 
@@ -358,11 +352,7 @@ def are_followed(attention: Attention) -> bool:
 
 
 def merge_departures(attention: Attention) -> Iterator[Departure]:
-    """Hold the order in which the heads are put together against the order of their features.
-
-    Args:
-        attention: All products of which have been read.
-    """
+    """Hold the order in which the heads are put together against the order of their features."""
     numbers = attention.context_sources
     consumer = _consumer(attention) or _returned(attention)
     if consumer is None or not are_followed(attention):
@@ -457,7 +447,7 @@ def _unmerged(attention: Attention, numbers: list[int], consumer: Operation) -> 
     """The first operation after the context that leaves tokens where they should not be."""
     run = attention.run
     context = attention.parts[0].contexts[0].operation
-    turned = reshaped_for_transposed(run, numbers, context.index, consumer.index)
+    turned = shuffling(run, numbers, context.index, consumer.index, reshaped=True)
     queries = run.names.sources[int(source_of(attention.parts[0].product.left).max())]
     departure = _laid_elsewhere(attention, numbers[0], queries, MERGED, turned or consumer)
     carried = [operation for operation, _, _ in run.names.carrying(numbers, context.index, consumer.index)]

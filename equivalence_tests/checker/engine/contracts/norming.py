@@ -21,12 +21,7 @@ SLACK = 0.05  # what an epsilon below the root may do
 
 
 def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[Departure]:
-    """Name each norm of the user's own that leaves tokens of different sizes.
-
-    Args:
-        attention: Of the call.
-        module: Holds the norms.
-    """
+    """Name each norm of the user's own that leaves tokens of different sizes."""
     seen: set[Frames] = set()
     kinds = {type(part) for part in (module.modules() if module is not None else ()) if part is not module}
     lines = forward_lines(kind for kind in kinds if "norm" in kind.__name__.lower())

@@ -34,12 +34,7 @@ ROUNDED = 1e-6
 
 
 def read_operands(attention: Attention, part: Part) -> list[Operand]:
-    """Find out how queries, keys and values came from their projections.
-
-    Args:
-        attention: Whose.
-        part: Which of its parts.
-    """
+    """Find out how queries, keys and values came from their projections."""
     run, product = attention.run, part.product
     (left, right), contraction = product.operands, product.contraction
     found = [
@@ -74,24 +69,16 @@ def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, unt
     return operand
 
 
-def _rerun(run: Run, operand: Operand, given: dict[int, Tensor], slot: Slot, until: int) -> Tensor | None:
-    """What a tensor on the way would be for other numbers at the projections."""
-    return replayed(run.recorder, given, operand.start, slot, until)
-
-
-def _drawn(operand: Operand, seed: int, size: float = 1.0) -> dict[int, Tensor]:
+def _drawn(operand: Operand, seed: int) -> dict[int, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        source.slot.key: (torch.randn(source.slot.value.shape, generator=generator, dtype=torch.float64) * size).to(
-            source.slot.value.dtype
-        )
-        for source in operand.sources
-    }
+    slots = [source.slot for source in operand.sources]
+    drawn = [3 * torch.randn(slot.value.shape, generator=generator, dtype=torch.float64) for slot in slots]
+    return {slot.key: numbers.to(slot.value.dtype) for slot, numbers in zip(slots, drawn, strict=True)}
 
 
 def _rows(run: Run, operand: Operand, given: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
     """Rows of the operand for other numbers at the projections, with those numbers."""
-    value = _rerun(run, operand, given, operand.slot, operand.until.index - 1)
+    value = replayed(run.recorder, given, operand.start, operand.slot, operand.until.index - 1)
     have = (operand.slot.value if value is None else value).double().reshape(-1)[operand.places]
     return have, values_at(operand.sources, operand.codes, [given[source.slot.key] for source in operand.sources])
 
@@ -100,7 +87,7 @@ def _experiment(run: Run, operand: Operand) -> None:
     """Tell rotations and norms from anything else."""
     if len(operand.sources) > 2:
         return
-    one, two = _drawn(operand, 1, 3.0), _drawn(operand, 2, 3.0)
+    one, two = _drawn(operand, 1), _drawn(operand, 2)
     try:
         (have1, want1), (have2, want2) = _rows(run, operand, one), _rows(run, operand, two)
         both = {key: one[key] + two[key] for key in one}
@@ -120,8 +107,7 @@ def _experiment(run: Run, operand: Operand) -> None:
             own = abs(ratio - 1) > ROUNDED  # else the table of angles was rounded before it was widened
             operand.change, operand.factor = "rotated", ratio if own else 1.0
         return
-    sized = operand.role != "value" and near(tenfold, have1, 2e-2) and _in_one_plane(have3, have1, have2)
-    if sized and _tokens_apart(run, operand, one):
+    if operand.role != "value" and is_normed(run, operand) and _in_one_plane(have3, have1, have2):
         operand.change = "normed"
 
 
@@ -133,13 +119,8 @@ def _in_one_plane(both: Tensor, one: Tensor, two: Tensor) -> bool:
 
 
 def is_normed(run: Run, operand: Operand) -> bool:
-    """Whether rows ten times as large give the same, each by itself.
-
-    Args:
-        run: The recorded run.
-        operand: Queries, keys or values.
-    """
-    one = _drawn(operand, 1, 3.0)
+    """Whether rows ten times as large give the same, each by itself."""
+    one = _drawn(operand, 1)
     try:
         have, _ = _rows(run, operand, one)
         tenfold, _ = _rows(run, operand, {key: 10 * value for key, value in one.items()})
@@ -200,13 +181,7 @@ def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor]) -> bool:
 
 
 def operand_departures(attention: Attention, part: Part, operands: list[Operand]) -> Iterator[Departure]:
-    """Name what changes an operand and is neither a factor, a rotation nor a norm.
-
-    Args:
-        attention: Whose.
-        part: Which of its parts.
-        operands: As they were read.
-    """
+    """Name what changes an operand and is neither a factor, a rotation nor a norm."""
     for operand in operands:
         for step in _stretches(attention, operand):
             scaled = operand.role == "value" and (step.change or abs(step.factor - 1) > 1e-6)
@@ -299,7 +274,7 @@ def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
     beside = tokens[:, :, None] == others[:, None, :]  # keys of other tokens may stand among them
     if not bool((beside.sum(-1) == 1).all()):
         return True
-    both = {**_drawn(key, 2, 3.0), **_drawn(query, 1, 3.0)}
+    both = {**_drawn(key, 2), **_drawn(query, 1)}
     (q, plain_q), (k, plain_k) = _rows(run, query, both), _rows(run, key, both)
     k, plain_k = (torch.einsum("nij,njd->nid", beside.to(x.dtype), x) for x in (k, plain_k))
     factor = query.factor * key.factor
@@ -357,10 +332,10 @@ def _last_good(steps: list[tuple[Operation, Tensor, Tensor, bool]], source: Sour
 
 def _is_linear(run: Run, operand: Operand, operation: Operation) -> bool:
     """Whether what an operation gives is linear in what was projected: factors, rotations, sums."""
-    one, two = _drawn(operand, 1, 3.0), _drawn(operand, 2, 3.0)
+    one, two = _drawn(operand, 1), _drawn(operand, 2)
     both, neither = {key: one[key] + two[key] for key in one}, {key: 0 * one[key] for key in one}
     slot, until = operation.outputs[0], operation.index
-    given = [_rerun(run, operand, drawn, slot, until) for drawn in (one, two, both, neither)]
+    given = [replayed(run.recorder, drawn, operand.start, slot, until) for drawn in (one, two, both, neither)]
     if any(value is None for value in given):
         return True
     first, second, together, nothing = (value.double() for value in given if value is not None)

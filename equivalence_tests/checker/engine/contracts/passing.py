@@ -24,11 +24,7 @@ EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
 
 
 def input_departures(attention: Attention) -> Iterator[Departure]:
-    """Name what no known model does to the input of a projection, in the module that holds the attention.
-
-    Args:
-        attention: Whose input.
-    """
+    """Name what no known model does to the input of a projection, in the module that holds the attention."""
     numbers = [number for part in attention.parts for codes, _ in part.sides.values() for number in sources_in(codes)]
     made = [(s.kind, s.operation) for s in attention.run.names.made_of(numbers, beyond=True)]
     weighing = [operation for kind, operation in made if kind == "projection" and operation is not None]
@@ -55,11 +51,7 @@ def context_departures(attention: Attention, padding: Tensor) -> Iterator[Depart
 
 
 def turned_back(attention: Attention) -> Departure | bool:
-    """Say whether what is averaged is turned on its way, each token by itself; else name what bends it.
-
-    Args:
-        attention: Whose values are turned by their positions, as its keys are.
-    """
+    """Say whether what is averaged is turned on its way, each token by itself; else name what bends it."""
     run, slot = attention.run, attention.parts[0].contexts[0].operation.outputs[0]
     start = attention.parts[0].contexts[0].operation.index
     generator = torch.Generator().manual_seed(4)
@@ -84,11 +76,7 @@ def turned_back(attention: Attention) -> Departure | bool:
 
 
 def later_departures(attention: Attention) -> Iterator[Departure]:
-    """Hold what each weight, norm or sum behind an attention takes against what the one before it gave.
-
-    Args:
-        attention: All products of which have been read.
-    """
+    """Hold what each weight, norm or sum behind an attention takes against what the one before it gave."""
     later, place = _later(attention), attention.first.place
     for source in later.values():
         yield from _beside(attention, source, set(attention.context_sources).union(later))
@@ -100,11 +88,7 @@ def later_departures(attention: Attention) -> Iterator[Departure]:
 
 
 def exchanged_departures(attention: Attention) -> Iterator[Departure]:
-    """Name what rolls or flips the averaged values for good, where no weight tells by its columns that it does.
-
-    Args:
-        attention: All products of which have been read.
-    """
+    """Name what rolls or flips the averaged values for good, where no weight tells by its columns that it does."""
     yield from _moved(attention, attention.context_sources, attention.last.index, attention.end.index + 1)
 
 

@@ -96,12 +96,7 @@ def _made_of(attention: Attention, operand: Operand) -> list[Source]:
 
 # ---------------------------------------------------------------------------------------------- weights
 def weight_of(attention: Attention, operand: Operand) -> str:
-    """Name the parameter that made an operand; "" if none did.
-
-    Args:
-        attention: Whose.
-        operand: Its queries, keys or values.
-    """
+    """Name the parameter that made an operand; "" if none did."""
     made = (source for source in _made_of(attention, operand) if source.kind == "projection")
     weights = (matrix_in(attention, source.operation) for source in made)
     return next(filter(None, weights), "")
@@ -274,36 +269,40 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
     """
     explained = {name for departure in found for name in departure.facts.get("unused", ())}
     stems = {name.rpartition(".")[0] for name in explained}
-    idle, seen = unused_parameters(attention, module), list[Operation]()
+    idle, seen = unused_parameters(attention, module), list[Operation | None]()
+    if module is None:
+        return
     for name in idle:
-        stem, _, last = name.rpartition(".")
-        worked = _worked_in_vain(attention, name)
+        stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name)
         unreached = worked is None and _of_idle_part(stem, idle, module)
         if name in explained or (stem and stem in stems) or unreached or worked in seen:
             continue
-        if last.endswith("bias"):
-            user = _user_of(attention, f"{stem}.{last.removesuffix('bias')}weight" if stem else "weight")
-            if user is not None:
-                role = _role_of(attention, user)
-                yield Departure(f"{role}_bias_dropped", "project", user, {"unused": [name]})
-                continue
-        if "norm" in name.lower() or (stem and isinstance(_owner(module, stem), nn.LayerNorm | nn.RMSNorm)):
-            if last == "weight":
-                yield _norm_never_used(attention, name)
-        elif worked is not None:
-            seen.append(worked)
-            kind = "bias" if "bias" in name else "weight"
-            yield Departure(f"{kind}_never_used", "project", worked, {"unused": [name], "parameter": name})
-        elif last == "weight" or not stem:
-            parameter = dict(module.named_parameters())[name] if module is not None else None
-            after = not any(_projections_of_context(attention))
-            if parameter is not None and parameter.dim() >= 2 and after and "bias" not in name:
-                yield Departure("output_projection_skipped", "output", attention.end, {"unused": [name]})
+        for departure in _missed(attention, module, name, worked):
+            yield departure
+            if departure.name == "output_projection_skipped":
                 stems.add(stem)
-            elif parameter is not None and f"{attention.first.place}.".startswith(f"{stem}." if stem else ""):
-                kind = "bias" if "bias" in name else "weight"
-                facts = {"unused": [name], "parameter": name}
-                yield Departure(f"{kind}_never_used", "project", _could_take(attention, parameter), facts)
+            elif departure.operation is worked is not None:
+                seen.append(worked)
+
+
+def _missed(attention: Attention, module: nn.Module, name: str, worked: Operation | None) -> Iterator[Departure]:
+    """What it is that a parameter takes no part, and where it could."""
+    stem, _, last = name.rpartition(".")
+    kind, facts = "bias" if "bias" in name else "weight", {"unused": [name], "parameter": name}
+    user = _user_of(attention, name.removesuffix("bias") + "weight") if last.endswith("bias") else None
+    parameter = dict(module.named_parameters())[name]
+    if user is not None:
+        yield Departure(f"{_role_of(attention, user)}_bias_dropped", "project", user, facts)
+    elif "norm" in name.lower() or (stem and isinstance(module.get_submodule(stem), nn.LayerNorm | nn.RMSNorm)):
+        if last == "weight":
+            yield _norm_never_used(attention, name)
+    elif worked is not None:
+        yield Departure(f"{kind}_never_used", "project", worked, facts)
+    elif last == "weight" or not stem:
+        if parameter.dim() >= 2 and kind == "weight" and not any(_projections_of_context(attention)):
+            yield Departure("output_projection_skipped", "output", attention.end, facts)
+        elif f"{attention.first.place}.".startswith(f"{stem}." if stem else ""):
+            yield Departure(f"{kind}_never_used", "project", _could_take(attention, parameter), facts)
 
 
 def _could_take(attention: Attention, parameter: Tensor) -> Operation:
@@ -314,17 +313,16 @@ def _could_take(attention: Attention, parameter: Tensor) -> Operation:
     return next((op for op, _, _ in attention.chain(part) if op.name in SOFTMAXES), part.product.operation)
 
 
-def _of_idle_part(stem: str, idle: list[str], module: nn.Module | None) -> bool:
+def _of_idle_part(stem: str, idle: list[str], module: nn.Module) -> bool:
     """Whether a weight belongs to a part with others, none of which the call reached."""
     part = stem.rpartition(".")[0]
-    own = [name for name, _ in module.named_parameters() if name.startswith(f"{part}.")] if module and part else []
+    own = [name for name, _ in module.named_parameters() if part and name.startswith(f"{part}.")]
     return bool(own) and set(own) <= set(idle)
 
 
 def _worked_in_vain(attention: Attention, parameter: str) -> Operation | None:
     """What could have taken what was made from a parameter, where nothing did; None where nothing was made from it."""
-    recorder, live = attention.run.recorder, live_operations(attention.run)
-    bit = 1 << recorder.names.index(f"param:{parameter}")
+    live, bit = live_operations(attention.run), _bit_of(attention, parameter)
     made = [op.index for op in attention.run.operations if op.index not in live and any(x & bit for x in op.origins)]
     later = (op for op in attention.run.operations if made and op.index > made[-1] and op.index in live)
     return next((op for op in later if attention.run.names.taken(op)), None)
@@ -353,19 +351,14 @@ def _beside(operation: Operation, other: Operation) -> Frames:
     return operation.frames[len(operation.frames) - 1 - apart :] if apart is not None else ()
 
 
-def _owner(module: nn.Module | None, stem: str) -> nn.Module | None:
-    return None if module is None else module.get_submodule(stem)
-
-
 def _user_of(attention: Attention, weight: str) -> Operation | None:
-    recorder = attention.run.recorder
-    if f"param:{weight}" not in recorder.names:
-        return None
-    bit = 1 << recorder.names.index(f"param:{weight}")
-    for operation in attention.run.operations:
-        if operation.name in CONTRACTIONS and any(bits & bit for bits in operation.origins):
-            return operation
-    return None
+    bit = _bit_of(attention, weight)
+    products = (op for op in attention.run.operations if op.name in CONTRACTIONS)
+    return next((op for op in products if any(bits & bit for bits in op.origins)), None)
+
+
+def _bit_of(attention: Attention, parameter: str) -> int:
+    return sum(1 << i for i, name in enumerate(attention.run.recorder.names) if name == f"param:{parameter}")
 
 
 def _role_of(attention: Attention, operation: Operation) -> str:

@@ -1,7 +1,7 @@
 """Scale, mask and softmax of one part, held against torch's formula."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,11 @@ from equivalence_tests.checker.engine.contracts.formula import weights_by_formul
 from equivalence_tests.checker.engine.contracts.scores_table import (
     causal_pattern,
     hidden_by_formula,
+    mask_name,
     padded_queries,
     ranks_of,
+    spread,
+    two_levels,
     with_some,
 )
 from equivalence_tests.checker.engine.judgement import Expectation, Operand, WeightsModel
@@ -25,12 +28,13 @@ from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
-__all__ = ["score_departures"]
+__all__ = ["Scores"]
 
 LOOSE = 1e-3
 PLAIN = 1e-6
 HIDING = 1e3  # a score is never as large
 SOFT = -700.0  # what is below is hidden for good
+OTHER_AXES = {"queries": "queries", "heads": "heads", "samples": "batch"}
 FACTORS = words("mul imul rmul multiply div itruediv truediv divide")
 SUMS = ("add", "sub", "iadd", "isub", "radd", "rsub")
 MASKS = words("masked_fill masked_fill_ where __setitem__ add __add__ __iadd__ add_ __radd__ sub __sub__")
@@ -54,10 +58,17 @@ class _Step:
         return flat
 
 
-def score_departures(
-    attention: Attention, part: Part, operands: list[Operand], model: WeightsModel, expected: Expectation
-) -> Iterator[Departure]:
-    """Name what departs between the product and the weights that are used.
+def _ratio(value: Tensor, taken: Tensor) -> float | None:
+    """What an operation multiplied by, where it is one number; what is hidden already stays so."""
+    seen = taken.isfinite()
+    if taken.shape != value.shape or not taken.is_floating_point() or not torch.equal(seen, value.isfinite()):
+        return None
+    return constant_ratio(value[seen], taken[seen])
+
+
+@dataclass(eq=False)
+class Scores:
+    """What stands between a product of queries and keys and the weights that are used.
 
     Args:
         attention: Whose.
@@ -66,19 +77,7 @@ def score_departures(
         model: What happens to the scores.
         expected: What is known about the mask.
     """
-    yield from _Scores(attention, part, operands, model, expected).departures()
 
-
-def _ratio(value: Tensor, taken: Tensor) -> float | None:
-    """What an operation multiplied by, where it is one number; what is hidden already stays so."""
-    seen = taken.isfinite()
-    if not taken.is_floating_point() or not torch.equal(seen, value.isfinite()):
-        return None
-    return constant_ratio(value[seen], taken[seen])
-
-
-@dataclass(eq=False)
-class _Scores:
     attention: Attention
     part: Part
     operands: list[Operand]
@@ -93,7 +92,7 @@ class _Scores:
         for operation, codes, value in self.attention.chain(self.part):
             taken = next((slot.value for slot, _ in names.taken(operation)), None)
             step = _Step(operation, place_of(codes).masked_fill(~known(codes), -1), value, taken)
-            if taken is not None and taken.shape == value.shape and value.is_floating_point():
+            if taken is not None and value.is_floating_point():
                 step.ratio = _ratio(value, operation.inputs[0].value if operation.inplace else taken)
             found.append(step)
         return found
@@ -106,21 +105,14 @@ class _Scores:
     # ------------------------------------------------------------------------------------------ in order
     def departures(self) -> Iterator[Departure]:
         """The departures in the order of the formula."""
-        blocking = self._dropped() or self._moved() or self._precision() or self._filled_up()
-        if blocking is not None:
-            yield blocking
+        unread = self._dropped() or self._moved() or self._precision() or self._filled_up() or self._kind()
+        if unread is not None:
+            yield unread
             return
-        kind = self._kind()
-        if kind is not None:
-            yield kind
-            return
-        scaled_after = self._after_softmax()
-        if scaled_after is not None:
-            yield scaled_after
-        scale = None if scaled_after is not None and scaled_after.name == "scale_after_softmax" else self._scale()
-        if scale is not None:
-            yield scale
-        if scaled_after is None or scaled_after.name == "scale_after_softmax":
+        after = self._after_softmax()
+        late = after is not None and after.name == "scale_after_softmax"
+        yield from filter(None, (after, None if late else self._scale()))
+        if after is None or late:
             yield from self._mask()
         yield from self._hidden_biases()
 
@@ -133,12 +125,10 @@ class _Scores:
     def _dropped(self) -> Departure | None:
         """Dropout that drops, though the call is one of evaluation."""
         for step in self.steps:
-            fixed = step.operation.patch is not None
-            if "dropout" in step.operation.name and step.ratio != 1.0 and not fixed and not _same(step.operation):
-                patches: dict[int, Patch] = {step.operation.index: _unchanged}
-                names = self.attention.run.names.after[step.operation.index][0]
-                kept = {} if names is None else {step.operation.index: names}
-                return Departure("dropout_in_eval", "dropout", step.operation, {}, patches, kept, blocks=True)
+            operation = step.operation
+            drops = "dropout" in operation.name and operation.patch is None and step.ratio != 1.0
+            if drops and not _same(operation):
+                return self._blocking("dropout_in_eval", "dropout", operation, {operation.index: _unchanged})
         return None
 
     # ------------------------------------------------------------------------------------------ order
@@ -154,15 +144,12 @@ class _Scores:
 
     # ------------------------------------------------------------------------------------------ precision
     def _precision(self) -> Departure | None:
-        if any(step.operation.patch is not None for step in self.steps):
-            return None
-        wide = self.part.product.operation.outputs[0].value.dtype
-        for step in self.steps:
-            low = step.values.dtype in (torch.float16, torch.bfloat16)
-            if low and wide in (torch.float64, torch.float32):
+        patched = any(step.operation.patch is not None for step in self.steps)
+        wide = self.part.product.operation.outputs[0].value.dtype in (torch.float64, torch.float32)
+        for step in self.steps if wide and not patched else ():
+            if step.values.dtype in (torch.float16, torch.bfloat16):
                 name = f"softmax_in_{str(step.values.dtype).removeprefix('torch.')}"
-                patches = self._softmaxed()
-                return Departure(name, "softmax", step.operation, {}, patches, self._names_of(patches), blocks=True)
+                return self._blocking(name, "softmax", step.operation, self._softmaxed())
         return None
 
     def _filled_up(self) -> Departure | None:
@@ -170,32 +157,20 @@ class _Scores:
         for step in self.steps:
             fill = _fill_of(step.operation)
             if fill is not None and fill > -SOFT and step.operation.patch is None:
-                prefix, mask = ("mask", "given") if self.expected.masked else ("causal", "causal")
-                name = f"{prefix}_fill_positive"
-                return Departure(name, "mask", step.operation, {"fill": fill}, self._softmaxed(causal=mask == "causal"))
+                prefix = "mask" if self.expected.masked else "causal"
+                facts, causal = {"fill": fill}, not self.expected.masked
+                return self._put_right(f"{prefix}_fill_positive", "mask", step.operation, facts, causal=causal)
         return None
 
     # ------------------------------------------------------------------------------------------ softmax
     def _kind(self) -> Departure | None:
         model = self.model
         if model.kind == "linear":
-            context = self.part.contexts[0].operation
-            return Departure("softmax_missing", "softmax", context, patches=self._softmaxed(rescaled=True))
-        if model.axis in ("queries", "heads", "samples"):
-            name = {"queries": "queries", "heads": "heads", "samples": "batch"}[model.axis]
-            patches = self._softmaxed()
-            return Departure(
-                f"softmax_over_{name}",
-                "softmax",
-                self._softmax_step(),
-                {},
-                patches,
-                self._names_of(patches),
-                blocks=True,
-            )
-        if model.kind == "other":
-            return self._unknown()
-        return None
+            return self._put_right("softmax_missing", "softmax", self.part.contexts[0].operation, rescaled=True)
+        if model.axis in OTHER_AXES:
+            name = f"softmax_over_{OTHER_AXES[model.axis]}"
+            return self._blocking(name, "softmax", self._softmax_step(), self._softmaxed())
+        return self._unknown() if model.kind == "other" else None
 
     def _softmax_step(self) -> Operation:
         named = [s.operation for s in self.steps if s.operation.name in SOFTMAXES]
@@ -206,14 +181,13 @@ class _Scores:
         """What no reading explains: the first operation that does what no stage does."""
         sigmoid = next((s.operation for s in self.steps if "sigmoid" in s.operation.name), None)
         if sigmoid is not None:
-            return Departure("sigmoid_for_softmax", "softmax", sigmoid, patches=self._softmaxed())
+            return self._put_right("sigmoid_for_softmax", "softmax", sigmoid)
         softmax = self._softmax_step()
         if softmax.name in SOFTMAXES and bool((softmax.outputs[0].value == 1).all()):
-            return Departure("softmax_over_queries", "softmax", softmax, patches=self._softmaxed())
+            return self._put_right("softmax_over_queries", "softmax", softmax)
         strange = [step for step in self.steps if self._is_odd(step)]
         strange.sort(key=lambda step: step.operation.name.strip("_") in (*FACTORS, "tanh"))  # learnt, or a cap
-        odd = next(iter(strange), None)
-        operation = odd.operation if odd is not None else self.part.contexts[0].operation
+        operation = strange[0].operation if strange else self.part.contexts[0].operation
         return changed_by(operation, "scores", "scores", patches=self._softmaxed())
 
     def _is_odd(self, step: _Step) -> bool:
@@ -242,11 +216,10 @@ class _Scores:
             after = abs(ratio * math.sqrt(self.width) - 1) < LOOSE
             scale_gone = abs(self.total / math.sqrt(self.width) - 1) < LOOSE
             name = "scale_after_softmax" if after and scale_gone else "weights_scaled"
-            patches = self._softmaxed(rescaled=name == "scale_after_softmax")
-            return Departure(name, "softmax", operation, {"factor": ratio}, patches=patches)
+            return self._put_right(name, "softmax", operation, {"factor": ratio}, rescaled=name != "weights_scaled")
         if bool(model.hidden.any()):
             name = "mask_after_softmax" if self.expected.masked else "causal_mask_after_softmax"
-            return Departure(name, "mask", operation, patches=self._softmaxed())
+            return self._put_right(name, "mask", operation)
         return changed_by(operation, "softmax", "weights", patches=self._softmaxed())
 
     def _weights_changed(self) -> Operation:
@@ -260,25 +233,18 @@ class _Scores:
 
     # ------------------------------------------------------------------------------------------ scale
     def _scale(self) -> Departure | None:
-        if self.model.by_head is not None:
-            return self._scale_of_heads(self.model.by_head)
-        total = self.total
-        if math.isnan(total) or abs(total - 1) < (LOOSE if self.model.single else PLAIN):
+        by_head, right, index = self.model.by_head, math.sqrt(self.width), self.part.product.operation.index
+        if by_head is not None:  # heads whose scores are multiplied by different numbers
+            several = [s.operation for s in self.steps if s.ratio is None and s.operation.name.strip("_") in FACTORS]
+            name, operation, factor = "scale_differs_by_head", next(iter(several), None), float(by_head.mean())
+            total = by_head * (self.operands[0].factor * self.operands[1].factor * right)
+        elif math.isnan(self.total) or abs(self.total - 1) < (LOOSE if self.model.single else PLAIN):
             return None
-        operation = self._scaling() or self.part.product.operation
-        name = scale_name(total, self._sizes())
-        facts = {"factor": total / math.sqrt(self.width), "width": self.width}
-        index = self.part.product.operation.index
-        return Departure(name, "scale", operation, facts, {index: _multiplied(1 / total)})
-
-    def _scale_of_heads(self, factors: Tensor) -> Departure:
-        """Heads whose scores are multiplied by different numbers."""
-        several = [s.operation for s in self.steps if s.ratio is None and s.operation.name.strip("_") in FACTORS]
-        operation = (several or [self.part.product.operation])[0]
-        own = self.operands[0].factor * self.operands[1].factor * math.sqrt(self.width)
-        facts = {"factor": float(factors.mean()), "width": self.width}
-        index = self.part.product.operation.index
-        return Departure("scale_differs_by_head", "scale", operation, facts, {index: _divided(factors * own)})
+        else:
+            total, factor = torch.tensor(self.total, dtype=torch.float64), self.total / right
+            name, operation = _scale_name(factor, self._sizes()), self._scaling()
+        facts, patches = {"factor": factor, "width": self.width}, {index: _divided(total)}
+        return Departure(name, "scale", operation or self.part.product.operation, facts, patches)
 
     def _sizes(self) -> dict[str, int]:
         _, _, queries, keys = ranks_of(self.part)
@@ -294,9 +260,11 @@ class _Scores:
 
     def _scaling(self) -> Operation | None:
         """What multiplies all scores, or all of an operand, by one number: the one too many, or else the last."""
-        found = [(s.operation, s.ratio) for s in self._outside_a_cap() if s.ratio and abs(s.ratio - 1) > 1e-9]
-        before = [pair for pair in found if pair[0].index < self._softmax_step().index]
-        operands = [pair for operand in self.operands[:2] for pair in self._scaled_operand(operand)]
+        softmax, run = self._softmax_step().index, self.attention.run
+        found = [(s.operation, s.ratio) for s in self._outside_a_cap() if s.operation.index < softmax]
+        ways = [(op, value) for operand in self.operands[:2] for op, _, value in operand.steps(run)]
+        beside = [(op, _ratio(value, op.inputs[0].value)) for op, value in ways if op.name.strip("_") in FACTORS]
+        before, operands = ([(op, r) for op, r in own if r and abs(r - 1) > 1e-9] for own in (found, beside))
         too_many = [operation for operation, ratio in (*before, *operands) if abs(self.total / ratio - 1) < LOOSE]
         if too_many and len(before) + len(operands) > 1:
             return too_many[0]
@@ -308,19 +276,11 @@ class _Scores:
         around = () if bent is None else (bent - 1, bent, bent + 1)
         return [step for i, step in enumerate(self.steps) if i not in around]
 
-    def _scaled_operand(self, operand: Operand) -> Iterator[tuple[Operation, float]]:
-        for operation, _, value in operand.steps(self.attention.run):
-            taken = operation.inputs[0].value
-            if operation.name.strip("_") in FACTORS and taken.shape == value.shape and taken.is_floating_point():
-                ratio = constant_ratio(value, taken)
-                if ratio is not None and abs(ratio - 1) > 1e-9:
-                    yield operation, ratio
-
     # ------------------------------------------------------------------------------------------ mask
     def _mask(self) -> Iterator[Departure]:
         model, may = self.model, self.expected.may
         live = model.live
-        soft = self._soft(live)
+        soft = model.replaced & live
         if may is None:
             yield from self._own_mask(live, soft)
             return
@@ -328,10 +288,6 @@ class _Scores:
         wanted, live = ~may, ~model.weights.isnan() & with_some(may, model.rows) & ~padding
         if bool((model.hidden | soft)[live].any()) or bool(wanted[live].any()):
             yield from self._given_mask(live, soft, wanted)
-
-    def _soft(self, live: Tensor) -> Tensor:
-        """Keys whose score is held down or replaced, though not hidden."""
-        return self.model.replaced & live
 
     def _own_mask(self, live: Tensor, soft: Tensor) -> Iterator[Departure]:
         """What the code hides by itself: causal masks that are shifted, turned round, or too weak."""
@@ -341,21 +297,11 @@ class _Scores:
             yield self._weak("causal" if pattern else "mask", soft)
             return
         if bool(hidden.any()) and pattern not in ("", "causal"):
-            yield Departure(pattern, "mask", self._masking(hidden), patches=self._softmaxed(causal=True))
-        added = self._added(live & ~hidden)
-        if added is not None:
-            yield added
-
-    def _added(self, visible: Tensor) -> Departure | None:
-        """Zeros and ones that are added to the scores."""
-        levels = _two_levels(self.model, visible)
-        if levels is None or abs(abs(levels) - 1) > 1e-6:
-            return None
-        operation = self._adding()
-        prefix = "" if self.expected.masked else "causal_"
-        if operation is None:
-            return None
-        return Departure(f"{prefix}mask_added_as_01", "mask", operation, patches=self._softmaxed(causal=True))
+            yield self._put_right(pattern, "mask", self._masking(hidden), causal=True)
+        levels, operation = two_levels(self.model, live & ~hidden), self._adding()
+        if levels is not None and abs(abs(levels) - 1) <= 1e-6 and operation is not None:
+            prefix = "" if self.expected.masked else "causal_"
+            yield self._put_right(f"{prefix}mask_added_as_01", "mask", operation, causal=True)
 
     def _hidden_biases(self) -> Iterator[Departure]:
         """Parameters that add different numbers only where keys are hidden, and do nothing among the others."""
@@ -368,7 +314,7 @@ class _Scores:
                 continue
             added = (step.values.double() - step.taken.double()).reshape(-1)[step.places.reshape(-1).argsort()]
             whole = added.shape == rows.shape and bool((added > SOFT).all())
-            if whole and _spread(added, rows) > PLAIN > _spread(added[seen], rows[seen]):
+            if whole and spread(added, rows) > PLAIN > spread(added[seen], rows[seen]):
                 yield Departure("bias_never_used", "project", step.operation, {"parameter": learnt[0]})
 
     def _parameters(self, bits: int) -> list[str]:
@@ -390,25 +336,14 @@ class _Scores:
         return next(held_down, self._softmax_step())
 
     def _weak(self, prefix: str, soft: Tensor) -> Departure:
-        fill = float(self.model.fill[soft].median())
         operation = self._replacing(soft)
-        name = operation.name.strip("_")
-        if name in ("mul", "imul", "rmul", "multiply"):
-            return Departure(
-                f"{prefix}_mask_multiplied".replace("mask_mask", "mask"),
-                "mask",
-                operation,
-                patches=self._softmaxed(causal=True),
-            )
+        if operation.name.strip("_") in ("mul", "imul", "rmul", "multiply"):
+            name = "mask_multiplied" if prefix == "mask" else "causal_mask_multiplied"
+            return self._put_right(name, "mask", operation, causal=True)
         given = _fill_of(operation)
-        fill = fill if given is None else given
-        if fill == 0:
-            word = "fill_zero"
-        elif abs(fill) < 1e-3:
-            word = "fill_not_negative"
-        else:
-            word = "fill_too_small"
-        return Departure(f"{prefix}_{word}", "mask", operation, {"fill": fill}, patches=self._softmaxed(causal=True))
+        fill = float(self.model.fill[soft].median()) if given is None else given
+        word = "fill_too_small" if abs(fill) >= 1e-3 else "fill_not_negative" if fill else "fill_zero"
+        return self._put_right(f"{prefix}_{word}", "mask", operation, {"fill": fill}, causal=True)
 
     def _replacing(self, soft: Tensor) -> Operation:
         """The operation that puts something else in the place of scores."""
@@ -426,32 +361,36 @@ class _Scores:
     def _given_mask(self, live: Tensor, soft: Tensor, wanted: Tensor) -> Iterator[Departure]:
         model = self.model
         hidden = model.hidden
-        levels = _two_levels(model, live & ~hidden & ~soft)
+        levels = two_levels(model, live & ~hidden & ~soft)
         if torch.equal((hidden | soft)[live], wanted[live]):
             if bool(soft[live].any()):
                 yield self._weak("mask", soft)
             return
         if levels is not None:
-            operation = self._adding() or self._softmax_step()
-            small = abs(abs(levels) - 1) > 1e-6
-            name = "mask_fill_too_small" if small else "mask_added_as_01"
-            yield Departure(name, "mask", operation, {"fill": levels}, patches=self._softmaxed())
+            name = "mask_fill_too_small" if abs(abs(levels) - 1) > 1e-6 else "mask_added_as_01"
+            yield self._put_right(name, "mask", self._adding() or self._softmax_step(), {"fill": levels})
             return
         every = ~model.weights.isnan() & with_some(~wanted, model.rows)  # rows that see nothing tell which they are
-        name = _mask_name(self.part, hidden | soft, wanted, live)
+        name = mask_name(self.part, hidden | soft, wanted, live)
         if name in ("mask_hides_other_entries", "mask_never_used"):
             hidden, live = hidden | model.dead[model.rows], every
-            name = _mask_name(self.part, hidden | soft, wanted, live)
+            name = mask_name(self.part, hidden | soft, wanted, live)
         operation = self._masking(hidden) if bool(hidden[live].any()) else self._softmax_step()
         if name == "mask_inverted" and operation is self._softmax_step():
             operation = self._adding() or operation
-        yield Departure(name, "mask", operation, patches=self._softmaxed())
+        yield self._put_right(name, "mask", operation)
 
     # ------------------------------------------------------------------------------------------ putting right
-    def _names_of(self, patches: dict[int, Patch]) -> dict[int, Tensor]:
-        """What is put right keeps its names."""
+    def _blocking(self, name: str, stage: str, operation: Operation, patches: dict[int, Patch]) -> Departure:
+        """What keeps the rest from being read; what is put right keeps its names."""
         names = {index: self.attention.run.names.after[index][0] for index in patches}
-        return {index: codes for index, codes in names.items() if codes is not None}
+        kept = {index: codes for index, codes in names.items() if codes is not None}
+        return Departure(name, stage, operation, {}, patches, kept, blocks=True)
+
+    def _put_right(
+        self, name: str, stage: str, operation: Operation, facts: Mapping[str, float] | None = None, **how: bool
+    ) -> Departure:
+        return Departure(name, stage, operation, facts or {}, self._softmaxed(**how))
 
     def _softmaxed(self, causal: bool = False, rescaled: bool = False) -> dict[int, Patch]:
         """The right weights in the place of those that are used."""
@@ -461,20 +400,11 @@ class _Scores:
         hidden = hidden_by_formula(part, model.hidden, expected.may, "causal" if causal else "")
         patches: dict[int, Patch] = {}
         for context in part.contexts:
-            maker = self._maker_of(context.operands[0].key, context.operation.index)
-            if maker is None:
-                continue
-            names = self.attention.run.names.after[maker.index][0]
-            if names is None:
-                continue
-            patches[maker.index] = _right_weights(part, names, hidden, factor)
+            maker = self.attention.run.maker_of(context.operands[0], context.operation.index)
+            names = None if maker is None else self.attention.run.names.after[maker.index][0]
+            if maker is not None and names is not None:
+                patches[maker.index] = _right_weights(part, names, hidden, factor)
         return patches
-
-    def _maker_of(self, key: int, before: int) -> Operation | None:
-        for operation in reversed(self.attention.run.operations[:before]):
-            if any(slot.key == key for slot in operation.outputs[:1]):
-                return operation
-        return None
 
 
 def _right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> Patch:
@@ -498,43 +428,27 @@ def _unchanged(recorder: Recorder, operation: Operation) -> Tensor:
     return operation.inputs[0].value
 
 
-def _multiplied(factor: float) -> Patch:
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        return operation.outputs[0].value * factor
-
-    return patch
-
-
 def _divided(factors: Tensor) -> Patch:
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         value = operation.outputs[0].value
-        return value / factors.view(value.shape)
+        return value / factors.expand(value.numel()).view(value.shape)
 
     return patch
 
 
 def _fill_of(operation: Operation) -> float | None:
     """The number that a mask fills with, as it is written."""
-    if operation.name.strip("_") == "masked_fill":
-        value: Any = operation.argument(2, "value")
+    value: Any = None
+    if operation.name.strip("_") in ("masked_fill", "setitem"):
+        value = operation.argument(2, "value")
     elif operation.name == "where":
         value = next((x for x in operation.arguments[0][1:] if isinstance(x, int | float)), None)
-    elif operation.name == "__setitem__":
-        value = operation.argument(2, "value")
-    else:
-        value = None
     return float(value) if isinstance(value, int | float) else None
 
 
-def scale_name(total: float, sizes: dict[str, int]) -> str:
-    """Name a wrong scale by what it is.
-
-    Args:
-        total: What there is beside the right scale.
-        sizes: Width d of a head, h heads, q queries, k keys, b samples, e features of a token.
-    """
+def _scale_name(have: float, sizes: dict[str, int]) -> str:
+    """Name a wrong scale by what it is."""
     d = sizes["d"]
-    have = total / math.sqrt(d)
     known_scales = {
         "scale_missing": 1.0,
         "scale_sqrt_d_model": sizes["e"] ** -0.5,
@@ -552,47 +466,3 @@ def scale_name(total: float, sizes: dict[str, int]) -> str:
         "scale_multiplied_d_model": sizes["e"] ** 0.5,
     }
     return next((name for name, value in known_scales.items() if abs(have / value - 1) < 1e-3), "scale_other")
-
-
-def _two_levels(model: WeightsModel, where: Tensor) -> float | None:
-    """The step between the two numbers that are added to the scores of visible keys; None if it is not two."""
-    if not bool(where.any()) or model.kind != "softmax":
-        return None
-    bias, rows = model.bias[where], model.rows[where]
-    best = torch.full((int(model.rows.max()) + 1,), -torch.inf, dtype=torch.float64)
-    best = best.scatter_reduce(0, rows, bias, "amax")
-    below = best[rows] - bias
-    steps = below[below > 1e-4]
-    if not len(steps) or float(steps.max() - steps.min()) > 1e-3 * float(steps.max()):
-        return None
-    return float(steps.mean())
-
-
-def _spread(x: Tensor, rows: Tensor) -> float:
-    """How far apart the numbers of one row are, at most."""
-    ends = torch.zeros(2, int(rows.max()) + 1, dtype=x.dtype)
-    ends = ends.scatter_reduce(1, rows.expand(2, -1), torch.stack([x, -x]), "amax", include_self=False)
-    return float(ends.sum(0).max())
-
-
-def _mask_name(part: Part, hidden: Tensor, wanted: Tensor, live: Tensor) -> str:
-    if not bool(hidden[live].any()):
-        return "mask_never_used"
-    ruled = live & with_some(wanted, part.table.row)
-    if torch.equal(hidden[ruled], ~wanted[ruled]):
-        return "mask_inverted"
-    query, key, queries, keys = ranks_of(part)
-    tokens = part.table.query // max(queries, 1)
-    samples = int(tokens.max()) + 1
-    table = torch.zeros(samples, queries, keys, dtype=torch.bool)
-    table[tokens, query, key] = wanted
-    if queries == keys and torch.equal(table.mT[tokens, query, key][live], hidden[live]):
-        keyed = bool((table == table[:, :1]).all())
-        return "padding_mask_on_queries" if keyed else "mask_transposed"
-    if torch.equal(table[:1].expand_as(table)[tokens, query, key][live], hidden[live]):
-        return "mask_of_first_sample"
-    heads = int(part.table.head.max()) + 1
-    for other in ((tokens * heads + part.table.head) % samples, (part.table.head * samples + tokens) // heads):
-        if torch.equal(table[other, query, key][live], hidden[live]):
-            return "mask_repeated_in_wrong_order"
-    return "mask_hides_other_entries"

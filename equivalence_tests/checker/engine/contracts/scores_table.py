@@ -3,9 +3,20 @@
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.judgement import WeightsModel
 from equivalence_tests.checker.engine.names import Part
 
-__all__ = ["causal_pattern", "future_of", "hidden_by_formula", "padded_queries", "ranks_of", "with_some"]
+__all__ = [
+    "causal_pattern",
+    "future_of",
+    "hidden_by_formula",
+    "mask_name",
+    "padded_queries",
+    "ranks_of",
+    "spread",
+    "two_levels",
+    "with_some",
+]
 
 
 def ranks_of(part: Part) -> tuple[Tensor, Tensor, int, int]:
@@ -73,3 +84,48 @@ def hidden_by_formula(part: Part, own: Tensor, may: Tensor | None, pattern: str)
     if may is not None:
         return ~may
     return future_of(part) if pattern.startswith("causal") else own
+
+
+def two_levels(model: WeightsModel, where: Tensor) -> float | None:
+    """The step between the two numbers that are added to the scores of visible keys; None if it is not two."""
+    if not bool(where.any()) or model.kind != "softmax":
+        return None
+    bias, rows = model.bias[where], model.rows[where]
+    best = torch.full((int(model.rows.max()) + 1,), -torch.inf, dtype=torch.float64)
+    best = best.scatter_reduce(0, rows, bias, "amax")
+    below = best[rows] - bias
+    steps = below[below > 1e-4]
+    if not len(steps) or float(steps.max() - steps.min()) > 1e-3 * float(steps.max()):
+        return None
+    return float(steps.mean())
+
+
+def spread(x: Tensor, rows: Tensor) -> float:
+    """How far apart the numbers of one row are, at most."""
+    ends = torch.zeros(2, int(rows.max()) + 1, dtype=x.dtype)
+    ends = ends.scatter_reduce(1, rows.expand(2, -1), torch.stack([x, -x]), "amax", include_self=False)
+    return float(ends.sum(0).max())
+
+
+def mask_name(part: Part, hidden: Tensor, wanted: Tensor, live: Tensor) -> str:
+    """Name the mistake in a mask that hides other keys than it should."""
+    if not bool(hidden[live].any()):
+        return "mask_never_used"
+    ruled = live & with_some(wanted, part.table.row)
+    if torch.equal(hidden[ruled], ~wanted[ruled]):
+        return "mask_inverted"
+    query, key, queries, keys = ranks_of(part)
+    tokens = part.table.query // max(queries, 1)
+    samples = int(tokens.max()) + 1
+    table = torch.zeros(samples, queries, keys, dtype=torch.bool)
+    table[tokens, query, key] = wanted
+    if queries == keys and torch.equal(table.mT[tokens, query, key][live], hidden[live]):
+        keyed = bool((table == table[:, :1]).all())
+        return "padding_mask_on_queries" if keyed else "mask_transposed"
+    if torch.equal(table[:1].expand_as(table)[tokens, query, key][live], hidden[live]):
+        return "mask_of_first_sample"
+    heads = int(part.table.head.max()) + 1
+    for other in ((tokens * heads + part.table.head) % samples, (part.table.head * samples + tokens) // heads):
+        if torch.equal(table[other, query, key][live], hidden[live]):
+            return "mask_repeated_in_wrong_order"
+    return "mask_hides_other_entries"

@@ -26,13 +26,7 @@ HELD_DOWN = -1e3
 
 
 def read_weights(run: Run, part: Part, context: Context) -> WeightsModel:
-    """Find out what stands between a product and the weights that are used.
-
-    Args:
-        run: The recorded run.
-        part: Holds the product.
-        context: Uses the weights.
-    """
+    """Find out what stands between a product and the weights that are used."""
     return _Reader(run, part, context).read()
 
 

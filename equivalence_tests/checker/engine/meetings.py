@@ -1,0 +1,414 @@
+"""Names for what products, sums and pools give: where tokens meet a weight, one another, or weights meet values."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.codes import (
+    FEATURES,
+    UNKNOWN,
+    coded,
+    feature_of,
+    known,
+    place_of,
+    retagged,
+    score_codes,
+    source_of,
+    sources_in,
+    token_of,
+    unified,
+)
+from equivalence_tests.checker.engine.names import Context, Identities, Product, ScoreTable, Source
+from equivalence_tests.checker.engine.products import Contraction, contraction_of, contraction_of_sum
+from equivalence_tests.checker.engine.vocabulary import words
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
+
+__all__ = ["MULTIPLIES", "POOLS", "Meetings"]
+
+MULTIPLIES = words("mul __mul__ __rmul__ multiply mul_ __imul__")
+POOLS = words("max amax mean min amin")
+
+
+class Meetings:
+    """Names for what tokens meet in: a weight, one another, or the weights of an attention."""
+
+    def __init__(self, recorder: Recorder, seeds: dict[int, Tensor], data: Iterable[Tensor]) -> None:
+        self.found = Identities(recorder.operations)
+        self.codes: dict[int, Tensor] = {}
+        self.others: dict[int, Tensor] = {}  # second names of what two elements were added to
+        self.data = {_storage(tensor) for tensor in data}
+        self.weights = {
+            slot.key
+            for name, slot in zip(recorder.names, recorder.given, strict=False)
+            if name.startswith(("param:", "buffer:"))
+        }
+        self.patched: dict[int, Tensor] = {}
+        self.learnt: frozenset[int] = frozenset()  # products of keys with queries that are parameters
+        self.parameters = sum(1 << i for i, name in enumerate(recorder.names) if name.startswith("param:"))
+        self.makers: dict[int, Operation] = {}
+        self.siblings: dict[int, dict[int, Tensor]] = {}
+        self.contexts: dict[tuple[Any, ...], Source] = {}
+        self.bases: dict[int, int] = {}  # the first token of each tensor that had no names
+        self.rows: dict[tuple[int, int], int] = {}  # the token of each row of such a tensor, by where it begins
+        self.tokens = 0
+        for slot in recorder.given:
+            self._met(slot.tensor)
+            if slot.key in seeds:
+                source = self._new("input", None, slot, seeds[slot.key])
+                self.codes[slot.key] = source.codes
+                self.tokens = max(self.tokens, int(token_of(source.codes).max()) + 1)
+
+    def _met(self, tensor: Tensor) -> None:
+        self.siblings.setdefault(_storage(tensor), {})[id(tensor)] = tensor
+
+    def _new(
+        self, kind: str, operation: Operation | None, slot: Slot, codes: Tensor, parents: tuple[int, ...] = ()
+    ) -> Source:
+        number = len(self.found.sources) + 1
+        source = Source(number, kind, operation, slot, retagged(codes, number), parents)
+        self.found.sources[number] = source
+        return source
+
+    def _retag(self, kind: str, operation: Operation, slot: Slot, codes: Tensor, rest: list[Tensor]) -> Tensor:
+        parents = {x for names in (codes, *rest) for x in sources_in(names)}
+        return self._new(kind, operation, slot, unified(codes), tuple(sorted(parents))).codes
+
+    def _rank(self, codes: Tensor) -> int:
+        """Scores come before what else has a name, what has a name everywhere before what has one here and there."""
+        if codes.is_complex():
+            return 2
+        sources = source_of(codes)
+        if any(self.found.sources[int(x)].kind == "score" for x in sources.unique() if x > 0):
+            return 0
+        return 2 if bool((sources > 0).all()) else 3
+
+    def _isweight(self, slot: Slot) -> bool:
+        return slot.key in self.weights
+
+    def _isdata(self, slot: Slot) -> bool:
+        return _storage(slot.tensor) in self.data or slot.key in self.codes
+
+    def _contracted(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        contraction = contraction_of(operation)
+        if contraction is None:
+            return self._convolved(operation, before) if operation.name.startswith("conv") else None
+        slots = [operation.inputs[side] for side in contraction.sides]
+        if operation.index in self.learnt:
+            return self._multiplied(operation, contraction)
+        heavy = [self._isweight(slot) for slot in slots]
+        if heavy[0] and not heavy[1]:
+            contraction, slots, heavy = contraction.swapped(), slots[::-1], heavy[::-1]
+        if heavy[1]:
+            live = self._isdata(slots[0]) or operation.name == "linear"
+            return self._projected(operation, contraction) if live else None
+        if not all(self._isdata(slot) for slot in slots):
+            return self._projected(operation, self._with_data_left(contraction, slots))
+        return self._multiplied(operation, contraction)
+
+    def _with_data_left(self, contraction: Contraction, slots: list[Slot]) -> Contraction | None:
+        """A product of data with what is neither data nor a weight, such as a learnt query that was projected."""
+        if not any(self._isdata(slot) for slot in slots):
+            return None
+        return contraction if self._isdata(slots[0]) else contraction.swapped()
+
+    def _projected(self, operation: Operation, contraction: Contraction | None) -> Tensor | None:
+        """New names for what a weight makes: the token stays, the feature is the column of the weight.
+
+        Where one weight serves several heads, each takes a part of the token: their columns are numbered on.
+        """
+        if contraction is None:
+            return None
+        slot = operation.inputs[contraction.sides[0]]
+        codes = self.codes.get(slot.key)
+        tokens = None if codes is None or codes.is_complex() else _tokens_of_rows(contraction.rows(codes))
+        if tokens is None:
+            tokens = self._seeded(contraction, slot, codes)
+        elif codes is not None:
+            tokens = self._told_apart(tokens, source_of(contraction.rows(codes)[..., 0]), slot.tensor)
+        parents = tuple(sources_in(codes))
+        _, column = contraction.right[:, :, 0].unique(return_inverse=True)
+        feature = column[:, None, :] + _parts_of_rows(contraction, codes)[:, :, None] * (int(column.max()) + 1)
+        names = coded(0, tokens[:, :, None].expand(feature.shape), feature)
+        names = contraction.scattered(names) + float(FEATURES) * FEATURES
+        return self._new("projection", operation, operation.outputs[0], names, parents).codes
+
+    def _told_apart(self, tokens: Tensor, sources: Tensor, tensor: Tensor) -> Tensor:
+        """New numbers for tokens of a second tensor, where two that are put together have tokens of one number."""
+        pairs = sources * (tokens.max() + 1) + tokens
+        if len(pairs.unique()) == len(tokens.unique()):
+            return tokens
+        kinds, order = pairs.unique(return_inverse=True)
+        return torch.where(sources == sources.min(), tokens, order + self._base(tensor, len(kinds)))
+
+    def _seeded(self, contraction: Contraction, slot: Slot, codes: Tensor | None) -> Tensor:
+        """Name the tokens of a tensor by the order in which its rows are stored; beside padding they keep theirs."""
+        token = self._rows_in_memory(slot.tensor, contraction.left)
+        if codes is not None and not codes.is_complex():
+            rows = contraction.rows(codes)
+            empty, own = ~known(rows).any(-1), token_of(rows[..., 0])
+            if bool((empty | (known(rows) & (token_of(rows) == own[..., None])).all(-1)).all()):
+                token = torch.where(empty, token, own)
+        names = torch.full((slot.value.numel(),), UNKNOWN, dtype=torch.float64)
+        width = torch.arange(contraction.left.size(-1))
+        names[contraction.left] = coded(1, token[:, :, None], width)
+        names = names.view(slot.value.shape)
+        self.codes[slot.key] = self._new("input", None, slot, names).codes
+        return token
+
+    def _rows_in_memory(self, tensor: Tensor, places: Tensor) -> Tensor:
+        """Number rows in their order, and those of a part of a tensor as the whole tensor has them."""
+        starts, token = places[:, :, 0].unique(return_inverse=True)
+        base, memory, start = self._base(tensor, len(starts)), _storage(tensor), _memory_of(tensor)[starts]
+        apart = start.sort().values.diff()
+        if not len(apart) or bool((apart == 0).any()) or tensor.stride(-1) != 1:
+            return token + base
+        width = int(apart.min())
+        first = not any(known == memory for known, _ in self.rows)
+        for order, row in enumerate((start // width * width).tolist()):
+            if (memory, row) not in self.rows:
+                self.rows[memory, row] = base + order if first else self.tokens
+                self.tokens += not first
+        return torch.tensor([self.rows[memory, row] for row in (start // width * width).tolist()])[token]
+
+    def _base(self, tensor: Tensor, count: int) -> int:
+        """The number of the first token of a tensor: its own, but the same for all that look at one memory."""
+        place = _storage(tensor)
+        if place not in self.bases:
+            self.bases[place] = self.tokens
+            self.tokens += count
+        return self.bases[place]
+
+    def _convolved(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        """Names for what a convolution gives: new features at each place."""
+        out = operation.outputs[0].value
+        if not self._isdata(operation.inputs[0]):
+            return None
+        axis = 1 if out.dim() == operation.inputs[1].value.dim() else 0
+        feature = torch.arange(out.size(axis)).view([-1 if i == axis else 1 for i in range(out.dim())])
+        return self._at_places("projection", operation, before[0], axis, feature)
+
+    def _at_places(self, kind: str, operation: Operation, codes: Tensor | None, axis: int, feature: Tensor) -> Tensor:
+        """Names by places, all but the axis of the channels: the token of each, or new ones where they are fewer."""
+        taken, out = operation.inputs[0], operation.outputs[0]
+        shape = out.value.shape
+        named = None if codes is None or codes.is_complex() else codes
+        if named is not None and taken.value.shape[axis + 1 :] == shape[axis + 1 :]:
+            token = token_of(named).select(axis, 0)
+        else:
+            lead = [size for i, size in enumerate(shape) if i != axis]
+            token = torch.arange(math.prod(lead)).view(lead) + self._base(taken.tensor, math.prod(lead))
+        names = coded(1, token.unsqueeze(axis).expand(shape), feature.expand(shape))
+        return self._new(kind, operation, out, names, tuple(sources_in(codes))).codes
+
+    def _summed(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        """A multiplication that is summed at once is a product."""
+        maker = self.makers.get(operation.inputs[0].key) if operation.inputs else None
+        if maker is None or maker.name not in MULTIPLIES or len(maker.inputs) != 2 or operation.inplace:
+            return None
+        names = self.found.before[maker.index]
+        wider = all(slot.value.shape != maker.outputs[0].value.shape for slot in maker.inputs)
+        if not all(codes is not None and not codes.is_complex() for codes in names) or not wider:
+            return None
+        contraction = contraction_of_sum(maker, operation)
+        return None if contraction is None else self._multiplied(operation, contraction, maker)
+
+    def _heads_joined(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        """Names of sums over heads, each of which a matrix of its own has projected."""
+        codes, axis = _over_one_axis(operation, before)
+        if codes is None:
+            return None
+        sources = [self.found.sources[number] for number in sources_in(codes)]
+        first = codes.select(axis, 0)
+        same_token = bool((token_of(codes) == token_of(first).unsqueeze(axis)).all())
+        apart = feature_of(codes) - feature_of(first).unsqueeze(axis)
+        whole = all(len(apart.select(axis, i).unique()) == 1 for i in range(codes.size(axis)))
+        if [source.kind for source in sources] != ["projection"] or not same_token or not whole:
+            return None
+        return self._retag("projection", operation, operation.outputs[0], first, [])
+
+    def _pooled(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        """Names of what stands for several tokens: the token of the first of them, or new ones for each place."""
+        codes = before[0] if before else None
+        if codes is None or codes.is_complex() or self._rank(codes) == 0:
+            return None
+        if operation.name not in POOLS:  # channels come first
+            axis = codes.dim() - (2 if "2d" in operation.name else 1) - 1
+            rows = feature_of(codes).movedim(axis, -1).flatten(0, -2)
+            alike = operation.outputs[0].value.dim() == codes.dim() and bool((rows == rows[0]).all())
+            feature = rows[0].view(-1, *[1] * (codes.dim() - axis - 1))
+            return self._at_places("pooled", operation, codes, axis, feature) if axis >= 0 and alike else None
+        pooled, axis = _over_one_axis(operation, before)
+        if pooled is None:
+            return None
+        first, out = pooled.narrow(axis, 0, 1), operation.outputs[0]
+        if not bool((feature_of(pooled) == feature_of(first)).all()) or bool((pooled == first).all()):
+            return None
+        named = first if out.value.dim() == pooled.dim() else first.squeeze(axis)
+        return self._retag("pooled", operation, out, named, [])
+
+    def _turned(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+        """Names of sums over as many elements as there are sums of them: small matrices that turn parts of a token."""
+        codes, axis = _over_one_axis(operation, before)
+        if codes is None:
+            return None
+        summed = codes.movedim(axis, -1).sort(-1).values
+        taken = summed.reshape(-1, summed.size(-1))
+        of_one_token = bool((token_of(taken) == token_of(taken[:, :1])).all())
+        if not of_one_token or len(taken[:, 0].unique()) * taken.size(1) != len(taken):
+            return None
+        return taken.gather(1, _occurrences(taken[:, 0])[:, None]).view(operation.outputs[0].value.shape)
+
+    def _multiplied(
+        self, operation: Operation, contraction: Contraction, factors: Operation | None = None
+    ) -> Tensor | None:
+        """Read a product of two activations: of queries and keys, or of what comes from scores and values."""
+        slots = [(factors or operation).inputs[side] for side in contraction.sides]
+        sides = [self._names_at(slot, factors) for slot in slots]
+        scores = [side is not None and self._rank(side) == 0 for side in sides]
+        if all(scores):
+            return None
+        if scores[1]:
+            contraction, slots, sides = contraction.swapped(), slots[::-1], sides[::-1]
+        if sides[0] is None or not any(scores):
+            left = self._completed(slots[0], sides[0], contraction.left)
+            right = self._completed(slots[1], sides[1], contraction.right)
+            rows, columns = contraction.rows(left), contraction.columns(right)
+            return self._product(Product(operation, contraction, rows, columns, factors=factors))
+        values = contraction.columns(self._completed(slots[1], sides[1], contraction.right.mT))
+        return self._context(Context(operation, contraction, contraction.rows(sides[0]), values, factors=factors))
+
+    def _names_at(self, slot: Slot, factors: Operation | None) -> Tensor | None:
+        if factors is not None:
+            return next(c for s, c in zip(factors.inputs, self.found.before[factors.index], strict=True) if s is slot)
+        codes = self.codes.get(slot.key)
+        return None if codes is None or codes.is_complex() else codes
+
+    def _product(self, product: Product) -> Tensor | None:
+        if _tokens_of_rows(product.left) is None or _tokens_of_rows(product.right) is None:
+            if _by_features(product.left) and _by_features(product.right):
+                return None
+            product.trouble = "one score is made of several tokens"
+        slot = product.operation.outputs[0]
+        product.source = self._new("score", product.operation, slot, score_codes(1, tuple(slot.value.shape)))
+        self.found.products.append(product)
+        return product.source.codes
+
+    def _completed(self, slot: Slot, codes: Tensor | None, places: Tensor) -> Tensor:
+        """Names for an operand some or all of whose elements have none: rows are tokens, as they lie there."""
+        if codes is not None and bool(known(codes).all()):
+            return codes
+        n, rows, _ = places.shape
+        order = torch.arange(n * rows).view(n, rows, 1) + self._base(slot.tensor, n * rows)
+        names = torch.full((slot.value.numel(),), UNKNOWN, dtype=torch.float64)
+        names[places] = coded(1, order, _features_beside(codes, places))
+        given = self._new("given", None, slot, names.view(slot.value.shape))
+        if codes is not None:
+            return torch.where(known(codes), codes, given.codes)
+        self.codes[slot.key] = given.codes
+        return given.codes
+
+    def _context(self, context: Context) -> Tensor | None:
+        self.found.contexts.append(context)
+        read = self._read_context(context)
+        if read is None:
+            return None
+        names, key = read
+        shaped = context.contraction.scattered(names) + float(FEATURES) * FEATURES
+        if key not in self.contexts:
+            self.contexts[key] = self._new("context", context.operation, context.operation.outputs[0], shaped)
+        context.source = self.contexts[key]
+        context.codes = retagged(shaped, context.source.number)
+        if context.operation is not context.source.operation:
+            context.source.others.append((context.codes, context.operation.outputs[0]))
+        return context.codes
+
+    def _read_context(self, context: Context) -> tuple[Tensor, tuple[Any, ...]] | None:
+        """Name what comes out: the query's token, and the feature of the value in its head."""
+        product = self._product_of(context)
+        columns = _features_of_rows(unified(context.values))  # none where one column holds several features
+        if product is None or columns is None:
+            return None
+        table, weights = ScoreTable(product), context.weights
+        has = known(weights)
+        place = place_of(weights).clamp_min(0)
+        row = table.row[place].masked_fill(~has, -1)
+        first = row.amax(-1, keepdim=True)
+        if not bool(((row == first) | ~has).all()):  # what is summed belongs to several queries or heads
+            return None
+        rank = columns.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
+        head = table.place_of_head[table.head_of_row[first.squeeze(-1).clamp_min(0)]]
+        token = table.token_of_row[first.squeeze(-1).clamp_min(0)]
+        width = int(rank.max()) + 1
+        shape = (*head.shape, rank.size(-1))
+        combined = head[:, :, None] * width + rank[:, None, :]
+        sources = tuple(sources_in(context.values))
+        queries = tuple(sources_in(product.left))
+        return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), (sources, queries)
+
+    def _product_of(self, context: Context) -> Product | None:
+        numbers = context.score_sources
+        found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
+        return found[0] if len(found) == 1 else None
+
+
+def _over_one_axis(operation: Operation, before: list[Tensor | None]) -> tuple[Tensor | None, int]:
+    """The names of what is summed, or pooled, over one axis, and which; None where it is not all named, or more."""
+    codes, axis = before[0] if before else None, operation.argument(1, "dim", operation.argument(1, "axis"))
+    if codes is None or codes.is_complex() or not isinstance(axis, int) or not bool(known(codes).all()):
+        return None, 0
+    return codes, axis
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """Where each element of a tensor lies in memory, counted in elements."""
+    places = [torch.arange(size) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return sum(torch.meshgrid(*places, indexing="ij"), start=torch.tensor(tensor.storage_offset())).reshape(-1)
+
+
+def _occurrences(values: Tensor) -> Tensor:
+    """How often each value stood before."""
+    order = values.argsort(stable=True)
+    ordered = values[order]
+    counted = torch.arange(len(values)) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(counted).index_copy_(0, order, counted)
+
+
+def _tokens_of_rows(codes: Tensor) -> Tensor | None:
+    """The token of each row; None where rows mix tokens, or have no names."""
+    if codes.size(-1) == 0 or not bool(known(codes).all()):
+        return None
+    token = token_of(codes)
+    return token[..., 0] if bool((token == token[..., :1]).all()) else None
+
+
+def _parts_of_rows(contraction: Contraction, codes: Tensor | None) -> Tensor:
+    """Which part of its token each row holds: 0 where all hold the same features."""
+    if codes is None or codes.is_complex() or _tokens_of_rows(contraction.rows(codes)) is None:
+        return torch.zeros(contraction.left.shape[:2], dtype=torch.long)
+    return feature_of(contraction.rows(codes)).amin(-1).unique(return_inverse=True)[1]
+
+
+def _features_of_rows(codes: Tensor) -> Tensor | None:
+    has = known(codes)
+    feature = (source_of(codes) * FEATURES + feature_of(codes)).masked_fill(~has, -1)
+    lead = feature.amax(-1, keepdim=True)
+    return lead.squeeze(-1) if bool(((feature == lead) | ~has).all()) else None
+
+
+def _features_beside(codes: Tensor | None, places: Tensor) -> Tensor:
+    """The features of rows that have none: those of the rows beside them, or their order."""
+    plain = torch.arange(places.size(-1))
+    if codes is None:
+        return plain
+    laid = codes.reshape(-1)[places]
+    most = feature_of(laid).masked_fill(~known(laid), -1).amax(1, keepdim=True)
+    return torch.where(most >= 0, most, plain)
+
+
+def _by_features(codes: Tensor) -> bool:
+    """Whether each row holds one feature of several tokens, and no other row the same one."""
+    feature = _features_of_rows(codes) if codes.size(-1) > 1 else None
+    return feature is not None and all(len(rows.unique()) == len(rows) for rows in feature)
