@@ -184,3 +184,17 @@ def test_a_call_that_fails_is_told_with_its_line() -> None:
     (report,) = verify(Plain(12, 3), torch.randn(2, 5, 13))
     assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in report.reason
     assert "test_manners.py:" in report.reason
+
+
+class Misspelt(Fused):
+    """Fails however it is called."""
+
+    def scale(self, q: Tensor) -> float:
+        return q.size(-1) ** self.power
+
+
+def test_an_error_that_no_argument_changes_is_told_alone_and_soon() -> None:
+    report = verify(Misspelt)
+    assert report.verdict == "unchecked"
+    assert report.reason.count("AttributeError: 'Misspelt' object has no attribute 'power' (") == 1
+    assert "RuntimeError" not in report.reason

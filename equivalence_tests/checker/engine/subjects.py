@@ -40,6 +40,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["diagnose_subject", "examine_attention"]
 
+FIXED = ("NameError", "ModuleNotFoundError")  # what no other argument or size would change
 MOST_SIZES = 3  # after which what could not be read at any is not tried at others
 
 
@@ -71,6 +72,10 @@ def examine_attention(
         if report is not None and report.verdict != "unchecked":
             return report
         unread += [report] if report is not None else []
+        own = f"AttributeError: '{type(subject.function).__name__}' object"
+        fixed = [text for text in errors if text.startswith((*FIXED, own))]
+        if fixed and not unread:
+            raise CannotCheckError(_cannot_call(fixed))
         if len(unread) == MOST_SIZES:
             break
     if not unread:
