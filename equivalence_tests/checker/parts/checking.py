@@ -6,6 +6,7 @@ A layer or a model is checked by walking its sub-modules (``walking``), code tha
 import contextlib
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from equivalence_tests.checker.parts.positions import position_readings
 from equivalence_tests.checker.parts.readings import Observation, judge
 from equivalence_tests.checker.reach.construction import SIZES, build, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.report import Report
@@ -134,11 +136,7 @@ def _observe(module: nn.Module, width: int, norm: bool, turned: bool) -> Iterato
     generator = torch.Generator().manual_seed(0)
     for (batch, length), size in itertools.product(SHAPES, (1.0, 0.02) if norm else (1.0,)):
         x = size * (torch.randn(batch, length, width, generator=generator) + (0.3 if norm else 0.0))
-        try:
-            with torch.no_grad():
-                output = next(tensors_in((module(_as_given(x, turned)),)), None)
-        except Exception:
-            continue
+        output = next(tensors_in(attempt(partial(module, _as_given(x, turned)))), None)
         output = output.mT if turned and output is not None and output.dim() == 3 else output
         if output is not None and output.shape == x.shape:
             yield x, output

@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,30 +69,19 @@ MOST_CALLS = 200
 
 
 @dataclass(frozen=True)
-class ReadMask:
-    """One mask that was understood."""
-
-    meaning: Meaning
-    shape: str
-    encoding: str
-    mistakes: tuple[str, ...]
-    alternatives: tuple[tuple[str, ...], ...] = ()
-
-
-@dataclass(frozen=True)
 class Attempt:
-    """One way to call a builder, and what came back."""
+    """One way to call a builder, what came back, and what each of the masks may mean."""
 
     plan: CallOfRoles
-    masks: list[ReadMask | None]
+    masks: list[list[Meaning]]
     outputs: list[Tensor]
 
     @property
     def badness(self) -> tuple[int, int]:
         """Count what was not understood, and the mistakes in the rest; a mask that hides nothing tells nothing."""
-        telling = [m for m in self.masks if m is None or m.meaning.words != "hides nothing"]
-        unread = sum(m is None for m in telling) if telling else len(self.masks)
-        return unread, sum(len(m.mistakes) for m in telling if m is not None)
+        telling = [found for found in self.masks if not found or found[0].words != "hides nothing"]
+        unread = sum(not found for found in telling) if telling else len(self.masks)
+        return unread, sum(len(found[0].mistakes) for found in telling if found)
 
 
 def mask_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -207,23 +196,17 @@ def _choices(parameter: inspect.Parameter) -> list[str]:
     return list(dict.fromkeys((role, *UNKNOWN))) if role else list(UNKNOWN)
 
 
-def _read(plan: CallOfRoles, draws: Sequence[Drawn], masks: list[Tensor]) -> ReadMask | None:
-    """Find what a mask means: the reading with the fewest mistakes that gives it on all draws."""
-    found: list[ReadMask] = []
+def _read(plan: CallOfRoles, draws: Sequence[Drawn], masks: list[Tensor]) -> list[Meaning]:
+    """Find what a mask may mean: the readings with the fewest mistakes that give it on all draws."""
     encodings = list(_encodings(masks))
-    for meaning in sorted(meanings(plan, draws), key=lambda m: len(m.mistakes)):
-        for encoding, looks, wrong in encodings:
-            shape = _shape_in_which(meaning.masks, looks)
-            if shape:
-                found.append(ReadMask(meaning, shape, encoding, (*meaning.mistakes, *wrong)))
-        if any(not mask.mistakes for mask in found):
-            break
-    found.sort(key=lambda mask: len(mask.mistakes))
-    if not found:
-        return None
-    same = [m for m in found if len(m.mistakes) == len(found[0].mistakes)]
-    others = dict.fromkeys(m.mistakes for m in same if m.mistakes != found[0].mistakes)
-    return ReadMask(found[0].meaning, found[0].shape, found[0].encoding, found[0].mistakes, tuple(others))
+    found = [
+        replace(meaning, shape=shape, encoding=encoding, mistakes=(*meaning.mistakes, *wrong))
+        for meaning in sorted(meanings(plan, draws), key=lambda meaning: len(meaning.mistakes))
+        for encoding, looks, wrong in encodings
+        if (shape := _shape_in_which(meaning.masks, looks))
+    ]
+    fewest = min((len(mask.mistakes) for mask in found), default=0)
+    return [mask for mask in found if len(mask.mistakes) == fewest]
 
 
 def _encodings(masks: list[Tensor]) -> Iterator[tuple[str, list[Tensor], tuple[str, ...]]]:
@@ -244,15 +227,13 @@ def _shape_in_which(expected: list[Tensor], looks: list[Tensor]) -> str:
     """Name the shape in which masks (b, q, k) equal these; "" if there is none."""
     pairs = list(zip(expected, looks, strict=True))
     for shape, arrange in SHAPES_OUT.items():
-        if shape.startswith("lengths") or not all(_expressible(m, shape) for m in expected):
-            continue
-        if all(_equal(arrange(m, max(x.size(0) // m.size(0), 1)), x) for m, x in pairs):
+        if (
+            not shape.startswith("lengths")
+            and all(torch.equal(arrange(m, max(x.size(0) // m.size(0), 1)), x) for m, x in pairs)
+            and all(_expressible(m, shape) for m in expected)
+        ):
             return shape
     return ""
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and bool((x == y).all())
 
 
 def _expressible(m: Tensor, shape: str) -> bool:
@@ -269,26 +250,26 @@ def _reported(report: Report, attempt: Attempt, drawn: Drawn, ran: list[Operatio
     words = {"ids": ids, "key_ids": ids, "keep": kept, "vectors": "(batch, len, features)"}
     given = ", ".join(f"{name}: {words.get(role, role.replace('_', ' '))}" for name, role in plan.roles)
     report.conventions.append(("arguments", given or "none", ""))
-    for number, (mask, output) in enumerate(zip(masks, attempt.outputs, strict=True), start=1):
+    for number, (found, output) in enumerate(zip(masks, attempt.outputs, strict=True), start=1):
         label = f"mask {number}" if len(masks) > 1 else "mask"
-        if mask is None or (len(masks) == 1 and mask.meaning.words == "hides nothing"):
+        if not found or (len(masks) == 1 and found[0].words == "hides nothing"):
             report.checks.append(CheckResult(label, "skipped", _closest(plan, drawn, output)))
         else:
-            _report_one(report, label, mask, output, ran)
+            _report_one(report, label, found, output, ran)
     unread = [f"{c.name}: {c.detail}" for c in report.checks if c.outcome == "skipped"]
     report.verdict = "deviates" if report.findings else "unchecked" if unread else "equal"
     report.reason = "" if report.verdict != "unchecked" else "; ".join(unread)
     return report
 
 
-def _report_one(report: Report, label: str, mask: ReadMask, output: Tensor, ran: list[Operation]) -> None:
+def _report_one(report: Report, label: str, found: list[Meaning], output: Tensor, ran: list[Operation]) -> None:
+    mask = found[0]
     fill = float(output.min()) if mask.encoding == "additive" else -math.inf
-    meaning = f"{mask.shape}, {ENCODINGS[mask.encoding]}" + (f" (here {fill:g})" if math.isfinite(fill) else "")
-    report.conventions += [(label, mask.meaning.words, ""), ("", meaning, TORCH_WORDS)]
+    encoded = f"{mask.shape}, {ENCODINGS[mask.encoding]}" + (f" (here {fill:g})" if math.isfinite(fill) else "")
+    report.conventions += [(label, mask.words, ""), ("", encoded, TORCH_WORDS)]
     report.checks.append(CheckResult(label, "failed" if mask.mistakes else "passed", ", ".join(mask.mistakes)))
-    alternatives = tuple(
-        " ".join(named_mistake(name).sentence for name in names) for names in mask.alternatives if names
-    )
+    others = dict.fromkeys(other.mistakes for other in found if other.mistakes != mask.mistakes)
+    alternatives = tuple(" ".join(named_mistake(name).sentence for name in names) for names in others)
     for name in mask.mistakes:
         report.findings.append(
             told(
@@ -299,7 +280,7 @@ def _report_one(report: Report, label: str, mask: ReadMask, output: Tensor, ran:
                 alternatives=alternatives,
             )
         )
-    if "padded queries too" in mask.meaning.words:
+    if "padded queries too" in mask.words:
         report.notes.append("the rows of padded queries hide everything: with -inf their softmax is NaN")
     if mask.shape == "(heads * batch, query, key)":
         report.notes.append("the heads come before the samples; torch.nn wants (batch * num_heads, query, key)")

@@ -16,11 +16,21 @@ PAD_ID = 3
 
 @dataclass(frozen=True)
 class Meaning:
-    """A mask as one reading has it: its words, (b, q, k) with True = may look for each draw, and its mistakes."""
+    """A mask as one reading has it.
+
+    Args:
+        words: What it hides.
+        masks: (b, q, k) with True = may look, for each draw.
+        mistakes: What is wrong with it.
+        shape: In which it was found to be given; "" before that.
+        encoding: What its numbers were found to mean; "" before that.
+    """
 
     words: str
     masks: list[Tensor]
     mistakes: tuple[str, ...] = ()
+    shape: str = ""
+    encoding: str = ""
 
 
 def draws_of(pads: set[int]) -> list[Drawn]:

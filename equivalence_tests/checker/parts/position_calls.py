@@ -140,7 +140,7 @@ def _added_to(
 ) -> Iterator[tuple[str, list[Tensor | None]]]:
     """Say what the table may have been added to: what each embedding makes of ids, or the vectors that were given."""
     modules = function.modules() if isinstance(function, nn.Module) and roles == ("ids",) else ()
-    for embedding in (m for m in modules if isinstance(m, nn.Embedding)):
+    for embedding in (m for m in modules if isinstance(m, nn.Embedding) and m is not function):
         yield "embedding(ids)", [attempt(partial(embedding, drawn.first)) for drawn in draws]
     yield "x", [drawn.value("vectors", "") if roles[:1] == ("vectors",) else None for drawn in draws]
 
@@ -182,6 +182,8 @@ def _along_axes(called: list[_Called], rests: list[Tensor], words: tuple[Any, ..
         rows_of = [(lengths, "length"), (batches, "number of samples"), ([0] * len(called), "first token")]
         if "mask" in words[0][1]:
             rows_of.pop()  # a mask read the other way round hides all positions
+        if not words[0][1].startswith(("x", "token ids")):
+            rows_of.clear()  # nothing else has tokens
         for number, name in rows_of:
             observations = [(torch.tensor([float(n)]), r[:1, 0]) for n, r in zip(number, rests, strict=True)]
             rows = (*words, ("positions run along", f"no axis: one row, that of the {name}, for every token", ""))

@@ -83,6 +83,27 @@ class LearnedPositionalEmbedding(nn.Module):
         return x + self.table(torch.arange(x.size(1)))
 
 
+class TableOfPositions(nn.Embedding):
+    """Token ids in, rows of itself out: it embeds no ids."""
+
+    def __init__(self, max_len: int, d_model: int) -> None:
+        super().__init__(max_len, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.arange(x.size(1)).expand(x.shape))
+
+
+class TableForAShape(nn.Embedding):
+    """Takes the shape of the ids, for which positions may be taken."""
+
+    def __init__(self, max_len: int, d_model: int) -> None:
+        super().__init__(max_len, d_model)
+
+    def forward(self, shape: tuple[int, int]) -> Tensor:  # type: ignore[override]
+        _, length = shape[:2]
+        return super().forward(torch.arange(length))
+
+
 class OneRowPositionalEncoding(Table):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.pe[None][:, x.size(1)]
@@ -133,6 +154,7 @@ RIGHT: dict[str, tuple[Any, str, str]] = {
     "a length": (LengthPositionalEncoding, "takes", "a length"),
     "a learned scale": (ScaledPositionalEncoding, "scaled by", "alpha"),
     "a learned table": (LearnedPositionalEmbedding, "table", "learned: table.weight"),
+    "rows of itself": (TableOfPositions, "gives", "pe alone"),
     "a function, length first": (table_of_sines, "takes", "a length and a width"),
     "a function, width first": (position_table, "takes", "a width and a length"),
     "a name that says nothing": (Postion, "order", "sine and cosine interleaved"),
@@ -150,6 +172,10 @@ def test_what_is_right_is_read(name: str) -> None:
 
 def test_a_learned_table_is_said_to_be_one() -> None:
     assert any("a learned table" in note for note in verify(LearnedPositionalEmbedding).notes)
+
+
+def test_one_row_is_no_mistake_where_no_tokens_are_given() -> None:
+    assert verify(TableForAShape, kind="positional_encoding").findings == []
 
 
 @pytest.mark.parametrize(
