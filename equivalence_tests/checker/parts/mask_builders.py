@@ -112,13 +112,7 @@ def examine_mask_builder(found: Any, name: str) -> Report:
     draws = draws_of(_pads_near(function))
     report = Report(name, "mask builder")
     errors: list[str] = []
-    best: Attempt | None = None
-    for named, attempts in _attempts(function, draws, errors):
-        found = min(attempts, key=lambda attempt: attempt.badness, default=None)
-        if found is not None and (named or found.badness == (0, 0)):
-            best = found
-            break
-        best = best or found
+    best = _best_attempt(function, draws, errors)
     if best is None:
         answers = "; ".join(dict.fromkeys(errors)) or "it takes nothing that a mask is built from"
         raise CannotCheckError(f"no way to call {name} as a mask builder was found: {answers}")
@@ -146,23 +140,17 @@ def _pads_near(function: Callable[..., Any]) -> set[int]:
     return {x for name, x in names.items() if "pad" in name.lower() and type(x) is int}
 
 
-def _role(name: str) -> str:
-    """Say what a parameter of this name is given.
-
-    >>> [_role(name) for name in ("sz", "pad_idx", "tgt", "lengths", "thing")]
-    ['size', 'pad_id', 'ids', 'lengths', '']
-    """
-    return told_by(name, ROLES, "")
-
-
-def _attempts(
-    function: Callable[..., Any], draws: Sequence[Drawn], errors: list[str]
-) -> Iterator[tuple[bool, list[Attempt]]]:
-    """Call with every assignment of roles that works, in each layout: first as the names say, and whether they do."""
+def _best_attempt(function: Callable[..., Any], draws: Sequence[Drawn], errors: list[str]) -> Attempt | None:
+    """Call with every assignment of roles, in each layout, until one is read; what the names say is believed."""
+    best: Attempt | None = None
     for number, roles in enumerate(itertools.islice(_role_lists(parameters_of(function)), MOST_CALLS)):
-        plans = [CallOfRoles(roles, layout) for layout in _layouts({role for _, role in roles})]
-        attempts = [_attempt(function, plan, draws, errors) for plan in plans]
-        yield number == 0, [attempt for attempt in attempts if attempt is not None]
+        plans = (CallOfRoles(roles, layout) for layout in _layouts({role for _, role in roles}))
+        attempts = (made for plan in plans if (made := _attempt(function, plan, draws, errors)) is not None)
+        found = min(attempts, key=lambda made: made.badness, default=None)
+        if found is not None and (number == 0 or found.badness == (0, 0)):
+            return found
+        best = best or found
+    return best
 
 
 def _attempt(
@@ -182,7 +170,11 @@ def _layouts(roles: set[str]) -> list[str]:
 
 def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str, str], ...]]:
     """Propose roles for the required parameters, and for optional ones that name the padding."""
-    asked = [p for p in parameters if p.default is p.empty or (_role(p.name) == "pad_id" and type(p.default) is int)]
+    asked = [
+        p
+        for p in parameters
+        if p.default is p.empty or (told_by(p.name, ROLES, "") == "pad_id" and type(p.default) is int)
+    ]
     for roles in ranked([_choices(p) for p in asked]):
         sequences = [r for r in roles if r in ("ids", "key_ids", "size", "key_size")]
         if len(sequences) == len(set(sequences)):
@@ -190,7 +182,7 @@ def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str
 
 
 def _choices(parameter: inspect.Parameter) -> list[str]:
-    role = _role(parameter.name)
+    role = told_by(parameter.name, ROLES, "")
     if role in ("pad_id", "device", "dtype", "heads", "shape", "samples"):
         return [role]
     return list(dict.fromkeys((role, *UNKNOWN))) if role else list(UNKNOWN)
