@@ -1,6 +1,8 @@
 """The checker names the mistake in code that it has never seen, and blames nobody who is right."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -45,28 +47,39 @@ MISTAKES = {
 }
 
 
-def verify(tmp_path: Path, source: str) -> tuple[int, str]:
-    path = tmp_path / "mine.py"
-    path.write_text(source)
-    result = CliRunner().invoke(app, ["verify", f"{path}:Attention"])
-    return result.exit_code, result.stdout
+SOURCES = {
+    "right": ATTENTION,
+    "what cannot be loaded": "raise SystemError('no')\n" + ATTENTION,
+    **{name: ATTENTION.replace(right, wrong) for name, (right, wrong, _) in MISTAKES.items()},
+}
 
 
-def test_a_right_attention_is_found_equal(tmp_path: Path) -> None:
-    status, report = verify(tmp_path, ATTENTION)
-    assert (status, report.split()[0]) == (0, "EQUAL"), report
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Check them all by one command."""
+    folder = tmp_path_factory.mktemp("mine")
+    for name, source in SOURCES.items():
+        (folder / f"{name}.py").write_text(source)
+    result = CliRunner().invoke(app, ["verify", str(folder), "--json", "-"])
+    assert result.exit_code == 1, result.output
+    found = {Path(report["target"].rpartition(":")[0]).stem: report for report in json.loads(result.stdout)}
+    assert set(found) == set(SOURCES)
+    return found
+
+
+def test_a_right_attention_is_found_equal(reports: dict[str, Any]) -> None:
+    assert reports["right"]["verdict"] == "equal", reports["right"]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named(name: str, tmp_path: Path) -> None:
-    right, wrong, words = MISTAKES[name]
+def test_a_mistake_is_named_and_proven(name: str, reports: dict[str, Any]) -> None:
+    right, _, words = MISTAKES[name]
     assert right in ATTENTION
-    status, report = verify(tmp_path, ATTENTION.replace(right, wrong))
-    assert (status, report.split()[0]) == (1, "DEVIATES"), report
-    assert words in report
-    assert "returns torch's numbers" in " ".join(report.split())
+    (finding,) = reports[name]["findings"]
+    assert words in " ".join(finding[part] for part in ("sentence", "have", "fix"))
+    assert finding["proof"]["error"] < 1e-9 < finding["proof"]["without"]
 
 
-def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
-    status, report = verify(tmp_path, "raise SystemError('no')")
-    assert status == 2, report
+def test_what_cannot_be_loaded_is_said(reports: dict[str, Any]) -> None:
+    assert reports["what cannot be loaded"]["verdict"] == "unchecked"
+    assert "SystemError: no" in reports["what cannot be loaded"]["reason"]

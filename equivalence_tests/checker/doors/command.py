@@ -88,7 +88,7 @@ def verify_command(
     """
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
-    console, reasons = Console(), _meant(meant or [], meant_file)
+    console, reasons = Console(stderr=json_file == PRINTED), _meant(meant or [], meant_file)
     requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, reasons, run_all))
     reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), Console(stderr=True))]
     if json_file == PRINTED:

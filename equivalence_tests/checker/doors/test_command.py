@@ -20,7 +20,6 @@ from equivalence_tests.checker.reporting.findings import CheckResult, Example, E
 from equivalence_tests.checker.reporting.lines import CodeLine
 from equivalence_tests.checker.reporting.report import Report
 
-ZOO = Path(__file__).parents[1] / "zoo" / "conventions.py"
 SCALE = Finding(
     "scale_missing",
     "scale",
@@ -190,9 +189,3 @@ def test_the_command_starts_without_torch() -> None:
     code = "import sys, equivalence_tests.checker.doors.command; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-def test_a_right_class_is_equal() -> None:
-    result = CliRunner().invoke(app, ["verify", f"{ZOO}:SeparateLinears"], env={"COLUMNS": "80"})
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("EQUAL")

@@ -37,6 +37,9 @@ class CodeLine:
     text: str
     function: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}"
+
 
 def code_lines(frames: Frames) -> tuple[CodeLine, ...]:
     """Turn frames into lines, the outermost first.
@@ -59,7 +62,7 @@ def frames_of(error: BaseException) -> Frames:
 def raised_at(error: BaseException) -> str:
     """Name the user's line in which an error came up: " (model.py:12)"; "" if it was none of theirs."""
     lines = code_lines(frames_of(error)[:1])
-    return f" ({lines[0].path}:{lines[0].number})" if lines else ""
+    return f" ({lines[0]})" if lines else ""
 
 
 def frames_here() -> Frames:

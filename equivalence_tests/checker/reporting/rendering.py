@@ -61,7 +61,7 @@ def show(view: RenderableType | Shown, console: Console) -> None:
     if console.is_terminal:
         console.print(view)
     else:
-        print(*_printed(view, console), sep="\n")
+        print(*_printed(view, console), sep="\n", file=console.file)
 
 
 def _printed(view: RenderableType | Shown, console: Console) -> list[str]:
@@ -81,8 +81,7 @@ def headline(verdict: Verdict, target: str, kind: str, meant: Sequence[Finding])
 def finding_view(finding: Finding) -> Group:
     """Lay out one mistake: the sentence, the line that ran, have and want, the fix and the proof."""
     sentence = (f"{finding.where}: " if finding.where else "") + finding.sentence
-    rows = grid()
-    for label, value in (
+    told = (
         ("line", _lines(finding.stack)),
         ("have", _formula(finding.have, finding.example, "have")),
         ("want", _formula(finding.want, finding.example, "want")),
@@ -91,29 +90,24 @@ def finding_view(finding: Finding) -> Group:
         ("evidence", Text(finding.evidence)),
         ("or", Text("; ".join(finding.alternatives))),
         ("on purpose in", Text(finding.on_purpose_in)),
-    ):
-        if value.plain:
-            rows.add_row(Text(label, style="dim"), value)
-    return Group(Text(sentence, style="bold"), rows)
+    )
+    return _under(Text(sentence, style="bold"), ((Text(label, style="dim"), value) for label, value in told if value))
 
 
-def meant_view(meant: Sequence[Finding]) -> Group:
+def meant_view(meant: Iterable[Finding]) -> Group:
     """List what deviates from torch's formula on purpose, with the evidence."""
-    rows = grid()
+    rows = []
     for finding in meant:
         difference = f" Without it, the difference from torch is {finding.proof.without:.2g}." if finding.proof else ""
-        rows.add_row(
-            Text(finding.name, style="bold"), Text(f"{finding.sentence} Meant so: {finding.meant}{difference}")
-        )
-    return Group(Text("Meant so", style="bold"), rows)
+        said = Text(f"{finding.sentence} Meant so: {finding.meant}{difference}")
+        rows.append((Text(finding.name, style="bold"), said))
+    return _under(Text("Meant so", style="bold"), rows)
 
 
 def coverage_view(not_exercised: Iterable[Exercise]) -> Group:
     """List what the verdict says nothing about."""
-    rows = grid()
-    for exercise in not_exercised:
-        rows.add_row(Text(exercise.what), Text(exercise.detail))
-    return Group(Text("Not run, so the verdict says nothing about it", style="bold"), rows)
+    rows = ((Text(exercise.what), Text(exercise.detail)) for exercise in not_exercised)
+    return _under(Text("Not run, so the verdict says nothing about it", style="bold"), rows)
 
 
 def reading_view(conventions: Iterable[tuple[str, str, str]]) -> Table:
@@ -128,12 +122,20 @@ def checks_view(checks: Sequence[CheckResult], explained: bool) -> RenderableTyp
     heading = f"{len(passed)} of {len(counted)} checks passed"
     if explained and len(passed) < len(counted):
         return Text(f"{heading}; the others fail because of the above" if passed else "", style="dim")
-    rows = grid()
-    for check in checks:
-        if check.outcome in ("failed", "expected"):
-            label = Text(check.outcome, style="red" if check.outcome == "failed" else "yellow")
-            rows.add_row(label, Text(f"{check.name}: {check.detail}"))
-    return Group(Text(heading, style="dim"), rows) if rows.row_count else Text(heading, style="dim")
+    styles = {"failed": "red", "expected": "yellow"}
+    told = [check for check in checks if check.outcome in styles]
+    rows = [(Text(c.outcome, style=styles[c.outcome]), Text(f"{c.name}: {c.detail}")) for c in told]
+    return _under(Text(heading, style="dim"), rows) if rows else Text(heading, style="dim")
+
+
+def _under(heading: Text, rows: Iterable[tuple[Text, Text]]) -> Group:
+    """A heading, and rows of a label and a text that is folded under itself."""
+    grid = Table.grid(padding=(0, 2, 0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    return Group(heading, grid)
 
 
 def table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> Table:
@@ -146,27 +148,14 @@ def table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> Table:
     return laid
 
 
-def grid() -> Table:
-    """Rows of a label and a text that is folded under itself."""
-    rows = Table.grid(padding=(0, 2, 0, 2))
-    rows.add_column(no_wrap=True)
-    rows.add_column(overflow="fold")
-    return rows
-
-
-def place(line: CodeLine) -> str:
-    """Name a line: "model.py:12"."""
-    return f"{line.path}:{line.number}"
-
-
 def _lines(stack: Sequence[CodeLine]) -> Text:
     """Show the line to change, and below it the lines that led there."""
     if not stack:
         return Text("")
     *callers, guilty = stack
-    text = Text.assemble((place(guilty), "cyan"), f"  {guilty.text or f'in {guilty.function}'}")
+    text = Text.assemble((str(guilty), "cyan"), f"  {guilty.text or f'in {guilty.function}'}")
     for line in reversed(callers):
-        text.append(f"\ncalled from {place(line)}  {line.text}", style="dim")
+        text.append(f"\ncalled from {line}  {line.text}", style="dim")
     return text
 
 
@@ -175,13 +164,9 @@ def _formula(formula: str, example: Example | None, side: str) -> Text:
     if example is None:
         return Text(formula)
     values = getattr(example, side)[:SHOWN_NUMBERS]
-    numbers = f"{example.quantity} = [{', '.join(f'{value:.4g}' for value in values)}{', …' if more(example) else ''}]"
+    more = ["…"] if max(len(example.have), len(example.want)) > SHOWN_NUMBERS else []
+    numbers = f"{example.quantity} = [{', '.join([*(f'{value:.4g}' for value in values), *more])}]"
     return Text(f"{formula}\n{numbers}" if formula else numbers)
-
-
-def more(example: Example) -> bool:
-    """Whether an example has more numbers than are shown."""
-    return max(len(example.have), len(example.want)) > SHOWN_NUMBERS
 
 
 def _proof(proof: Proof | None) -> str:
