@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.reach.state import attempt
+
 __all__ = [
     "ALIKE",
     "BUILDER_NAME",
@@ -67,12 +69,10 @@ def _normalises(found: nn.Module) -> bool:
     if not 1 <= len(parameters) <= 2 or any(p.dim() != 1 for p in parameters) or any(True for _ in found.children()):
         return False
     x = 10 * torch.randn(2, 3, len(parameters[0]), generator=torch.Generator().manual_seed(0)).to(parameters[0].dtype)
-    try:
-        with torch.no_grad():
-            once, tenfold = found(x), found(10 * x)
-        return once.shape == x.shape and bool(once.any()) and torch.allclose(once, tenfold, rtol=1e-2, atol=1e-3)
-    except Exception:  # what cannot be called with one tensor is something else
+    both = attempt(lambda: torch.stack((found(x), found(10 * x))))
+    if both is None or both.shape[1:] != x.shape:
         return False
+    return bool(both.any()) and torch.allclose(*both, rtol=1e-2, atol=1e-3)
 
 
 def there_and_back(found: nn.Module) -> bool:
