@@ -152,7 +152,7 @@ def situation_of(
 def _name_by_heads(departure: Departure, situation: Situation) -> None:
     """One head where there should be several, scaled as one of several."""
     heads, judgement = situation.subject.sizes.num_heads, situation.judgement
-    if departure.name != "scale_other" or heads < 2 or judgement is None:
+    if departure.stage != "scale" or heads < 2 or judgement is None:
         return
     whole = len(judgement.attention.parts[0].table.heads) == 1
     if whole and abs(departure.facts["factor"] * (departure.facts["width"] // heads) ** 0.5 - 1) < 1e-6:

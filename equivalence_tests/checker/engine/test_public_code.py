@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.verify import verify
 
 
@@ -606,3 +607,48 @@ def test_projections_that_are_all_divided_by_the_root_of_their_inputs_are_meant_
     assert report.verdict == "equal", str(report)
     assert {finding.name for finding in report.meant} >= {"value_changed_by_mul", "scale_other", "changed_by_mul"}
     assert verify(lambda: DividesItsValuesByTheirInputs(33, 3)).mistakes == ("value_changed_by_mul",)
+
+
+class Adapted(nn.Linear):
+    """A linear with a product of two narrow matrices added (LoRA)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.down, self.up = nn.Parameter(torch.randn(inputs, 2)), nn.Parameter(torch.randn(2, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x @ self.down) @ self.up * 2
+
+
+class AdaptedAttention(nn.Module):
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = Adapted(embed_dim, 3 * embed_dim), Adapted(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_what_is_added_to_a_matrix_is_part_of_the_projection() -> None:
+    report = verify(AdaptedAttention)
+    assert report.verdict == "equal", str(report)
+
+
+class NeverSplits(nn.Module):
+    """Its one scale is, by the sizes below, the fourth root of the width too."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.d_k = embed_dim // num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return self.o((q @ k.mT / self.d_k**0.5).softmax(-1) @ v)
+
+
+def test_heads_that_are_never_split_are_named_whatever_their_scale_is_called() -> None:
+    adapter = Adapter(build=lambda: NeverSplits(16, 4), embed_dim=16, num_heads=4)
+    assert verify(NeverSplits, adapter=adapter).mistakes == ("heads_never_split",)

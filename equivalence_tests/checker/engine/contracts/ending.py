@@ -145,6 +145,10 @@ def _read(attention: Attention, source: Source, depth: int) -> _Expression:
             inner_ones = tuple(_read(attention, parent, depth + 1) for parent in parents)
             if {parent.kind for parent in parents} == {"projection", "context"} and _one_of_the_other(*parents):
                 inner_ones = (_Expression("inside", operation=source.operation), *inner_ones[1:])
+            if [parent.kind for parent in parents] == ["projection", "projection"] and {*map(str, inner_ones)} == {
+                "out"
+            }:
+                return inner_ones[0]  # a matrix and what is added to it (LoRA)
             return _Expression("sum", inner_ones, factors, source.operation)
     if source.kind == "added" and len(parents) == 1:
         return _read(attention, parents[0], depth + 1)
