@@ -18,6 +18,7 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
+from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs
 from equivalence_tests.checker.reach.construction import retype
 from equivalence_tests.checker.reach.errors import said
@@ -39,7 +40,7 @@ NOT_JUDGED = ("check_every_parameter_gets_a_gradient",)
 
 
 class FailedError(Exception):
-    """The check found something wrong; the message says what."""
+    """The check found something wrong; the message says what, and the second argument names the mistake, if any."""
 
 
 class SkippedError(Exception):
@@ -104,30 +105,21 @@ class Checked:
 
 
 def attention_checks() -> list[Check]:
-    """List the checks, in the order of the report."""
-    return [
-        check_values_without_mask,
-        check_gradients,
-        check_float32_error,
-        check_returned_weights,
-        check_samples_are_independent,
-        check_eval_is_deterministic,
-        check_arguments_are_left_alone,
-        check_dropout_in_training,
-        check_every_parameter_gets_a_gradient,
-        check_state_dict_round_trip,
-    ]
+    """List the checks, in the order of the report: that in which they stand here."""
+    return [check for name, check in globals().items() if name.startswith("check_")]
 
 
 def run_check(check: Check, checked: Checked) -> CheckResult:
-    """Run one check; whatever the user's code raises makes it fail."""
+    """Run one check; whatever the user's code raises makes it fail, and a failure that has a name is a finding."""
     name = check.__name__
     try:
         return CheckResult(name, "passed", check(checked))
     except SkippedError as error:
         return CheckResult(name, "skipped", str(error))
     except FailedError as error:
-        return CheckResult(name, "failed", str(error))
+        detail, *mistakes = error.args
+        checked.report.findings += [told(named_mistake(mistake), stage="checks") for mistake in mistakes]
+        return CheckResult(name, "failed", detail)
     except Exception as error:
         return CheckResult(name, "failed", f"raised {said(error)}")
 
@@ -203,7 +195,7 @@ def check_returned_weights(checked: Checked) -> str:
     if words:
         return words
     if torch.allclose(seen.sum(-1), torch.ones_like(seen.sum(-1)), atol=1e-6):
-        raise FailedError("the maps that come back are not the weights that were used")
+        raise FailedError("the maps that come back are not the weights that were used", "weights_not_those_used")
     if _as_map(seen.softmax(-1), used, checked.bound):
         raise FailedError("the scores come back, from before the softmax")
     raise SkippedError("what comes back with the output is neither weights nor scores")
@@ -287,10 +279,11 @@ def check_dropout_in_training(checked: Checked) -> str:
     finally:
         module.eval()
     if torch.equal(samples[0], samples[1]):
-        raise FailedError("two calls in training are equal: the dropout layer is not used")
+        raise FailedError("two calls in training are equal: the dropout layer is not used", "dropout_never_applied")
     error = (samples.mean(0) - evaluated) / (samples.std(0) / DRAWS**0.5).clamp_min(1e-12)
     if float(error.square().mean().sqrt()) > 3.0:
-        raise FailedError("the mean over dropout is not the output in eval: what it leaves is not rescaled")
+        detail = "the mean over dropout is not the output in eval: what it leaves is not rescaled"
+        raise FailedError(detail, "dropout_not_rescaled")
     return f"the mean over {DRAWS} draws is the output in eval, to within the noise"
 
 

@@ -35,10 +35,10 @@ class GivenMasks:
     """
 
     def __init__(self, call: Call) -> None:
-        named = _named_arguments(call)
-        self.masks = [(mask, name == HIDING) for name, mask in named if "mask" in name and isinstance(mask, Tensor)]
-        said = getattr(call.module, "is_causal", _default(call, "is_causal"))
-        causal = call.kwargs.get("is_causal", said)
+        given = _arguments(call)
+        masks = ((name, x) for name, x in given.items() if "mask" in name)
+        self.masks = [(mask, name == HIDING) for name, mask in masks if isinstance(mask, Tensor)]
+        causal = call.kwargs.get("is_causal", getattr(call.module, "is_causal", given.get("is_causal")))
         self.causal = causal if isinstance(causal, bool) else None
 
     def __call__(self, attention: Attention) -> dict[int, Expectation]:
@@ -77,22 +77,15 @@ class GivenMasks:
             yield ~future if self.causal else torch.ones_like(future)
 
 
-def _parameters(call: Call) -> list[inspect.Parameter]:
+def _arguments(call: Call) -> dict[str, Any]:
+    """The arguments by name, those that are left out too."""
     forward = call.function.forward if isinstance(call.function, nn.Module) else call.function
     try:
-        found = inspect.signature(forward).parameters.values()
+        bound = inspect.signature(forward).bind(*call.args, **call.kwargs)
     except (TypeError, ValueError):
-        return []
-    return [parameter for parameter in found if parameter.kind != parameter.VAR_POSITIONAL]
-
-
-def _default(call: Call, name: str) -> Any:
-    return next((parameter.default for parameter in _parameters(call) if parameter.name == name), None)
-
-
-def _named_arguments(call: Call) -> Iterator[tuple[str, Any]]:
-    yield from call.kwargs.items()
-    yield from zip((parameter.name for parameter in _parameters(call)), call.args, strict=False)
+        return call.kwargs
+    bound.apply_defaults()
+    return {**bound.arguments, **call.kwargs}
 
 
 def _readings(mask: Tensor, part: Part, hides: bool) -> Iterator[Tensor]:
@@ -109,7 +102,7 @@ def _readings(mask: Tensor, part: Part, hides: bool) -> Iterator[Tensor]:
 def _laid_out(mask: Tensor, part: Part) -> Iterator[Tensor]:
     """A mask at the place of each score, for each meaning that its axes can have."""
     shape = part.product.operation.outputs[0].value.shape
-    if mask.dim() not in AXES or mask.dim() > 4 or mask.size(-1) < shape[-1] or 0 in mask.shape:
+    if mask.dim() not in AXES or mask.size(-1) < shape[-1] or 0 in mask.shape:
         return
     for axes in AXES[mask.dim()]:
         whole = mask[axes][..., : shape[-1]].detach()

@@ -387,10 +387,9 @@ class Evidence:
         graded = len((model.bias[live] * 1e6).round().unique()) > 4
         if graded and _grows(part, model, live):
             yield Departure("bias_grows_with_distance", "bias", adding)
-        elif graded and _by_distance(part, model, live):
-            yield Departure("bias_added", "bias", adding, evidence="it depends on the positions alone")
         elif graded:
-            yield Departure("bias_added", "bias", adding)
+            told = "it depends on the positions alone" if _by_distance(part, model, live) else ""
+            yield Departure("bias_added", "bias", adding, evidence=told)
 
     def _bent(self) -> Iterator[Departure]:
         """What no known model does to what is added to the scores, or says which of them are hidden."""

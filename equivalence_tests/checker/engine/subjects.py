@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from equivalence_tests.checker.engine.coverage import cover
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.mask_trials import masked_departures
 from equivalence_tests.checker.engine.meaning import Evidence
-from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.probing import (
     crossing,
     in_training,
@@ -173,22 +173,11 @@ def _check(report: Report, situation: Situation) -> None:
     failed = [check for check in report.checks if check.outcome == "failed"]
     report.notes += [f"{check.name}: {check.detail}" for check in failed if check.name in NOT_JUDGED]
     failed = [check for check in failed if check.name not in NOT_JUDGED]
-    for check in failed:
-        for words, name in NAMED_BY_CHECKS.items():
-            if words in check.detail:
-                report.findings.append(finding_of(Departure(name, "checks", None)))
     if failed:
         report.verdict = "deviates"
     if failed and not report.findings:
         said = {check.__name__: (check.__doc__ or "").partition("\n")[0].rstrip(".") for check in attention_checks()}
         report.reason = "This should hold, and does not: " + "; ".join(said[check.name] for check in failed) + "."
-
-
-NAMED_BY_CHECKS = {
-    "the maps that come back are not": "weights_not_those_used",
-    "what it leaves is not rescaled": "dropout_not_rescaled",
-    "the dropout layer is not used": "dropout_never_applied",
-}
 
 
 def _cover(report: Report, situation: Situation) -> None:
@@ -197,19 +186,10 @@ def _cover(report: Report, situation: Situation) -> None:
     if situation.subject.adapter.call is not None or _is_torchs(function):
         return
 
-    def judge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Report]:
-        subject, last = situation.subject, situation.plan.layout not in CHANNELS_FIRST
-        return diagnose_call(
-            function,
-            args,
-            kwargs,
-            module=subject.module,
-            meant=subject.adapter.meant,
-            proofs=False,
-            features_last=last,
-        )
-
-    covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
+    subject, last = situation.subject, situation.plan.layout not in CHANNELS_FIRST
+    judge = partial(diagnose_call, module=subject.module, meant=subject.adapter.meant, proofs=False, features_last=last)
+    exercised = [exercise.what for exercise in report.coverage]
+    covered = cover(situation.trial, partial(judge, function), exercised)
     report.coverage += covered.exercises
     if situation.judgement is not None:
         report.coverage += Evidence(situation.judgement, situation.subject.module).untold()
