@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.ran import recorded
-from equivalence_tests.checker.engine.reading import module_of
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.parts.functions import BIAS
 from equivalence_tests.checker.parts.readings import PartReading, Row
@@ -143,7 +142,11 @@ def _applied(recorder: Recorder) -> list[Projection]:
         if product is not None:
             (weight, name), *bias = own
             sided = product.swapped() if data[0] is operation.inputs[1] else product
-            found.append(Projection(module_of(name), sided.columns(weight)[0], bias[0][0] if bias else None, operation))
+            found.append(
+                Projection(
+                    name.removesuffix(".weight"), sided.columns(weight)[0], bias[0][0] if bias else None, operation
+                )
+            )
         elif data and own and operation.name.strip("_") in ADDS:
             ended = [p.end.outputs[0].key == data[0].key and own[0][0].numel() == len(p.weight) for p in found]
             found = [
@@ -166,7 +169,7 @@ def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[Part
     elif len(first) == 1:
         yield from _plain(first[0], last, idle)
     elif not first:
-        for unused in (module_of(name) for name, p in idle.items() if p.dim() > 1):
+        for unused in (name.removesuffix(".weight") for name, p in idle.items() if p.dim() > 1):
             for name, activation in ACTIVATIONS.items():
                 mistakes = ("ff_second_linear_missing", *MISTAKES.get(name, ("activation_exchanged",)))
                 yield PartReading(_chain(last, activation), _rows(name, f"{last.name}, {unused}"), mistakes)

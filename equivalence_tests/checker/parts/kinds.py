@@ -72,7 +72,7 @@ def _normalises(found: nn.Module) -> bool:
     both = attempt(lambda: torch.stack((found(x), found(10 * x))))
     if both is None or both.shape[1:] != x.shape:
         return False
-    return bool(both.any()) and torch.allclose(*both, rtol=1e-2, atol=1e-3)
+    return bool(both.any()) and torch.allclose(both[0], both[1], rtol=1e-2, atol=1e-3)
 
 
 def there_and_back(found: nn.Module) -> bool:

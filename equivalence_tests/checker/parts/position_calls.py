@@ -179,7 +179,8 @@ def _along_axes(called: list[_Called], rests: list[Tensor], words: tuple[Any, ..
         yield Placement(words, [_numbered(r[0]) for r in rests])
     elif same_samples and same_tokens:
         lengths, batches = [c.length for c in called], [c.batch for c in called]
-        rows_of = [(lengths, "length"), (batches, "number of samples"), ([0] * len(called), "first token")]
+        rows_of = [(lengths, "length"), ([n - 1 for n in lengths], "last token"), (batches, "number of samples")]
+        rows_of.append(([0] * len(called), "first token"))
         if "mask" in words[0][1]:
             rows_of.pop()  # a mask read the other way round hides all positions
         if not words[0][1].startswith(("x", "token ids")):

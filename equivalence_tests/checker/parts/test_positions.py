@@ -114,6 +114,11 @@ class FirstRowPositionalEncoding(Table):
         return x + self.pe[0]
 
 
+class LastRowPositionalEncoding(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pe[x.size(1) - 1]
+
+
 class MaskedPositionalEncoding(nn.Module):
     """Sums up a mask: positions from 1, divided by the last."""
 
@@ -183,6 +188,7 @@ def test_one_row_is_no_mistake_where_no_tokens_are_given() -> None:
     [
         (OneRowPositionalEncoding, {"position_one_row"}),
         (FirstRowPositionalEncoding, {"position_one_row"}),
+        (LastRowPositionalEncoding, {"position_one_row"}),
         (ForgottenPositionalEncoding, {"position_not_added"}),
         (MultipliedPositionalEncoding, {"position_multiplied"}),
         (SinesOnlyPositionalEncoding, {"position_cosine_missing"}),
