@@ -224,7 +224,11 @@ class _Follower(Meetings):
         with torch.no_grad():
             written, second = torch.zeros_like(names), names.clone()
             operation.call(
-                [written, *(torch.ones(s.value.shape, dtype=names.dtype) for s in rest[:1]), *_values(rest[1:])]
+                [
+                    written,
+                    *(torch.ones(s.value.shape, dtype=names.dtype) for s in rest[:1]),
+                    *(s.value for s in rest[1:]),
+                ]
             )
             operation.call([second, *(self._stand_in(s, {**self.codes, **self.others}) for s in rest)])
             new = written.bool()
@@ -299,10 +303,6 @@ def _memory_of(tensor: Tensor) -> Tensor:
     """Where each element of a tensor lies in memory, counted in elements."""
     places = [torch.arange(size) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return sum(torch.meshgrid(*places, indexing="ij"), start=torch.tensor(tensor.storage_offset())).reshape(-1)
-
-
-def _values(slots: Iterable[Slot]) -> list[Tensor]:
-    return [slot.value for slot in slots]
 
 
 def _fitted(operation: Operation, codes: Tensor, shape: torch.Size) -> Tensor | None:

@@ -258,7 +258,8 @@ def _infinite_weights(attempt: Situation) -> Iterator[Departure]:
     """Weights that become infinite after the softmax."""
     judgement = attempt.judgement
     after = False
-    for operation, _, value in judgement.attention.chain(judgement.attention.parts[0]) if judgement is not None else ():
+    attention = None if judgement is None else judgement.attention
+    for operation, _, value in attention.parts[0].steps(attention.run) if attention is not None else ():
         if after and bool(value.isinf().any()):
             yield Departure("mask_after_softmax", "mask", operation)
             return

@@ -288,7 +288,7 @@ class Evidence:
 
     def _between(self) -> Iterator[tuple[Operation, Part]]:
         for part in self.judgement.attention.parts:
-            for operation, _, _ in self.judgement.attention.chain(part)[1:]:
+            for operation, _, _ in list(part.steps(self.judgement.attention.run))[1:]:
                 yield operation, part
 
     # ------------------------------------------------------------------------------------------ conventions

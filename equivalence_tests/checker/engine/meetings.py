@@ -85,9 +85,6 @@ class Meetings:
             return 0
         return 2 if bool((sources > 0).all()) else 3
 
-    def _isweight(self, slot: Slot) -> bool:
-        return slot.key in self.weights
-
     def _isdata(self, slot: Slot) -> bool:
         return _storage(slot.tensor) in self.data or slot.key in self.codes
 
@@ -98,29 +95,22 @@ class Meetings:
         slots = [operation.inputs[side] for side in contraction.sides]
         if operation.index in self.learnt:
             return self._multiplied(operation, contraction)
-        heavy = [self._isweight(slot) for slot in slots]
+        heavy = [slot.key in self.weights for slot in slots]
         if heavy[0] and not heavy[1]:
             contraction, slots, heavy = contraction.swapped(), slots[::-1], heavy[::-1]
+        live = [self._isdata(slot) for slot in slots]
         if heavy[1]:
-            live = self._isdata(slots[0]) or operation.name == "linear"
-            return self._projected(operation, contraction) if live else None
-        if not all(self._isdata(slot) for slot in slots):
-            return self._projected(operation, self._with_data_left(contraction, slots))
+            return self._projected(operation, contraction) if live[0] or operation.name == "linear" else None
+        if not all(live):  # a product with what is neither data nor a weight, such as a learnt query that was projected
+            contraction = contraction if live[0] else contraction.swapped()
+            return self._projected(operation, contraction) if any(live) else None
         return self._multiplied(operation, contraction)
 
-    def _with_data_left(self, contraction: Contraction, slots: list[Slot]) -> Contraction | None:
-        """A product of data with what is neither data nor a weight, such as a learnt query that was projected."""
-        if not any(self._isdata(slot) for slot in slots):
-            return None
-        return contraction if self._isdata(slots[0]) else contraction.swapped()
-
-    def _projected(self, operation: Operation, contraction: Contraction | None) -> Tensor | None:
+    def _projected(self, operation: Operation, contraction: Contraction) -> Tensor:
         """New names for what a weight makes: the token stays, the feature is the column of the weight.
 
         Where one weight serves several heads, each takes a part of the token: their columns are numbered on.
         """
-        if contraction is None:
-            return None
         slot = operation.inputs[contraction.sides[0]]
         codes = self.codes.get(slot.key)
         tokens = None if codes is None or codes.is_complex() else _tokens_of_rows(contraction.rows(codes))
@@ -327,7 +317,9 @@ class Meetings:
 
     def _read_context(self, context: Context) -> tuple[Tensor, tuple[Any, ...]] | None:
         """Name what comes out: the query's token, and the feature of the value in its head."""
-        product = self._product_of(context)
+        numbers = context.score_sources
+        found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
+        product = found[0] if len(found) == 1 else None
         columns = _features_of_rows(unified(context.values))  # none where one column holds several features
         if product is None or columns is None:
             return None
@@ -347,11 +339,6 @@ class Meetings:
         sources = tuple(sources_in(context.values))
         queries = tuple(sources_in(product.left))
         return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), (sources, queries)
-
-    def _product_of(self, context: Context) -> Product | None:
-        numbers = context.score_sources
-        found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
-        return found[0] if len(found) == 1 else None
 
 
 def _over_one_axis(operation: Operation, before: list[Tensor | None]) -> tuple[Tensor | None, int]:

@@ -360,10 +360,6 @@ class Attention:
         """What holds the contexts last."""
         return self.end.outputs[0]
 
-    def chain(self, part: Part) -> list[tuple[Operation, Tensor, Tensor]]:
-        """List the operations between the two products of a part: names and numbers of what they give."""
-        return list(part.steps(self.run))
-
 
 def values_at(sources: Iterable[Source], codes: Tensor, values: Iterable[Tensor] | None = None) -> Tensor:
     """Give the numbers that sources have under these names; NaN where they have none.

@@ -123,7 +123,7 @@ def weighed_scores(situation: Situation) -> Iterator[tuple[Tensor, Tensor]]:
     """The products of queries and keys, and what goes into the softmax of each."""
     for judgement in situation.found.judgements:
         for part in judgement.attention.parts:
-            chain = [operation for operation, _, _ in judgement.attention.chain(part)]
+            chain = [operation for operation, _, _ in part.steps(judgement.attention.run)]
             for operation in [operation for operation in chain if operation.name in SOFTMAXES][:1]:
                 yield part.product.operation.outputs[0].value, operation.inputs[0].value
 

@@ -1,7 +1,6 @@
 """From the merged heads to what comes back: the output projection, the residual and the LayerNorm around it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,21 +21,18 @@ from equivalence_tests.checker.engine.watching import Operation, Slot, tensors_o
 __all__ = ["ending_departures", "output_departures", "wrap_of"]
 
 
-@dataclass(frozen=True)
-class _Expression:
-    """What a tensor is made of: the attention's output, the input, a sum, or a norm of one of these.
-
-    Args:
-        kind: "out", "input", "sum", "norm", "inside" (an operand, the merged heads, or the input once more through a
-            matrix of the attention) or "other".
-        inner: What it is made of.
-        factors: Of the parts of a sum.
-    """
-
-    kind: str
-    inner: tuple["_Expression", ...] = ()
-    factors: tuple[float, ...] = ()
-    operation: Operation | None = None
+# What a tensor is a sum of, each with its factor: "out" (of the attention), "input", "inside" (an operand, the merged
+# heads, or the input once more through a matrix of the attention), "norm(...)" of one of these, or "other".
+_Terms = tuple[tuple[float, str], ...]
+RESIDUALS = {
+    "inside": "residual_from_elsewhere",
+    "norm(out)": "residual_after_norm",
+    "norm(input)": "residual_from_normalised",
+    "2 input": "residual_added_twice",
+    "-1 out": "residual_subtracted",
+    "-1 input": "residual_subtracted",
+}
+WRAPS = {"out": "none", "input + out": "residual", "norm(input + out)": "post_norm"}
 
 
 def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wanted: Tensor) -> Iterator[Departure]:
@@ -61,10 +57,10 @@ def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wante
     if changed is not None:
         yield changed
         return
-    expression = _read(attention, source, 0)
-    name = _mistake(expression)
+    root = _bare(attention, source)
+    name = _mistake(attention, root)
     if name:
-        yield Departure(name, "wrap", expression.operation)
+        yield Departure(name, "wrap", root.operation)
 
 
 def output_departures(attention: Attention) -> Iterator[Departure]:
@@ -100,11 +96,7 @@ def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[
 def wrap_of(attention: Attention, codes: Tensor) -> str:
     """Say what stands around the attention: "none", "residual" or "post_norm"; "" for anything else."""
     source = _source_of_all(attention, codes)
-    expression = _read(attention, source, 0) if source is not None else _Expression("other")
-    inside = expression.inner[0] if expression.kind == "norm" else expression
-    if inside.kind == "sum" and {part.kind for part in inside.inner} == {"out", "input"}:
-        return "post_norm" if expression.kind == "norm" else "residual"
-    return "none" if expression.kind == "out" else ""
+    return "" if source is None else WRAPS.get(_text(_terms(attention, source, 0)), "")
 
 
 def _source_of_all(attention: Attention, codes: Tensor) -> Source | None:
@@ -120,39 +112,41 @@ def _last_move(attention: Attention) -> Operation | None:
     return moves[-1] if moves else after[-1] if after else attention.end
 
 
-def _read(attention: Attention, source: Source, depth: int) -> _Expression:
-    names = attention.run.names
+def _bare(attention: Attention, source: Source) -> Source:
+    """A source without the gains and biases that were put on it last."""
+    while source.kind in ("gain", "added") and len(source.parents) == 1:
+        source = attention.run.names.sources[source.parents[0]]
+    return source
+
+
+def _terms(attention: Attention, source: Source, depth: int) -> _Terms:
+    parents, made = [attention.run.names.sources[n] for n in source.parents], source.operation
     if depth > 8:
-        return _Expression("other", operation=source.operation)
-    parents = [names.sources[n] for n in source.parents]
-    if source.kind == "input" or source.kind == "given":
-        return _Expression("input", operation=source.operation)
-    if depth and source.number in _operands(attention):
-        return _Expression("inside", operation=source.operation)
-    if source.operation is not None and source.operation.index <= attention.first.index and source.kind == "projection":
-        return _Expression("input", operation=source.operation)
-    if source.kind == "projection" and _repeats_a_matrix(attention, source, parents):
-        return _Expression("inside", operation=source.operation)
+        return ((1.0, "other"),)
+    if depth and source.number in _operands(attention) and source.kind not in ("input", "given"):
+        return ((1.0, "inside"),)
+    early = source.kind == "projection" and made is not None and made.index <= attention.first.index
+    if source.kind in ("input", "given") or early:
+        return ((1.0, "input"),)
     if source.kind in ("projection", "context"):
-        return _Expression("out", operation=source.operation)
-    if source.kind in ("normed", "gain") and len(parents) == 1:
-        inner = _read(attention, parents[0], depth + 1)
-        norm = source.kind == "normed"
-        return _Expression("norm", (inner,), operation=source.operation) if norm else inner
-    if source.kind == "added" and len(parents) == 2:
-        factors = _factors(source, parents)
-        if factors is not None:
-            inner_ones = tuple(_read(attention, parent, depth + 1) for parent in parents)
-            if {parent.kind for parent in parents} == {"projection", "context"} and _one_of_the_other(*parents):
-                inner_ones = (_Expression("inside", operation=source.operation), *inner_ones[1:])
-            if [parent.kind for parent in parents] == ["projection", "projection"] and {*map(str, inner_ones)} == {
-                "out"
-            }:
-                return inner_ones[0]  # a matrix and what is added to it (LoRA)
-            return _Expression("sum", inner_ones, factors, source.operation)
-    if source.kind == "added" and len(parents) == 1:
-        return _read(attention, parents[0], depth + 1)
-    return _Expression("other", operation=source.operation)
+        again = source.kind == "projection" and _repeats_a_matrix(attention, source, parents)
+        return ((1.0, "inside" if again else "out"),)
+    passing = source.kind in ("normed", "gain", "added")
+    inner = [_terms(attention, parent, depth + 1) for parent in parents] if passing else []
+    if len(inner) == 1:
+        return ((1.0, f"norm({_text(inner[0])})"),) if source.kind == "normed" else inner[0]
+    factors = _factors(source, parents) if source.kind == "added" and len(inner) == 2 else None
+    if factors is None:
+        return ((1.0, "other"),)
+    if {parent.kind for parent in parents} == {"projection", "context"} and _one_of_the_other(*parents):
+        inner[0] = ((1.0, "inside"),)
+    if {parent.kind for parent in parents} == {"projection"} and {*map(_text, inner)} == {"out"}:
+        return inner[0]  # a matrix and what is added to it (LoRA)
+    return tuple((factor, _text(terms)) for factor, terms in zip(factors, inner, strict=True))
+
+
+def _text(terms: _Terms) -> str:
+    return " + ".join(sorted(name if factor == 1 else f"{factor:g} {name}" for factor, name in terms))
 
 
 def _operands(attention: Attention) -> set[int]:
@@ -186,25 +180,13 @@ def _factors(source: Source, parents: list[Source]) -> tuple[float, ...] | None:
     return tuple(round(float(x), 4) for x in found.reshape(-1))
 
 
-def _mistake(expression: _Expression) -> str:
+def _mistake(attention: Attention, source: Source) -> str:
     """Name what is wrong about a residual and a norm; "" if nothing is."""
-    if expression.kind == "norm":
-        inner = expression.inner[0]
-        if inner.kind == "out":
-            return "residual_missing"
-        return _mistake(inner) if inner.kind == "sum" else ""
-    if expression.kind != "sum":
-        return ""
-    if any(part.kind == "inside" for part in expression.inner):
-        return "residual_from_elsewhere"
-    kinds = {part.kind: factor for part, factor in zip(expression.inner, expression.factors, strict=True)}
-    normed = [part for part in expression.inner if part.kind == "norm"]
-    if normed:
-        if normed[0].inner[0].kind == "out":
-            return "residual_after_norm"
-        return "residual_from_normalised" if normed[0].inner[0].kind == "input" else ""
-    if kinds.get("input", 1.0) == 2.0:
-        return "residual_added_twice"
-    if kinds.get("out", 1.0) == -1.0 or kinds.get("input", 1.0) == -1.0:
-        return "residual_subtracted"
-    return ""
+    terms = _terms(attention, source, 0)
+    if source.kind == "normed" and len(source.parents) == 1:
+        inner = _terms(attention, attention.run.names.sources[source.parents[0]], 1)
+        if len(inner) == 1:
+            return "residual_missing" if inner[0][1] == "out" else ""
+        terms = inner
+    said = {text for factor, name in terms for text in (name, f"{factor:g} {name}")} if len(terms) > 1 else set()
+    return next((mistake for term, mistake in RESIDUALS.items() if term in said), "")

@@ -11,9 +11,9 @@ from equivalence_tests.checker.engine.codes import known, looked_up, place_of, s
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
 from equivalence_tests.checker.engine.judgement import Expectation, Operand
 from equivalence_tests.checker.engine.names import Attention, Context, Part, Product
-from equivalence_tests.checker.engine.watching import Recorder
+from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
-__all__ = ["context_by_formula", "tile_departures", "weights_by_formula"]
+__all__ = ["context_by_formula", "right_weights", "scale_name", "tile_departures", "weights_by_formula"]
 
 
 def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
@@ -119,3 +119,49 @@ def _hidden(part: Part, expected: Expectation, causal: bool) -> Tensor:
     if expected.may is not None:
         return ~expected.may
     return (part.table.key > part.table.query) & causal
+
+
+def right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> Patch:
+    """Torch's weights in the place of what an operation gives.
+
+    Args:
+        part: Whose scores.
+        names: Of what it gives.
+        hidden: Which keys are hidden.
+        factor: By which the scores are multiplied.
+    """
+    index = part.product.operation.index
+
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        scores = recorder.operations[index].outputs[0].value.double().reshape(-1) * factor
+        weights = weights_by_formula(scores, part.table.row, hidden)
+        return weights[place_of(names).clamp_min(0)].masked_fill(~known(names), 0.0)
+
+    return patch
+
+
+def scale_name(have: float, sizes: dict[str, int]) -> str:
+    """Name a wrong scale by what it is.
+
+    Args:
+        have: By what the scores are multiplied.
+        sizes: Width d of a head, h heads, q queries, k keys, b samples, e features of a token.
+    """
+    d = sizes["d"]
+    known_scales = {
+        "scale_missing": 1.0,
+        "scale_sqrt_d_model": sizes["e"] ** -0.5,
+        "scale_twice": 1 / d,
+        "scale_multiplied": d**0.5,
+        "scale_by_d_model": 1 / sizes["e"],
+        "scale_quartic_root": d**-0.25,
+        "scale_sqrt_heads": sizes["h"] ** -0.5,
+        "scale_sqrt_key_len": sizes["k"] ** -0.5,
+        "scale_sqrt_query_len": sizes["q"] ** -0.5,
+        "scale_sqrt_batch": sizes["b"] ** -0.5,
+        "scale_squared": d**-2.0,
+        "scale_halved": 0.5 * d**-0.5,
+        "scale_root_of_half": (d / 2) ** -0.5,
+        "scale_multiplied_d_model": sizes["e"] ** 0.5,
+    }
+    return next((name for name, value in known_scales.items() if abs(have / value - 1) < 1e-3), "scale_other")

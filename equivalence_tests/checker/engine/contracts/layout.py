@@ -174,18 +174,13 @@ def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
         moved = shuffling(attention.run, [source.number for source in sources], -1, until.index, codes)
         found[role] = moved if moved is not None and moved.name in ("roll", "flip") else None
     alone = [role for role, moved in found.items() if moved is not None]
-    moved = found["query"]
-    if moved is not None and len(alone) == len(found) == 3 and len(set(found.values())) == 1:
-        if has_twin(attention, moved):
-            return None
+    moved = found[alone[0]] if alone else None
+    if moved is None:
+        return None
+    if len(alone) == len(found) == 3 and len(set(found.values())) == 1 and not has_twin(attention, moved):
         return changed_by(moved, "split", "order of queries, keys and values")
-    if (
-        alone != ["query", "key"]
-        or moved is None
-        or not (_turns_whole(moved) or _before_a_norm(attention, part, moved))
-    ):
-        moved = found[alone[0]] if len(alone) == 1 else None
-    return None if moved is None else changed_by(moved, "split", alone[0], blocks=True)
+    both = alone == ["query", "key"] and (_turns_whole(moved) or _before_a_norm(attention, part, moved))
+    return changed_by(moved, "split", alone[0], blocks=True) if both or len(alone) == 1 else None
 
 
 def _turns_whole(moved: Operation) -> bool:

@@ -310,7 +310,7 @@ def _could_take(attention: Attention, parameter: Tensor) -> Operation:
     part = attention.parts[0]
     if parameter.numel() in (part.product.left.size(-1), part.product.left.size(-1) * len(part.table.heads)):
         return part.product.operation
-    return next((op for op, _, _ in attention.chain(part) if op.name in SOFTMAXES), part.product.operation)
+    return next((op for op, _, _ in part.steps(attention.run) if op.name in SOFTMAXES), part.product.operation)
 
 
 def _of_idle_part(stem: str, idle: list[str], module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, place_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio
-from equivalence_tests.checker.engine.contracts.formula import weights_by_formula
+from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_name
 from equivalence_tests.checker.engine.contracts.scores_table import (
     causal_pattern,
     hidden_by_formula,
@@ -89,7 +89,7 @@ class Scores:
         """What happens from the product to the weights that are used."""
         names = self.attention.run.names
         found: list[_Step] = []
-        for operation, codes, value in self.attention.chain(self.part):
+        for operation, codes, value in self.part.steps(self.attention.run):
             taken = next((slot.value for slot, _ in names.taken(operation)), None)
             step = _Step(operation, place_of(codes).masked_fill(~known(codes), -1), value, taken)
             if taken is not None and value.is_floating_point():
@@ -242,7 +242,7 @@ class Scores:
             return None
         else:
             total, factor = torch.tensor(self.total, dtype=torch.float64), self.total / right
-            name, operation = _scale_name(factor, self._sizes()), self._scaling()
+            name, operation = scale_name(factor, self._sizes()), self._scaling()
         facts, patches = {"factor": factor, "width": self.width}, {index: _divided(total)}
         return Departure(name, "scale", operation or self.part.product.operation, facts, patches)
 
@@ -403,19 +403,8 @@ class Scores:
             maker = self.attention.run.maker_of(context.operands[0], context.operation.index)
             names = None if maker is None else self.attention.run.names.after[maker.index][0]
             if maker is not None and names is not None:
-                patches[maker.index] = _right_weights(part, names, hidden, factor)
+                patches[maker.index] = right_weights(part, names, hidden, factor)
         return patches
-
-
-def _right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> Patch:
-    index = part.product.operation.index
-
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        scores = recorder.operations[index].outputs[0].value.double().reshape(-1) * factor
-        weights = weights_by_formula(scores, part.table.row, hidden)
-        return weights[place_of(names).clamp_min(0)].masked_fill(~known(names), 0.0)
-
-    return patch
 
 
 def _same(operation: Operation) -> bool:
@@ -444,25 +433,3 @@ def _fill_of(operation: Operation) -> float | None:
     elif operation.name == "where":
         value = next((x for x in operation.arguments[0][1:] if isinstance(x, int | float)), None)
     return float(value) if isinstance(value, int | float) else None
-
-
-def _scale_name(have: float, sizes: dict[str, int]) -> str:
-    """Name a wrong scale by what it is."""
-    d = sizes["d"]
-    known_scales = {
-        "scale_missing": 1.0,
-        "scale_sqrt_d_model": sizes["e"] ** -0.5,
-        "scale_twice": 1 / d,
-        "scale_multiplied": d**0.5,
-        "scale_by_d_model": 1 / sizes["e"],
-        "scale_quartic_root": d**-0.25,
-        "scale_sqrt_heads": sizes["h"] ** -0.5,
-        "scale_sqrt_key_len": sizes["k"] ** -0.5,
-        "scale_sqrt_query_len": sizes["q"] ** -0.5,
-        "scale_sqrt_batch": sizes["b"] ** -0.5,
-        "scale_squared": d**-2.0,
-        "scale_halved": 0.5 * d**-0.5,
-        "scale_root_of_half": (d / 2) ** -0.5,
-        "scale_multiplied_d_model": sizes["e"] ** 0.5,
-    }
-    return next((name for name, value in known_scales.items() if abs(have / value - 1) < 1e-3), "scale_other")
