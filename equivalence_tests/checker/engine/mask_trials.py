@@ -66,7 +66,22 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     found = masks.read([MaskForm("(batch, query, key)", "look")] if adapted else mask_forms())
     if found is None and not adapted and not (masks.tried or masks.idle or masks.broken):
         found = masks.read(replace(form, held=True) for form in mask_forms())
+    even = _even(situation) if found is None and not masks.takes_all else None
+    if even is not None:
+        return masked_departures(even, report)
     return masks.nearest() if found is None else found
+
+
+def _even(situation: Situation) -> Situation | None:
+    """The same call with as many keys as queries, for code that takes no other masks."""
+    sizes = situation.trial.sizes
+    if sizes.query_len == sizes.key_len:
+        return None
+    try:
+        even = situation_of(situation.subject, replace(situation.trial, sizes=replace(sizes, key_len=sizes.query_len)))
+    except Exception:  # the code may want other lengths
+        return None
+    return None if even.blocked else even
 
 
 def mask_form_of(situation: Situation) -> MaskForm | None:
@@ -105,6 +120,11 @@ class _Masks:
     def parameter(self) -> str:
         """The argument."""
         return self.situation.plan.mask_parameter
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether a form was taken in which every entry counts."""
+        return any(form.pattern == "full" for form in [*self.idle, *(form for _, form, _ in self.tried)])
 
     def read(self, forms: Iterable[MaskForm]) -> list[Departure] | None:
         """Try forms until nothing departs; None if something does in each."""
