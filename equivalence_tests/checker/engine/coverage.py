@@ -298,7 +298,8 @@ def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
             written |= {number for method in methods for number in _numbers_in(method)}
         found |= _whole_numbers(vars(child))
     found = {name: value for name, value in found.items() if LIMITED.search(name)}
-    found |= {p.name: p.default for p in parameters_of(function) if type(p.default) is int}
+    defaults = {p.name: p.default for p in parameters_of(function) if type(p.default) is int}
+    found |= {name: x for name, x in defaults.items() if LIMITED.search(name) or x < LONGEST}  # a size in bytes is none
     yield from ((name, value) for name, value in sorted(found.items()) if value > 1)
     yield from (("a number in its code", x) for x in sorted(written - {*found.values()}) if x in TILES)
 

@@ -141,6 +141,13 @@ class Repeated(Parts):
         return self.attend(*self.project(x)) * (times / 2)
 
 
+class CountsBytes(Parts):
+    """A large number that is no length."""
+
+    def forward(self, x: Tensor, sram_size: int = 65536) -> Tensor:
+        return self.attend(*self.project(x)) * (sram_size / 65536)
+
+
 class ChunksOfTen(Parts):
     """Beyond ten tokens a query sees its own chunk alone."""
 
@@ -294,6 +301,7 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
     [
         (Unknown, "gates"),
         (Repeated, "times"),
+        (CountsBytes, "sram_size"),
         (Refuses, "use_flash=True"),
         (ChunksOfTen, "lengths beyond a number in its code = 10"),
     ],

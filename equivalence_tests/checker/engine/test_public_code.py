@@ -69,6 +69,19 @@ def test_the_width_of_a_context_is_no_length() -> None:
     assert ("arguments", "x: query, context: key = value", "forward(query, key, value, ...)") in report.conventions
 
 
+class RoundsItsScores(Attends):
+    """Right, and coarse in float32."""
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.attend(x, context, 3e4)
+
+
+def test_coarse_rounding_is_told_and_no_mistake() -> None:
+    report = verify(RoundsItsScores)
+    assert report.verdict == "equal"
+    assert [note for note in report.notes if "check_float32_error" in note]
+
+
 class AddsItsMask(Attends):
     """The mask is required, and added."""
 

@@ -39,7 +39,7 @@ class Drawn:
     second: Tensor
     lengths: Tensor
     pad_id: int
-    window: int = 2
+    window: int = 5
     width: int = 13
 
     def value(self, role: str, layout: str) -> Any:

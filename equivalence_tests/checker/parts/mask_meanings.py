@@ -94,11 +94,12 @@ def _triangles(ahead: list[Tensor], plan: CallOfRoles, draws: Sequence[Drawn]) -
     if any(j.size(0) != j.size(1) for j in ahead):
         yield Meaning("causal, aligned at the end", [j <= j[-1, -1] for j in ahead])
     if plan.named("window"):
-        reach = [(j, d.window) for j, d in zip(ahead, draws, strict=True)]
-        yield Meaning("causal, a window with the token itself", [(j <= 0) & (j > -w) for j, w in reach])
-        yield Meaning("causal, a window and the token itself", [(j <= 0) & (j >= -w) for j, w in reach])
-        yield Meaning("a window to both sides", [j.abs() <= w for j, w in reach])
-        yield Meaning("a window to both sides, without its ends", [j.abs() < w for j, w in reach])
+        for window, share in (("a window", 1), ("half a window", 2)):
+            reach = [(j, d.window // share) for j, d in zip(ahead, draws, strict=True)]
+            yield Meaning(f"causal, {window} with the token itself", [(j <= 0) & (j > -w) for j, w in reach])
+            yield Meaning(f"causal, {window} and the token itself", [(j <= 0) & (j >= -w) for j, w in reach])
+            yield Meaning(f"{window} to both sides", [j.abs() <= w for j, w in reach])
+            yield Meaning(f"{window} to both sides, without its ends", [j.abs() < w for j, w in reach])
     yield Meaning("causal", [j <= 1 for j in ahead], ("causal_mask_sees_one_ahead",))
     yield Meaning("causal", [j < 0 for j in ahead], ("causal_mask_hides_itself",))
     yield Meaning("causal", [j >= 0 for j in ahead], ("causal_mask_transposed",))

@@ -43,6 +43,16 @@ def test_what_is_right_is_read(found: Callable[..., Any]) -> None:
         assert tuple(rows(found)) == MEANINGS[found.__name__]
 
 
+def half_a_window(size: int, window: int, causal: bool = True) -> Tensor:
+    apart = torch.arange(size)[:, None] - torch.arange(size)
+    near = apart.abs() <= window // 2
+    return near & (apart >= 0) if causal else near
+
+
+def test_a_window_of_half_its_width_is_called_so() -> None:
+    assert rows(half_a_window)[0] == "causal, half a window and the token itself"
+
+
 def test_several_masks_are_read_one_by_one() -> None:
     assert rows(builders.all_masks)[::2] == [
         "hides nothing",
