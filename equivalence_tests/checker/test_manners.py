@@ -190,7 +190,7 @@ class Misspelt(Fused):
     """Fails however it is called."""
 
     def scale(self, q: Tensor) -> float:
-        return q.size(-1) ** self.power
+        return q.size(-1) ** self.power  # type: ignore[operator,return-value]  # there is none
 
 
 def test_an_error_that_no_argument_changes_is_told_alone_and_soon() -> None:
@@ -198,3 +198,17 @@ def test_an_error_that_no_argument_changes_is_told_alone_and_soon() -> None:
     assert report.verdict == "unchecked"
     assert report.reason.count("AttributeError: 'Misspelt' object has no attribute 'power' (") == 1
     assert "RuntimeError" not in report.reason
+
+
+class Nested(nn.Module):
+    """Its forward is made by the constructor, and forgotten."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            return x
+
+
+def test_a_class_without_forward_is_told_so() -> None:
+    assert verify(Nested).reason == "Nested has no forward: that in its source stands inside another function."

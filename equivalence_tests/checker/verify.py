@@ -17,7 +17,7 @@ from equivalence_tests.checker.own_call import examine_call
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import guess_kind, kind_of, there_and_back
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.loading import inside_wrappers, load, with_signature
+from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.reporting.findings import KINDS, CheckResult
@@ -149,6 +149,8 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
 
 def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None]) -> Report:
     """Check as the kind that is given, or that the name suggests; a name that misleads is seen through."""
+    if adapter.call is None:
+        check_forward(found)
 
     def examined_as(one: str) -> Report:
         try:

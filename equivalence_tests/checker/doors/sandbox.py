@@ -5,26 +5,49 @@ the rest is given to a new one.
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import Any
 
-from equivalence_tests.checker.doors.worker import Request, work
 from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["Limits", "Request", "checked"]
 
+WORKER = "equivalence_tests.checker.doors.worker"
 # A process that took no CPU time for so long waits for something that does not come. A busy machine is no reason.
 STILL_SECONDS = 60.0
 TAKES_PART = 0.05  # seconds of CPU time; the worker's heartbeat alone takes far less
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the worker is asked to check.
+
+    Args:
+        target: "file.py:Name", "notebook.ipynb:Name" or "module.path:Name".
+        inputs: "file.py:name" of what the model is called with; "" to work out a call.
+        kind: As in ``verify``.
+        adapter: "file.py:NAME" of an ``Adapter``; "" for none.
+        meant: As in ``verify``.
+        run_all: Run every cell of a notebook.
+    """
+
+    target: str
+    inputs: str = ""
+    kind: str | None = None
+    adapter: str = ""
+    meant: dict[str, str] = field(default_factory=dict)
+    run_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,8 @@ def _started(requests: Sequence[Request], limits: Limits) -> "Iterator[_Worker]"
     cpu = spawning.Value("d", lock=False)
     with tempfile.TemporaryDirectory() as folder:
         stderr = Path(folder, "stderr")
-        process = spawning.Process(target=work, args=(requests, limits.memory_mib, cpu, theirs, str(stderr)))
+        orders = [asdict(request) for request in requests]
+        process = spawning.Process(target=_work, args=(orders, limits.memory_mib, cpu, theirs, str(stderr)))
         process.start()
         theirs.close()
         try:
@@ -85,6 +109,11 @@ def _started(requests: Sequence[Request], limits: Limits) -> "Iterator[_Worker]"
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
+
+
+def _work(*given: Any) -> None:
+    """Import what needs torch in the worker alone."""
+    importlib.import_module(WORKER).work(*given)
 
 
 @dataclass(frozen=True)

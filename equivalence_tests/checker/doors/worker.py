@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -21,41 +20,20 @@ from typing import Any
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["Request", "work"]
+__all__ = ["work"]
 
 CHECKER = str(Path(__file__).parents[1])
 OURS = str(Path(__file__).resolve().parents[3])
 HEARTBEAT_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the worker is asked to check.
-
-    Args:
-        target: "file.py:Name", "notebook.ipynb:Name" or "module.path:Name".
-        inputs: "file.py:name" of what the model is called with; "" to work out a call.
-        kind: As in ``verify``.
-        adapter: "file.py:NAME" of an ``Adapter``; "" for none.
-        meant: As in ``verify``.
-        run_all: Run every cell of a notebook.
-    """
-
-    target: str
-    inputs: str = ""
-    kind: str | None = None
-    adapter: str = ""
-    meant: dict[str, str] = field(default_factory=dict)
-    run_all: bool = False
-
-
 def work(
-    requests: Sequence[Request], memory_mib: int, cpu: "Synchronized[float]", answers: Connection, stderr: str
+    requests: Sequence[dict[str, Any]], memory_mib: int, cpu: "Synchronized[float]", answers: Connection, stderr: str
 ) -> None:
     """Check what is asked for, one target after another, in a process of its own.
 
     Args:
-        requests: What to check.
+        requests: What to check, each as a ``Request`` has it.
         memory_mib: How much memory the process may take.
         cpu: Receives every second how much CPU time was used.
         answers: Receives the progress and the reports.
@@ -73,7 +51,7 @@ def work(
         os.register_at_fork(after_in_child=_end_where_the_code_returns)
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * 1024**2, memory_mib * 1024**2))
     for request in requests:
-        answers.send(_check(request, answers))
+        answers.send(_check(answers, **request))
     os._exit(0)  # threads of the user's code are not waited for
 
 
@@ -84,19 +62,17 @@ def _look_like_a_plain_process() -> None:
     multiprocessing.set_start_method(None, force=True)
 
 
-def _check(request: Request, answers: Connection) -> list[Report]:
+def _check(answers: Connection, target: str, inputs: str, adapter: str, **options: Any) -> list[Report]:
     # Torch is imported when the parent is watched already: if it vanishes meanwhile, this process does too.
     from equivalence_tests.checker.reach.loading import load
     from equivalence_tests.checker.verify import verify
 
     try:
-        options: dict[str, Any] = {"kind": request.kind, "meant": request.meant, "run_all": request.run_all}
-        if request.inputs:
-            options["inputs"] = load(request.inputs)
-        adapter = load(request.adapter) if request.adapter else None
-        found = verify(request.target, adapter=adapter, progress=answers.send, **options)
+        options |= {"inputs": load(inputs)} if inputs else {}
+        options |= {"adapter": load(adapter)} if adapter else {}
+        found: Report | list[Report] = verify(target, progress=answers.send, **options)
     except CannotCheckError as error:
-        return [Report(request.target, reason=str(error))]
+        return [Report(target, reason=str(error))]
     return found if isinstance(found, list) else [found]
 
 

@@ -673,8 +673,8 @@ CALLS = (
     _dropout(
         "dropout_in_eval",
         "Dropout is active in eval: two calls with the same input differ.",
-        ("F.dropout(weights, p) with training=True, its default", "F.dropout(weights, p, self.training)"),
-        "Use nn.Dropout, or pass training=self.training.",
+        ("weights = dropout(softmax(scores)), in eval too", "weights = softmax(scores) in eval"),
+        "Use nn.Dropout, pass training=self.training to F.dropout, or dropout_p=p if self.training else 0.0.",
         (DROP_LINE, "F.dropout(weights, 0.1)"),
     ),
     _dropout(

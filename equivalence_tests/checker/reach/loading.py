@@ -25,7 +25,7 @@ from equivalence_tests.checker.reach.notebooks import import_notebook
 from equivalence_tests.checker.reach.proposing import scripted_signature
 from equivalence_tests.checker.reporting.lines import raised_at
 
-__all__ = ["inside_wrappers", "load", "with_signature"]
+__all__ = ["check_forward", "inside_wrappers", "load", "with_signature"]
 
 # Attributes by which wrappers hold the module that they hand their calls on to.
 WRAPPERS = ("_orig_mod", "module")
@@ -196,6 +196,27 @@ def _signed(target: Any, signature: inspect.Signature) -> Any:
 
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
+
+
+def check_forward(found: Any) -> None:
+    """Say of a module that nothing in it can be called.
+
+    Args:
+        found: Any object.
+
+    Raises:
+        CannotCheckError: If it is a module, or a class of modules, without a forward.
+    """
+    kind = found if inspect.isclass(found) else type(found)
+    if not issubclass(kind, nn.Module) or "forward" in vars(found):
+        return
+    own, source = kind.__mro__[: kind.__mro__.index(nn.Module)], ""
+    with contextlib.suppress(OSError, TypeError):  # no source
+        source = inspect.getsource(kind)
+    if any({"forward", "__call__"} & vars(base).keys() for base in own) or ".forward =" in source:
+        return
+    nested = ": that in its source stands inside another function" if "def forward(" in source else ""
+    raise CannotCheckError(f"{kind.__name__} has no forward{nested}.")
 
 
 def inside_wrappers(found: Any) -> tuple[Any, tuple[str, ...]]:
