@@ -315,6 +315,7 @@ ROTARY = (
         ("(a cos + b sin, b cos - a sin)", "(a cos - b sin, b cos + a sin)"),
         "The quarter turn of (a, b) is (-b, a).",
         ("torch.cat((-b, a), -1)", "torch.cat((b, -a), -1)"),
+        ran="neg, sub",
         on_purpose_in="nanochat rotates so: a model trained this way is as good, but weights of other code do not fit.",
     ),
     _rotary(
@@ -323,6 +324,7 @@ ROTARY = (
         ("halves with the angles of neighbours, or the reverse", "the angles of the elements that are paired"),
         "Lay out the angles as the elements are paired: cat for halves, repeat_interleave for neighbours.",
         ("torch.cat((angles, angles), -1)", "angles.repeat_interleave(2, -1)"),
+        ran="repeat_interleave, cat, stack",
     ),
     _rotary(
         "rotations_differ",

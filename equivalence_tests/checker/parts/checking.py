@@ -17,7 +17,7 @@ from equivalence_tests.checker.parts.functions import function_modules
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder
 from equivalence_tests.checker.parts.norms import is_rms_norm, norm_readings
 from equivalence_tests.checker.parts.position_calls import placements
-from equivalence_tests.checker.parts.positions import position_readings
+from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
 from equivalence_tests.checker.parts.readings import Observation, judge
 from equivalence_tests.checker.reach.construction import SIZES, build, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -110,8 +110,9 @@ def _examine_positions(subject: Subject, where: str) -> Report | None:
     unmatched = None
     for placement in placements(subject, module or subject.function):
         width = placement.observations[0][1].size(-1)
+        known = rotary_readings if placement.rotated else position_readings
         found = (placement.words, placement.mistakes, placement.notes)
-        readings = (reading.beside(*found) for reading in position_readings(module, width))
+        readings = (reading.beside(*found) for reading in known(module, width))
         calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
         report = judge(subject.name, "positional encoding", where, readings, placement.observations, calls)
         if report.verdict != "unchecked":

@@ -25,7 +25,7 @@ LONGEST = 1024
 # What a module is called with.
 MODULE_ROLES = (
     *(("vectors",), ("ids",), ("size",), ("positions",), ("positions of each sample",)),
-    *(("vectors", "keep"), ("vectors", "padding"), ()),
+    *(("vectors", "keep"), ("vectors", "padding"), (), ("vectors", "positions")),
 )
 MOST_REQUIRED = 4
 WORDS = {
@@ -50,6 +50,7 @@ class Placement:
         observations: The numbers of the positions, and the rows of the table.
         mistakes: What is wrong with the way it is indexed.
         notes: What should be known about it.
+        rotated: Whether what is observed are vectors and what came of them, by a rotation if by anything.
         again: Makes the first of the calls once more.
     """
 
@@ -57,6 +58,7 @@ class Placement:
     observations: list[Observation]
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    rotated: bool = False
     again: Callable[[], Any] = lambda: None
 
 
@@ -97,7 +99,10 @@ def placements(subject: Subject, function: Callable[..., Any]) -> Iterator[Place
 def _widths(subject: Subject) -> list[int]:
     """Give the widths to try: that of the table that it holds, then that of the tokens."""
     held = [] if subject.module is None else [x.size(-1) for x in own_tensors(subject.module) if x.dim() >= 2]
-    return list(dict.fromkeys([*held[:1], subject.sizes.embed_dim]))
+    pairs = (
+        [2 * held[0], subject.sizes.head_dim] if held else [subject.sizes.head_dim]
+    )  # a table of angles is half as wide
+    return list(dict.fromkeys([*held[:1], subject.sizes.embed_dim, *pairs]))
 
 
 def _whole(subject: Subject) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -156,6 +161,10 @@ def _placed(called: list[_Called], words: str, added_to: str, again: Callable[[]
         for found in _along_axes(called, tables, (("takes", words, ""), ("gives", given, ""))):
             multiplied = ("position_multiplied",) if scaling == "x * pe" else ()
             yield replace(found, mistakes=(*multiplied, *found.mistakes), again=again)
+    turned = [(one.x, one.output) for one in called if one.x is not None and one.x.shape == one.output.shape]
+    if len(turned) == len(called):
+        rows = (("takes", words, ""), ("gives", f"{added_to}, rotated", ""))
+        yield Placement(rows, turned, rotated=True, again=again)
 
 
 def _rest(called: _Called, scaling: str) -> Tensor | None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.parts.kinds import own_tensors
 from equivalence_tests.checker.parts.readings import PartReading
+from equivalence_tests.checker.reach.angles import base_of
 
-__all__ = ["position_readings"]
+__all__ = ["position_readings", "rotary_readings"]
 
 OFFSETS = (0, 1, 2)  # of the first row that a learned table gives
 BASES = (10000.0, 1000.0, 100.0, 100000.0)
@@ -46,6 +47,48 @@ NUMBERINGS: dict[str, tuple[Map, tuple[str, ...]]] = {
         ("position_normalised",),
     ),
 }
+
+# How elements are paired: their angles laid out for each of them, and their quarter turn.
+PAIRS: dict[str, tuple[Map, Map]] = {
+    "halves of a head": (
+        lambda angles: torch.cat((angles, angles), -1),
+        lambda x: torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1),
+    ),
+    "pairs of neighbours": (
+        lambda angles: angles.repeat_interleave(2, -1),
+        lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2),
+    ),
+}
+
+
+def rotary_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:
+    """Read a rotation by position in every way.
+
+    Args:
+        module: What may state a base of its own; None for a function.
+        width: Width of the vectors.
+
+    Yields:
+        Rotations of pairs. Their formulas take the vectors.
+    """
+    note = "torch.nn has no rotary positions: pairs of elements are rotated by the angles pos / base^(2i / d)"
+    laws = {name: law for name, law in EXPONENTS.items() if "cosine" not in name}
+    bases = dict.fromkeys((BASES[0], base_of(module)))
+    options = itertools.product(laws.items(), bases, PAIRS.items(), PAIRS.items(), (1, -1))
+    for (exponent, law), base, (pairs, (_, turn)), (angled, (laid_out, _)), sign in options:
+        mistakes = (
+            *([exponent] if exponent else []),
+            *(["rotary_mixed"] if pairs != angled else []),
+            *(["rotary_reversed"] if sign < 0 else []),
+        )
+        steps = base ** -law(torch.arange(width // 2, dtype=torch.float64), width)[0]
+        words = (("rotates", pairs, "torch.nn does not"), ("base", f"{base:g}", ""))
+        yield PartReading(partial(_rotated, turn, laid_out, sign * steps), words, mistakes, (note,))
+
+
+def _rotated(turn: Map, laid_out: Map, steps: Tensor, x: Tensor) -> Tensor:
+    angles = laid_out(torch.arange(float(x.size(-2)), dtype=steps.dtype)[:, None] * steps)
+    return x * angles.cos() + turn(x) * angles.sin()
 
 
 def position_readings(module: nn.Module | None, width: int) -> Iterator[PartReading]:

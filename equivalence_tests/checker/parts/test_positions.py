@@ -153,6 +153,37 @@ class MultipliedPositionalEncoding(Table):
         return x * self.pe[: x.size(1)]
 
 
+class RotaryPositionalEmbedding(nn.Module):
+    """Rotates pairs of neighbours by tables of half their width."""
+
+    def __init__(self, theta: float, d_k: int, max_seq_len: int) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(max_seq_len), theta ** -self.exponents(d_k))
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def exponents(self, width: int) -> Tensor:
+        return torch.arange(0, width, 2) / width
+
+    def forward(self, x: Tensor, token_positions: Tensor) -> Tensor:
+        cos, sin = self.get_buffer("cos")[token_positions], self.get_buffer("sin")[token_positions]
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack(self.turned(a, b, cos, sin), -1).flatten(-2)
+
+    def turned(self, a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return a * cos - b * sin, b * cos + a * sin
+
+
+class ReversedRotaryPositionalEmbedding(RotaryPositionalEmbedding):
+    def turned(self, a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return a * cos + b * sin, b * cos - a * sin
+
+
+class FastRotaryPositionalEmbedding(RotaryPositionalEmbedding):
+    def exponents(self, width: int) -> Tensor:
+        return torch.arange(0, width, 2) / (width // 2)
+
+
 RIGHT: dict[str, tuple[Any, str, str]] = {
     "ids": (IdsPositionalEncoding, "takes", "token ids"),
     "ids, embedded": (EmbeddingPositionalEncoding, "gives", "sqrt(d_model) embedding(ids) + pe"),
@@ -160,6 +191,7 @@ RIGHT: dict[str, tuple[Any, str, str]] = {
     "a learned scale": (ScaledPositionalEncoding, "scaled by", "alpha"),
     "a learned table": (LearnedPositionalEmbedding, "table", "learned: table.weight"),
     "rows of itself": (TableOfPositions, "gives", "pe alone"),
+    "a rotation": (RotaryPositionalEmbedding, "rotates", "pairs of neighbours"),
     "a function, length first": (table_of_sines, "takes", "a length and a width"),
     "a function, width first": (position_table, "takes", "a width and a length"),
     "a name that says nothing": (Postion, "order", "sine and cosine interleaved"),
@@ -186,6 +218,8 @@ def test_one_row_is_no_mistake_where_no_tokens_are_given() -> None:
 @pytest.mark.parametrize(
     ("found", "names"),
     [
+        (ReversedRotaryPositionalEmbedding, {"rotary_reversed"}),
+        (FastRotaryPositionalEmbedding, {"position_exponent_doubled"}),
         (OneRowPositionalEncoding, {"position_one_row"}),
         (FirstRowPositionalEncoding, {"position_one_row"}),
         (LastRowPositionalEncoding, {"position_one_row"}),
