@@ -10,6 +10,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.codes import (
     FEATURES,
     UNKNOWN,
+    Contraction,
     coded,
     feature_of,
     known,
@@ -22,7 +23,7 @@ from equivalence_tests.checker.engine.codes import (
     unified,
 )
 from equivalence_tests.checker.engine.names import Context, Identities, Product, ScoreTable, Source
-from equivalence_tests.checker.engine.products import Contraction, contraction_of, contraction_of_sum
+from equivalence_tests.checker.engine.products import contraction_of, contraction_of_sum
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
 

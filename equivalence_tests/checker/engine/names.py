@@ -9,6 +9,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import (
     FEATURES,
+    Contraction,
     feature_of,
     looked_up,
     source_of,
@@ -16,7 +17,6 @@ from equivalence_tests.checker.engine.codes import (
     token_of,
     unified,
 )
-from equivalence_tests.checker.engine.products import Contraction
 from equivalence_tests.checker.engine.vocabulary import MOVES, SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 

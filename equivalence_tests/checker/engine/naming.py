@@ -26,12 +26,12 @@ def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
 def _changed(departure: Departure) -> Mistake:
     """What no catalogue knows: a stage is changed by a function that torch's formula does not have."""
     function, what = departure.facts["function"], departure.facts["what"]
-    is_or_are = "are" if what in ("scores", "weights") else "is"
+    is_or_are, was = ("are", "they were") if what in ("scores", "weights") else ("is", "it was")
     return Mistake(
         departure.name,
         departure.stage,
         f"The {what} {is_or_are} changed by {function}, which torch's formula does not have.",
         f"{what} = {function}({what})",
-        f"the {what} as it was before",
+        f"the {what} as {was} before",
         f"Leave {function} out, or say with --meant {departure.name}=REASON that it is meant so.",
     )

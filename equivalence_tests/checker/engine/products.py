@@ -1,58 +1,15 @@
 """Which recorded operations are products of two tensors, and which of their elements meet: rows times columns."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.codes import Contraction
 from equivalence_tests.checker.engine.watching import Operation
 
-__all__ = ["Contraction", "contraction_of", "contraction_of_sum"]
-
-
-@dataclass(frozen=True)
-class Contraction:
-    """out[n, i, j] = sum over d of left[n, i, d] * right[n, j, d].
-
-    Args:
-        left: (n, i, d): for each term, which element of the left operand, counted through its memory order.
-        right: (n, j, d): the same of the right operand.
-        out: (n, i, j): which element of the result.
-        sides: Which of the operation's inputs the left and the right operand are.
-        shape: Shape of the result.
-        apart: The equation that would be this product, where an einsum sums each operand by itself and multiplies the
-            sums; "" where it is this product.
-    """
-
-    left: Tensor
-    right: Tensor
-    out: Tensor
-    sides: tuple[int, int]
-    shape: tuple[int, ...]
-    apart: str = ""
-
-    def swapped(self) -> "Contraction":
-        """Exchange rows and columns."""
-        return replace(self, left=self.right, right=self.left, out=self.out.transpose(1, 2), sides=self.sides[::-1])
-
-    def rows(self, values: Tensor) -> Tensor:
-        """Lay out what belongs to the left operand's elements as (n, i, d)."""
-        return values.reshape(-1)[self.left]
-
-    def columns(self, values: Tensor) -> Tensor:
-        """Lay out what belongs to the right operand's elements as (n, j, d)."""
-        return values.reshape(-1)[self.right]
-
-    def result(self, values: Tensor) -> Tensor:
-        """Lay out what belongs to the result's elements as (n, i, j)."""
-        return values.reshape(-1)[self.out]
-
-    def scattered(self, values: Tensor) -> Tensor:
-        """Turn (n, i, j) into the shape of the result."""
-        flat = values.new_empty(values.numel())
-        flat[self.out.reshape(-1)] = values.reshape(-1)
-        return flat.view(self.shape)
+__all__ = ["contraction_of", "contraction_of_sum"]
 
 
 def contraction_of(operation: Operation) -> Contraction | None:

@@ -937,10 +937,20 @@ class OneQuery(Base):
         return scores.softmax(-2)
 
 
-def test_of_one_query_too_the_softmax_runs_over_keys() -> None:
-    finding = judged(OneQuery).findings[0]
+class DividedOverQueries(Base):
+    """Slots that compete for keys: divided by the sums of the rows, their weights sum to one all the same."""
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        weights = scores.softmax(-2)
+        return weights / weights.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("target", [OneQuery, DividedOverQueries])
+def test_of_one_query_and_behind_a_division_too_the_softmax_runs_over_keys(target: type[nn.Module]) -> None:
+    finding = judged(target).findings[0]
     assert finding.line is not None
-    assert (finding.name, finding.line.text) == ("softmax_over_queries", "return scores.softmax(-2)")
+    assert finding.name == "softmax_over_queries"
+    assert "scores.softmax(-2)" in finding.line.text
 
 
 class ValuesFromBeside(Base):

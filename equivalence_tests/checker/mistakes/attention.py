@@ -246,12 +246,17 @@ SOFTMAXES = (
     *(
         _softmax(
             f"softmax_over_{name}",
-            f"The softmax runs over the {name}: the weights of a query do not sum to one over the keys.",
+            f"The softmax runs over the {name}, not over the keys of each query.",
             f"weights = softmax(scores, dim={axis})",
             "Take the softmax over the last axis, the keys.",
             (SOFTMAX_LINE, f"scores.softmax({axis})"),
+            on_purpose_in=purpose,
         )
-        for name, axis in (("queries", -2), ("heads", 1), ("batch", 0))
+        for name, axis, purpose in (
+            ("queries", -2, "Slot attention lets slots compete for a key, and divides each row by its sum."),
+            ("heads", 1, ""),
+            ("batch", 0, ""),
+        )
     ),
     *(
         _softmax(

@@ -182,13 +182,20 @@ class Scores:
         sigmoid = next((s.operation for s in self.steps if "sigmoid" in s.operation.name), None)
         if sigmoid is not None:
             return self._put_right("sigmoid_for_softmax", "softmax", sigmoid)
-        softmax = self._softmax_step()
-        if softmax.name in SOFTMAXES and bool((softmax.outputs[0].value == 1).all()):
+        softmax, table = self._softmax_step(), self.part.table
+        columns = table.head * (int(table.key.max()) + 1) + table.key
+        if softmax.name in SOFTMAXES and self._sum_to_one(columns) and not self._sum_to_one(table.row):
             return self._put_right("softmax_over_queries", "softmax", softmax)
         strange = [step for step in self.steps if self._is_odd(step)]
         strange.sort(key=lambda step: step.operation.name.strip("_") in (*FACTORS, "tanh"))  # learnt, or a cap
         operation = strange[0].operation if strange else self.part.contexts[0].operation
         return changed_by(operation, "scores", "scores", patches=self._softmaxed())
+
+    def _sum_to_one(self, groups: Tensor) -> bool:
+        """Whether the scores of each group sum to one behind the softmax, whatever becomes of them then."""
+        given = next(s.laid(len(groups)) for s in self.steps if s.operation is self._softmax_step()).nan_to_num(0.0)
+        sums = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add_(0, groups, given)
+        return bool(((sums[groups] - 1).abs() < LOOSE).all())
 
     def _is_odd(self, step: _Step) -> bool:
         """Whether a step changes scores that are seen, in another way than by a factor, a sum or a softmax."""
