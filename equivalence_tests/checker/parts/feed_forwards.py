@@ -166,7 +166,7 @@ def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[Part
         for order, (gate, up) in zip(("gate; up", "up; gate"), itertools.permutations(pieces), strict=True):
             names = f"{gate.name} (gate), {up.name}" if len(first) == 2 else f"{gate.name}: rows are [{order}]"
             yield from _gated(gate, up, last, f"{names}, {last.name}")
-    elif len(first) == 1:
+    if pieces is first and len({p.name for p in first}) == 1:  # an activation by hand may apply it twice
         yield from _plain(first[0], last, idle)
     elif not first:
         for unused in (name.removesuffix(".weight") for name, p in idle.items() if p.dim() > 1):

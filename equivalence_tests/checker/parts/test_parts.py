@@ -273,6 +273,13 @@ class TiedFeedForward(nn.Module):
         return F.gelu(x @ self.weight.T) @ self.weight
 
 
+class WrittenGelu(PaperFeedForward):
+    """Its activation is written down, with the first linear in it twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(0.5 * self.w_1(x) * (1 + torch.erf(self.w_1(x) / 2**0.5)))
+
+
 class WeightNormFeedForward(PaperFeedForward):
     """Its matrices are made in each call."""
 
@@ -342,6 +349,7 @@ RIGHT: dict[str, tuple[Callable[[], Any], str, str]] = {
     "convolutions of one width": (lambda: SquareConvFeedForward, "includes", "+ residual"),
     "matrices of its own": (lambda: RawFeedForward, "linears", "W1, W2"),
     "one matrix twice": (lambda: TiedFeedForward, "activation", "GELU"),
+    "one linear twice, in an activation by hand": (lambda: WrittenGelu, "activation", "GELU"),
     "matrices with a norm": (lambda: WeightNormFeedForward, "activation", "ReLU"),
     "gates of its own": (lambda: RawSwiGluFeedForward, "gated", "SwiGLU"),
     "features before tokens": (lambda: ChannelsFeedForward, "layout", "(batch, features, len)"),
