@@ -12,7 +12,7 @@ from equivalence_tests.checker.engine.codes import source_of, sources_in
 from equivalence_tests.checker.engine.contracts.changing import strange_operations
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, constant_ratio
 from equivalence_tests.checker.engine.contracts.layout import are_followed
-from equivalence_tests.checker.engine.contracts.operands import is_normed
+from equivalence_tests.checker.engine.contracts.operands import earlier, is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
@@ -29,7 +29,7 @@ CAP = re.compile(r"cap|clip", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 SIZES = re.compile(
     r"size|dim|width|num|heads|layers|eps|drop|vocab|len|range|_ids?$|channels|rank|hidden|depth|ratio|position|patch"
-    r"|(^|_)[nd]_|token"
+    r"|(^|_)[nd]_|token|logit"
 )
 
 
@@ -199,6 +199,9 @@ class Evidence:
         for operands in self.judgement.operands:
             if self._needs_no_scale(departure, operands[:2]):
                 return "queries and keys are normalised, with gains that are learnt"
+            for before in (earlier(self.judgement.attention.run, operand, ("gain",)) for operand in operands[:2]):
+                if departure.name == "scale_missing" and before is not None and abs(before.factor - 1) > 1e-6:
+                    return f"a gain that is learnt follows a scale of {before.factor:.4g}"
             turns = [self._own_scale(operand) for operand in operands[:2] if operand.change == "rotated"]
             if len(turns) == 2 and abs(turns[0] - turns[1]) < 1e-3 and abs(turns[0] - 1) > 1e-3:
                 total = departure.facts["factor"] * math.sqrt(departure.facts["width"])

@@ -370,6 +370,45 @@ class NormedWithoutTheirScale(Normed):
         self.config = Configuration(query_pre_attn_scalar=4)
 
 
+class ScaledBeforeAGain(Base):
+    """Queries are scaled, then multiplied by what is learnt."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH // HEADS))
+
+    def scaled(self, q: Tensor) -> Tensor:
+        return q * (WIDTH // HEADS) ** -0.5
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return self.scaled(q) * self.gain, k, v
+
+
+class GainWithoutAScale(ScaledBeforeAGain):
+    def scaled(self, q: Tensor) -> Tensor:
+        return q
+
+
+class ScaledAsItsLogits(Base):
+    """The scale of another thing is, by chance, that of its scores."""
+
+    scale = 0.0625
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Configuration(logit_scale=0.0625)
+
+
+class LengthFirstRolled(Base):
+    """Samples are exchanged while the length comes first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(self.attend(x).transpose(0, 1)).roll(1, 1).transpose(0, 1)
+
+
 class NormedValuesScaled(NormedValues):
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().operands(x)
@@ -459,6 +498,9 @@ class AmongSamples(nn.Module):
         (FoldedHeadsRolled, "changed_by_roll", "return scores.roll(1, 1)"),
         (NormedAndFlippedBehind, "query_changed_by_flip", "return q.flip(-1), k.flip(-1), v"),
         (NormedWithoutTheirScale, "scale_missing", ""),
+        (GainWithoutAScale, "scale_missing", ""),
+        (ScaledAsItsLogits, "scale_squared", ""),
+        (LengthFirstRolled, "changed_by_roll", "return self.o_proj("),
         (NormedValuesScaled, "value_changed_by_mul", "return q, k, v * 1.3"),
         (HandsKeysOverAsValues, "key_value_swapped", "keys = torch.cat((old, keys), 2)"),
         (BiasesWithoutSigns, "changed_by_abs", "return torch.cat(biases).abs()"),
@@ -531,6 +573,7 @@ def test_a_mask_of_numbers_shows_what_is_there(
         OneRowAtATime,
         TwoKindsInOneTensor,
         TurnedAndGrowing,
+        ScaledBeforeAGain,
     ],
 )
 def test_what_goes_its_own_way_unchanged_is_right(target: type[nn.Module]) -> None:

@@ -80,12 +80,16 @@ def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[
     source = attention.run.names.sources[numbers[0]] if len(numbers) == 1 and bool(known(codes).all()) else None
     if source is None or source.operation is None or source.operation.index <= attention.end.index:
         return
-    if codes.shape == source.codes.shape and not torch.equal(codes, source.codes):
+    alike = codes.shape == source.codes.shape
+    if not torch.equal(codes, source.codes):
         moved = shuffling(attention.run, numbers, attention.end.index, len(attention.run.operations))
-        gone = Departure("output_tokens_moved", "output", _last_move(attention))
-        if moved is None or not has_twin(attention, moved):
-            yield changed_by(moved, "output", "output") if moved is not None else gone
-        return
+        if moved is not None and (alike or moved.name in ("roll", "flip")):
+            if not has_twin(attention, moved):
+                yield changed_by(moved, "output", "output")
+            return
+        if alike:
+            yield Departure("output_tokens_moved", "output", _last_move(attention))
+            return
     changed = changed_on_the_way(attention, numbers, output, codes)
     if changed is not None and not adds_two(
         changed.operation
