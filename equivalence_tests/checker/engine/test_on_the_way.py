@@ -409,6 +409,21 @@ class LengthFirstRolled(Base):
         return self.o_proj(self.attend(x).transpose(0, 1)).roll(1, 1).transpose(0, 1)
 
 
+class AddsWhatItIsGiven(Base):
+    """A residual from where nothing has a name."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        return self.finished(super().forward(x) + residual)
+
+    def finished(self, x: Tensor) -> Tensor:
+        return x
+
+
+class AddsAndLosesSigns(AddsWhatItIsGiven):
+    def finished(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
 class NormedValuesScaled(NormedValues):
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().operands(x)
@@ -639,6 +654,12 @@ def test_keys_and_values_of_each_kind_are_followed(target: type[nn.Module], name
     report = judged(target, torch.randn(2, 4, WIDTH).double())
     assert report.mistakes == names
     assert not names or (report.findings[0].line is not None and "return k" in report.findings[0].line.text)
+
+
+def test_a_residual_hides_nothing_that_comes_after_it() -> None:
+    residual = torch.randn(2, 5, WIDTH).double()
+    assert judged(AddsWhatItIsGiven, residual).mistakes == ()
+    assert judged(AddsAndLosesSigns, residual).mistakes == ("changed_by_abs",)
 
 
 @pytest.mark.parametrize(

@@ -66,16 +66,23 @@ def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wante
 def output_departures(attention: Attention) -> Iterator[Departure]:
     """Hold what a call returns first against what the last weight or product gave."""
     output = next(tensors_of(attention.run.output), None)
-    found = attention.run.names.last_of(output) if output is not None else None
+    if output is None:
+        return
+    found = attention.run.names.last_of(output)
     if found is not None:
-        yield from _unchanged(attention, *found)
-    elif output is not None:  # nobody knows which of its elements is which
-        slot, end = Slot(output, output.detach()), len(attention.run.operations)
-        bent = strange_departures(attention, slot, end, "output", "output")
-        yield from (one for one in bent if one.operation is not None and one.operation.index > attention.end.index)
+        yield from _unchanged(attention, output, *found)
+    else:  # nobody knows which of its elements is which
+        yield from _bent(attention, output)
 
 
-def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[Departure]:
+def _bent(attention: Attention, output: Tensor) -> Iterator[Departure]:
+    """What no known model does to what comes back."""
+    slot, end = Slot(output, output.detach()), len(attention.run.operations)
+    bent = strange_departures(attention, slot, end, "output", "output")
+    yield from (one for one in bent if one.operation is not None and one.operation.index > attention.end.index)
+
+
+def _unchanged(attention: Attention, returned: Tensor, output: Tensor, codes: Tensor) -> Iterator[Departure]:
     numbers = sources_in(codes)
     source = attention.run.names.sources[numbers[0]] if len(numbers) == 1 and bool(known(codes).all()) else None
     if source is None or source.operation is None or source.operation.index <= attention.end.index:
@@ -91,9 +98,9 @@ def _unchanged(attention: Attention, output: Tensor, codes: Tensor) -> Iterator[
             yield Departure("output_tokens_moved", "output", _last_move(attention))
             return
     changed = changed_on_the_way(attention, numbers, output, codes)
-    if changed is not None and not adds_two(
-        changed.operation
-    ):  # a residual, which came from where names are not followed
+    if changed is not None and adds_two(changed.operation):  # a residual, from where names are not followed
+        yield from _bent(attention, returned)
+    elif changed is not None:
         yield changed
 
 
