@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 WEIGHS = SOFTMAXES | words("exp exp_ exp2 sigmoid sigmoid_")
+# What makes features of queries and keys, for an attention that is meant to be linear.
+FEATURES_OF = words("elu elu_ relu relu_ softplus gelu silu selu celu")
 SCALES = words("mul __mul__ __rmul__ __imul__ mul_ div __truediv__ __itruediv__ div_ divide true_divide dropout")
 
 
@@ -385,7 +387,7 @@ def attentions_of(run: Run) -> list[Attention]:
         was forgotten.
     """
     parts = [part for part in (_part(run, product) for product in run.names.products) if part.contexts]
-    forgotten = not any(operation.name in WEIGHS for operation in run.operations)
+    forgotten = not any(operation.name in WEIGHS | FEATURES_OF for operation in run.operations)
     found: dict[int, Attention] = {}
     for part in parts:
         if _only_scaled(run, part) if forgotten else any(step.name in WEIGHS for step, _, _ in part.steps(run)):
@@ -395,9 +397,11 @@ def attentions_of(run: Run) -> list[Attention]:
 
 
 def _only_scaled(run: Run, part: Part) -> bool:
-    """Whether the values are multiplied with the scores as they are, but for a factor."""
+    """Whether the values are multiplied with the scores as they are, but for one number."""
     made = (part.product.operation, *(context.operation for context in part.contexts))
-    return all(operation in made or operation.name in SCALES | MOVES for operation, _, _ in part.steps(run))
+    steps = [operation for operation, _, _ in part.steps(run) if operation not in made]
+    plain = all(step.name in SCALES | MOVES for step in steps)
+    return plain and all(slot.value.numel() == 1 for step in steps for slot in step.inputs[1:])
 
 
 def _part(run: Run, product: Product) -> Part:

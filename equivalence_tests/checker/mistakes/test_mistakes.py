@@ -7,6 +7,7 @@ import pytest
 
 from equivalence_tests import verify
 from equivalence_tests.checker.mistakes import MISTAKES, named_mistake
+from equivalence_tests.checker.mistakes.mistake import Change
 from equivalence_tests.checker.zoo.right import RIGHT, broken
 
 MADE = [name for name, mistake in MISTAKES.items() if mistake.right]
@@ -83,6 +84,19 @@ def test_a_residual_from_inside_the_attention_is_none(added: str, tmp_path: Path
     ending = "return self.out_proj(merged)"
     report = verify(written(tmp_path, broken("itself", ((ending, f"{ending} + {added}"),))))
     assert report.mistakes == ("residual_from_elsewhere",), str(report)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("scores = q", "q, k = F.elu(q) + 1, F.elu(k) + 1\n        scores = q"),
+        ("= scores", "= scores / scores.sum(-1, True)"),
+    ],
+)
+def test_an_attention_that_is_meant_to_have_no_softmax_is_not_accused(change: Change, tmp_path: Path) -> None:
+    changes = ((WEIGHTS, "weights = scores"), change)
+    report = verify(written(tmp_path, broken("itself", changes)))
+    assert report.verdict == "unchecked", str(report)
 
 
 def test_an_unknown_name_raises() -> None:
