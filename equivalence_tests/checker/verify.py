@@ -149,7 +149,8 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
 
 def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress: Callable[[str], None]) -> Report:
     """Check as the kind that is given, or that the name suggests; a name that misleads is seen through."""
-    if adapter.call is None:
+    guess = kind or guess_kind(found)
+    if adapter.call is None and guess != "layers":  # of a model the methods that build its masks are checked too
         check_forward(found)
 
     def examined_as(one: str) -> Report:
@@ -162,7 +163,6 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         except CannotCheckError as error:
             return Report(name, reason=str(error))
 
-    guess = kind or guess_kind(found)
     makes_it = inspect.isroutine(found) and guess == "layers"  # what a factory makes says more than its own name
     if not kind and (guess not in ("attention", "layers", "mask_builder") or makes_it):
         guess = _kind_by_structure(found, name, adapter) or guess or "attention"

@@ -160,13 +160,14 @@ def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[Part
     """Put what there is between the matrices, as many as are applied."""
     if not applied:
         return
-    *first, last = applied
+    last = applied[-1]
+    first = list({p.name: p for p in applied[:-1]}.values())  # an activation by hand may apply one twice
     pieces = first[0].halves if len(first) == 1 and len(first[0].weight) == 2 * last.weight.size(1) else first
     if len(pieces) == 2:
         for order, (gate, up) in zip(("gate; up", "up; gate"), itertools.permutations(pieces), strict=True):
             names = f"{gate.name} (gate), {up.name}" if len(first) == 2 else f"{gate.name}: rows are [{order}]"
             yield from _gated(gate, up, last, f"{names}, {last.name}")
-    if pieces is first and len({p.name for p in first}) == 1:  # an activation by hand may apply it twice
+    elif len(first) == 1:
         yield from _plain(first[0], last, idle)
     elif not first:
         for unused in (name.removesuffix(".weight") for name, p in idle.items() if p.dim() > 1):

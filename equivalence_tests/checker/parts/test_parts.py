@@ -40,6 +40,11 @@ class SwiGluFeedForward(Gated):
     pass
 
 
+class HandWrittenSwiGluFeedForward(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x) * torch.sigmoid(self.gate(x)) * self.up(x))
+
+
 class BilinearFeedForward(Gated):
     def activated(self, x: Tensor) -> Tensor:
         return x
@@ -343,6 +348,7 @@ class Residual(nn.Module):
 
 RIGHT: dict[str, tuple[Callable[[], Any], str, str]] = {
     "three linears": (lambda: SwiGluFeedForward, "gated", "SwiGLU"),
+    "three linears, one of them applied twice": (lambda: HandWrittenSwiGluFeedForward, "gated", "SwiGLU"),
     "two linears, packed": (lambda: PackedGegluFeedForward, "gated", "GEGLU"),
     "convolutions": (lambda: ConvFeedForward, "activation", "ReLU"),
     "lazy linears": (lambda: LazyFeedForward, "activation", "ReLU"),
