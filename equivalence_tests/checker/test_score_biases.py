@@ -94,6 +94,20 @@ class Backwards(Table):
         return scores.masked_fill(future, -math.inf).softmax(-1)
 
 
+class KeptSlopesOfTheWrongSign(Distant):
+    """Far keys are favoured; first query beside first key, however many there are of each."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1, heads + 1))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.split(self.query(query)), self.split(self.key(key)), self.split(self.value(value))
+        distance = (torch.arange(q.size(2))[:, None] - torch.arange(k.size(2))).abs()
+        scores = q @ k.mT * self.scale(q) + self.slopes[:, None, None] * distance
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class Near(Distant):
     """A mask of its own, which nothing but its author knows to be right."""
 
@@ -116,6 +130,7 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
         (Unscaled, "scale_missing"),
         (OverQueries, "softmax_over_queries"),
         (Backwards, "bias_never_used"),
+        (KeptSlopesOfTheWrongSign, "bias_grows_with_distance"),
     ],
 )
 def test_mistakes_beside_a_bias_are_named(broken: Callable[..., Any], name: str) -> None:

@@ -454,11 +454,15 @@ def _first_step(judgement: Judgement, operand: Operand) -> Operation | None:
 
 
 def _grows(part: Part, model: WeightsModel, live: Tensor) -> bool:
-    """Whether what is added is the greater the farther a key is from the query, in every row."""
+    """Whether what is added is the greater the farther a key is from the query, whether the first or the last meet."""
     query, key, queries, keys = ranks_of(part)
-    apart = (key - query - (keys - queries)).abs()[live]
-    order = (model.rows[live] * (queries + keys) + apart).argsort()
-    rows, apart, bias = (x[live][order] if x is not apart else x[order] for x in (model.rows, apart, model.bias))
+    return any(_rises(model, live, (key - query - shift).abs()) for shift in {0, keys - queries})
+
+
+def _rises(model: WeightsModel, live: Tensor, distance: Tensor) -> bool:
+    """Whether what is added rises with these distances, in every row."""
+    order = (model.rows[live] * (int(distance.max()) + 1) + distance[live]).argsort()
+    rows, apart, bias = (x[live][order] for x in (model.rows, distance, model.bias))
     farther = (rows.diff() == 0) & (apart.diff() > 0)
     return bool((farther & (apart[1:] > 1)).any()) and bool((bias.diff()[farther] > 1e-6).all())
 
