@@ -151,7 +151,9 @@ def _terms(attention: Attention, source: Source, depth: int) -> _Terms:
         return ((1.0, "other"),)
     if {parent.kind for parent in parents} == {"projection", "context"} and _one_of_the_other(*parents):
         inner[0] = ((1.0, "inside"),)
-    if {parent.kind for parent in parents} == {"projection"} and {*map(_text, inner)} == {"out"}:
+    below = {source for parent in parents for source in attention.run.names.made_of(parent.parents, beyond=True)}
+    apart = {parent.kind for parent in parents} == {"projection"} and below.isdisjoint(parents)
+    if apart and {*map(_text, inner)} == {"out"}:
         return inner[0]  # a matrix and what is added to it (LoRA)
     return tuple((factor, _text(terms)) for factor, terms in zip(factors, inner, strict=True))
 
