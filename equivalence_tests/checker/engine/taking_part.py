@@ -8,7 +8,7 @@ from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, _storage
 
-__all__ = ["live_operations", "matrix_in", "place_of_matrix", "unused_parameters"]
+__all__ = ["idle_modules", "live_operations", "matrix_in", "place_of_matrix", "unused_parameters"]
 
 
 def live_operations(run: Run) -> set[int]:
@@ -24,27 +24,33 @@ def live_operations(run: Run) -> set[int]:
     return live
 
 
-def unused_parameters(attention: Attention, module: nn.Module | None) -> list[str]:
+def idle_modules(run: Run, module: nn.Module) -> set[str]:
+    """Name the modules inside of whose parameters nothing is made that comes back."""
+    idle = set(unused_parameters(run, module))
+    owned = {path: {name for name, _ in child.named_parameters(path)} for path, child in module.named_modules() if path}
+    return {path for path, names in owned.items() if names and names <= idle}
+
+
+def unused_parameters(run: Run, module: nn.Module | None) -> list[str]:
     """Name the parameters of which nothing is made that comes back."""
     if module is None:
         return []
-    recorder = attention.run.recorder
-    bits, live = 0, live_operations(attention.run)
-    for operation in attention.run.operations:
+    bits, live = 0, live_operations(run)
+    for operation in run.operations:
         for origin in operation.origins if operation.index in live else ():
             bits |= origin
-    used = set(recorder.named(bits))
+    used = set(run.recorder.named(bits))
     hidden = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule))
     named = [(name, x) for name, x in module.named_parameters() if not name.startswith(hidden)]
     idle = [(name, x) for name, x in named if f"param:{name}" not in used]
-    kept = _of_no_origin(attention, live) if idle else []
+    kept = _of_no_origin(run, live) if idle else []
     return [name for name, x in idle if not any(bool(torch.isin(own, x.detach().to(own.dtype)).all()) for own in kept)]
 
 
-def _of_no_origin(attention: Attention, live: set[int]) -> list[Tensor]:
+def _of_no_origin(run: Run, live: set[int]) -> list[Tensor]:
     """Tensors that the code kept from an earlier run: they may be made of what is a parameter."""
     found: dict[int, Tensor] = {}
-    for operation in attention.run.operations:
+    for operation in run.operations:
         for slot, origins in zip(operation.inputs, operation.origins, strict=True):
             if not origins and operation.index in live and slot.value.is_floating_point() and slot.value.numel() > 1:
                 found.setdefault(slot.key, slot.value)

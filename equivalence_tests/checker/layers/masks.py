@@ -19,7 +19,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
 
-__all__ = ["TORCHS_LAYERS", "Masks", "opposite_masks", "read_masks"]
+__all__ = ["TORCHS_LAYERS", "Masks", "read_masks"]
 
 TORCHS_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -56,7 +56,7 @@ class Mask:
         name: The argument, or "padding".
         form: The first form that hides a token; None if there is none.
         used: Whether any form has any effect.
-        tried: How many forms were taken.
+        tried: Whether any form is taken.
         reached: The attentions in which it hides a token.
         of_keys: Whether it can say of a key alone that it is hidden.
         side: "source" or "target", as its name has it; "" where that does not say.
@@ -66,7 +66,7 @@ class Mask:
     name: str
     form: MaskForm | None = None
     used: bool = False
-    tried: int = 0
+    tried: bool = False
     reached: Collection[Site] = ()
     of_keys: bool = False
     side: str = ""
@@ -114,6 +114,13 @@ class Masks:
         elif not unused:
             yield from (("model_mask_dropped", site.reads, site.path) for site in self._dropped())
 
+    @property
+    def opposite(self) -> Sequence[Mask]:
+        """Two masks of one kind, by their names, of which one says who may be looked at and the other who may not."""
+        pairs = itertools.combinations(self.masks, 2)
+        alike = (pair for pair in pairs if len({WHOSE.sub("", mask.name.lower()) for mask in pair}) == 1)
+        return next((pair for pair in alike if {mask.meaning for mask in pair} == {"look", "block"}), ())
+
     def _exchanged(self, site: Site) -> bool:
         """Whether an attention gets the mask of the other sequence and not that of its own."""
         own, other = ("target", "source") if site.reads == "target" else ("source", "target")
@@ -129,19 +136,6 @@ class Masks:
             here = [site for site in self.sites if site.reads == reads]
             if given and here and not reached.intersection(here):
                 yield here[0]
-
-
-def opposite_masks(masks: Sequence[Mask]) -> tuple[Mask, Mask] | None:
-    """Find two masks of one kind, by their names, of which one says who may be looked at and the other who may not.
-
-    Args:
-        masks: Those of one layer.
-    """
-    for one, other in itertools.combinations(masks, 2):
-        alike = WHOSE.sub("", one.name.lower()) == WHOSE.sub("", other.name.lower())
-        if alike and {one.meaning, other.meaning} == {"look", "block"}:
-            return one, other
-    return None
 
 
 def read_masks(module: nn.Module, run: ModelRun, heads: int = 1) -> Masks:
@@ -184,15 +178,15 @@ class _Reader:
         """Hand a mask over in every form, until one hides a token that is seen else."""
         mask = Mask(name, side=_side(name))
         for form in mask_forms():
-            everything, hiding = self._given(name, form, None), self._given(name, form, HIDDEN)
-            before = self._output(everything)
+            before = self._output(self._given(name, form, None))
+            hiding = self._given(name, form, HIDDEN)
             after = self._output(hiding) if before is not None and bool(before.isfinite().all()) else None
             if before is None or after is None:
                 continue
-            reached = self._reached(hiding, form)
-            used = mask.used or bool(reached) or not torch.allclose(before, after, equal_nan=True)
-            mask = replace(mask, tried=mask.tried + 1, used=used, reached=reached)
-            if reached:
+            mask = replace(mask, tried=True)
+            if not torch.allclose(before, after, equal_nan=True):
+                mask = replace(mask, used=True, reached=self._reached(hiding, form))
+            if mask.reached:
                 return replace(mask, form=form, of_keys=self._is_of_keys(name, form, after))
         return mask
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.causality import causal_claim
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.parts.kinds import kind_of_name
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
@@ -52,30 +54,15 @@ def _traced(module: nn.Module, run: ModelRun, changed: int | None = None) -> lis
 
 
 def _unused(module: nn.Module, run: ModelRun) -> Iterator[Row]:
-    """Name the norms and embeddings that no gradient reaches, where it reaches what stands beside them."""
-    module.zero_grad(set_to_none=True)
-    output = run.call(run.source, run.target)
-    if not output.requires_grad:
-        return
-    output.square().sum().backward()
-    for path, child in module.named_modules():
+    """Name the norms and embeddings that take no part, where what stands beside them does."""
+    idle = idle_modules(Call(run.call, (run.source, run.target), module=module).run(read=False), module)
+    for path in [path for path, _ in module.named_modules() if path in idle]:
+        child, owner = module.get_submodule(path), path.rpartition(".")[0]
+        while owner and isinstance(module.get_submodule(owner), nn.ModuleDict | nn.ModuleList):
+            owner = owner.rpartition(".")[0]
         small = "norm" in type(child).__name__.lower() or isinstance(child, nn.Embedding)
-        alone = small and not list(child.children()) and any(p.requires_grad for p in child.parameters())
-        if alone and not _reached(child) and _reached(_owner(module, path)):
+        if small and not list(child.children()) and owner not in idle:  # else a whole branch is left out
             yield "all parts take part", "part_never_used", path
-    module.zero_grad(set_to_none=True)
-
-
-def _reached(module: nn.Module) -> bool:
-    return any(p.grad is not None for p in module.parameters())
-
-
-def _owner(module: nn.Module, path: str) -> nn.Module:
-    """The module that calls a part: if nothing of it is reached, it stands on another branch, or is left out whole."""
-    owner = path.rpartition(".")[0]
-    while owner and isinstance(module.get_submodule(owner), nn.ModuleDict | nn.ModuleList):
-        owner = owner.rpartition(".")[0]
-    return module.get_submodule(owner)
 
 
 def reads_later_tokens(run: ModelRun) -> bool | None:
@@ -94,7 +81,7 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
     yield "samples in any order", "position_indexed_by_batch" if moved is not None else "", moved or ""
     later = None if run.masked or run.kind == "stack" else reads_later_tokens(run)
     asked = run.target is not None or GENERATES.search(type(module).__name__)
-    if later is not None and (asked or not later or _claims_to_be_causal(module, run)):
+    if later is not None and (asked or not later or causal_claim(module, lambda: _with(run, run.source))):
         yield "the future is unseen", "future_is_seen" if later else "", stacks[-1] if stacks else ""
     # Without ids, tokens may be a set, unless the model holds positions.
     if run.kind not in ("ids", "memory") and not _holds_positions(module):
@@ -122,10 +109,6 @@ def _moved_with_its_place(module: nn.Module, run: ModelRun) -> str | None:
     return ""
 
 
-def _claims_to_be_causal(module: nn.Module, run: ModelRun) -> bool:
-    return bool(causal_claim(module, lambda: run.call(run.source, run.target)))
-
-
 def _holds_positions(module: nn.Module) -> bool:
     """Whether a part, a parameter or a buffer is called a positional encoding."""
     names = [name for child in module.modules() for name in (*child._parameters, *child._buffers, *child._modules)]
@@ -143,21 +126,16 @@ def _is_lost(call: Callable[[Tensor], Tensor], run: ModelRun, x: Tensor) -> bool
 
 def _order_is_lost(module: nn.Module, run: ModelRun, stacks: list[str]) -> bool:
     """Look at what the first layer gives: later on a causal mask alone tells the order of what came before."""
-    last = run.source if run.target is None else run.target
 
     def first_layer(x: Tensor) -> Tensor:
-        calls = trace(module, lambda: _with(run, x))
-        output = _outputs(calls, f"{stacks[-1]}.0")
-        return _with(run, x) if output is None else _upright(output, run)
+        given = list[Tensor]()
+        calls = trace(module, lambda: given.append(_with(run, x)))
+        called = _call_of(calls, f"{stacks[-1]}.0") if stacks and run.kind != "image" else None
+        output = next(tensors_in((called.output,)), given[0]) if called is not None else given[0]
+        sequence_first = output.dim() == 3 and output.size(0) != len(run.source)
+        return output.transpose(0, 1) if sequence_first else output
 
-    if not stacks or run.kind == "image":
-        return _is_lost(lambda x: _with(run, x), run, last)
-    return _is_lost(first_layer, run, last)
-
-
-def _upright(output: Tensor, run: ModelRun) -> Tensor:
-    """Batch first, as the samples of the run are counted."""
-    return output.transpose(0, 1) if output.dim() == 3 and output.size(0) != len(run.source) else output
+    return _is_lost(first_layer, run, run.source if run.target is None else run.target)
 
 
 def _stacks(module: nn.Module) -> Iterator[Stack]:
@@ -177,14 +155,13 @@ def _shared(layers: list[nn.Module]) -> bool:
     return bool(first) and first == second
 
 
+def _call_of(calls: list[ModuleCall], path: str) -> ModuleCall | None:
+    return next((call for call in calls if call.path == path), None)
+
+
 def _inputs(calls: list[ModuleCall], path: str) -> list[Tensor]:
-    found = next((call for call in calls if call.path == path), None)
+    found = _call_of(calls, path)
     return [] if found is None else [x for x in tensors_in((found.args, found.kwargs)) if x.dim() == 3]
-
-
-def _outputs(calls: list[ModuleCall], path: str) -> Tensor | None:
-    found = next((call for call in calls if call.path == path), None)
-    return None if found is None else next(tensors_in((found.output,)), None)
 
 
 def _chained(module: nn.Module, run: ModelRun, calls: list[ModuleCall], path: str, number: int) -> bool:

@@ -504,6 +504,30 @@ def test_a_sub_layer_whose_output_nothing_uses_is_named() -> None:
     assert report.mistakes == ("sublayer_unused",), str(report)
 
 
+class DeadProjectionLayer(layers.SequentialFeedForwardLayer):
+    """Projects the tokens, and reads the projection nowhere."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.gate = nn.Linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.gate(x)
+        return super().forward(x)
+
+
+class DeadProjectionBesideAnEarlierResidual(layers.StaleResidualLayer, DeadProjectionLayer):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.gate(x)
+        return super().forward(x)
+
+
+def test_a_projection_that_nothing_reads_is_named_alone_and_beside_others() -> None:
+    assert verify(DeadProjectionLayer).mistakes == ("sublayer_unused",)
+    report = verify(DeadProjectionBesideAnEarlierResidual)
+    assert set(report.mistakes) == {"sublayer_unused", "residual_from_elsewhere"}, str(report)
+
+
 class InPlaceLayer(nn.Module):
     """Right: adds its residuals where the sub-layers wrote."""
 

@@ -7,7 +7,7 @@ is followed from the input to the output (``wiring``), its masks are tried (``ma
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.subjects import examine_attention
-from equivalence_tests.checker.layers.masks import TORCHS_LAYERS, opposite_masks, read_masks
+from equivalence_tests.checker.layers.masks import TORCHS_LAYERS, Masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import MISTAKES, named_mistake, told
@@ -98,21 +98,15 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
     Raises:
         CannotCheckError: If it cannot be built, or holds nothing that is known.
     """
-    reports, tried = list[Report](), set[Sizes]()
+    tried: dict[Sizes, Report] = {}
     for subject in subjects(found, name, adapter):
-        if subject.sizes in tried:
-            continue
-        if len(reports) == MOST_SIZES:
+        if subject.sizes not in tried and len(tried) == MOST_SIZES:
             break
-        tried.add(subject.sizes)
-        reports.append(_examine_subject(subject, name))
-        if reports[-1].verdict != "unchecked":
-            break  # some classes take only heads of even width, and no other sizes tell more
-    return min(reports, key=lambda report: (report.verdict == "unchecked", _skipped(report)))
-
-
-def _skipped(report: Report) -> int:
-    return sum(check.outcome == "skipped" for check in report.checks)
+        if subject.sizes not in tried:
+            tried[subject.sizes] = report = _examine_subject(subject, name)
+            if report.verdict != "unchecked":
+                return report  # some classes take only heads of even width, and no other sizes tell more
+    return min(tried.values(), key=lambda report: sum(check.outcome == "skipped" for check in report.checks))
 
 
 def _examine_subject(subject: Subject, name: str) -> Report:
@@ -128,11 +122,11 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     run = run_model(module, walk.sizes, errors, mistakes)
     if run is not None:
         _watch(walk, run)
-    for path, child in _examined_children(module):
+    for path, child in _one_of_each(_examined_children(module)):
         _add_child(walk, path, child)
     _add_inline(walk)
     _add_masks_made_inside(walk)
-    layers = list(_layers(module))
+    layers = _layers(module)
     for path, layer in layers:
         _add_layer(walk, path, layer)
     if not layers and not walk.watched and not set(atoms_of(module).values()) & {"attention", "layers"}:
@@ -178,13 +172,12 @@ def _add_masks_made_inside(walk: Walk) -> None:
     """Tell of a mask that a layer makes wrongly and hands to an attention that is right by itself."""
     known = {(finding.name, finding.line) for finding in walk.report.findings}
     told = {finding.where for finding in walk.report.findings if finding.stage == "mask"}
-    for path, report in walk.watched.items():
-        for finding in report.findings:
-            own = finding.stage == "mask" and path not in told
-            if own and (finding.name, finding.line) not in known:
-                known.add((finding.name, finding.line))
-                walk.report.findings.append(replace(finding, where=path))
-                walk.report.checks.append(CheckResult(f"{path or 'it'} (mask made inside)", "failed", finding.name))
+    made = [(path, finding) for path, report in walk.watched.items() if path not in told for finding in report.findings]
+    for path, finding in made:
+        if finding.stage == "mask" and (finding.name, finding.line) not in known:
+            known.add((finding.name, finding.line))
+            walk.report.findings.append(replace(finding, where=path))
+            walk.report.checks.append(CheckResult(f"{path or 'it'} (mask made inside)", "failed", finding.name))
 
 
 def _add_inline(walk: Walk) -> None:
@@ -193,10 +186,10 @@ def _add_inline(walk: Walk) -> None:
     seen: set[type[nn.Module]] = set()
     for path, report in walk.watched.items():
         child = walk.module.get_submodule(path)
-        held = any(path == one or path.startswith(f"{one}.") or one.startswith(f"{path}.") for one in attentions)
+        held = any(path == one or _is_inside(path, one) or _is_inside(one, path) for one in attentions)
         if not path and _is_attention_alone(child):
             return  # it is one, whatever it is called
-        if type(child) not in seen and not (held and path) and not (attentions and not path):
+        if type(child) not in seen and not held:
             seen.add(type(child))
             _add_part(walk, path, report)
             around = f"residuals and norms around the attention{f' of {path}' if path else ''}"
@@ -234,13 +227,19 @@ def _mark(child: nn.Module) -> tuple[Any, ...]:
     return (type(child), tuple(p.shape for p in child.parameters()), source)
 
 
+def _one_of_each(found: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Keep the first module of each class and shape."""
+    first: dict[tuple[Any, ...], tuple[str, nn.Module]] = {}
+    for path, child in found:
+        first.setdefault(_mark(child), (path, child))
+    return list(first.values())
+
+
 def _examined_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """List the outermost sub-modules of a known kind, one of each class and shape; torch's own are right."""
-    seen: set[tuple[Any, ...]] = set()
+    """List the outermost sub-modules of a known kind; torch's own are right."""
     for path, kind in atoms_of(module).items():
         child = module.get_submodule(path)
-        if kind in EXAMINED and not is_torchs(child) and _mark(child) not in seen:
-            seen.add(_mark(child))
+        if kind in EXAMINED and not is_torchs(child):
             yield path, child
 
 
@@ -299,7 +298,7 @@ def _adds_residual(part: Report) -> bool | None:
     return "residual" in words or any(name.startswith(("residual", "norm_fresh")) for name in part.mistakes)
 
 
-def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """List one of each kind of layer: the innermost modules that hold an attention and a feed-forward.
 
     Where there is no feed-forward at all, an attention with a norm or with another attention is a layer.
@@ -308,12 +307,12 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     found = found or list(
         _holding(module, lambda kinds: kinds.count("attention") > 1 or set(kinds) >= {"attention", "layer_norm"})
     )
-    seen: set[tuple[Any, ...]] = set()
-    for path, child in found:
-        innermost = not any(other != path and (other.startswith(f"{path}.") or not path) for other, _ in found)
-        if innermost and _mark(child) not in seen:
-            seen.add(_mark(child))
-            yield path, child
+    outer = {path for path, _ in found for other, _ in found if _is_inside(other, path)}
+    return _one_of_each(item for item in found if item[0] not in outer)
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
 def _has_feed_forward(kinds: list[str]) -> bool:
@@ -340,7 +339,9 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         said = f": {errors[0]}" if errors else ""
         walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
         return
-    trial, wiring = _followed(walk, [found, *_exchanged(found, ways)], layer)
+    roles = sorted(role for _, role in found.plan.roles)
+    exchanged = [way for way in ways if way != found and sorted(role for _, role in way.plan.roles) == roles]
+    trial, wiring = _followed(walk, [found, *exchanged], layer)
     _add_fresh_parts(walk, path, trial)
     if wiring.mistakes or not wiring.unread:
         walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED)
@@ -350,19 +351,15 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     _add_maps(walk, label, path, trial)
 
 
-def _exchanged(found: Trial, ways: list[Trial]) -> list[Trial]:
-    """List the other ways to call it that give the same parts to other arguments."""
-    roles = sorted(role for _, role in found.plan.roles)
-    return [way for way in ways if way != found and sorted(role for _, role in way.plan.roles) == roles]
-
-
 def _followed(walk: Walk, ways: list[Trial], layer: nn.Module) -> tuple[Trial, Wiring]:
     """Read the wiring; where it is not right, which of two tensors is the memory may have been taken wrongly."""
-    read = [(ways[0], _wiring(walk, ways[0], layer))]
-    for way in ways[1:]:
+    read = list[tuple[Trial, Wiring]]()
+    atoms = atoms_of(layer)
+    contained = {path: walk.contained.get(_mark(layer.get_submodule(path)), False) for path in atoms}
+    for way in ways:
+        read.append((way, read_wiring(way, atoms, contained)))
         if not (read[-1][1].mistakes or read[-1][1].unread):
             break
-        read.append((way, _wiring(walk, way, layer)))
     return min(read, key=lambda item: _doubts(item[1]))
 
 
@@ -379,37 +376,26 @@ def _add_fresh_parts(walk: Walk, path: str, trial: Trial) -> None:
         walk.report.findings.append(told(mistake, stack=stack, evidence=evidence, where=path))
 
 
-def _wiring(walk: Walk, trial: Trial, layer: nn.Module) -> Wiring:
-    atoms = atoms_of(layer)
-    contained = {path: walk.contained.get(_mark(layer.get_submodule(path)), False) for path in atoms}
-    wiring = read_wiring(trial, atoms, contained)
-    called = {step.path for step in wiring.steps}
-    norms = [path for path, kind in atoms.items() if kind == "layer_norm"]
-    if any(norm in called for norm in norms) and any(norm not in called for norm in norms):
-        wiring.blame("norm_missing", ())
-    return wiring
-
-
-def _masks_are_wrong(walk: Walk, path: str) -> bool:
-    """Whether a mask goes wrong in what a layer or a model holds: then it cannot be told what becomes of it outside."""
-    within = [f for f in walk.report.findings if f.where.startswith(f"{path}." if path else "")]
-    return any(f.stage in ("softmax", "mask") or "mask" in f.name for f in within)
+def _read_masks(walk: Walk, path: str, run: ModelRun, heads: int = 1) -> Masks:
+    """Try the masks of a layer or a model; none where one goes wrong inside, which hides what becomes of it outside."""
+    inside = [f for f in walk.report.findings if f.where.startswith(f"{path}." if path else "")]
+    if any(f.stage in ("softmax", "mask") or "mask" in f.name for f in inside):
+        return Masks([], [])
+    read = read_masks(walk.module.get_submodule(path), run, heads)
+    if any(f.name.startswith("cross_") or f.name == "sublayer_unused" for f in walk.report.findings):
+        read = replace(read, masks=[mask for mask in read.masks if mask.reached])  # others may have nothing to hide
+    return read
 
 
 def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wiring) -> None:
-    if _masks_are_wrong(walk, path):
-        return
-    layer = walk.module.get_submodule(path)
-    read = read_masks(layer, run_layer(trial), trial.sizes.num_heads)
-    if any(name.startswith("cross_") for name in wiring.mistakes):  # a mask of the memory may have nothing to hide
-        read = replace(read, masks=[mask for mask in read.masks if mask.reached])
+    run = run_layer(trial)
+    read = _read_masks(walk, path, run, trial.sizes.num_heads)
     called = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
     wrong = {name: called[-1 if OF_SOURCE.search(mask.lower()) else 0] for name, mask, _ in read.mistakes("layer")}
     evidence = "a mask that hides one token was given in every form"
-    opposite = opposite_masks(read.masks)
-    if opposite is not None:
+    if read.opposite:
         said = {"look": "may look", "block": "may not look"}
-        evidence = "; ".join(f"{mask.name}: True = {said[mask.meaning]}" for mask in opposite)
+        evidence = "; ".join(f"{mask.name}: True = {said[mask.meaning]}" for mask in read.opposite)
         wrong["masks_of_opposite_meaning"] = called[-1]
     if read.masks:
         walk.check(f"{label} (masks)", wrong, path, evidence)
@@ -417,7 +403,7 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
         if mask.form is not None:
             row = (f"{label}: {mask.name}", f"hides {mask.hides}: {mask.form}", "True = may not look, or added")
             walk.report.conventions.append(row)
-    _add_idle_arguments(walk, label, trial, [mask.name for mask in read.masks])
+    _add_idle_arguments(walk, label, trial, run.masks)
 
 
 def _add_idle_arguments(walk: Walk, label: str, trial: Trial, masks: Sequence[str]) -> None:
@@ -477,9 +463,7 @@ def _add_model(walk: Walk, run: ModelRun) -> None:
 
 def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     """Say which masks do not reach the layers of a model."""
-    if _masks_are_wrong(walk, ""):
-        return
-    read = read_masks(walk.module, run)
+    read = _read_masks(walk, "", run)
     wrong = list(read.mistakes("model"))
     for name, mask, path in wrong or [("", "", "")] * bool(read.masks):
         yield "masks of the model", name, _layer_around(walk, path) or mask * name.endswith("never_used")

@@ -5,18 +5,18 @@ and what each sub-module gave. The residual stream is followed from x to the out
 is said, and nothing is claimed.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.distance import distance
-from equivalence_tests.checker.engine.ran import operations_of
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
-from equivalence_tests.checker.reach.calling import CallPlan, Trial
+from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
 from equivalence_tests.checker.reporting.lines import Frames
 
@@ -36,7 +36,6 @@ class Step:
         kind: attention, feed_forward, layer_norm, or "" for another module with parameters.
         inputs: What went in, each as a sum of labels; None where it is no sum.
         output: The label of what came out.
-        place: Which call of a sub-module it is.
         contained: Whether it adds its own residual; None if that is not known.
         frames: The lines that called it.
         summed: The lines that first add what came out to something.
@@ -46,7 +45,6 @@ class Step:
     kind: str
     inputs: tuple[Sum | None, ...]
     output: str
-    place: int
     contained: bool | None = False
     frames: Frames = ()
     summed: Frames = ()
@@ -70,13 +68,13 @@ class Values:
     """Tensors by the sums that they are.
 
     Args:
-        batch: Number of samples; with ``width`` it tells how a tensor is turned.
-        width: Number of features.
+        inputs: What a layer is given: x, and the memory where that is another tensor.
     """
 
-    def __init__(self, batch: int, width: int) -> None:
-        self.batch, self.width = batch, width
-        self.known: list[tuple[str, Tensor]] = []
+    def __init__(self, inputs: Inputs) -> None:
+        self.batch, self.width = len(inputs.query), inputs.query.size(-1)
+        given = {id(x): x for x in (inputs.query, inputs.key, inputs.value)}
+        self.known = [("x" if x is inputs.query else "memory", x) for x in given.values()]
 
     def add(self, label: str, tensor: Tensor) -> None:
         """Give a tensor a label of its own."""
@@ -128,48 +126,39 @@ def read_wiring(
     Returns:
         Mistakes, and what could not be read.
     """
-    inputs, plan = trial.inputs(), trial.plan
-    values = Values(len(inputs.query), inputs.query.size(-1))
-    values.add("x", inputs.query)
-    if not plan.self_attention:
-        for memory in {id(x): x for x in (inputs.key, inputs.value)}.values():
-            values.add("memory", memory)
-    module, seen = trial.function, list[ModuleCall]()
+    inputs, module, seen = trial.inputs(), trial.function, list[ModuleCall]()
     assert isinstance(module, nn.Module)  # layers are modules
-    ran = operations_of(lambda: seen.extend(trace(module, lambda: trial.returned(inputs))))
-    calls = {place: call for place, call in enumerate(seen) if call.path in atoms}
-    sums = [operation for operation in ran if operation.name.strip("_") in ("add", "iadd", "radd")]
-    wiring = Wiring()
-    steps = [
-        replace(step, summed=_where_summed(step, values, sums))
-        for step in _steps(calls, values, atoms, contained, trial.sizes.embed_dim)
-    ]
-    wiring.steps = list(_feed_forwards_joined(steps, values, calls, wiring))
-    with torch.no_grad():
-        final = values.as_sum(trial.output(inputs))
+    alone = trial.plan.self_attention
 
-    def told(place: int | None) -> list[Tensor]:
-        given: list[Tensor] = []
-        with torch.no_grad():
-            trace(module, lambda: given.extend(trial.tensors(inputs)), changed=place)
-        return given
+    def traced() -> list[Tensor]:
+        returned = list[Tensor]()
+        seen.extend(trace(module, lambda: returned.extend(trial.tensors(inputs))))
+        return returned
 
-    _judge_unused(wiring, final, told)
-    _Stream(wiring, final, plan).follow()
+    run, values, wiring = Call(traced, (), module=module).run(read=False), Values(inputs), Wiring()
+    calls = {f"{call.path}#{place}": call for place, call in enumerate(seen) if call.path in atoms}
+    sums = [operation for operation in run.operations if operation.name.strip("_") in ("add", "iadd", "radd")]
+    steps = _steps(calls, values, atoms, contained, trial.sizes.embed_dim)
+    for step in list(_feed_forwards_joined(steps, values, calls, wiring)):
+        wiring.steps.append(replace(step, summed=_where_summed(step, values, sums)))
+    idle = idle_modules(run, module)
+    _judge_unused(wiring, {path: kind for path, kind in atoms.items() if path in idle}, alone)
+    stream = _Stream(wiring, values.as_sum(trial.output_in(run.output)), alone)
+    stream.follow()
     _judge_shared_norms(wiring)
-    if not plan.self_attention:
-        _judge_cross(wiring, atoms)
+    if not alone:
+        stream.judge_cross()
     return wiring
 
 
 def _steps(
-    calls: Mapping[int, ModuleCall],
+    calls: Mapping[str, ModuleCall],
     values: Values,
     atoms: Mapping[str, str],
     contained: Mapping[str, bool | None],
     width: int,
 ) -> Iterator[Step]:
-    for place, call in calls.items():
+    for label, call in calls.items():
         output = next(tensors_in((call.output,)), None)
         if output is None or output.dim() != 3:
             continue
@@ -177,10 +166,8 @@ def _steps(
         inputs = tuple(values.as_sum(x) for x in given)
         if len(values.as_sum(output) or ()) == 1:
             continue  # it hands on what it gets, or what another call gave
-        label = f"{call.path}#{place}"
         values.add(label, output)
-        kind = atoms[call.path]
-        yield Step(call.path, kind, inputs, label, place, contained.get(call.path, False), call.frames)
+        yield Step(call.path, atoms[call.path], inputs, label, contained.get(call.path, False), call.frames)
 
 
 def _where_summed(step: Step, values: Values, sums: list[Operation]) -> Frames:
@@ -191,21 +178,19 @@ def _where_summed(step: Step, values: Values, sums: list[Operation]) -> Frames:
 
 
 def _feed_forwards_joined(
-    steps: list[Step], values: Values, calls: Mapping[int, ModuleCall], wiring: Wiring
+    steps: Iterator[Step], values: Values, calls: Mapping[str, ModuleCall], wiring: Wiring
 ) -> Iterator[Step]:
     """Take matrices that follow one another through an activation for one feed-forward."""
-    inputs_of = {f"{call.path}#{i}": next(tensors_in((call.args, call.kwargs)), None) for i, call in calls.items()}
     waiting: Step | None = None
     for step in steps:
-        entered = inputs_of.get(step.output)
+        entered = next(tensors_in((calls[step.output].args, calls[step.output].kwargs)), None)
         if waiting is not None and step.kind == "" and entered is not None:
             activation = _activation_between(values.tensor(waiting.output), entered)
+            if activation == "nothing":
+                wiring.blame("activation_missing", step.frames)
             if activation:
-                if activation == "nothing":
-                    wiring.blame("activation_missing", step.frames)
-                yield replace(step, path=f"{waiting.path}, {step.path}", kind="feed_forward", inputs=waiting.inputs)
+                step = replace(step, path=f"{waiting.path}, {step.path}", kind="feed_forward", inputs=waiting.inputs)
                 waiting = None
-                continue
         if waiting is not None:
             yield waiting
         waiting = step if step.kind == "" else None
@@ -217,62 +202,109 @@ def _feed_forwards_joined(
 
 def _activation_between(before: Tensor, after: Tensor) -> str:
     """Name the activation that turns one tensor into another; "" if none does."""
-    if any(_equal(before, tensor) for tensor in _turned(after)):
-        return "nothing"
-    fits = (n for n, f in ACTIVATIONS.items() if any(_equal(f(before), tensor) for tensor in _turned(after)))
+    fits = (n for n, f in reversed(ACTIVATIONS.items()) if any(_equal(f(before), x) for x in _turned(after)))
     return next(fits, "")
 
 
-class _Stream:
-    """Follows the residual stream through the sub-layers of a layer."""
+def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool) -> None:
+    """Name what takes no part in the output: it is not called, or nothing reads what it gives."""
+    read = {label for step in wiring.steps for x in step.inputs for label in x or ()}
+    called = {path: step for step in wiring.steps for path in step.path.split(", ")}
+    normed = any(step.kind == "layer_norm" for step in wiring.steps)
+    for path, kind in idle.items():
+        step = called.get(path)
+        if step is not None and step.output not in read:  # else what reads it is told
+            wiring.unused.add(step.output)
+            wiring.blame("norm_missing" if kind == "layer_norm" else "sublayer_unused", step.frames)
+        if step is not None:
+            continue
+        if kind == "layer_norm" and normed:
+            wiring.blame("norm_missing", ())
+        if kind == "attention" and not self_attention:
+            wiring.blame("cross_attention_left_out", ())
 
-    def __init__(self, wiring: Wiring, final: Sum | None, plan: CallPlan) -> None:
-        self.wiring, self.final, self.plan = wiring, final, plan
-        self.steps = wiring.steps
+
+class _LostError(Exception):
+    """The way of the residual stream is lost: why, or "" where that is told already."""
+
+
+class _Stream:
+    """Follows the residual stream through the sub-layers of a layer.
+
+    Args:
+        wiring: Receives what is found.
+        final: What comes out.
+        self_attention: Whether there is no memory.
+    """
+
+    def __init__(self, wiring: Wiring, final: Sum | None, self_attention: bool) -> None:
+        self.wiring, self.final, self.steps = wiring, final, wiring.steps
+        self.most = 1 if self_attention else 2  # attentions in a layer; with more, the end of a stack may stand in it
+        self.sums = [x for x in (*(x for step in self.steps for x in step.inputs), final) if x is not None]
         self.norms = {step.output: step for step in self.steps if step.kind == "layer_norm"}
+        self.sublayers = [step for step in self.steps if step.kind in SUBLAYERS]
         self.now: Sum = ("x",)
-        self.pre_norm = False
+        self.pre_norm = bool(self.sublayers) and self._normalised(self._query(self.sublayers[0])) == ("x",)
         self.done: set[str] = set()
 
     def follow(self) -> None:
         """Go from x to the output."""
-        sublayers = [step for step in self.steps if step.kind in SUBLAYERS]
-        strangers = [step.path for step in self.steps if step.kind == "" and step.output not in self._scaled()]
-        if strangers:
-            self.wiring.unread.append(f"{strangers[0]} is no part that is known")
-        self.pre_norm = bool(sublayers) and self._normalised(self._query(sublayers[0])) == ("x",)
-        for step in sublayers:
-            if step.output not in self.done and not self._follow_one(step):
-                return
-        self._judge_end(sum(step.kind == "attention" for step in sublayers))
+        branches = {(step.output,) for step in self.sublayers}  # what else reads one is a scale
+        used = [s for s in self.steps if s.kind == "" and s.output not in self.wiring.unused]
+        strange = [step.path for step in used if not (step.inputs and step.inputs[0] in branches)]
+        self.wiring.unread += [f"{path} is no part that is known" for path in strange[:1]]
+        try:
+            for step in self.sublayers:
+                if step.output not in self.done:
+                    self._follow_one(step)
+            self._judge_end()
+        except _LostError as lost:
+            self.wiring.unread += filter(None, lost.args)
 
-    def _follow_one(self, step: Step) -> bool:
-        """Go through one sub-layer; False where the way is lost."""
+    def _follow_one(self, step: Step) -> None:
+        """Go through one sub-layer."""
         entered = self._query(step)
         if entered is None:
-            return self._lost(f"what goes into {step.path} is no sum of what came before")
-        if entered != self.now and self._normalised(entered) != self.now:
-            return self._wrong_input(step, entered)
-        used = self._first_sum_with(step.output)
+            raise _LostError(f"what goes into {step.path} is no sum of what came before")
+        if self.now not in (entered, self._normalised(entered)):
+            if set(entered) <= {"x", "memory", *(s.output for s in self.sublayers), *self.norms}:
+                self._stop("sublayer_reads_another_tensor", step.frames)
+            raise _LostError(f"what goes into {step.path} is not the residual stream")
         if step.output in self.wiring.unused:
-            return False
+            raise _LostError
+        last, used = self._branch(step, entered)
         if used is None:
-            return self._lost(f"what {step.path} gives is not seen in any sum")
-        rest = tuple((Counter(used) - Counter([step.output])).elements())
-        if not rest:
-            return self._alone(step)
-        if Counter(rest) == Counter(self.now):
-            self._advance(used)
-        elif Counter(rest) == Counter(self.now + self.now) or (len(set(rest)) < len(rest)):
-            self.wiring.blame("residual_added_twice", step.summed)
-            self._advance(used)
-        elif rest == entered:
-            if self.pre_norm:  # else one more LayerNorm stands on the stream itself
-                self.wiring.blame("residual_from_normalised", step.summed)
-            self._advance(used)
-        else:
-            return self._other_residual(step, rest, used)
-        return True
+            raise _LostError(f"what {step.path} gives is not seen in any sum")
+        beside = _without(used, last.output)
+        if not beside:
+            self._alone(step)
+            return
+        self._judge_sum(step, last, beside, entered)
+        self._advance(used)
+
+    def _branch(self, step: Step, entered: Sum) -> tuple[Step, Sum | None]:
+        """The end of a branch, and the first value that it is seen in: a norm or a scale may stand in between."""
+        used, reader = self._first_sum_with(step.output), self._reader(step.output)
+        if used == (step.output,) and reader is not None and reader.kind in ("layer_norm", ""):
+            summed = self._first_sum_with(reader.output)
+            if summed is not None and _without(summed, reader.output) in (self.now, entered if self.pre_norm else None):
+                return reader, summed
+        return step, used
+
+    def _judge_sum(self, step: Step, last: Step, beside: Sum, entered: Sum) -> None:
+        """Say what is wrong with what stands beside a branch in the sum that it ends in."""
+        if last.kind == "layer_norm" and beside == self.now:
+            self.wiring.blame("norm_on_the_branch", last.frames)
+        elif len(set(beside)) < len(beside):
+            self.wiring.blame("residual_added_twice", last.summed)
+        elif beside == entered != self.now and self.pre_norm:  # else one more LayerNorm stands on the stream itself
+            self.wiring.blame("residual_from_normalised", last.summed)
+        elif beside not in (self.now, entered):
+            others = [s for s in self.sublayers if s.output in beside and self._raw(s) == self._raw(step)]
+            if not others or beside != _with(self.now, others[0].output):
+                self._stop("residual_from_elsewhere", step.summed)
+            self.wiring.blame("sublayers_side_by_side", step.summed)
+            self.done.add(others[0].output)
 
     def _advance(self, used: Sum) -> None:
         """The sum is the stream now; with post-norm its LayerNorm is."""
@@ -281,139 +313,86 @@ class _Stream:
         if norm is not None and not self.pre_norm:
             self.now = (norm.output,)
 
-    def _alone(self, step: Step) -> bool:
-        """A sub-layer that is summed with nothing: it holds its own residual, a norm follows, or one is missing."""
+    def _alone(self, step: Step) -> None:
+        """A sub-layer that is summed with nothing: it holds its own residual, or one is missing."""
         if step.contained:
             self.now = (step.output,)
-            return True
-        follower = next((s for s in self.steps if s.inputs and s.inputs[0] == (step.output,)), None)
-        summed = self._first_sum_with(follower.output) if follower is not None else None
-        if follower is not None and summed is not None and len(summed) > 1 and follower.kind in ("layer_norm", ""):
-            rest = tuple((Counter(summed) - Counter([follower.output])).elements())
-            from_norm = self.pre_norm and rest == self._query(step)
-            if Counter(rest) == Counter(self.now) or from_norm:
-                if from_norm:
-                    self.wiring.blame("residual_from_normalised", follower.summed)
-                elif follower.kind == "layer_norm":
-                    self.wiring.blame("norm_on_the_branch", follower.frames)
-                self._advance(summed)
-                return True
-        if follower is not None and follower.kind in SUBLAYERS and self._is_summed_later(step.output):
-            self.wiring.blame("sublayer_reads_another_tensor", follower.frames)
-            return False
-        if step.contained is None:
-            return self._lost(f"whether {step.path} adds a residual of its own is not known")
-        self.wiring.blame("residual_missing", step.frames)
-        self.now = (step.output,)
-        if follower is not None and follower.kind == "layer_norm" and not self.pre_norm:
-            self.now = (follower.output,)
-        return True
-
-    def _wrong_input(self, step: Step, entered: Sum) -> bool:
-        before = [s.output for s in self.steps if s.kind in SUBLAYERS]
-        known = set(entered) <= {"x", "memory", *before, *self.norms}
-        if known:
-            self.wiring.blame("sublayer_reads_another_tensor", step.frames)
-            return False
-        return self._lost(f"what goes into {step.path} is not the residual stream")
-
-    def _other_residual(self, step: Step, rest: Sum, used: Sum) -> bool:
-        others = [s for s in self.steps if s.kind in SUBLAYERS and s.output in rest and s.output not in self.done]
-        beside = [s for s in others if s is not step and self._raw(s) == self._raw(step)]
-        if beside and Counter(rest) == Counter((*self.now, beside[0].output)):
-            self.wiring.blame("sublayers_side_by_side", step.summed)
-            self.done.add(beside[0].output)
-            self._advance(used)
-            return True
-        self.wiring.blame("residual_from_elsewhere", step.summed)
-        return False
-
-    def _judge_end(self, attentions: int) -> None:
-        if self.final is None:
-            self.wiring.unread.append("the output is no sum of what the sub-modules gave")
-        elif Counter(self.final) == Counter(self.now):
             return
-        elif self.pre_norm and self._normalised(self.final) == self.now:
-            if attentions <= (1 if self.plan.self_attention else 2):
-                self.wiring.blame("norm_final_extra", self.norms[self.final[0]].frames)
-        else:
-            self.wiring.unread.append("the output is not where the residual stream ends")
+        reader = self._reader(step.output)
+        if reader is not None and reader.kind in SUBLAYERS and _with(self.now, step.output) in self.sums:
+            self._stop("sublayer_reads_another_tensor", reader.frames)
+        if step.contained is None:
+            raise _LostError(f"whether {step.path} adds a residual of its own is not known")
+        self.wiring.blame("residual_missing", step.frames)
+        self._advance((step.output,))
 
-    def _lost(self, reason: str) -> bool:
-        self.wiring.unread.append(reason)
-        return False
+    def _judge_end(self) -> None:
+        if self.final is None:
+            raise _LostError("the output is no sum of what the sub-modules gave")
+        if self.final == self.now:
+            return
+        if not self.pre_norm or self._normalised(self.final) != self.now:
+            raise _LostError("the output is not where the residual stream ends")
+        if sum(step.kind == "attention" for step in self.sublayers) <= self.most:
+            self.wiring.blame("norm_final_extra", self.norms[self.final[0]].frames)
+
+    def judge_cross(self) -> None:
+        """Say whether the cross-attention comes second, and takes keys and values from the memory."""
+        attentions = [step for step in self.steps if step.kind == "attention"]
+        counts = [sum(x is not None and self._of_memory(x) for x in step.inputs) for step in attentions]
+        halves = [step for step, n in zip(attentions, counts, strict=True) if 0 < n < len(step.inputs) - 1]
+        if not counts or "cross_attention_left_out" in self.wiring.mistakes:
+            return
+        if not any(counts):
+            if all(x is not None for step in attentions for x in step.inputs):
+                self.wiring.blame("cross_attention_from_decoder", attentions[-1].frames)
+        elif halves:
+            self.wiring.blame("cross_values_from_decoder", halves[0].frames)
+        elif len(counts) > 1 and counts[0]:
+            self.wiring.blame("sublayers_in_another_order", attentions[0].frames)
+
+    def _stop(self, mistake: str, frames: Frames) -> None:
+        self.wiring.blame(mistake, frames)
+        raise _LostError
 
     def _query(self, step: Step) -> Sum | None:
         """What a sub-layer reads besides the memory."""
-        own = [x for x in step.inputs if x is None or not self._of_memory(x)]
-        return own[0] if own else None
+        return next((x for x in step.inputs if x is None or not self._of_memory(x)), None)
 
     def _raw(self, step: Step) -> Sum | None:
         """What a sub-layer reads, before a LayerNorm."""
         return self._normalised(self._query(step)) or self._query(step)
 
     def _of_memory(self, x: Sum) -> bool:
-        return x == ("memory",) or self._normalised(x) == ("memory",)
+        return ("memory",) in (x, self._normalised(x))
 
     def _normalised(self, x: Sum | None) -> Sum | None:
         """What a LayerNorm was given, if x is what one gave."""
         norm = self.norms.get(x[0]) if x is not None and len(x) == 1 else None
         return norm.inputs[0] if norm is not None and norm.inputs else None
 
-    def _scaled(self) -> set[str]:
-        """Labels of other modules that stand on a branch: scales of layers."""
-        outputs = {s.output for s in self.steps if s.kind in SUBLAYERS}
-        return {s.output for s in self.steps if s.kind == "" and s.inputs and s.inputs[0] in [(o,) for o in outputs]}
+    def _reader(self, label: str) -> Step | None:
+        """The first step that takes what another gave as it is."""
+        return next((step for step in self.steps if step.inputs and step.inputs[0] == (label,)), None)
 
     def _first_sum_with(self, label: str) -> Sum | None:
         """The first value that a label is seen in: a sum, or itself alone."""
-        sums = [x for step in self.steps for x in step.inputs if x is not None and label in x]
-        sums += [self.final] if self.final is not None and label in self.final else []
-        return sums[0] if sums else None
-
-    def _is_summed_later(self, label: str) -> bool:
-        sums = [x for step in self.steps for x in step.inputs if x is not None] + [self.final or ()]
-        return any(Counter(x) == Counter((*self.now, label)) for x in sums)
+        return next((x for x in self.sums if label in x), None)
 
 
-def _judge_unused(wiring: Wiring, final: Sum | None, told: Callable[[int | None], list[Tensor]]) -> None:
-    """Name what a sub-module gives in vain: the output stays the same if it gives something else."""
-    read = {label for x in [final, *(x for step in wiring.steps for x in step.inputs)] for label in x or ()}
-    for step in wiring.steps:
-        if not step.kind or step.output in read:
-            continue
-        if all(map(torch.equal, told(None), told(step.place))):
-            wiring.unused.add(step.output)
-            wiring.blame("norm_missing" if step.kind == "layer_norm" else "sublayer_unused", step.frames)
+def _with(terms: Sum, label: str) -> Sum:
+    return tuple(sorted((*terms, label)))
+
+
+def _without(terms: Sum, label: str) -> Sum:
+    place = terms.index(label)
+    return terms[:place] + terms[place + 1 :]
 
 
 def _judge_shared_norms(wiring: Wiring) -> None:
     """Name a LayerNorm that stands in two places."""
-    norms = [step for step in wiring.steps if step.kind == "layer_norm"]
     first: dict[str, Sum | None] = {}
-    for step in norms:
+    for step in (step for step in wiring.steps if step.kind == "layer_norm"):
         given = step.inputs[0] if step.inputs else ("memory",)
         if given != ("memory",) and first.setdefault(step.path, given) != given:
             wiring.blame("norm_shared", step.frames)
-
-
-def _judge_cross(wiring: Wiring, atoms: Mapping[str, str]) -> None:
-    """Say whether the cross-attention is there, comes second, and takes keys and values from the memory."""
-    norms = {step.output: step.inputs[0] for step in wiring.steps if step.kind == "layer_norm" and step.inputs}
-    attentions = [step for step in wiring.steps if step.kind == "attention"]
-
-    def of_memory(x: Sum | None) -> bool:
-        return x == ("memory",) or (x is not None and len(x) == 1 and norms.get(x[0]) == ("memory",))
-
-    counts = [(sum(of_memory(x) for x in step.inputs), len(step.inputs)) for step in attentions]
-    called = {step.path for step in attentions}
-    uncalled = [path for path, kind in atoms.items() if kind == "attention" and path not in called]
-    if uncalled:
-        wiring.blame("cross_attention_left_out", ())
-    elif counts and not any(memory for memory, _ in counts):
-        if all(x is not None for step in attentions for x in step.inputs):
-            wiring.blame("cross_attention_from_decoder", attentions[-1].frames)
-    elif halves := [s for s, (memory, given) in zip(attentions, counts, strict=True) if 0 < memory < given - 1]:
-        wiring.blame("cross_values_from_decoder", halves[0].frames)
-    elif len(counts) > 1 and counts[0][0]:
-        wiring.blame("sublayers_in_another_order", attentions[0].frames)

@@ -51,7 +51,7 @@ def projection_departures(
         roles: The role of each input, by the number of its source; where one tensor has several, all letters.
         module: Holds the weights.
     """
-    unused = unused_parameters(attention, module)
+    unused = unused_parameters(attention.run, module)
     if len(operands) == 3 and roles:
         yield from _inputs(attention, operands, roles)
     if module is not None:
@@ -269,7 +269,7 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
     """
     explained = {name for departure in found for name in departure.facts.get("unused", ())}
     stems = {name.rpartition(".")[0] for name in explained}
-    idle, seen = unused_parameters(attention, module), list[Operation | None]()
+    idle, seen = unused_parameters(attention.run, module), list[Operation | None]()
     if module is None:
         return
     for name in idle:
