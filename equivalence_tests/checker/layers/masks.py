@@ -19,9 +19,8 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
 
-__all__ = ["TORCHS_LAYERS", "Masks", "read_masks"]
+__all__ = ["Masks", "read_masks"]
 
-TORCHS_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
 # What tells two masks of one kind apart: whose tokens they hide.

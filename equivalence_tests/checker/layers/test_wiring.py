@@ -491,6 +491,22 @@ def test_a_norm_that_nothing_reads_is_named() -> None:
     assert verify(UnreadNormDecoderLayer).mistakes == ("norm_missing",)
 
 
+class OptionalMemoryLayer(layers.TwoMaskDecoderLayer):
+    """Right: without a memory, cross-attention and its norm are left out."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, tgt_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = self.norm1(x + self.self_attn(x, x, x, attn_mask=tgt_mask)[0])
+        if memory is not None:
+            x = self.norm2(x + self.cross(x, memory, None))
+        return self.norm3(x + self.mlp(x))
+
+
+def test_a_branch_that_is_left_out_whole_misses_no_norm() -> None:
+    report = verify(OptionalMemoryLayer)
+    assert report.mistakes == (), str(report)
+    assert [exercise.what for exercise in report.not_exercised] == ["memory"]
+
+
 class ForgetfulDecoderLayer(layers.TwoMaskDecoderLayer):
     """Adds what it had before in the place of what the cross-attention gave."""
 

@@ -7,6 +7,7 @@ is followed from the input to the output (``wiring``), its masks are tried (``ma
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.subjects import examine_attention
-from equivalence_tests.checker.layers.masks import TORCHS_LAYERS, Masks, read_masks
+from equivalence_tests.checker.layers.masks import Masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import MISTAKES, named_mistake, told
@@ -53,7 +54,6 @@ class Walk:
         module: The model, prepared.
         sizes: Of the tensors.
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
-        layers: The classes of its layers.
         meant: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
         calls: The calls of its sub-modules in that run.
@@ -64,7 +64,6 @@ class Walk:
     module: nn.Module
     sizes: Sizes
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
-    layers: set[type[nn.Module]] = field(default_factory=set)
     watched: dict[str, Report] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
     of_one: set[str] = field(default_factory=set)
@@ -330,7 +329,6 @@ def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     """Follow the wiring of one layer, and try its masks and the maps it returns."""
-    walk.layers.add(type(layer))
     label, sizes = path or "layer", sizes_of(layer, walk.sizes, Adapter())
     errors: list[str] = []
     ways = list(trials_of(layer, sizes, torch.float64, errors))
@@ -466,14 +464,13 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     read = _read_masks(walk, "", run)
     wrong = list(read.mistakes("model"))
     for name, mask, path in wrong or [("", "", "")] * bool(read.masks):
-        yield "masks of the model", name, _layer_around(walk, path) or mask * name.endswith("never_used")
+        yield "masks of the model", name, _layer_around(path) or mask * name.endswith("never_used")
 
 
-def _layer_around(walk: Walk, path: str) -> str:
-    """The outermost layer that holds an attention; its own path where none does."""
-    outer = (".".join(path.split(".")[: n + 1]) for n in range(path.count(".") + 1))
-    kinds = (*walk.layers, *TORCHS_LAYERS)
-    return next((one for one in outer if path and isinstance(walk.module.get_submodule(one), kinds)), path)
+def _layer_around(path: str) -> str:
+    """The first module of a list that an attention stands in, or else the module around it."""
+    numbered = re.match(r"(.*?\.)?\d+(?=\.|$)", path)
+    return numbered.group() if numbered else path.rpartition(".")[0]
 
 
 def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames:

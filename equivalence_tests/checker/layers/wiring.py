@@ -210,7 +210,8 @@ def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool)
     """Name what takes no part in the output: it is not called, or nothing reads what it gives."""
     read = {label for step in wiring.steps for x in step.inputs for label in x or ()}
     called = {path: step for step in wiring.steps for path in step.path.split(", ")}
-    normed = any(step.kind == "layer_norm" for step in wiring.steps)
+    left_out = {kind for path, kind in idle.items() if path not in called}
+    normed = left_out.isdisjoint(SUBLAYERS) and any(step.kind == "layer_norm" for step in wiring.steps)
     for path, kind in idle.items():
         step = called.get(path)
         if step is not None and step.output not in read:  # else what reads it is told
