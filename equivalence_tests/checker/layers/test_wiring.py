@@ -507,6 +507,24 @@ def test_a_branch_that_is_left_out_whole_misses_no_norm() -> None:
     assert [exercise.what for exercise in report.not_exercised] == ["memory"]
 
 
+class RawValuesLayer(layers.SequentialFeedForwardLayer):
+    """Normalises queries and keys, and takes the values from the stream as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.ln_1(x)
+        x = x + self.attn(y, y, x)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+def test_queries_keys_and_values_of_a_layer_are_all_normalised_or_none() -> None:
+    report = verify(RawValuesLayer)
+    assert report.mistakes == ("sublayer_reads_another_tensor",), str(report)
+    assert report.findings[0].line is not None
+    assert "self.attn(y, y, x)" in report.findings[0].line.text
+    rows = {what: here for what, here, _ in verify(layers.SequentialFeedForwardLayer).conventions}
+    assert rows["layer: wiring"] == "pre-norm, x + f(LayerNorm(x)), around attn, mlp"
+
+
 class ForgetfulDecoderLayer(layers.TwoMaskDecoderLayer):
     """Adds what it had before in the place of what the cross-attention gave."""
 

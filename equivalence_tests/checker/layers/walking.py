@@ -345,6 +345,8 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED)
     else:
         walk.skip(f"{label} (wiring)", "; ".join(wiring.unread))
+    if wiring.order and not wiring.mistakes:
+        walk.report.conventions.append((f"{label}: wiring", wiring.order, "post-norm unless norm_first"))
     _add_layer_masks(walk, label, path, trial, wiring)
     _add_maps(walk, label, path, trial)
 

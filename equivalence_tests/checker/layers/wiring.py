@@ -52,12 +52,13 @@ class Step:
 
 @dataclass
 class Wiring:
-    """What was read: the mistakes with their lines, what could not be read, the steps, and what nothing uses."""
+    """What was read: mistakes with their lines, what could not be read, the steps, what nothing uses, and the order."""
 
     mistakes: dict[str, Frames] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     unused: set[str] = field(default_factory=set)
+    order: str = ""
 
     def blame(self, name: str, frames: Frames) -> None:
         """Note a mistake once, and the lines where it shows."""
@@ -259,8 +260,16 @@ class _Stream:
                 if step.output not in self.done:
                     self._follow_one(step)
             self._judge_end()
+            self.wiring.order = self._order()
         except _LostError as lost:
             self.wiring.unread += filter(None, lost.args)
+
+    def _order(self) -> str:
+        """Say where the norms stand, and around what; "" where there is none."""
+        normed = [x for step in self.norms.values() for x in step.inputs[:1] if x is not None and len(x) > 1]
+        paths = ", ".join(step.path for step in self.sublayers)
+        post = f"post-norm, LayerNorm(x + f(x)), around {paths}" if normed else ""
+        return f"pre-norm, x + f(LayerNorm(x)), around {paths}" if self.pre_norm else post
 
     def _follow_one(self, step: Step) -> None:
         """Go through one sub-layer."""
@@ -268,9 +277,11 @@ class _Stream:
         if entered is None:
             raise _LostError(f"what goes into {step.path} is no sum of what came before")
         if self.now not in (entered, self._normalised(entered)):
-            if set(entered) <= {"x", "memory", *(s.output for s in self.sublayers), *self.norms}:
+            if self._is_known(entered):
                 self._stop("sublayer_reads_another_tensor", step.frames)
             raise _LostError(f"what goes into {step.path} is not the residual stream")
+        if self._is_mixed(step, entered):
+            self.wiring.blame("sublayer_reads_another_tensor", step.frames)
         if step.output in self.wiring.unused:
             raise _LostError
         last, used = self._branch(step, entered)
@@ -282,6 +293,17 @@ class _Stream:
             return
         self._judge_sum(step, last, beside, entered)
         self._advance(used)
+
+    def _is_mixed(self, step: Step, entered: Sum) -> bool:
+        """Whether queries, keys and values are neither all the stream nor all norms of it."""
+        given = [x for x in step.inputs if x is not None and self._is_known(x)]
+        own = step.contained is not False  # then one of them may be the residual
+        if step.kind != "attention" or own or any(map(self._of_memory, given)):
+            return False
+        return any(x != entered and not self._normalised(x) == self._normalised(entered) == self.now for x in given)
+
+    def _is_known(self, x: Sum) -> bool:
+        return set(x) <= {"x", "memory", *(step.output for step in self.sublayers), *self.norms}
 
     def _branch(self, step: Step, entered: Sum) -> tuple[Step, Sum | None]:
         """The end of a branch, and the first value that it is seen in: a norm or a scale may stand in between."""

@@ -76,7 +76,7 @@ ROWS = (
     ),
     _residual(
         "sublayer_reads_another_tensor",
-        "A sub-layer reads something other than the residual stream or its LayerNorm.",
+        "A sub-layer reads something other than the residual stream or its LayerNorm, or a mixture of the two.",
         "f(something earlier)",
         "Feed each sub-layer what came out of the one before, with its residual.",
     ),
