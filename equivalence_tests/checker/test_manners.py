@@ -68,6 +68,13 @@ def test_what_the_code_sets_is_put_back(tmp_path: Path, monkeypatch: pytest.Monk
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_a_folder_that_is_added_between_two_checks_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verify(attend)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert verify(attend)
+    assert str(tmp_path) in sys.path
+
+
 def test_what_writes_into_its_inputs_is_blamed_for_that_alone() -> None:
     report = verify(attend_in_place)
     assert report.verdict == "deviates"

@@ -55,7 +55,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (lambda: vars(PRINT_OPTS).copy(), lambda options: torch.set_printoptions(**options)),
     (np.get_printoptions, lambda options: np.set_printoptions(**options)),
     (os.environ.copy, _set_environment),
-    (sys.path.copy, lambda folders: setattr(sys, "path", folders)),
+    (lambda: sys.path.copy(), lambda folders: setattr(sys, "path", folders)),
     (os.getcwd, os.chdir),
 )
 
