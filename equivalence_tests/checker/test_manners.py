@@ -50,7 +50,7 @@ def test_what_the_code_sets_is_put_back(tmp_path: Path, monkeypatch: pytest.Monk
     def careless(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         os.chdir(tmp_path)
         os.environ["LEFT_BEHIND"] = "1"
-        sys.path.insert(0, str(tmp_path))
+        sys.path = [str(tmp_path), *sys.path]
         torch.set_printoptions(precision=2)
         np.set_printoptions(precision=2)
         torch.autograd.set_detect_anomaly(True)
@@ -59,6 +59,9 @@ def test_what_the_code_sets_is_put_back(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.chdir(Path(__file__).parent)
     assert verify(careless)
+    monkeypatch.syspath_prepend("what was put there between two checks stays")
+    assert verify(attend)
+    assert sys.path[0] == "what was put there between two checks stays"
     assert Path.cwd() == Path(__file__).parent
     assert "LEFT_BEHIND" not in os.environ
     assert str(tmp_path) not in sys.path

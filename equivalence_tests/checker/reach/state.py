@@ -39,6 +39,10 @@ def _set_environment(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
+def _set_path(before: tuple[list[str], list[str]]) -> None:
+    sys.path, sys.path[:] = before
+
+
 # How each setting is looked up, and put back.
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_rng_state, torch.set_rng_state),
@@ -55,7 +59,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (lambda: vars(PRINT_OPTS).copy(), lambda options: torch.set_printoptions(**options)),
     (np.get_printoptions, lambda options: np.set_printoptions(**options)),
     (os.environ.copy, _set_environment),
-    (lambda: sys.path.copy(), lambda folders: setattr(sys, "path", folders)),
+    (lambda: (sys.path, sys.path.copy()), _set_path),
     (os.getcwd, os.chdir),
 )
 
