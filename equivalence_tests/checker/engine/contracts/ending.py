@@ -72,14 +72,14 @@ def output_departures(attention: Attention) -> Iterator[Departure]:
     if found is not None:
         yield from _unchanged(attention, output, *found)
     else:  # nobody knows which of its elements is which
-        yield from _bent(attention, output)
+        yield from _bent(attention, output, attention.end.index)
 
 
-def _bent(attention: Attention, output: Tensor) -> Iterator[Departure]:
-    """What no known model does to what comes back."""
+def _bent(attention: Attention, output: Tensor, after: int) -> Iterator[Departure]:
+    """What no known model does to what comes back, after an operation."""
     slot, end = Slot(output, output.detach()), len(attention.run.operations)
     bent = strange_departures(attention, slot, end, "output", "output")
-    yield from (one for one in bent if one.operation is not None and one.operation.index > attention.end.index)
+    yield from (one for one in bent if one.operation is not None and one.operation.index > after)
 
 
 def _unchanged(attention: Attention, returned: Tensor, output: Tensor, codes: Tensor) -> Iterator[Departure]:
@@ -98,8 +98,8 @@ def _unchanged(attention: Attention, returned: Tensor, output: Tensor, codes: Te
             yield Departure("output_tokens_moved", "output", _last_move(attention))
             return
     changed = changed_on_the_way(attention, numbers, output, codes)
-    if changed is not None and adds_two(changed.operation):  # a residual, from where names are not followed
-        yield from _bent(attention, returned)
+    if changed is not None and changed.operation is not None and adds_two(changed.operation):
+        yield from _bent(attention, returned, changed.operation.index)  # a residual, whose own way is not followed
     elif changed is not None:
         yield changed
 
