@@ -28,8 +28,9 @@ from equivalence_tests.checker.engine.probing import (
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, trials_for
 from equivalence_tests.checker.engine.unwatched import compare_output
+from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.calling import CHANNELS_FIRST
-from equivalence_tests.checker.reach.construction import asks_for_groups, prepare
+from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.plans import other_masks
 from equivalence_tests.checker.reach.state import default_dtype
@@ -41,6 +42,7 @@ from equivalence_tests.checker.reporting.report import Report
 __all__ = ["diagnose_subject", "examine_attention"]
 
 FIXED = ("NameError", "ModuleNotFoundError")  # what no other argument or size would change
+NO_FACTOR = ("scale_after_softmax", "scale_differs_by_head", "scale_argument_wrong")  # wrong by any factor
 MOST_SIZES = 3  # after which what could not be read at any is not tried at others
 
 
@@ -118,6 +120,9 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     """
     started = time.process_time()
     errors = [] if errors is None else errors
+    said = _callers_scale(subject)
+    meant = {row.name: said for row in SCALES if said and row.name not in NO_FACTOR} | dict(subject.adapter.meant)
+    subject.adapter = replace(subject.adapter, meant=meant)
     trials = trials_for(subject, errors)
     if not trials:
         return None
@@ -134,13 +139,20 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     else:
         conclude(report, situation.found, 0, departures, subject.adapter.meant)
     report.conventions = [*reading_of(situation, report), *report.conventions]
-    report.notes += notes_of(situation)
+    report.notes += [*notes_of(situation), *([said] if said and not report.meant else [])]
     if report.verdict == "equal":
         _cover(report, situation)
     if report.verdict in ("equal", "partial") and situation.found.judgements:
         _check(report, situation)
     report.seconds = time.process_time() - started
     return report
+
+
+def _callers_scale(subject: Subject) -> str:
+    """Say which numbers of our own choice the scores are scaled by; "" if there is none."""
+    scales = callers_scales(type(subject.function)) if subject.built else {}
+    given = (f"{name} = {'1 / ' if power < 0 else ''}sqrt(head_dim)" for name, power in scales.items())
+    return f"the caller chooses the scale; it was built with {', '.join(given)}" if scales else ""
 
 
 def _beyond(situation: Situation, found: list[Departure], report: Report) -> list[Departure]:

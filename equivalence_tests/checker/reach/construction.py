@@ -18,10 +18,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.proposing import parameters_of, ranked, told_by
+from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, told_by
 from equivalence_tests.instruments.weights import randomize_parameters
 
-__all__ = ["DROPOUT", "SIZES", "Sizes", "asks_for_groups", "build", "built", "exact_lengths", "prepare", "retype"]
+__all__ = [
+    "DROPOUT",
+    "SIZES",
+    "Sizes",
+    "asks_for_groups",
+    "build",
+    "built",
+    "callers_scales",
+    "exact_lengths",
+    "prepare",
+    "retype",
+]
 
 DROPOUT = 0.25
 MAX_LEN = 64
@@ -359,6 +370,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
         of_annotation = is_config or (isinstance(asked, type) and asked is not parameter.empty)
         made += [built(asked, sizes) if of_annotation else None, ImitatedConfig(sizes)]
         return [one for one in made if one is not None]
+    if parameter.name in (scales := callers_scales(target)):
+        return [sizes.head_dim ** scales[parameter.name]]
     known, value = value_for(name, sizes)
     guesses: list[Any] = [sizes.embed_dim, sizes.num_heads, sizes.head_dim, DROPOUT, False, None, ImitatedConfig(sizes)]
     if ambiguous := told_by(name, AMBIGUOUS, None):
@@ -366,6 +379,20 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     elif known:
         guesses = [value] if value != sizes.embed_dim else [value, (value,)]
     return [*(one for one in made if one is not None), *guesses]
+
+
+def callers_scales(target: Any) -> dict[str, float]:
+    """Name the required arguments that the scores are divided or multiplied by, and no size: only a caller knows them.
+
+    Args:
+        target: A class.
+
+    Returns:
+        For each name the power of the width of a head that it is given.
+    """
+    required = {p.name: value_for(p.name, Sizes())[1] for p in parameters_of(target) if p.default is p.empty}
+    free = {name for name, value in required.items() if value is None or isinstance(value, bool)}
+    return {name: power for name, power in scales_of(target).items() if name in free} if free else {}
 
 
 def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:

@@ -1,14 +1,16 @@
 """What somebody's callable may want: its parameters, what their names say, and every choice, the likeliest first."""
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-__all__ = ["parameters_of", "ranked", "scripted_signature", "told_by"]
+__all__ = ["parameters_of", "ranked", "scales_of", "scripted_signature", "told_by"]
 
 T = TypeVar("T")
 
@@ -29,6 +31,40 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
         return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p for p in signature.parameters.values() if p.kind not in variadic]
+
+
+def scales_of(target: Any) -> dict[str, float]:
+    """Name the arguments that a constructor keeps only to divide or to multiply by, as a temperature is.
+
+    Args:
+        target: A class.
+
+    Returns:
+        For each name the power of a width that makes it the scale of torch's formula: 0.5 of a divisor, -0.5 of a
+        factor.
+    """
+    own = [one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__]
+    try:
+        trees = [ast.parse(textwrap.dedent(inspect.getsource(one))) for one in own]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    powers: dict[ast.AST, float] = {}
+    for node in nodes:
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
+            powers[node.right if isinstance(node, ast.BinOp) else node.value] = -0.5 + isinstance(node.op, ast.Div)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            powers[node.left] = -0.5
+    loaded = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)]
+    names = [node.id for node in loaded if isinstance(node, ast.Name)]
+    scales: dict[str, float] = {}
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Attribute(attr=attribute)], value=ast.Name(id=name)):
+                uses = {powers.get(x, 0.0) for x in loaded if isinstance(x, ast.Attribute) and x.attr == attribute}
+                if names.count(name) == len(uses) == 1 and (power := uses.pop()):
+                    scales[name] = power
+    return scales
 
 
 def scripted_signature(schema: Any) -> inspect.Signature:

@@ -90,14 +90,41 @@ class OfOneHeadUnrooted(OfOneHead):
         super().__init__(d_k * d_k)
 
 
-@pytest.mark.parametrize("right", [FixedWidth, Crossing, Windows, OfOneHead])
+class OfATemperature(nn.Module):
+    """Divides by a number that only its caller knows."""
+
+    def __init__(self, temperature: float, attn_dropout: float = 0.1) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(attn_dropout)
+        self.temperature = temperature
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (torch.bmm(q, k.transpose(1, 2)) / self.temperature).softmax(2)
+        return torch.bmm(self.dropout(weights), v)
+
+
+class OfATemperatureOverQueries(OfATemperature):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.bmm((torch.bmm(q, k.transpose(1, 2)) / self.temperature).softmax(1), v)
+
+
+@pytest.mark.parametrize("right", [OfATemperature, FixedWidth, Crossing, Windows, OfOneHead])
 def test_what_is_right_is_built_so_that_it_runs(right: type[nn.Module]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
 
 
+def test_a_scale_that_the_checker_chose_is_told() -> None:
+    assert "the caller chooses the scale; it was built with temperature = sqrt(head_dim)" in str(verify(OfATemperature))
+
+
 @pytest.mark.parametrize(
-    ("broken", "name"), [(FixedWidthScaledTwice, "scale_twice"), (OfOneHeadUnrooted, "scale_other")]
+    ("broken", "name"),
+    [
+        (OfATemperatureOverQueries, "softmax_over_queries"),
+        (FixedWidthScaledTwice, "scale_twice"),
+        (OfOneHeadUnrooted, "scale_other"),
+    ],
 )
 def test_another_size_excuses_no_mistake(broken: type[nn.Module], name: str) -> None:
     assert verify(broken).mistakes == (name,)
