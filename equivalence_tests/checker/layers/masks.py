@@ -44,7 +44,7 @@ class Site:
     reads: str
 
 
-Seen = dict[Site, set[int]]
+Seen = dict[Site, set[tuple[int, int]]]  # which query gives weight to which key
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class _Reader:
         self.plain = self.seen({}, run.source, run.target)
 
     def seen(self, given: Given, source: Tensor, target: Tensor | None) -> Seen:
-        """Run it, watched: which keys get weight from some query, in each attention; nothing where NaN comes back."""
+        """Run it, watched: which query weighs which key, in each attention; nothing where NaN comes back."""
         recorded = Call(self.run.run, (source, target, dict(given)), module=self.module).run()
         found: Seen = defaultdict(set)
         if not bool(recorded.output.isfinite().all()):  # type: ignore[attr-defined]  # a tensor
@@ -204,7 +204,8 @@ class _Reader:
 
     def _reached(self, given: Given, form: MaskForm) -> list[Site]:
         seen, place = self.seen(given, self.run.source, self.run.target), _place(form) % self.run.source.size(1)
-        return [site for site, keys in seen.items() if place in self.plain.get(site, ()) and place not in keys]
+        before = {site: _keys(pairs) for site, pairs in self.plain.items()}
+        return [site for site, pairs in seen.items() if place in before.get(site, ()) and place not in _keys(pairs)]
 
     def _is_of_keys(self, name: str, form: MaskForm, hidden: Tensor) -> bool:
         """Whether a mask that has no axis for queries does the same."""
@@ -223,19 +224,24 @@ class _Reader:
             padded[:, place] = pad
         assert both["source"] is not None  # a source there is
         seen = self.seen({}, both["source"], both["target"])
-        reached = [site for site, keys in seen.items() if keys != self.plain.get(site)]
-        inverted = [site for site in reached if site.reads != "target" and 0 not in seen[site]]
+        reached = [site for site, pairs in seen.items() if pairs != self.plain.get(site)]
+        inverted = [site for site in reached if site.reads != "target" and (0, 0) not in seen[site]]
         if reached:
             yield Mask("padding", used=True, reached=reached, of_keys=True, side=side, inverted=inverted)
 
 
-def _weighed(part: Part) -> set[int]:
-    """The places of the keys that some query gives weight to."""
-    found: set[int] = set()
+def _keys(pairs: set[tuple[int, int]]) -> set[int]:
+    return {key for _, key in pairs}
+
+
+def _weighed(part: Part) -> set[tuple[int, int]]:
+    """The places of the queries and the keys that they give weight to."""
+    found: set[tuple[int, int]] = set()
     for context in part.contexts:
         weights, names = context.contraction.rows(context.operands[0].value), context.weights
         counts = known(names) & (source_of(names) == part.number) & (weights > VANISHED)
-        found |= set(part.table.rank_key[place_of(names[counts])].tolist())
+        places = place_of(names[counts])
+        found |= set(zip(part.table.rank_query[places].tolist(), part.table.rank_key[places].tolist(), strict=True))
     return found
 
 

@@ -445,6 +445,15 @@ class InnerMasksModel(OuterMasksModel):
         return ids == 0
 
 
+class PaddedRowsModel(InnerMasksModel):
+    """Hides all from queries that are padding themselves, with a number that leaves them looking at everything."""
+
+    def full(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+        assert mask is not None  # it is made inside
+        hidden = super().full(mask | self.hidden(query)[:, :, None], query, key)
+        return None if hidden is None else hidden * torch.tensor(-1e12)
+
+
 class ExchangedInnerMasksModel(InnerMasksModel, ExchangedMasksModel):
     pass
 
@@ -465,6 +474,7 @@ class InvertedInnerMasksModel(InnerMasksModel):
         (DroppedMaskModel, ("model_mask_dropped",)),
         (UnusedMaskModel, ("model_mask_never_used",)),
         (InnerMasksModel, ()),
+        (PaddedRowsModel, ()),
         (ExchangedInnerMasksModel, ("future_is_seen", "masks_exchanged")),
         (InvertedInnerMasksModel, ("model_padding_inverted",)),
     ],
