@@ -9,7 +9,7 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,17 +159,25 @@ SECTION = re.compile(
 
 
 class ImitatedConfig:
-    """Answers config.n_embd, config["n_embd"], config.num_attention_heads, ... with sizes, by what the name says."""
+    """Answers config.n_embd, config["n_embd"], config.num_attention_heads, ... with sizes, by what the name says.
 
-    def __init__(self, sizes: Sizes) -> None:
-        self._sizes = sizes
+    Args:
+        sizes: What it answers.
+        optional: Names to which it answers None where they say no size.
+    """
+
+    def __init__(self, sizes: Sizes, optional: Collection[str] = ()) -> None:
+        self._sizes, self._optional = sizes, optional
 
     def __getattr__(self, name: str) -> Any:
         if SECTION.search(name.lower()):
             return self
-        if name.startswith("_") or ABSENT.search(name.lower()):
+        absent = name.startswith("_") or ABSENT.search(name.lower())
+        known, value = (False, None) if absent else value_for(name, self._sizes)
+        if not known and name in self._optional:
+            return None
+        if absent:
             raise AttributeError(name)
-        known, value = value_for(name, self._sizes)
         if not known:
             raise AttributeError(f"nothing is known about the config's {name!r}")
         return value
@@ -306,14 +314,18 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
         sizes: What the arguments are to say.
 
     Yields:
-        For each guess at the required ones, all arguments: with sizes for optional ones, then without.
+        For each guess at the required ones, all arguments: with sizes for optional ones, then without, then with sizes
+        for those that default to None, too.
     """
     parameters = parameters_of(target)
     required = [p for p in parameters if p.default is p.empty]
     extras = {p.name: value for p in parameters if p not in required for value in _override(p, sizes)}
+    told = {p.name: value_for(p.name, sizes)[1] for p in parameters if p.default is None}
+    unset = {name: value for name, value in told.items() if type(value) is int}
     for values in itertools.islice(ranked([_candidates(p, sizes, target) for p in required]), MOST_GUESSES):
         chosen = dict(zip((p.name for p in required), values, strict=True))
-        yield [chosen | extras, chosen] if extras else [chosen]
+        ways = [chosen | extras, chosen, chosen | extras | unset]
+        yield [way for place, way in enumerate(ways) if way not in ways[:place]]
 
 
 def materialise(module: nn.Module, sizes: Sizes) -> None:
@@ -368,7 +380,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     is_config = hasattr(asked, "__dataclass_fields__")
     if CONFIG.search(name) or is_config:
         of_annotation = is_config or (isinstance(asked, type) and asked is not parameter.empty)
-        made += [built(asked, sizes) if of_annotation else None, ImitatedConfig(sizes)]
+        made += [built(asked, sizes) if of_annotation else None, ImitatedConfig(sizes, _may_be_none(target))]
+        made += [] if of_annotation else _configs_beside(target)
         return [one for one in made if one is not None]
     if parameter.name in (scales := callers_scales(target)):
         return [sizes.head_dim ** scales[parameter.name]]
@@ -395,11 +408,31 @@ def callers_scales(target: Any) -> dict[str, float]:
     return {name: power for name, power in scales_of(target).items() if name in free} if free else {}
 
 
+def _classes_beside(target: Any) -> list[type]:
+    """List the classes of the same file."""
+    file = getattr(target, "__module__", "")
+    held = vars(sys.modules[file]).values() if file in sys.modules else ()
+    return [x for x in held if isinstance(x, type) and x.__module__ == file]
+
+
+def _may_be_none(target: Any) -> set[str]:
+    """Name what a constructor of the same file takes None for."""
+    taken = (p for one in _classes_beside(target) if issubclass(one, nn.Module) for p in parameters_of(one))
+    return {p.name for p in taken if p.default is None or re.search(r"\bNone\b|Optional", str(p.annotation))}
+
+
+def _configs_beside(target: Any) -> list[Any]:
+    """Make the configs that stand in the same file, with their own defaults."""
+    fields = (
+        (one, one.__dataclass_fields__) for one in _classes_beside(target) if hasattr(one, "__dataclass_fields__")
+    )
+    return [made for one, names in fields if names and (made := _first_that_builds(one, [{}], [])) is not None]
+
+
 def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
     """List the classes of the same file of which an argument may want an instance, named most like it first."""
-    pattern, file = told_by(argument, PARTS, ""), getattr(target, "__module__", "")
-    held = vars(sys.modules[file]).values() if pattern and file in sys.modules else ()
-    own = (x for x in held if isinstance(x, type) and issubclass(x, nn.Module) and x.__module__ == file)
+    pattern = told_by(argument, PARTS, "")
+    own = (x for x in _classes_beside(target) if pattern and issubclass(x, nn.Module))
     fitting = (x for x in own if x is not target and re.search(pattern, x.__name__.lower()))
     name = getattr(target, "__name__", "")
     beginnings = [name[:length] for length in range(1, len(name) + 1)]

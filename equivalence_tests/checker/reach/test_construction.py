@@ -90,6 +90,31 @@ class OfOneHeadUnrooted(OfOneHead):
         super().__init__(d_k * d_k)
 
 
+class Windowed(FixedWidth):
+    """May be told that there is no window."""
+
+    def __init__(self, num_heads: int, head_size: int, window: int | None = None) -> None:
+        super().__init__(num_heads, head_size)
+        self.window = window
+
+
+class OfAConfig(Windowed):
+    """Hands on a field that may be None."""
+
+    def __init__(self, cfg) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(3, WIDTH // 3, cfg.window)
+        if self.window is not None:
+            raise ValueError("no windows here")
+
+
+class WantsOneOfTwo(FixedWidth):
+    """Two widths are left out; one has to be given."""
+
+    def __init__(self, num_heads: int, d_attn: int | None = None, d_v: int | None = None) -> None:
+        assert d_attn is not None or d_v is not None
+        super().__init__(num_heads, WIDTH // num_heads)
+
+
 class OfATemperature(nn.Module):
     """Divides by a number that only its caller knows."""
 
@@ -108,7 +133,7 @@ class OfATemperatureOverQueries(OfATemperature):
         return torch.bmm((torch.bmm(q, k.transpose(1, 2)) / self.temperature).softmax(1), v)
 
 
-@pytest.mark.parametrize("right", [OfATemperature, FixedWidth, Crossing, Windows, OfOneHead])
+@pytest.mark.parametrize("right", [OfAConfig, WantsOneOfTwo, OfATemperature, FixedWidth, Crossing, Windows, OfOneHead])
 def test_what_is_right_is_built_so_that_it_runs(right: type[nn.Module]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
