@@ -36,7 +36,7 @@ from equivalence_tests.checker.reach.plans import other_masks
 from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reporting.findings import Exercise
-from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.lines import code_lines, raised_at
 from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["diagnose_subject", "examine_attention"]
@@ -126,7 +126,11 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     trials = trials_for(subject, errors)
     if not trials:
         return None
-    situation = likeliest(subject, trials)
+    try:
+        situation = likeliest(subject, trials)
+    except RuntimeError as error:  # torch's fused attention runs on no heads of keys at all; its formula does not
+        errors.append(f"{type(error).__name__}: {error}{raised_at(error)}")
+        return None
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
     departures = list(situation.departures)
     if not situation.blocked:

@@ -1,10 +1,12 @@
 """What a constructor is told: by names, by widths that the file fixes, and by what one head needs."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from equivalence_tests.checker.reach.construction import Sizes, value_for
 from equivalence_tests.checker.verify import verify
@@ -107,6 +109,33 @@ class OfAConfig(Windowed):
             raise ValueError("no windows here")
 
 
+@dataclass
+class OwnConfig:
+    """Has as many heads as the groups that stand in the class can share."""
+
+    n_embd: int = 96
+    n_head: int = 8
+
+
+class OfGroups(nn.Module):
+    """Shares four heads of keys, whatever the config says."""
+
+    def __init__(self, config) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.n_head, self.head_dim = config.n_head, config.n_embd // config.n_head
+        self.q, self.out = nn.Linear(config.n_embd, config.n_embd), nn.Linear(config.n_embd, config.n_embd)
+        self.kv = nn.Linear(config.n_embd, 2 * 4 * self.head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        k, v = (
+            t.unflatten(-1, (4, -1)).transpose(1, 2).repeat_interleave(self.n_head // 4, 1)
+            for t in self.kv(x).chunk(2, -1)
+        )
+        out: Tensor = self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
 class WantsOneOfTwo(FixedWidth):
     """Two widths are left out; one has to be given."""
 
@@ -133,7 +162,9 @@ class OfATemperatureOverQueries(OfATemperature):
         return torch.bmm((torch.bmm(q, k.transpose(1, 2)) / self.temperature).softmax(1), v)
 
 
-@pytest.mark.parametrize("right", [OfAConfig, WantsOneOfTwo, OfATemperature, FixedWidth, Crossing, Windows, OfOneHead])
+@pytest.mark.parametrize(
+    "right", [OfGroups, OfAConfig, WantsOneOfTwo, OfATemperature, FixedWidth, Crossing, Windows, OfOneHead]
+)
 def test_what_is_right_is_built_so_that_it_runs(right: type[nn.Module]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
