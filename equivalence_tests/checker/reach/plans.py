@@ -46,6 +46,7 @@ SWITCH = re.compile(
     r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freq|kwargs|layer_idx|relative"
 )
 
+SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
 NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
 LETTER = re.compile(r"^[a-z]_?\d?$")
 POSITION = re.compile(
@@ -212,10 +213,23 @@ def _working(trial: Trial, errors: list[str]) -> Iterator[Trial]:
         if done is not None:
             yield done
             continue
+        if masked and _fails_before_the_mask(
+            replace(trial, plan=replace(plan, roles=all_neutral, angles=angles)), errors
+        ):
+            continue
         for neutral in masked:
             plans = [replace(plan, roles=r, angles=angles, neutral=neutral) for r in {plan.roles: 0, all_neutral: 0}]
             tried = (_tried(replace(trial, plan=one), errors) for one in plans)
             yield from itertools.islice((done for done in tried if done is not None), 1)
+
+
+def _fails_before_the_mask(trial: Trial, errors: list[str]) -> bool:
+    """Whether masks of all ranks and encodings meet the same words at the same line as the call without one."""
+    for form in MaskForm.neutral_forms()[::SOME]:
+        answers: list[str] = []
+        if _tried(replace(trial, plan=replace(trial.plan, neutral=form)), answers) or answers != errors[-1:]:
+            return False
+    return True
 
 
 def _tried(trial: Trial, errors: list[str]) -> Trial | None:
