@@ -154,8 +154,8 @@ def _name_by_heads(departure: Departure, situation: Situation) -> None:
     heads, judgement = situation.subject.sizes.num_heads, situation.judgement
     if departure.stage != "scale" or heads < 2 or judgement is None:
         return
-    whole = len(judgement.attention.parts[0].table.heads) == 1
-    if whole and abs(departure.facts["factor"] * (departure.facts["width"] // heads) ** 0.5 - 1) < 1e-6:
+    whole, width = len(judgement.attention.parts[0].table.heads) == 1, departure.facts["width"] // heads
+    if whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < 1e-6:  # of 1, no scale at all
         departure.name, departure.stage = "heads_never_split", "split"
 
 

@@ -665,3 +665,20 @@ class NeverSplits(nn.Module):
 def test_heads_that_are_never_split_are_named_whatever_their_scale_is_called() -> None:
     adapter = Adapter(build=lambda: NeverSplits(16, 4), embed_dim=16, num_heads=4)
     assert verify(NeverSplits, adapter=adapter).mistakes == ("heads_never_split",)
+
+
+class NarrowKeys(nn.Module):
+    """One head of an eighth of the width, unscaled, as in SAGAN."""
+
+    def __init__(self, in_dim: int) -> None:
+        super().__init__()
+        self.query, self.key = (nn.Conv2d(in_dim, in_dim // 8, 1) for _ in range(2))
+        self.value = nn.Conv2d(in_dim, in_dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (projection(x).flatten(2) for projection in (self.query, self.key, self.value))
+        return (v @ (q.mT @ k).softmax(-1).mT).view_as(x)
+
+
+def test_no_scale_is_not_that_of_a_head_that_would_be_one_wide() -> None:
+    assert verify(NarrowKeys).mistakes == ("scale_missing",)
