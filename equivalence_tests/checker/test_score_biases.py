@@ -97,6 +97,8 @@ class Backwards(Table):
 class KeptSlopesOfTheWrongSign(Distant):
     """Far keys are favoured; first query beside first key, however many there are of each."""
 
+    slopes: Tensor
+
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__(dim, heads)
         self.register_buffer("slopes", 2.0 ** -torch.arange(1, heads + 1))

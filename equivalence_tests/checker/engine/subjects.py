@@ -1,7 +1,7 @@
 """The door to one attention: a class or function that is built, called, and held against torch in all it offers."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.checks import NOT_JUDGED, Checked, attenti
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover
 from equivalence_tests.checker.engine.judgement import Judgement
+from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.mask_trials import masked_departures
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.probing import (
@@ -120,9 +121,6 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     """
     started = time.process_time()
     errors = [] if errors is None else errors
-    said = _callers_scale(subject)
-    meant = {row.name: said for row in SCALES if said and row.name not in NO_FACTOR} | dict(subject.adapter.meant)
-    subject.adapter = replace(subject.adapter, meant=meant)
     trials = trials_for(subject, errors)
     if not trials:
         return None
@@ -131,6 +129,9 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     except RuntimeError as error:  # torch's fused attention runs on no heads of keys at all; its formula does not
         errors.append(f"{type(error).__name__}: {error}{raised_at(error)}")
         return None
+    said = _callers_scale(situation)
+    meant = {row.name: said for row in SCALES if said and row.name not in NO_FACTOR} | dict(subject.adapter.meant)
+    subject.adapter = replace(subject.adapter, meant=meant)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
     departures = list(situation.departures)
     if not situation.blocked:
@@ -152,11 +153,32 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     return report
 
 
-def _callers_scale(subject: Subject) -> str:
+def _callers_scale(situation: Situation) -> str:
     """Say which numbers of our own choice the scores are scaled by; "" if there is none."""
+    subject = situation.subject
     scales = callers_scales(type(subject.function)) if subject.built else {}
-    given = (f"{name} = {'1 / ' if power < 0 else ''}sqrt(head_dim)" for name, power in scales.items())
-    return f"the caller chooses the scale; it was built with {', '.join(given)}" if scales else ""
+    chosen = {name: power for name, power in scales.items() if _scales(situation, subject.sizes.head_dim**power)}
+    given = (f"{name} = {'1 / ' if power < 0 else ''}sqrt(head_dim)" for name, power in chosen.items())
+    return f"the caller chooses the scale; it was built with {', '.join(given)}" if chosen else ""
+
+
+def _scales(situation: Situation, number: float) -> bool:
+    """Whether the scale of the scores follows a number that the module keeps."""
+    modules = [] if situation.subject.module is None else list(situation.subject.module.modules())
+    held = [(m, name) for m in modules for name, x in vars(m).items() if isinstance(x, float) and x == number]
+    for module, name in held:
+        setattr(module, name, 2 * number)
+    other = examine(situation.call)
+    for module, name in held:
+        setattr(module, name, number)
+    before, after = (_factors(one.judgements) for one in (situation.found, other))
+    return len(before) == len(after) and any(abs(x / y - 1) > 1e-6 for x, y in zip(before, after, strict=True))
+
+
+def _factors(judgements: Sequence[Judgement]) -> list[float]:
+    """What each attention multiplies the product of queries and keys by, as far as that is known."""
+    read = [(j.models[0], j.first_operands) for j in judgements if j.models and j.operands]
+    return [model.factor * operands[0].factor * operands[1].factor for model, operands in read]
 
 
 def _beyond(situation: Situation, found: list[Departure], report: Report) -> list[Departure]:

@@ -157,6 +157,20 @@ class OfATemperature(nn.Module):
         return torch.bmm(self.dropout(weights), v)
 
 
+class OfAnAlpha(nn.Module):
+    """Scales what comes out, and not its scores."""
+
+    def __init__(self, d_model: int, n_heads: int, alpha: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model) for _ in range(4))
+        self.n_heads, self.alpha = n_heads, 0.0
+        self.alpha = alpha
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.alpha * self.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class OfATemperatureOverQueries(OfATemperature):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.bmm((torch.bmm(q, k.transpose(1, 2)) / self.temperature).softmax(1), v)
@@ -172,6 +186,10 @@ def test_what_is_right_is_built_so_that_it_runs(right: type[nn.Module]) -> None:
 
 def test_a_scale_that_the_checker_chose_is_told() -> None:
     assert "the caller chooses the scale; it was built with temperature = sqrt(head_dim)" in str(verify(OfATemperature))
+
+
+def test_a_number_that_scales_no_scores_excuses_none() -> None:
+    assert "scale_missing" in verify(OfAnAlpha).mistakes
 
 
 @pytest.mark.parametrize(
