@@ -193,7 +193,7 @@ LAYOUTS = (
     _context(
         "context_sums_over_queries",
         "The weights are summed over the queries, not over the keys.",
-        ("weightsᵀ @ v", "dropped @ v"),
+        ("weightsᵀ @ v", "weights @ v"),
         "Multiply weights by values without transposing the weights.",
         (WEIGHED, "dropped.mT @ v"),
     ),

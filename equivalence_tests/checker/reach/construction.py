@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, told_by
+from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.instruments.weights import randomize_parameters
 
 __all__ = [
@@ -232,11 +233,18 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
                 yield instance, sizes
     yield from large
     if not builds:
-        raise CannotCheckError(
-            f"{errors[0] if errors else getattr(target, '__name__', target)}\nCould not work out how to "
-            "construct it. Pass an instance, a factory "
-            "(verify(lambda: Mine(...))) or Adapter(build=lambda: Mine(...))."
-        )
+        raise CannotCheckError(f"{errors[0] if errors else getattr(target, '__name__', target)}\n{_advice(errors)}")
+
+
+def _advice(errors: list[str]) -> str:
+    """Say what would help where nothing was built: where most end alike, it is hardly for want of arguments."""
+    ends = [text.partition(" raised ")[2] for text in errors]
+    alike = ends.count(ends[0]) if ends else 0
+    tried = f"{alike} of the {len(ends)} constructions that were tried end there. If that line is right, pass"
+    return (
+        f"{tried if 1 < alike >= len(ends) / 2 else 'Could not work out how to construct it. Pass'} an instance, "
+        "a factory (verify(lambda: Mine(...))) or Adapter(build=lambda: Mine(...))."
+    )
 
 
 def _is_large(instance: Any) -> bool:
@@ -302,7 +310,7 @@ def _first_that_builds(target: Any, proposals: Iterable[dict[str, Any]], errors:
         try:
             return target(**arguments)
         except Exception as error:  # the user's constructor may raise anything
-            errors.append(f"{_call_text(target, arguments)} raised {type(error).__name__}: {error}")
+            errors.append(f"{_call_text(target, arguments)} raised {type(error).__name__}: {error}{raised_at(error)}")
     return None
 
 

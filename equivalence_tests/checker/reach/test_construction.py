@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equivalence_tests.checker.reach.construction import Sizes, value_for
+from equivalence_tests.checker.reach.construction import Sizes, build, value_for
+from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.verify import verify
 
 WIDTH = 27
@@ -210,3 +211,18 @@ def test_a_switch_and_a_width_may_share_a_word() -> None:
         assert value_for(width, sizes) == (True, sizes.embed_dim)
     for switch in ("cross_attention", "is_decoder", "use_cross"):
         assert value_for(switch, sizes) == (True, False)
+
+
+class RaisesItself(nn.Module):
+    """Its own line fails, whatever it is given."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.act = nn.Relu()  # type: ignore[attr-defined]
+
+
+def test_a_constructor_that_fails_by_itself_is_told_its_line() -> None:
+    with pytest.raises(
+        CannotCheckError, match=r"no attribute 'Relu' \(.*\)\n\d+ of the \d+ constructions .* end there"
+    ):
+        list(build(RaisesItself))
