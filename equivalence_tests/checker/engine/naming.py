@@ -10,7 +10,7 @@ __all__ = ["finding_of"]
 
 def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
     """Say what a departure is."""
-    mistake = _changed(departure) if "changed_by_" in departure.name else named_mistake(departure.name)
+    mistake = _changed(departure, proof) if "changed_by_" in departure.name else named_mistake(departure.name)
     return told(
         mistake,
         departure.facts,
@@ -23,15 +23,16 @@ def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
     )
 
 
-def _changed(departure: Departure) -> Mistake:
+def _changed(departure: Departure, proof: Proof | None) -> Mistake:
     """What no catalogue knows: a stage is changed by a function that torch's formula does not have."""
     function, what = departure.facts["function"], departure.facts["what"]
     is_or_are, was = ("are", "they were") if what in ("scores", "weights") else ("is", "it was")
+    fix = f"Leave {function} out" if proof else f"From here on the numbers differ: see what {function} is there for"
     return Mistake(
         departure.name,
         departure.stage,
         f"The {what} {is_or_are} changed by {function}, which torch's formula does not have.",
         f"{what} = {function}({what})",
         f"the {what} as {was} before",
-        f"Leave {function} out, or say with --meant {departure.name}=REASON that it is meant so.",
+        f"{fix}, or say with --meant {departure.name}=REASON that it is meant so.",
     )
