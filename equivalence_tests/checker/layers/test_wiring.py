@@ -884,3 +884,38 @@ def test_an_argument_of_a_layer_that_nobody_gave_is_listed() -> None:
     report = verify(GatedLayer)
     assert report.verdict == "partial"
     assert [exercise.what for exercise in report.not_exercised] == ["gates"]
+
+
+class FusingAttention(nn.Module):
+    """A whole layer under the name of an attention: x asks, and the spectrum answers."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.attend, self.first = nn.MultiheadAttention(dim, num_heads, batch_first=True), nn.LayerNorm(dim)
+        self.wide, self.narrow, self.second = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim), nn.LayerNorm(dim)
+        self.ffn = nn.Sequential(self.wide, nn.GELU(), self.narrow)
+
+    def forward(self, freq_map: Tensor, other: Tensor) -> Tensor:
+        x = self.first(freq_map + self.mixed(freq_map, other))
+        return self.second(x + self.ffn(x))
+
+    def mixed(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.attend(x, other, other)[0]
+
+
+class FusingTheWrongWay(FusingAttention):
+    def mixed(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.attend(other, x, x)[0]
+
+
+class FusingWithSomethingElse(FusingAttention):
+    """Nobody can tell what it is called with."""
+
+    def forward(self, x: Tensor, plan: object) -> Tensor:
+        return super().forward(x, plan.tokens)  # type: ignore[attr-defined]
+
+
+def test_a_layer_named_as_an_attention_is_equal_only_where_it_was_run() -> None:
+    assert verify(FusingAttention).verdict in ("equal", "partial")
+    assert verify(FusingTheWrongWay).verdict == "deviates"
+    assert verify(FusingWithSomethingElse).verdict == "unchecked"

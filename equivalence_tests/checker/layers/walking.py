@@ -320,7 +320,8 @@ def _has_feed_forward(kinds: list[str]) -> bool:
 
 def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
     for path, child in module.named_modules():
-        if isinstance(child, CONTAINERS) or is_torchs(child) or kind_of(path, child) in EXAMINED:
+        named = path and kind_of(path, child) in EXAMINED  # the whole is read as a layer, whatever its name says
+        if named or isinstance(child, CONTAINERS) or is_torchs(child):
             continue
         kinds = list(atoms_of(child).values())
         if wanted(kinds):

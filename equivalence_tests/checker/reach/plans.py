@@ -25,7 +25,7 @@ __all__ = ["POSITION", "crossed", "other_masks", "role_of_parameter", "trials_of
 
 ROLE_NAMES = (
     (
-        r"^(freqs?|angles?|rope|rotary|cos|sin|pos(ition)?_?emb(edding)?s?)($|_)|freqs_c|(^|_)(cos|sin|rope)$",
+        r"^freq($|_c)|^(freqs|angles?|rope|rotary|cos|sin|pos(ition)?_?emb(edding)?s?)($|_)|freqs_c|(^|_)(cos|sin|rope)$",
         "angles",
     ),
     (r"mask|valid_?len|lengths?$|^lens$|seq_len|attn_bias|^bias$|padding|(^|_)pads?$|^m$", "mask"),
@@ -43,7 +43,7 @@ ASSIGNMENTS: tuple[tuple[str, ...], ...] = (
 )
 IMAGE_SIZES = (("h", "w"), ("height", "width"))
 SWITCH = re.compile(
-    r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freq|kwargs|layer_idx|relative"
+    r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
 )
 
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
