@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.calls import conclude, diagnose_call
 from equivalence_tests.checker.engine.checks import NOT_JUDGED, Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
@@ -147,6 +148,8 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     report.notes += [*notes_of(situation), *([said] if said and not report.meant else [])]
     if report.verdict == "equal":
         _cover(report, situation)
+    elif report.verdict == "deviates" and not situation.blocked and subject.adapter.call is None:
+        report.findings += exercised_cache(situation.trial)[1]  # held against its own full pass, right or wrong
     if report.verdict in ("equal", "partial") and situation.found.judgements:
         _check(report, situation)
     report.seconds = time.process_time() - started

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.coverage import Covered, cover
 from equivalence_tests.checker.reach.construction import Sizes
 from equivalence_tests.checker.reach.plans import trials_of
+from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reporting.report import Report
+from equivalence_tests.checker.verify import verify
 
 WIDTH, HEADS = 12, 3
 Cache = tuple[Tensor, Tensor]
@@ -80,6 +82,31 @@ class CacheCrashes(Cached):
         if past_key_value is not None:
             k, v = (torch.cat([past, new], dim=1) for past, new in zip(past_key_value, (k, v), strict=True))
         return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+
+
+class CacheTakesOneToken(Cached):
+    """Says itself that with a cache there is one token at a step."""
+
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        if past_key_value is not None and x.size(1) != 1:
+            raise NotImplementedError("one token at a time")
+        return super().forward(x, past_key_value)
+
+
+class BentAndCached(Cached):
+    """Bends what it gives; its cache is right."""
+
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        y, kept = super().forward(x, past_key_value)
+        return y.round(decimals=3), kept
+
+
+class BentAndCachedWithoutOffset(BentAndCached):
+    """The same with a cache whose queries see only the first keys."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+        places = torch.arange(k.size(2))
+        return super().attend(q, k, v, places > torch.arange(q.size(2))[:, None])
 
 
 class KeptAtAPosition(Parts):
@@ -261,6 +288,7 @@ def covered(module: nn.Module) -> Covered:
     ("made", "what"),
     [
         (Cached, "past_key_value"),
+        (CacheTakesOneToken, "past_key_value"),
         (KeptAtAPosition, "start_pos"),
         (Object, "cache"),
         (Switched, "causal=True"),
@@ -327,3 +355,10 @@ def test_what_the_code_keeps_is_as_it_was() -> None:
 
 def test_a_plain_attention_has_nothing_to_exercise() -> None:
     assert covered(Attention()).exercises == []
+
+
+@pytest.mark.parametrize(("made", "wrong"), [(BentAndCached, False), (BentAndCachedWithoutOffset, True)])
+def test_what_is_found_in_one_call_does_not_hide_a_wrong_cache(made: type[nn.Module], wrong: bool) -> None:
+    mistakes = verify(made, adapter=Adapter(num_heads=HEADS, embed_dim=WIDTH)).mistakes
+    assert "changed_by_round" in mistakes
+    assert ("cache_differs_from_one_pass" in mistakes) == wrong
