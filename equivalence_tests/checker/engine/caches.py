@@ -18,14 +18,13 @@ from equivalence_tests.checker.reach.plans import POSITION
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import CACHE
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
-from equivalence_tests.checker.reporting.lines import code_lines, frames_of
+from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 
 __all__ = ["cache_arguments", "exercised_cache"]
 
 TOKENS = 6
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"mask|^(encoder_)?memory$")  # the second tensor of a cross-attention
-REFUSAL = re.compile(r"(^|:\s*)(assert|raise)\b")
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
 SWITCHES = re.compile(
     r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.IGNORECASE
@@ -173,7 +172,7 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding
         if error is not None:
             if not steps or protocol.fed_back is None:
                 raise error
-            if lengths[len(steps)] > 1 and _refuses(error):
+            if lengths[len(steps)] > 1 and is_refusal(error):
                 continue  # made for one token at a step, as was run before
             facts, stack = {"said": said(error)}, code_lines(frames_of(error))
             return [told(named_mistake("cache_fails"), facts, stack=stack, evidence=protocol.detail)]
@@ -187,11 +186,6 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding
             evidence = f"{TOKENS} tokens, the future hidden in both"
             return [told(named_mistake("cache_differs_from_one_pass"), found, evidence=evidence)]
     return []
-
-
-def _refuses(error: Exception) -> bool:
-    """Whether the code itself says that it does not take this, by an assert or a raise of its own."""
-    return any(REFUSAL.search(line.text) for line in code_lines(frames_of(error)[:1]))
 
 
 def _decoded(

@@ -21,7 +21,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
-from equivalence_tests.checker.reporting.lines import code_lines, frames_of
+from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 from equivalence_tests.checker.reporting.report import Report
 
 __all__ = ["Covered", "cover"]
@@ -69,8 +69,7 @@ class Covered:
     def add_failure(self, what: str, error: Exception) -> None:
         """Note that the code raised: a mistake, unless it says itself that it does not do this."""
         stack = code_lines(frames_of(error))
-        refused = stack and stack[-1].text.startswith(("raise", "assert"))
-        if refused or not stack or isinstance(error, (ImportError, NotImplementedError, MemoryError)):
+        if is_refusal(error) or not stack or isinstance(error, (ImportError, NotImplementedError, MemoryError)):
             self.leave_out(what, said(error))
         else:
             facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"

@@ -30,7 +30,7 @@ from equivalence_tests.checker.engine.vocabulary import (
     SOFTMAXES,
     words,
 )
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
 __all__ = ["identify"]
 
@@ -119,7 +119,7 @@ class _Follower(Meetings):
     def _spread(self, operation: Operation) -> None:
         """Say of what an operation gives whether it is data or a weight."""
         isdata = operation.name in INDEXED or (
-            operation.name not in CREATES and any(_storage(slot.tensor) in self.data for slot in operation.inputs)
+            operation.name not in CREATES and any(storage_of(slot.tensor) in self.data for slot in operation.inputs)
         )
         isweight = (
             not isdata
@@ -130,13 +130,13 @@ class _Follower(Meetings):
         for slot in operation.outputs:
             self.makers[slot.key] = operation
             if isdata:
-                self.data.add(_storage(slot.tensor))
+                self.data.add(storage_of(slot.tensor))
             if isweight:
                 self.weights.add(slot.key)
 
     def _snapshot(self, slot: Slot) -> Tensor | None:
         codes = self.codes.get(slot.key)
-        shared = codes is not None and len(self.siblings.get(_storage(slot.tensor), ())) > 1
+        shared = codes is not None and len(self.siblings.get(storage_of(slot.tensor), ())) > 1
         return codes.clone() if codes is not None and shared else codes
 
     # ------------------------------------------------------------------------------------------ data that moves
@@ -183,7 +183,7 @@ class _Follower(Meetings):
         """Give the memory behind a tensor names that say nothing yet, shared by all that look at it."""
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         memory = torch.full((count,), UNKNOWN, dtype=torch.float64)
-        for key, other in self.siblings.get(_storage(tensor), {}).items():
+        for key, other in self.siblings.get(storage_of(tensor), {}).items():
             if key not in self.codes and other.dtype == tensor.dtype:
                 self.codes[key] = memory.as_strided(other.shape, other.stride(), other.storage_offset())
 
@@ -276,7 +276,7 @@ class _Follower(Meetings):
         extra = [
             bits
             for i, (bits, taken) in enumerate(zip(operation.origins, operation.inputs, strict=True))
-            if i != place and _storage(taken.tensor) not in self.data
+            if i != place and storage_of(taken.tensor) not in self.data
         ]
         if any(bits & self.parameters for bits in extra):
             if operation.name in ADDS:

@@ -25,7 +25,7 @@ from equivalence_tests.checker.engine.codes import (
 from equivalence_tests.checker.engine.names import Context, Identities, Product, ScoreTable, Source
 from equivalence_tests.checker.engine.products import contraction_of, contraction_of_sum
 from equivalence_tests.checker.engine.vocabulary import words
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
 __all__ = ["MULTIPLIES", "POOLS", "Meetings"]
 
@@ -40,7 +40,7 @@ class Meetings:
         self.found = Identities(recorder.operations)
         self.codes: dict[int, Tensor] = {}
         self.others: dict[int, Tensor] = {}  # second names of what two elements were added to
-        self.data = {_storage(tensor) for tensor in data}
+        self.data = {storage_of(tensor) for tensor in data}
         self.weights = {
             slot.key
             for name, slot in zip(recorder.names, recorder.given, strict=False)
@@ -63,7 +63,7 @@ class Meetings:
                 self.tokens = max(self.tokens, int(token_of(source.codes).max()) + 1)
 
     def _met(self, tensor: Tensor) -> None:
-        self.siblings.setdefault(_storage(tensor), {})[id(tensor)] = tensor
+        self.siblings.setdefault(storage_of(tensor), {})[id(tensor)] = tensor
 
     def _new(
         self, kind: str, operation: Operation | None, slot: Slot, codes: Tensor, parents: tuple[int, ...] = ()
@@ -87,7 +87,7 @@ class Meetings:
         return 2 if bool((sources > 0).all()) else 3
 
     def _isdata(self, slot: Slot) -> bool:
-        return _storage(slot.tensor) in self.data or slot.key in self.codes
+        return storage_of(slot.tensor) in self.data or slot.key in self.codes
 
     def _contracted(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         contraction = contraction_of(operation)
@@ -152,7 +152,7 @@ class Meetings:
     def _rows_in_memory(self, tensor: Tensor, places: Tensor) -> Tensor:
         """Number rows in their order, and those of a part of a tensor as the whole tensor has them."""
         starts, token = places[:, :, 0].unique(return_inverse=True)
-        base, memory, start = self._base(tensor, len(starts)), _storage(tensor), _memory_of(tensor)[starts]
+        base, memory, start = self._base(tensor, len(starts)), storage_of(tensor), _memory_of(tensor)[starts]
         apart = start.sort().values.diff()
         if not len(apart) or bool((apart == 0).any()) or tensor.stride(-1) != 1:
             return token + base
@@ -166,7 +166,7 @@ class Meetings:
 
     def _base(self, tensor: Tensor, count: int) -> int:
         """The number of the first token of a tensor: its own, but the same for all that look at one memory."""
-        place = _storage(tensor)
+        place = storage_of(tensor)
         if place not in self.bases:
             self.bases[place] = self.tokens
             self.tokens += count

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, _storage
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
 __all__ = ["replayed"]
 
@@ -76,7 +76,7 @@ class _Replay:
         """What is written into gets memory of its own."""
         self.values[slot.key] = slot.value.clone()
         for other in operation.inputs[1:]:
-            if _storage(other.tensor) == _storage(slot.tensor) and other.key not in self.values:
+            if storage_of(other.tensor) == storage_of(slot.tensor) and other.key not in self.values:
                 self.values[other.key] = other.value.clone()
 
 

@@ -6,21 +6,21 @@ from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
-from equivalence_tests.checker.engine.watching import Operation, _storage
+from equivalence_tests.checker.engine.watching import Operation, storage_of
 
 __all__ = ["idle_modules", "live_operations", "matrix_in", "place_of_matrix", "unused_parameters"]
 
 
 def live_operations(run: Run) -> set[int]:
     """Give the indices of the operations on which what comes back depends."""
-    needed = {_storage(x) for x in tree_leaves(run.output) if isinstance(x, Tensor)}
+    needed = {storage_of(x) for x in tree_leaves(run.output) if isinstance(x, Tensor)}
     live: set[int] = set()
     if not needed:
         return {operation.index for operation in run.operations}
     for operation in reversed(run.operations):
-        if any(_storage(slot.tensor) in needed for slot in operation.outputs):
+        if any(storage_of(slot.tensor) in needed for slot in operation.outputs):
             live.add(operation.index)
-            needed |= {_storage(slot.tensor) for slot in operation.inputs}
+            needed |= {storage_of(slot.tensor) for slot in operation.inputs}
     return live
 
 

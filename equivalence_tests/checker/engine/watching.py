@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, INPLACE, UNFILLED
 from equivalence_tests.checker.reporting.lines import Frames, frames_here
 
-__all__ = ["Operation", "Recorder", "Slot", "tensors_of"]
+__all__ = ["Operation", "Patch", "Recorder", "Slot", "storage_of", "tensors_of"]
 
 Patch = Callable[["Recorder", "Operation"], Tensor]
 
@@ -123,13 +123,13 @@ class Recorder(TorchFunctionMode):
         self._live: dict[int, list[Slot]] = {}
         self.given: list[Slot] = []  # what is known by a name, as it was before the run
         for name, tensor in named:
-            self._origins[_storage(tensor)] = self._origins.get(_storage(tensor), 0) | 1 << len(self.names)
+            self._origins[storage_of(tensor)] = self._origins.get(storage_of(tensor), 0) | 1 << len(self.names)
             self.names.append(name)
             self.given.append(self._slot(tensor))
 
     def origins_of(self, tensor: Tensor) -> int:
         """Give the named tensors that a tensor was made from, as bits."""
-        return self._origins.get(_storage(tensor), 0)
+        return self._origins.get(storage_of(tensor), 0)
 
     def named(self, bits: int) -> list[str]:
         """Give the names that the bits stand for."""
@@ -192,7 +192,7 @@ class Recorder(TorchFunctionMode):
         for bits in operation.origins[: 1 if name in CASTS else None] if name not in CREATES else ():
             origins |= bits
         for tensor in given:
-            place = _storage(tensor)
+            place = storage_of(tensor)
             self._origins[place] = self._origins.get(place, 0) | origins if inplace else origins
         if operation.index in self.patches and given:
             return self._patched(operation, result, given[0], written=inplace or bool(target))
@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
                 operation.outputs = [self._slot(given)]
                 return result
             new = want.to(given.dtype).reshape(given.shape).clone()
-        self._origins[_storage(new)] = self._origins.get(_storage(given), 0)
+        self._origins[storage_of(new)] = self._origins.get(storage_of(given), 0)
         operation.outputs[0] = self._slot(new, 1)
         if isinstance(result, tuple | list):
             rest = [new, *list(result)[1:]]
@@ -217,7 +217,7 @@ class Recorder(TorchFunctionMode):
 
     def _slot(self, tensor: Tensor, made: int = 0) -> Slot:
         slot = Slot(tensor, tensor.detach())
-        place = _storage(tensor)
+        place = storage_of(tensor)
         if made and place not in self._live:
             self.room -= tensor.numel() * tensor.element_size()
             self.overflowed = self.room < 0
@@ -225,8 +225,8 @@ class Recorder(TorchFunctionMode):
         return slot
 
     def _copy_before_writing(self, tensor: Tensor) -> None:
-        for slot in self._live.pop(_storage(tensor), []):
-            if _storage(slot.value) == _storage(tensor):
+        for slot in self._live.pop(storage_of(tensor), []):
+            if storage_of(slot.value) == storage_of(tensor):
                 slot.value = slot.value.clone()
 
 
@@ -331,8 +331,8 @@ def _emptied(name: str, result: Any) -> Any:
     return result
 
 
-def _storage(tensor: Tensor) -> int:
-    """Names the memory behind a tensor."""
+def storage_of(tensor: Tensor) -> int:
+    """Name the memory behind a tensor."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (RuntimeError, NotImplementedError, AttributeError):

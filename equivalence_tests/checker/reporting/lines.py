@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -9,13 +10,24 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["CodeLine", "Frames", "code_lines", "frames_here", "frames_of", "inside", "is_users", "raised_at"]
+__all__ = [
+    "CodeLine",
+    "Frames",
+    "code_lines",
+    "frames_here",
+    "frames_of",
+    "inside",
+    "is_refusal",
+    "is_users",
+    "raised_at",
+]
 
 CHECKER = str(Path(__file__).parents[1])
 ENGINE = str(Path(__file__).parents[1] / "engine")
 # Where torch is, without importing it: the command has its first line on the screen before that.
 TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent)
 NOT_THE_USERS = ("<frozen", "/einops/", "/jaxtyping/", "/beartype/")
+REFUSAL = re.compile(r"(^|:\s*)(assert|raise)\b")
 STANDARD = sysconfig.get_path("stdlib")
 # Path, number and function of each line, the innermost first.
 Frames = tuple[tuple[str, int, str], ...]
@@ -57,6 +69,11 @@ def frames_of(error: BaseException) -> Frames:
         (frame.f_code.co_filename, n, frame.f_code.co_name) for frame, n in traceback.walk_tb(error.__traceback__)
     ]
     return tuple(line for line in reversed(walked) if is_users(line[0]))
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Say whether the user's code itself does not take what it was given: an ``assert`` or a ``raise`` of its own."""
+    return any(REFUSAL.search(line.text) for line in code_lines(frames_of(error)[:1]))
 
 
 def raised_at(error: BaseException) -> str:
