@@ -66,10 +66,10 @@ def verify_command(
         Path | None, typer.Option("--json", help="Write the report as JSON; - prints it.", callback=_writable)
     ] = None,
     junit_file: Annotated[
-        Path | None, typer.Option("--junit", help="Write the checks as JUnit XML.", callback=_writable)
+        Path | None, typer.Option("--junit", help="Write the checks as JUnit XML; - prints it.", callback=_writable)
     ] = None,
     sarif_file: Annotated[
-        Path | None, typer.Option("--sarif", help="Write the findings as SARIF 2.1.0.", callback=_writable)
+        Path | None, typer.Option("--sarif", help="Write the findings as SARIF 2.1.0; - prints it.", callback=_writable)
     ] = None,
     github: Annotated[bool, typer.Option("--github", help="Print the findings as GitHub annotations.")] = False,
     allow_partial: Annotated[
@@ -88,15 +88,18 @@ def verify_command(
     """
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
-    console, reasons = Console(stderr=json_file == PRINTED), _meant(meant or [], meant_file)
+    paths = (json_file, junit_file, sarif_file)
+    if paths.count(PRINTED) > 1:
+        raise typer.BadParameter("only one of --json, --junit and --sarif can be -: give the others a file")
+    console, reasons = Console(stderr=PRINTED in paths), _meant(meant or [], meant_file)
     requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, reasons, run_all))
     reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), Console(stderr=True))]
-    if json_file == PRINTED:
-        typer.echo(to_json(reports))
-    else:
+    if PRINTED not in paths:
         _show(reports, console)
-    for path, export in ((json_file, to_json), (junit_file, to_junit), (sarif_file, to_sarif)):
-        if path is not None and path != PRINTED:
+    for path, export in zip(paths, (to_json, to_junit, to_sarif), strict=True):
+        if path == PRINTED:
+            typer.echo(export(reports))
+        elif path is not None:
             path.write_text(export(reports) + "\n", encoding="utf-8")
     if github:
         typer.echo("\n".join(to_github(reports)))

@@ -128,6 +128,13 @@ def test_reports_are_written_in_every_form(tmp_path: Path, answered: Callable[..
     assert "::warning title=could not be checked::b.py:B: It cannot be built." in printed
 
 
+@pytest.mark.parametrize(("option", "starts"), [("--json", "[\n"), ("--junit", "<?xml"), ("--sarif", "{\n")])
+def test_a_dash_prints_that_form_and_nothing_else(option: str, starts: str, answered: Callable[..., Result]) -> None:
+    printed = answered("a.py:A", option, "-", verdicts=["deviates"]).stdout
+    assert printed.startswith(starts)
+    assert "DEVIATES" not in printed
+
+
 def test_what_other_programs_read_is_well_formed() -> None:
     odd = replace(SCALE, stack=(CodeLine("a, b/my model.py", 3, "x", "f"),), example=Example("s", (-math.inf,), (0.0,)))
     deviating = Report("m.py:A", verdict="deviates", findings=[odd])
@@ -156,6 +163,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, answe
         (["--kind", "zebra"], "must be one of attention"),
         (["--meant", "no_scale"], "must be NAME=REASON"),
         (["--meant", "scale_mising=as T5"], "is it 'scale_missing'?"),
+        (["--json", "-", "--sarif", "-"], "only one of --json, --junit and --sarif can be -"),
         (["--timeout", "0"], "greater than or equal to 1"),
     ],
 )
