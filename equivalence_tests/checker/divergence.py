@@ -13,8 +13,6 @@ from equivalence_tests.checker.reach.tracing import tensors_in, trace
 from equivalence_tests.instruments.differences import FLOAT64_BOUND, Comparison, compare_tensors
 from scratch.validation import ArgumentValueError
 
-__all__ = ["Divergence", "first_divergence"]
-
 
 @dataclass(frozen=True)
 class Divergence:

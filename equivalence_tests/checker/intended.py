@@ -8,8 +8,6 @@ from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["accepted", "check_meant"]
-
 OF_ANY_FUNCTION = "changed_by_"  # the names of what no catalogue knows
 
 

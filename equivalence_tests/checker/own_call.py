@@ -17,8 +17,6 @@ from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["NO_ATTENTION", "examine_call"]
-
 NO_ATTENTION = "No attention runs in"
 
 

@@ -25,8 +25,6 @@ from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 from scratch.validation import check_choice
 
-__all__ = ["verify", "without"]
-
 FALLBACKS = ("feed_forward", "positional_encoding", "layers", "attention")
 
 

@@ -20,8 +20,6 @@ from equivalence_tests.checker.reporting.findings import KINDS, VERDICTS
 from equivalence_tests.checker.reporting.rendering import show, table
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["verify_command"]
-
 WORST_FIRST = (1, 2, 3, 0)
 PRINTED = Path("-")
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.notebooks import cells_of, without_magics
 
-__all__ = ["Candidate", "candidates", "names_one_thing"]
-
 READ = (".py", ".ipynb")
 PASSED_BY = {"build", "dist", "node_modules", "site-packages", "__pycache__", "venv", "env"}
 ATTENTION = re.compile(r"attention|attn|mha\b|mhsa\b", re.IGNORECASE)

@@ -27,8 +27,6 @@ from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.reach.loading import inside_wrappers
 from equivalence_tests.checker.reporting.lines import is_users
 
-__all__ = ["Functions", "Notebook", "WatchedCall"]
-
 FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 EXPONENTIALS = SOFTMAXES | {"exp", "exp_", "exp2", "sigmoid"}
 TRAINS = {"backward", "grad"}

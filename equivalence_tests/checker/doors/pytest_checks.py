@@ -10,8 +10,6 @@ from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
 
-__all__ = ["parametrize_with_checks"]
-
 
 def parametrize_with_checks(
     targets: Sequence[Any],

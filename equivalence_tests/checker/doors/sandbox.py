@@ -21,8 +21,6 @@ from typing import Any
 
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["Limits", "Request", "checked"]
-
 WORKER = "equivalence_tests.checker.doors.worker"
 # A process that took no CPU time for so long waits for something that does not come. A busy machine is no reason.
 STILL_SECONDS = 60.0

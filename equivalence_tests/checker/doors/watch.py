@@ -25,8 +25,6 @@ from equivalence_tests.checker.reporting.rendering import Shown
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify, without
 
-__all__ = ["Watched", "WatchedCall", "watch"]
-
 NOTHING = "No attention ran while watching."
 
 

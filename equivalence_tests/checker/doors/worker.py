@@ -20,8 +20,6 @@ from typing import Any
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["work"]
-
 CHECKER = str(Path(__file__).parents[1])
 OURS = str(Path(__file__).resolve().parents[3])
 HEARTBEAT_SECONDS = 1.0

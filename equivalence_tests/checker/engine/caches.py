@@ -20,8 +20,6 @@ from equivalence_tests.checker.reach.state import CACHE
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 
-__all__ = ["cache_arguments", "exercised_cache"]
-
 TOKENS = 6
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"mask|^(encoder_)?memory$")  # the second tensor of a cross-attention

@@ -21,8 +21,6 @@ from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["conclude", "diagnose_call"]
-
 EXCHANGED = ("query_key_swapped", "key_value_swapped", "query_value_swapped", "arguments_rotated")
 
 

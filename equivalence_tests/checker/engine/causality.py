@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.reach.proposing import parameters_of
 
-__all__ = ["causal_claim"]
-
 CLAIM = re.compile(r"causal|masked|auto_?regressive", re.IGNORECASE)
 SWITCH = re.compile(r"mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)
 LEFT_TO_THE_CALLER = re.compile(r"mask|causal|bias|tril|triu|future|decoder|auto_?regressive", re.IGNORECASE)

@@ -28,8 +28,6 @@ from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.instruments.differences import compare_errors
 
-__all__ = ["Checked", "attention_checks", "run_check"]
-
 Check = Callable[["Checked"], str]
 FRESH = range(201, 204)
 DRAWS = 200

@@ -6,26 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FEATURES",
-    "UNKNOWN",
-    "Contraction",
-    "coded",
-    "feature_of",
-    "known",
-    "looked_up",
-    "retagged",
-    "score_codes",
-    "numbered",
-    "numbered_pairs",
-    "source_of",
-    "sources_in",
-    "squares_by",
-    "place_of",
-    "token_of",
-    "unified",
-]
-
 UNKNOWN = -1.0
 FEATURES = 1 << 20  # of one token; also tokens of one source
 SPAN = FEATURES * FEATURES

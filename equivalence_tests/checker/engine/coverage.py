@@ -24,8 +24,6 @@ from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["Covered", "cover"]
-
 Judge = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Report]]
 Failed = Callable[[str, Exception], None]
 Look = Callable[[], tuple[Sequence[Finding], str]]

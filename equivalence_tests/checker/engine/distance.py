@@ -2,8 +2,6 @@
 
 from torch import Tensor
 
-__all__ = ["FLOAT32_INSIDE", "distance"]
-
 # Code that computes a part in float32, whatever it is given, is that exact and no more.
 FLOAT32_INSIDE = 3e-6
 

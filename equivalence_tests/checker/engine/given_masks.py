@@ -14,8 +14,6 @@ from equivalence_tests.checker.engine.judgement import Expectation
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.running import Call
 
-__all__ = ["GivenMasks"]
-
 ALL = slice(None)
 # How a mask may stand over (samples, heads, queries, keys), by the number of its axes.
 AXES: dict[int, list[tuple[slice | None, ...]]] = {

@@ -32,8 +32,6 @@ from equivalence_tests.checker.engine.vocabulary import (
 )
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
-__all__ = ["identify"]
-
 ADDS = words("add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_ __rsub__ lerp addcmul")
 JOINS = words("cat concat concatenate stack hstack vstack column_stack")
 PRODUCTS = words("matmul __matmul__ bmm einsum")

@@ -12,8 +12,6 @@ from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Proof
 
-__all__ = ["prove", "reference"]
-
 INPUTS = 20
 MANY = 1500  # operations: a run of more is repeated on fewer inputs
 

@@ -11,8 +11,6 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.names import Attention, Run, Source
 from equivalence_tests.checker.engine.watching import Operation, Slot
 
-__all__ = ["Expectation", "Expecting", "Judgement", "Operand", "Turn", "WeightsModel"]
-
 
 @dataclass(frozen=True)
 class Turn:

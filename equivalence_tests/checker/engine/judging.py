@@ -23,8 +23,6 @@ from equivalence_tests.checker.engine.judgement import Expectation, Expecting, J
 from equivalence_tests.checker.engine.names import Attention, Part, attentions_of
 from equivalence_tests.checker.engine.running import Call, Examination
 
-__all__ = ["examine", "judge"]
-
 ROUNDS = 8
 # The stages between the product of queries and keys and what the values are averaged to.
 WEIGHING = ("scale", "scores", "mask", "softmax", "context")

@@ -25,8 +25,6 @@ from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import frames_of
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["mask_form_of", "masked_departures"]
-
 DROWNED = 1e3  # scores below its opposite are hidden
 OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
 # What the code answers if it is wrong in itself, and not only called with what it does not take.

@@ -23,8 +23,6 @@ from equivalence_tests.checker.reporting.findings import Exercise
 
 Names = Callable[[str], object]  # whether it is the name of what is meant
 
-__all__ = ["Evidence"]
-
 CAP = re.compile(r"cap|clip", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 SIZES = re.compile(

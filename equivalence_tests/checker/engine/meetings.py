@@ -27,8 +27,6 @@ from equivalence_tests.checker.engine.products import contraction_of, contractio
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
-__all__ = ["MULTIPLIES", "POOLS", "Meetings"]
-
 MULTIPLIES = words("mul __mul__ __rmul__ multiply mul_ __imul__")
 POOLS = words("max amax mean min amin")
 

@@ -20,21 +20,6 @@ from equivalence_tests.checker.engine.codes import (
 from equivalence_tests.checker.engine.vocabulary import MOVES, SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
-__all__ = [
-    "WEIGHS",
-    "Attention",
-    "Context",
-    "Identities",
-    "Part",
-    "Product",
-    "Run",
-    "ScoreTable",
-    "Source",
-    "attentions_of",
-    "numbered_rows",
-    "values_at",
-]
-
 WEIGHS = SOFTMAXES | words("exp exp_ exp2 sigmoid sigmoid_")
 # What makes features of queries and keys, for an attention that is meant to be linear.
 FEATURES_OF = words("elu elu_ relu relu_ softplus gelu silu selu celu")

@@ -5,8 +5,6 @@ from equivalence_tests.checker.mistakes import Mistake, named_mistake, told
 from equivalence_tests.checker.reporting.findings import Example, Finding, Proof
 from equivalence_tests.checker.reporting.lines import code_lines
 
-__all__ = ["finding_of"]
-
 
 def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
     """Say what a departure is."""

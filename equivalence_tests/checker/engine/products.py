@@ -9,8 +9,6 @@ from torch import Tensor
 from equivalence_tests.checker.engine.codes import Contraction
 from equivalence_tests.checker.engine.watching import Operation
 
-__all__ = ["contraction_of", "contraction_of_sum"]
-
 
 def contraction_of(operation: Operation) -> Contraction | None:
     """Read a product.

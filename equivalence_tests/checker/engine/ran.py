@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, frames_here, inside
 
-__all__ = ["forward_lines", "lines_where", "operations_of", "recorded"]
-
 
 def operations_of(*calls: Callable[[], Any]) -> list[Operation]:
     """Watch calls that are known to run, and give the operations that have a line of the user's."""

@@ -17,8 +17,6 @@ from equivalence_tests.checker.reach.calling import CallPlan
 from equivalence_tests.checker.reach.state import changed_by_calls
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["counted_heads", "is_causal", "notes_of", "reading_of"]
-
 Row = tuple[str, str, str]
 LAYOUTS = {
     "b l e": "(batch, len, features)",

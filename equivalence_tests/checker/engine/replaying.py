@@ -8,8 +8,6 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
-__all__ = ["replayed"]
-
 
 def replayed(recorder: Recorder, start: Mapping[int, Tensor], after: int, wanted: Slot, until: int) -> Tensor | None:
     """Give what a tensor would have been, had others been something else.

@@ -17,8 +17,6 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.watching import Patch, Recorder
 from equivalence_tests.checker.reach.state import keeping_state
 
-__all__ = ["Call", "Examination", "in_dtype"]
-
 
 @dataclass(eq=False)
 class Call:

@@ -41,8 +41,6 @@ from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import code_lines, raised_at
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["diagnose_subject", "examine_attention"]
-
 FIXED = ("NameError", "ModuleNotFoundError")  # what no other argument or size would change
 NO_FACTOR = ("scale_after_softmax", "scale_differs_by_head", "scale_argument_wrong")  # wrong by any factor
 MOST_SIZES = 3  # after which what could not be read at any is not tried at others

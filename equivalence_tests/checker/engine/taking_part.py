@@ -8,8 +8,6 @@ from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, storage_of
 
-__all__ = ["idle_modules", "live_operations", "matrix_in", "place_of_matrix", "unused_parameters"]
-
 
 def live_operations(run: Run) -> set[int]:
     """Give the indices of the operations on which what comes back depends."""

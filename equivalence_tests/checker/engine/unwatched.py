@@ -13,8 +13,6 @@ from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["compare_output"]
-
 FRESH = (3, 5, 7)
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5}
 

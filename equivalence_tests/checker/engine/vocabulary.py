@@ -1,20 +1,5 @@
 """Which torch functions only ask, only move data, work element by element, or contract."""
 
-__all__ = [
-    "ASKS",
-    "CASTS",
-    "CONTRACTIONS",
-    "ELEMENTWISE",
-    "GETTERS",
-    "INDEXED",
-    "INPLACE",
-    "MOVES",
-    "NORMS",
-    "REORDERS",
-    "SOFTMAXES",
-    "words",
-]
-
 
 def words(text: str) -> frozenset[str]:
     """Give the words of a text."""

@@ -18,8 +18,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, INPLACE, UNFILLED
 from equivalence_tests.checker.reporting.lines import Frames, frames_here
 
-__all__ = ["Operation", "Patch", "Recorder", "Slot", "storage_of", "tensors_of"]
-
 Patch = Callable[["Recorder", "Operation"], Tensor]
 
 

@@ -19,9 +19,6 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
 
-__all__ = ["Masks", "read_masks"]
-
-
 OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
 # What tells two masks of one kind apart: whose tokens they hide.
 WHOSE = re.compile(r"^(src|source|mem(ory)?|enc(oder)?|cross|tgt|trg|target|dec(oder)?|self|slf|x|y|key|query)_+")

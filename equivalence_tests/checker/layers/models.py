@@ -14,8 +14,6 @@ from equivalence_tests.checker.parts.kinds import kind_of_name
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
 
-__all__ = ["judge_model", "reads_later_tokens"]
-
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 Stack = tuple[str, list[nn.Module]]
 GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)

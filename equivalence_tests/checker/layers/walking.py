@@ -36,8 +36,6 @@ from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, 
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["examine_layers"]
-
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 MOST_SIZES = 2
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")

@@ -20,8 +20,6 @@ from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
 from equivalence_tests.checker.reporting.lines import Frames
 
-__all__ = ["Step", "Wiring", "read_wiring"]
-
 Sum = tuple[str, ...]
 SUBLAYERS = ("attention", "feed_forward")
 ROUNDING = 1e-10

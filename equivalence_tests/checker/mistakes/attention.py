@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 from equivalence_tests.checker.mistakes.mistake import Change, Mistake, rows
 
-__all__ = ["ORDERS", "ROWS"]
-
 # ---------------------------------------------------------------------------------------------- scale
 SCALE = "scores = q kᵀ / sqrt(head_dim)"
 SOFTMAX_LINE = "scores.softmax(-1)"

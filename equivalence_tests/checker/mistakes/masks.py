@@ -2,8 +2,6 @@
 
 from equivalence_tests.checker.mistakes.mistake import rows
 
-__all__ = ["ROWS"]
-
 CAUSAL = "query i looks at the keys j <= i"
 PADDING = "every query looks at the keys that are no padding"
 BOTH = "may look = (key is no padding) and (j <= i)"

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Change", "Mistake", "rows"]
-
 Change = tuple[str, str]
 
 

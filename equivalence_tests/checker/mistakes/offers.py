@@ -2,8 +2,6 @@
 
 from equivalence_tests.checker.mistakes.mistake import Mistake
 
-__all__ = ["ROWS"]
-
 UNCAUSAL = "With {what} output {output} {shown}: token {token} {effect} it."
 UNCAUSAL_HAVE = "with {what} query i sees {seen}"
 PAST = "query i sees the keys j <= i"

@@ -4,8 +4,6 @@ import functools
 
 from equivalence_tests.checker.mistakes.mistake import rows
 
-__all__ = ["ROWS"]
-
 ACTIVATIONS = "relu, gelu, silu, tanh, sigmoid, leaky_relu, elu, mish, square, pow, mul"
 BETWEEN = "Apply it between the two."
 _norm = rows("norm", "gain * (x - mean) / sqrt(var + eps) + bias, over the last axis, var with 1 / n", "layer_norm")

@@ -2,8 +2,6 @@
 
 from equivalence_tests.checker.mistakes.mistake import Mistake
 
-__all__ = ["ROWS"]
-
 SUBLAYER = "LayerNorm(x + f(x)), or x + f(LayerNorm(x))"
 
 

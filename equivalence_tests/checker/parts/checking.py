@@ -26,8 +26,6 @@ from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["examine_part"]
-
 SHAPES = ((2, 5), (4, 6), (1, 8))
 MOST_OBSERVED = 3
 LARGE = 64

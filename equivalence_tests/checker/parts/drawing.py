@@ -10,8 +10,6 @@ from torch import Tensor
 
 from equivalence_tests.checker.reach.construction import Sizes, value_for
 
-__all__ = ["LAYOUTS", "OF_BOOLS", "CallOfRoles", "Drawn"]
-
 OF_BOOLS = " of bools"
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "(batch, len)": lambda ids: ids,

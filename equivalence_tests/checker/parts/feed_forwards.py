@@ -18,8 +18,6 @@ from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.parts.functions import BIAS
 from equivalence_tests.checker.parts.readings import PartReading, Row
 
-__all__ = ["ACTIVATIONS", "feed_forward_readings"]
-
 Map = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Map] = {
     "ReLU": F.relu,

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FunctionModule", "function_modules"]
-
 EPS = 1e-5
 MOST = 64
 BIAS = re.compile(r"^b(_?\w{0,3})?$|bias|beta|shift")

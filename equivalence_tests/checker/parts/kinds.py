@@ -11,21 +11,6 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.state import attempt
 
-__all__ = [
-    "ALIKE",
-    "BUILDER_NAME",
-    "BY_DATA_FLOW",
-    "EXAMINED",
-    "atoms_of",
-    "builds_masks",
-    "guess_kind",
-    "is_torchs",
-    "kind_of",
-    "kind_of_name",
-    "own_tensors",
-    "there_and_back",
-]
-
 # Under this name a copy of a module keeps the kind that a run showed, where its own name says nothing.
 BY_DATA_FLOW = "_kind_by_data_flow"
 NAMES = (

@@ -30,8 +30,6 @@ from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["examine_mask_builder", "mask_methods"]
-
 # What a parameter of a mask builder is given, by its name; one whose name says nothing is tried as all of them.
 ROLES = (
     (r"device", "device"),

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from equivalence_tests.checker.parts.drawing import CallOfRoles, Drawn
 
-__all__ = ["Meaning", "draws_of", "meanings"]
-
 PAD_ID = 3
 
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from equivalence_tests.checker.parts.functions import BIAS, FunctionModule
 from equivalence_tests.checker.parts.readings import PartReading
 
-__all__ = ["is_rms_norm", "norm_readings"]
-
 AXES = {
     "the last": (-1,),
     "the last two": (-2, -1),

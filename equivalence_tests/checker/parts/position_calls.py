@@ -17,8 +17,6 @@ from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
 
-__all__ = ["Placement", "placements"]
-
 # Two samples and two tokens at the least: what is alike along an axis is told from what is not.
 SHAPES = ((2, 5), (4, 6), (3, 8))
 LONGEST = 1024

@@ -15,8 +15,6 @@ from equivalence_tests.checker.parts.kinds import own_tensors
 from equivalence_tests.checker.parts.readings import PartReading
 from equivalence_tests.checker.reach.angles import base_of
 
-__all__ = ["position_readings", "rotary_readings"]
-
 OFFSETS = (0, 1, 2)  # of the first row that a learned table gives
 BASES = (10000.0, 1000.0, 100.0, 100000.0)
 # What stands on even and odd features, or in the first and the second half.

@@ -13,8 +13,6 @@ from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["Observation", "PartReading", "Row", "judge"]
-
 EXACT = 1e-10
 # How many readings are measured on every observation where the least difference is asked for.
 MEASURED = 5

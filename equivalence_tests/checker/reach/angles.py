@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AngleForm", "base_of"]
-
 BASE = 10000.0
 ANGLES = re.compile(r"freq|theta", re.IGNORECASE)
 AXES = ("l c", "1 l c", "1 1 l c", "1 l 1 c", "l 1 c")

@@ -16,8 +16,6 @@ from equivalence_tests.checker.reach.masking import HeldMask, MaskForm
 from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 
-__all__ = ["CHANNELS_FIRST", "LAYOUTS", "CallPlan", "Inputs", "Trial", "from_layout"]
-
 # "b l e": batch first; "l b e": sequence first; with heads given: "b h l d", "b l h d"; "l e": no batch.
 # "b e l", "b e l 1": sounds and images, features first. Each group is tried where the ones before it cannot be called.
 CHANNELS_FIRST = ("b e l", "b e l 1")

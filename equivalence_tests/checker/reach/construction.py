@@ -22,19 +22,6 @@ from equivalence_tests.checker.reach.proposing import parameters_of, ranked, sca
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.instruments.weights import randomize_parameters
 
-__all__ = [
-    "DROPOUT",
-    "SIZES",
-    "Sizes",
-    "asks_for_groups",
-    "build",
-    "built",
-    "callers_scales",
-    "exact_lengths",
-    "prepare",
-    "retype",
-]
-
 DROPOUT = 0.25
 MAX_LEN = 64
 SHORT, LONGEST = 7, 256  # tables of other lengths are not tried

@@ -3,8 +3,6 @@
 import re
 from bdb import BdbQuit
 
-__all__ = ["CannotCheckError", "said"]
-
 
 class CannotCheckError(Exception):
     """The code could not be read, built or called; the message says what is missing and how to give it."""

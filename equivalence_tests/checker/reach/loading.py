@@ -25,8 +25,6 @@ from equivalence_tests.checker.reach.notebooks import import_notebook
 from equivalence_tests.checker.reach.proposing import scripted_signature
 from equivalence_tests.checker.reporting.lines import raised_at
 
-__all__ = ["check_forward", "inside_wrappers", "load", "with_signature"]
-
 # Attributes by which wrappers hold the module that they hand their calls on to.
 WRAPPERS = ("_orig_mod", "module")
 OURS = Path(__file__).resolve().parents[3]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["HeldMask", "MaskForm", "mask_forms", "draw_masks"]
-
 # From (b, q, k) to what is handed over; along an axis that a shape does not name, all must be alike.
 SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "(batch, query, key)": lambda m, h: m,

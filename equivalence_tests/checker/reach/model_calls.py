@@ -20,8 +20,6 @@ from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
 
-__all__ = ["OF_SOURCE", "ModelRun", "run_layer", "run_model"]
-
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 SEGMENTS = re.compile(r"seg|token_type|^types?$")

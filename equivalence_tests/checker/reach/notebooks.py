@@ -12,8 +12,6 @@ from types import CodeType, ModuleType
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
 
-__all__ = ["cells_of", "import_notebook", "without_magics"]
-
 # Magics of a whole cell that run it as Python.
 RUNS_PYTHON = ("%%time", "%%capture", "%%prun")
 # What only defines something: run by default, while everything else waits for --run-all.

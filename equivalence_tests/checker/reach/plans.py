@@ -21,8 +21,6 @@ from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.proposing import parameters_of, told_by
 from equivalence_tests.checker.reach.state import attempt
 
-__all__ = ["POSITION", "crossed", "other_masks", "role_of_parameter", "trials_of"]
-
 ROLE_NAMES = (
     (
         r"^freq($|_c)|^(freqs|angles?|rope|rotary|cos|sin|pos(ition)?_?emb(edding)?s?)($|_)|freqs_c|(^|_)(cos|sin|rope)$",

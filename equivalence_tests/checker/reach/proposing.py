@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["parameters_of", "ranked", "scales_of", "scripted_signature", "told_by"]
-
 T = TypeVar("T")
 
 

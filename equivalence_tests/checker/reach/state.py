@@ -21,8 +21,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reporting.lines import raised_at
 
-__all__ = ["CACHE", "attempt", "changed_by_calls", "default_dtype", "keeping_state", "preserved_global_state"]
-
 T = TypeVar("T")
 CACHE = re.compile(r"cache|past|(^|_)kv($|_)|memory", re.IGNORECASE)
 _COPIES = WeakIdKeyDictionary()  # of each tensor: its version, and a copy

@@ -15,8 +15,6 @@ from torch.nn.parameter import is_lazy
 from equivalence_tests.checker.reach.construction import SIZES, Sizes, build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 
-__all__ = ["Adapter", "Subject", "sizes_of", "subjects"]
-
 FACTORY = re.compile(r"(make|build|create|get)_|.*_factory")  # its arguments are sizes: make_model(d_model, h)
 
 

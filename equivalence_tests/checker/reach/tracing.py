@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_map_only
 
 from equivalence_tests.checker.reporting.lines import Frames, frames_here, inside
 
-__all__ = ["ModuleCall", "layers_made", "tensors_in", "trace"]
-
 
 @dataclass(frozen=True)
 class ModuleCall:

@@ -11,8 +11,6 @@ from xml.etree import ElementTree
 from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.report import Report
 
-__all__ = ["to_github", "to_json", "to_junit", "to_sarif"]
-
 # Characters that an XML file may not hold, even escaped.
 NOT_IN_XML = "[\x00-\x08\x0b\x0c\x0e-\x1f]"
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

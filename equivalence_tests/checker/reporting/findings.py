@@ -6,18 +6,6 @@ from typing import Literal
 
 from equivalence_tests.checker.reporting.lines import CodeLine
 
-__all__ = [
-    "KINDS",
-    "VERDICTS",
-    "CheckResult",
-    "Example",
-    "Exercise",
-    "Finding",
-    "Outcome",
-    "Proof",
-    "Verdict",
-]
-
 Verdict = Literal["equal", "partial", "deviates", "unchecked"]
 # What can be checked; an attention unless the name or the parts say otherwise.
 KINDS = ("attention", "layer_norm", "feed_forward", "positional_encoding", "mask_builder", "layers")

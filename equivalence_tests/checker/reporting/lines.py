@@ -10,18 +10,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = [
-    "CodeLine",
-    "Frames",
-    "code_lines",
-    "frames_here",
-    "frames_of",
-    "inside",
-    "is_refusal",
-    "is_users",
-    "raised_at",
-]
-
 CHECKER = str(Path(__file__).parents[1])
 ENGINE = str(Path(__file__).parents[1] / "engine")
 # Where torch is, without importing it: the command has its first line on the screen before that.

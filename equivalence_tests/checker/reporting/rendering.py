@@ -18,18 +18,6 @@ from equivalence_tests.checker.reporting.findings import (
 )
 from equivalence_tests.checker.reporting.lines import CodeLine
 
-__all__ = [
-    "Shown",
-    "checks_view",
-    "coverage_view",
-    "finding_view",
-    "headline",
-    "meant_view",
-    "reading_view",
-    "show",
-    "table",
-]
-
 WORDS: dict[Verdict, tuple[str, str]] = {
     "equal": ("EQUAL", "bold green"),
     "partial": ("EQUAL, as far as it was run", "bold yellow"),

@@ -19,8 +19,6 @@ from equivalence_tests.checker.reporting.rendering import (
     reading_view,
 )
 
-__all__ = ["Report"]
-
 
 @dataclass(repr=False)
 class Report(Shown):

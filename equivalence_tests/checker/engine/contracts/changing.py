@@ -26,18 +26,6 @@ from equivalence_tests.checker.engine.vocabulary import (
 )
 from equivalence_tests.checker.engine.watching import Operation, Slot
 
-__all__ = [
-    "USUAL",
-    "adds_two",
-    "changed_on_the_way",
-    "first_change",
-    "has_twin",
-    "is_strange",
-    "shuffling",
-    "strange_departures",
-    "strange_operations",
-]
-
 VIEWS = words("view reshape unflatten flatten")
 USUAL = words(
     "relu relu6 gelu silu mish tanh sigmoid softplus elu selu celu leaky_relu prelu hardswish hardsigmoid hardtanh "

@@ -10,8 +10,6 @@ from torch import Tensor
 from equivalence_tests.checker.engine.watching import Operation, Patch
 from equivalence_tests.checker.reporting.lines import Frames
 
-__all__ = ["ROLES", "SINGLE", "TOLERANCE", "Departure", "changed_by", "constant_ratio", "near"]
-
 ROLES = ("query", "key", "value")
 
 TOLERANCE = 1e-7

@@ -18,9 +18,6 @@ from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.taking_part import matrix_in
 from equivalence_tests.checker.engine.watching import Operation, Slot, tensors_of
 
-__all__ = ["ending_departures", "output_departures", "wrap_of"]
-
-
 # What a tensor is a sum of, each with its factor: "out" (of the attention), "input", "inside" (an operand, the merged
 # heads, or the input once more through a matrix of the attention), "norm(...)" of one of these, or "other".
 _Terms = tuple[tuple[float, str], ...]

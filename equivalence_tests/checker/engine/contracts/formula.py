@@ -13,8 +13,6 @@ from equivalence_tests.checker.engine.judgement import Expectation, Operand
 from equivalence_tests.checker.engine.names import Attention, Context, Part, Product
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
-__all__ = ["context_by_formula", "right_weights", "scale_name", "tile_departures", "weights_by_formula"]
-
 
 def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
     """Softmax over the keys of each row.

@@ -14,8 +14,6 @@ from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.lines import Frames
 
-__all__ = ["norm_departures"]
-
 FOLDS = words("mean var var_mean norm sum vector_norm")
 SLACK = 0.05  # what an epsilon below the root may do
 

@@ -23,9 +23,6 @@ from equivalence_tests.checker.engine.names import Attention, Part, Run, Source,
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 
-__all__ = ["earlier", "is_normed", "operand_departures", "read_operands"]
-
-
 # The kinds of sources that queries, keys or values are made into from another one.
 MADE = ("normed", "gain", "added", "gated", "pooled", "projection")
 NORMED = ("normed", "gain", "added")

@@ -18,8 +18,6 @@ from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
-__all__ = ["context_departures", "exchanged_departures", "input_departures", "later_departures", "turned_back"]
-
 EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
 
 

@@ -19,8 +19,6 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes.attention import ORDERS
 from equivalence_tests.checker.reporting.lines import Frames
 
-__all__ = ["output_weight", "projection_departures", "unused_departures", "weight_of"]
-
 OWN = {
     "query": re.compile(
         r"(^|[._])(w?_?q(uery|ueries)?|q_?proj|wq|to_q|q_?lin\w*|linear_?q\w*|in_proj_q|q_w)([._]|$)", re.I

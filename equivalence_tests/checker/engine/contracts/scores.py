@@ -28,8 +28,6 @@ from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
-__all__ = ["Scores"]
-
 LOOSE = 1e-3
 PLAIN = 1e-6
 HIDING = 1e3  # a score is never as large

@@ -6,18 +6,6 @@ from torch import Tensor
 from equivalence_tests.checker.engine.judgement import WeightsModel
 from equivalence_tests.checker.engine.names import Part
 
-__all__ = [
-    "causal_pattern",
-    "future_of",
-    "hidden_by_formula",
-    "mask_name",
-    "padded_queries",
-    "ranks_of",
-    "spread",
-    "two_levels",
-    "with_some",
-]
-
 
 def ranks_of(part: Part) -> tuple[Tensor, Tensor, int, int]:
     """Rank of each score's query and key, as they stand in the product, and how many queries and keys there are."""

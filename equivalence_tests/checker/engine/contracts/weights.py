@@ -16,8 +16,6 @@ from equivalence_tests.checker.engine.names import Context, Part, Run
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.watching import Operation
 
-__all__ = ["read_weights"]
-
 SMALLEST = 1e-30
 VISIBLE = 1e-25
 STEP = 4.0
