@@ -61,7 +61,7 @@ def verify_command(
         Path | None, typer.Option(help="TOML file of such names and reasons.", exists=True, dir_okay=False)
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report as JSON; - prints it.", callback=_writable)
+        Path | None, typer.Option("--json", help="Write the reports as a JSON list; - prints it.", callback=_writable)
     ] = None,
     junit_file: Annotated[
         Path | None, typer.Option("--junit", help="Write the checks as JUnit XML; - prints it.", callback=_writable)

@@ -128,7 +128,7 @@ def test_reports_are_written_in_every_form(tmp_path: Path, answered: Callable[..
     assert "::warning title=could not be checked::b.py:B: It cannot be built." in printed
 
 
-@pytest.mark.parametrize(("option", "starts"), [("--json", "{\n"), ("--junit", "<testsuites>"), ("--sarif", "{\n")])
+@pytest.mark.parametrize(("option", "starts"), [("--json", "[\n"), ("--junit", "<testsuites>"), ("--sarif", "{\n")])
 def test_a_dash_prints_that_form_and_nothing_else(option: str, starts: str, answered: Callable[..., Result]) -> None:
     printed = answered("a.py:A", option, "-", verdicts=["deviates"]).stdout
     assert printed.startswith(starts)
@@ -139,7 +139,8 @@ def test_what_other_programs_read_is_well_formed() -> None:
     odd = replace(SCALE, stack=(CodeLine("a, b/my model.py", 3, "x", "f"),), example=Example("s", (-math.inf,), (0.0,)))
     deviating = Report("m.py:A", verdict="deviates", findings=[odd])
     unnamed = Report("m.py:B", verdict="deviates", reason="100 % of\x1b[31m it is wrong")
-    assert json.loads(to_json([deviating]), parse_constant=pytest.fail)["findings"][0]["example"]["have"] == ["-inf"]
+    (data,) = json.loads(to_json([deviating]), parse_constant=pytest.fail)
+    assert data["findings"][0]["example"]["have"] == ["-inf"]
     ElementTree.fromstring(to_junit([Report("m.py:C", reason="\x1b[31mred")]))
     (run,) = json.loads(to_sarif([deviating, unnamed]))["runs"]
     assert [result["ruleId"] for result in run["results"]] == ["scale_missing", "deviates"]

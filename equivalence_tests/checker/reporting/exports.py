@@ -17,10 +17,10 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def to_json(reports: Sequence[Report]) -> str:
-    """Give one report as an object, and several as a list; numbers that are not finite, which JSON lacks, as text."""
+    """Give a list, however many reports there are; numbers that are not finite, which JSON lacks, as text."""
     plain = json.dumps([report.to_dict() for report in reports])
     data = json.loads(plain, parse_constant=lambda number: str(float(number)))
-    return json.dumps(data[0] if len(data) == 1 else data, indent=2, allow_nan=False)
+    return json.dumps(data, indent=2, allow_nan=False)
 
 
 def to_junit(reports: Sequence[Report]) -> str:
