@@ -3,13 +3,16 @@
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.contracts.departure import near
+from equivalence_tests.checker.engine.departing import Against
+from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
@@ -17,10 +20,12 @@ from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.plans import POSITION
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import CACHE
-from equivalence_tests.checker.reporting.findings import Exercise, Finding
+from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.findings import Example, Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 
 TOKENS = 6
+ROUNDS = 6  # operations of one step that may depart beside one another
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"mask|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
@@ -73,11 +78,11 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     for causal in _causal_ways(trial):
         for protocol in _protocols(trial, names):
             try:
-                findings = _compared(trial, protocol, causal)
+                refused, findings = _compared(trial, protocol, causal)
             except Exception as error:  # this is not how this cache is used; another way may be
                 reasons.append(str(error) if isinstance(error, CannotCheckError) else said(error))
             else:
-                return [Exercise(name, True, protocol.detail) for name in names], findings
+                return [*(Exercise(name, True, protocol.detail) for name in names), *refused], findings
     why = next(iter(dict.fromkeys(reasons)), "no full pass hides the future, so that steps cannot be held against it")
     return [Exercise(name, False, why) for name in names], []
 
@@ -161,19 +166,21 @@ def _dynamic_cache() -> Any:
     return DynamicCache()
 
 
-def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding]:
+def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> tuple[list[Exercise], list[Finding]]:
+    refused: list[Exercise] = []
     x = trial.inputs(TOKENS).query
     inputs = Inputs(x, x, x)
     whole = trial.output(inputs, causal.extra(trial, 0, TOKENS))
     for how, lengths in CHUNKS.items():
-        steps, error = _decoded(trial, protocol, causal, inputs, lengths)
+        steps, error, _ = _decoded(trial, protocol, causal, inputs, lengths)
         if error is not None:
             if not steps or protocol.fed_back is None:
                 raise error
-            if lengths[len(steps)] > 1 and is_refusal(error):
-                continue  # made for one token at a step, as was run before
+            if lengths[len(steps)] > 1 and is_refusal(error):  # made for one token at a step, as was run before
+                refused.append(Exercise(f"several tokens at a step, {protocol.detail}", False, said(error)))
+                continue
             facts, stack = {"said": said(error)}, code_lines(frames_of(error))
-            return [told(named_mistake("cache_fails"), facts, stack=stack, evidence=protocol.detail)]
+            return refused, [told(named_mistake("cache_fails"), facts, stack=stack, evidence=protocol.detail)]
         have = torch.cat(steps, dim=1)
         if have.shape != whole.shape:
             raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
@@ -182,31 +189,90 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> list[Finding
             found = {"how": how, "token": int(differs.nonzero()[0]), "detail": protocol.detail}
             found |= {"lengths": ", ".join(map(str, lengths))}
             evidence = f"{TOKENS} tokens, the future hidden in both"
-            return [told(named_mistake("cache_differs_from_one_pass"), found, evidence=evidence)]
-    return []
+            shown = _located(trial, protocol, causal, inputs, lengths)
+            return refused, [told(named_mistake("cache_differs_from_one_pass"), found, evidence=evidence, **shown)]
+    return refused, []
+
+
+def _located(
+    trial: Trial, protocol: Protocol, causal: _Causal, inputs: Inputs, lengths: tuple[int, ...]
+) -> dict[str, Any]:
+    """The first line at which a step departs from one pass, if the step is right once its numbers are put right."""
+    lengths = (max(lengths[0], 3), lengths[-1])
+    x = inputs.query[:, : sum(lengths)]
+    with Recorder() as whole:
+        want = trial.output(Inputs(x, x, x), causal.extra(trial, 0, sum(lengths)))[:, lengths[0] :]
+    against = Against(whole, lengths[-1], sum(lengths))
+    departing: dict[int, tuple[Operation, Tensor]] = {}
+
+    def step(indices: Collection[int]) -> tuple[bool, tuple[Recorder, Tensor] | None]:
+        right = {index: departing[index][1] for index in indices}
+        steps, _, last = _decoded(trial, protocol, causal, inputs, lengths, right)
+        return last is not None and near(steps[-1], want), last
+
+    for _ in range(ROUNDS):
+        is_right, last = step(departing)
+        found = None if is_right or last is None else against.departing(*last, departing)
+        if found is None:
+            break
+        departing[found[0].index] = found
+    needed = [index for index in departing if is_right and not step(departing.keys() - {index})[0]]
+    if not needed:
+        return {}
+    first, right = departing[min(needed)]
+    return {"stack": code_lines(first.frames if first.inputs else first.frames[-1:])} | _example(first, right)
+
+
+def _example(operation: Operation, right: Tensor) -> dict[str, Any]:
+    """The numbers of the first row that is not as it should be."""
+    have, want = (x.reshape(-1, x.size(-1)).double() for x in (operation.outputs[0].value, right))
+    row = int((have != want).any(-1).nonzero()[0])
+    name = operation.name.strip("_")
+    return {"example": Example(f"what {name} gives", tuple(have[row].tolist()), tuple(want[row].tolist()))}
 
 
 def _decoded(
-    trial: Trial, protocol: Protocol, causal: _Causal, inputs: Inputs, lengths: tuple[int, ...]
-) -> tuple[list[Tensor], Exception | None]:
-    """Decode on a copy of the module, so that what it keeps does no harm; also what the code raised."""
+    trial: Trial,
+    protocol: Protocol,
+    causal: _Causal,
+    inputs: Inputs,
+    lengths: tuple[int, ...],
+    right: Mapping[int, Tensor] | None = None,
+) -> tuple[list[Tensor], Exception | None, tuple[Recorder, Tensor] | None]:
+    """Decode on a copy of the module, so that what it keeps does no harm.
+
+    Args:
+        trial: How the code is called.
+        protocol: What is handed over.
+        causal: What hides the future.
+        inputs: All tokens.
+        lengths: How many of them each step is given.
+        right: What operations of the last step are to give, by their index.
+
+    Returns:
+        What the steps gave, what the code raised, and the last step as it was watched with its output.
+    """
     function = copy.deepcopy(trial.function) if isinstance(trial.function, nn.Module) else None
     trial = replace(trial, function=function or trial.function)
     handed, start, before, steps = protocol.first(), 0, _kept(function), list[Tensor]()
+    last: tuple[Recorder, Tensor] | None = None
+    patches = {index: lambda _, __, rows=rows: rows for index, rows in (right or {}).items()}
     for length in lengths:
         x = inputs.query[:, start : start + length]
         extra = {**_extra(trial, protocol, start, length, handed), **causal.extra(trial, start, start + length)}
         try:
-            returned = trial.returned(Inputs(x, x, x), extra, changing=True)
+            with Recorder(patches=patches if start + length == sum(lengths) else None) as recorder:
+                returned = trial.returned(Inputs(x, x, x), extra, changing=True)
         except Exception as error:
-            return steps, error
+            return steps, error, None
         if protocol.fed_back is not None:
             handed = returned[protocol.fed_back]
         if not _holds(handed) and _kept(function) == before:
             raise CannotCheckError("nothing that comes back or is written holds keys and values for the next step")
         steps.append(trial.output_in(returned))
+        last = recorder, list(tensors_in((returned,)))[trial.plan.output]
         start += length
-    return steps, None
+    return steps, None, last
 
 
 def _holds(handed: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.coverage import Covered, cover
 from equivalence_tests.checker.reach.construction import Sizes
@@ -74,6 +75,32 @@ class CachedTheWrongWayRound(Cached):
         if past_key_value is not None:
             k, v = torch.cat([k, past_key_value[0]], dim=2), torch.cat([past_key_value[1], v], dim=2)
         return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+
+
+class CachedInOnePosition(Cached):
+    """Turns what is new as if nothing stood before it."""
+
+    def turned(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        angles = torch.arange(heads[0].size(2))[:, None] / 10 ** torch.arange(2)
+        turn = torch.polar(torch.ones_like(angles).double(), angles.double())
+        pairs = (torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous()) for x in heads)
+        return tuple(torch.view_as_real(x * turn).flatten(-2) for x in pairs)
+
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        q, k = self.turned(q, k)
+        if past_key_value is not None:
+            k, v = (torch.cat([past, new], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
+        return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
+
+
+class ChunkSeesItsFuture(Cached):
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        if past_key_value is not None:
+            k, v = (torch.cat([past, new], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=past_key_value is None)
+        return self.o(y.transpose(1, 2).flatten(2)), (k, v)
 
 
 class CacheCrashes(Cached):
@@ -288,7 +315,6 @@ def covered(module: nn.Module) -> Covered:
     ("made", "what"),
     [
         (Cached, "past_key_value"),
-        (CacheTakesOneToken, "past_key_value"),
         (KeptAtAPosition, "start_pos"),
         (Object, "cache"),
         (Switched, "causal=True"),
@@ -332,6 +358,7 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
         (CountsBytes, "sram_size"),
         (Refuses, "use_flash=True"),
         (ChunksOfTen, "lengths beyond a number in its code = 10"),
+        (CacheTakesOneToken, "several tokens at a step, what comes back is handed to past_key_value"),
     ],
 )
 def test_what_was_not_run_is_listed(made: Callable[[], nn.Module], what: str) -> None:
@@ -340,10 +367,21 @@ def test_what_was_not_run_is_listed(made: Callable[[], nn.Module], what: str) ->
     assert found.findings == []
 
 
-def test_a_failure_points_at_the_line() -> None:
-    (finding,) = covered(CacheCrashes()).findings
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        (CacheCrashes, "scores ="),
+        (CachedWithoutOffset, "return self.attend(q, k, v, torch.ones"),
+        (CachedTheWrongWayRound, "k, v = torch.cat([k, past_key_value[0]]"),
+        (CachedInOnePosition, "q, k = self.turned(q, k)"),
+        (KeptAtPositionZero, "self.cache_k[:, :, : end - start]"),
+        (ChunkSeesItsFuture, "y = F.scaled_dot_product_attention"),
+    ],
+)
+def test_what_is_wrong_in_a_later_step_has_its_line(made: type[nn.Module], line: str) -> None:
+    (finding,) = covered(made()).findings
     assert finding.line is not None
-    assert finding.line.text.startswith("return self.attend") or "scores" in finding.line.text
+    assert finding.line.text.startswith(line)
 
 
 def test_what_the_code_keeps_is_as_it_was() -> None:
