@@ -73,7 +73,7 @@ class Against:
         return next((whole for _, whole, rows in own if near(_real(x), _real(rows), ROUNDING)), None)
 
     def _wanted(self, run: Recorder, operation: Operation, taken: list[Tensor]) -> Tensor | None:
-        """What it should give: as its line did, or all of what it puts beside what was kept, or as the last alike did."""
+        """What it should give: as its line did; all of what it puts beside what was kept; or as the last alike did."""
         shape, own = operation.outputs[0].value.shape, (operation.name, operation.frames)
         alike = [other for other in self.whole.operations if other.name == operation.name]
         same_line = [other for other in alike if other.frames == operation.frames]
