@@ -89,7 +89,7 @@ def _build(name: str, recipe: Recipe | None, sized: bool) -> nn.Module:
         model = timm.create_model(name)
     else:
         model = _with_builder(name, functools.partial(_smaller, recipe, sized))
-    if sum(parameter.numel() for parameter in model.parameters()) > 60_000_000:
+    if sum(parameter.numel() for parameter in model.parameters()) > 150_000_000:
         raise ValueError("it stays large")
     return model
 
