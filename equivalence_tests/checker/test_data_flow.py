@@ -204,7 +204,7 @@ def test_switches_of_a_function_are_run() -> None:
     assert {exercise.what for exercise in report.coverage} >= {"causal=True", "scale=0.7"}
     assert verify(attend_to_the_past_alone).mistakes == ("causal_switch_wrong",)
     inverted = verify(attend_to_the_future)
-    assert inverted.mistakes == ("causal_switch_inverted",)
+    assert inverted.mistakes == ("causal_switch_wrong",)
     assert inverted.findings[0].line is not None
     assert "tril(-1)" in inverted.findings[0].line.text
     assert verify(attend_with_its_scale_twice).mistakes == ("scale_argument_wrong",)

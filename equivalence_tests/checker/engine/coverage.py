@@ -208,11 +208,11 @@ def _not_causal(what: str, reach: Tensor, wanted: Tensor) -> Finding:
     output, token = (int(x) for x in (reach != wanted).nonzero()[0])
     seen = bool(reach[output, token])
     shown = "sees the future" if seen else "does not see the past"
-    inverted = torch.equal(reach, wanted.T)
-    seen_keys = "the keys j >= i" if inverted else "all keys" if bool(reach.all()) else "other keys"
+    turned = torch.equal(reach, wanted.T)
+    seen_keys = "the keys j >= i" if turned else "all keys" if bool(reach.all()) else "other keys"
     facts = {"what": what, "output": output, "shown": shown, "token": token, "seen": seen_keys}
     return told(
-        named_mistake("causal_switch_inverted" if inverted else "causal_switch_wrong"),
+        named_mistake("causal_switch_wrong"),
         facts | {"effect": "changes" if seen else "does not change"},
         evidence=f"tokens changed one at a time, {len(wanted)} tokens",
     )

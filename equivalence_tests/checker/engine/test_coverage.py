@@ -338,7 +338,7 @@ def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Modu
         (CachedTheWrongWayRound, "cache_differs_from_one_pass"),
         (CacheCrashes, "cache_fails"),
         (KeptAtPositionZero, "cache_differs_from_one_pass"),
-        (Inverted, "causal_switch_inverted"),
+        (Inverted, "causal_switch_wrong"),
         (SetTheWrongWayRound, "causal_switch_wrong"),
         (HidesItself, "causal_switch_wrong"),
         (SwitchCrashes, "fails_with_what_it_offers"),

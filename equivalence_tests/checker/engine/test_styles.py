@@ -172,7 +172,7 @@ class DropsBias(Base):
         return self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(F.linear(x, self.v_proj.weight))
 
 
-@pytest.mark.parametrize(("target", "name"), [(Base, ()), (DropsBias, ("value_bias_dropped",))])
+@pytest.mark.parametrize(("target", "name"), [(Base, ()), (DropsBias, ("bias_never_used",))])
 def test_weights_that_lie_idle_are_told(target: type[nn.Module], name: tuple[str, ...]) -> None:
     assert judged(target).mistakes == name
 

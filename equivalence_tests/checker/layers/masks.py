@@ -88,11 +88,8 @@ class Masks:
     masks: list[Mask]
     sites: list[Site]
 
-    def mistakes(self, what: str) -> Iterator[tuple[str, str, str]]:
+    def mistakes(self) -> Iterator[tuple[str, str, str]]:
         """Say which masks do not reach the attentions that they are meant for.
-
-        Args:
-            what: "layer" or "model".
 
         Yields:
             The name of the mistake, the side or the name of the mask, and the path of the attention, "" for no one's.
@@ -103,7 +100,7 @@ class Masks:
         if inverted or not self.sites:
             return
         unused = [mask for mask in self.masks if mask.tried and not mask.used]
-        yield from ((f"{what}_mask_never_used", mask.name, "") for mask in unused)
+        yield from (("mask_never_used", mask.name, "") for mask in unused)
         exchanged = [mask for mask in self.masks if any(map(self._exchanged, mask.reached))]
         if exchanged:
             yield "masks_exchanged", exchanged[0].side, ""

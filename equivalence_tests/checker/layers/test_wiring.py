@@ -202,7 +202,7 @@ class MemoryFirstMixedDecoderLayer(MemoryFirstDecoderLayer, layers.MixedMemoryDe
 
 def test_of_two_tensors_of_one_length_the_memory_is_found_out() -> None:
     assert verify(MemoryFirstDecoderLayer).verdict == "equal", str(verify(MemoryFirstDecoderLayer))
-    assert verify(MemoryFirstMixedDecoderLayer).mistakes == ("cross_values_from_decoder",)
+    assert verify(MemoryFirstMixedDecoderLayer).mistakes == ("cross_attention_from_decoder",)
 
 
 class SeriesModel(nn.Module):
@@ -472,7 +472,7 @@ class InvertedInnerMasksModel(InnerMasksModel):
         (OuterMasksModel, ()),
         (ExchangedMasksModel, ("masks_exchanged",)),
         (DroppedMaskModel, ("model_mask_dropped",)),
-        (UnusedMaskModel, ("model_mask_never_used",)),
+        (UnusedMaskModel, ("mask_never_used",)),
         (InnerMasksModel, ()),
         (PaddedRowsModel, ()),
         (ExchangedInnerMasksModel, ("future_is_seen", "masks_exchanged")),
@@ -498,7 +498,7 @@ class UnreadNormDecoderLayer(layers.TwoMaskDecoderLayer):
 
 
 def test_a_norm_that_nothing_reads_is_named() -> None:
-    assert verify(UnreadNormDecoderLayer).mistakes == ("norm_missing",)
+    assert verify(UnreadNormDecoderLayer).mistakes == ("norm_never_used",)
 
 
 class OptionalMemoryLayer(layers.TwoMaskDecoderLayer):

@@ -67,13 +67,14 @@ class Walk:
     of_one: set[str] = field(default_factory=set)
     meant: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str) -> None:
-        """Add a row, and a finding for each mistake, with its lines."""
+    def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:
+        """Add a row, and a finding for each mistake, with its lines and the facts of its words."""
         outcome: Literal["passed", "failed"] = "failed" if mistakes else "passed"
         self.report.checks.append(CheckResult(name, outcome, ", ".join(mistakes)))
         for mistake, frames in mistakes.items():
             if (mistake, place) not in [(f.name, f.where) for f in self.report.findings]:
-                finding = told(named_mistake(mistake), stack=code_lines(frames), evidence=evidence, where=place)
+                shown = {"stack": code_lines(frames), "evidence": evidence, "where": place}
+                finding = told(named_mistake(mistake), facts, **shown)
                 self.report.findings.append(finding)
 
     def skip(self, name: str, reason: str) -> None:
@@ -390,14 +391,16 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
     run = run_layer(trial)
     read = _read_masks(walk, path, run, trial.sizes.num_heads)
     called = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
-    wrong = {name: called[-1 if OF_SOURCE.search(mask.lower()) else 0] for name, mask, _ in read.mistakes("layer")}
+    found = list(read.mistakes())
+    wrong = {name: called[-1 if OF_SOURCE.search(mask.lower()) else 0] for name, mask, _ in found}
+    unused = "".join(f" {mask}" for name, mask, _ in found if name == "mask_never_used")
     evidence = "a mask that hides one token was given in every form"
     if read.opposite:
         said = {"look": "may look", "block": "may not look"}
         evidence = "; ".join(f"{mask.name}: True = {said[mask.meaning]}" for mask in read.opposite)
         wrong["masks_of_opposite_meaning"] = called[-1]
     if read.masks:
-        walk.check(f"{label} (masks)", wrong, path, evidence)
+        walk.check(f"{label} (masks)", wrong, path, evidence, argument=unused)
     for mask in read.masks:
         if mask.form is not None:
             row = (f"{label}: {mask.name}", f"hides {mask.hides}: {mask.form}", "True = may not look, or added")
@@ -463,9 +466,9 @@ def _add_model(walk: Walk, run: ModelRun) -> None:
 def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
     """Say which masks do not reach the layers of a model."""
     read = _read_masks(walk, "", run)
-    wrong = list(read.mistakes("model"))
+    wrong = list(read.mistakes())
     for name, mask, path in wrong or [("", "", "")] * bool(read.masks):
-        yield "masks of the model", name, _layer_around(path) or mask * name.endswith("never_used")
+        yield "masks of the model", name, _layer_around(path) or mask * (name == "mask_never_used")
 
 
 def _layer_around(path: str) -> str:

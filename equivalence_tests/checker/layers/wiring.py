@@ -215,11 +215,11 @@ def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool)
         step = called.get(path)
         if step is not None and step.output not in read:  # else what reads it is told
             wiring.unused.add(step.output)
-            wiring.blame("norm_missing" if kind == "layer_norm" else "sublayer_unused", step.frames)
+            wiring.blame("norm_never_used" if kind == "layer_norm" else "sublayer_unused", step.frames)
         if step is not None:
             continue
         if kind == "layer_norm" and normed:
-            wiring.blame("norm_missing", ())
+            wiring.blame("norm_never_used", ())
         if kind == "attention" and not self_attention:
             wiring.blame("cross_attention_left_out", ())
 
@@ -315,7 +315,7 @@ class _Stream:
     def _judge_sum(self, step: Step, last: Step, beside: Sum, entered: Sum) -> None:
         """Say what is wrong with what stands beside a branch in the sum that it ends in."""
         if last.kind == "layer_norm" and beside == self.now:
-            self.wiring.blame("norm_on_the_branch", last.frames)
+            self.wiring.blame("residual_after_norm", last.frames)
         elif len(set(beside)) < len(beside):
             self.wiring.blame("residual_added_twice", last.summed)
         elif beside == entered != self.now and self.pre_norm:  # else one more LayerNorm stands on the stream itself
@@ -361,14 +361,13 @@ class _Stream:
         """Say whether the cross-attention comes second, and takes keys and values from the memory."""
         attentions = [step for step in self.steps if step.kind == "attention"]
         counts = [sum(x is not None and self._of_memory(x) for x in step.inputs) for step in attentions]
-        halves = [step for step, n in zip(attentions, counts, strict=True) if 0 < n < len(step.inputs) - 1]
+        wrong = [step for step, n in zip(attentions, counts, strict=True) if 0 < n < len(step.inputs) - 1]
         if not counts or "cross_attention_left_out" in self.wiring.mistakes:
             return
         if not any(counts):
-            if all(x is not None for step in attentions for x in step.inputs):
-                self.wiring.blame("cross_attention_from_decoder", attentions[-1].frames)
-        elif halves:
-            self.wiring.blame("cross_values_from_decoder", halves[0].frames)
+            wrong = attentions[-1:] if all(x is not None for step in attentions for x in step.inputs) else []
+        if wrong:
+            self.wiring.blame("cross_attention_from_decoder", wrong[0].frames)
         elif len(counts) > 1 and counts[0]:
             self.wiring.blame("sublayers_in_another_order", attentions[0].frames)
 

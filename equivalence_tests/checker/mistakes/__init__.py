@@ -9,15 +9,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from equivalence_tests.checker.mistakes import attention, masks, offers, parts, wiring
+from equivalence_tests.checker.mistakes import attention, offers, parts, wiring
 from equivalence_tests.checker.mistakes.mistake import Mistake
 from equivalence_tests.checker.reporting.findings import Finding
 
 __all__ = ["MISTAKES", "Mistake", "named_mistake", "told"]
 
-MISTAKES = {
-    mistake.name: mistake for mistake in (*attention.ROWS, *offers.ROWS, *parts.ROWS, *wiring.ROWS, *masks.ROWS)
-}
+MISTAKES = {mistake.name: mistake for mistake in (*attention.ROWS, *offers.ROWS, *parts.ROWS, *wiring.ROWS)}
 
 
 def named_mistake(name: str) -> Mistake:

@@ -414,16 +414,6 @@ ROLES = (
         "kkk", "projection_shared", "Queries, keys and values share one projection.", "Give each its own projection."
     ),
     *(_of_another(role, other) for role in PLURAL for other in PLURAL if role != other),
-    *(
-        _project(
-            f"{role}_bias_dropped",
-            f"The bias of the {role} projection exists but is not used.",
-            (f"{role} = x Wᵀ", f"{role} = x Wᵀ + b"),
-            "Call the layer, or pass its bias to F.linear.",
-            (f"self.{layer}_proj({x})", f"F.linear({x}, self.{layer}_proj.weight)"),
-        )
-        for role, layer, x in zip((*PLURAL, "output"), ("q", "k", "v", "out"), (*PLURAL, "merged"), strict=True)
-    ),
     _output(
         "output_projection_skipped",
         "The output projection exists but is not applied.",
@@ -431,14 +421,18 @@ ROLES = (
         "Apply the output projection to the merged heads.",
         (RETURNED, "return merged"),
     ),
-    *(
-        _project(
-            f"{kind}_never_used",
-            f"Nothing that comes back depends on the {kind} {{parameter}}.",
-            ("output, whatever {parameter} is", f"output, by the {kind} too"),
-            f"Use what is made from the {kind}, or remove it.",
-        )
-        for kind in ("bias", "weight")
+    _project(
+        "weight_never_used",
+        "Nothing that comes back depends on the weight {parameter}.",
+        ("output, whatever {parameter} is", "output, by the weight too"),
+        "Use what is made from the weight, or remove it.",
+    ),
+    _project(
+        "bias_never_used",
+        "Nothing that comes back depends on the bias {parameter}.",
+        ("output, whatever {parameter} is", "output, by the bias too"),
+        "Call its layer, or add it to what the weight gives; or remove it.",
+        ("self.q_proj(query)", "F.linear(query, self.q_proj.weight)"),
     ),
     _project(
         "projection_shared_by_heads",
@@ -477,14 +471,17 @@ WRAPS = (
         "residual_subtracted", "The attention is subtracted from the residual.", "x - f(x)", "Add it.", of="pre_norm"
     ),
     _ended(
-        "norm_never_used", "A LayerNorm exists but is never called.", "x + f(x)", "Call the LayerNorm, or remove it."
+        "norm_never_used",
+        "A LayerNorm exists but is never called, or its result is not used.",
+        "x + f(x)",
+        "Call the LayerNorm and use what it gives, or remove it.",
     ),
     _ended(
         "residual_after_norm",
         "The residual is added after the LayerNorm.",
         "x + LayerNorm(f(x))",
         "Add x before the LayerNorm: LayerNorm(x + f(x)).",
-        on_purpose_in="Swin v2 does this on purpose (res-post-norm).",
+        on_purpose_in="Swin v2 (res-post-norm), Gemma 2 and CogView (sandwich norm).",
     ),
     _wrap(
         "residual_from_normalised",
@@ -533,7 +530,8 @@ CAUSAL_LINE = APPLIED.format(mask="future")
 FUTURE = ".triu(1)"
 DIAGONAL = "Use tril(..., diagonal=0) for what may be seen, triu(..., diagonal=1) for what may not."
 HIDE = "Fill the scores with -inf where the mask hides a key, before the softmax."
-_mask, _causal = rows("mask", MASK), rows("mask", CAUSAL, "causal")
+_mask = rows("mask", MASK, ran="masked_fill, where, full, full_like, mul")
+_causal = rows("mask", CAUSAL, "causal", ran="tril, triu, le, lt, ge, gt, arange")
 
 
 def _both(names: tuple[str, str], sentence: str, have: str, fix: str, *changes: Change) -> Iterator[Mistake]:
@@ -581,7 +579,8 @@ MASKS = (
         "mask_never_used",
         "The mask{argument} is accepted but never used.",
         "softmax(scores)",
-        HIDE,
+        "Fill the scores with -inf where it hides a key, before the softmax; a layer or a model hands it on to where "
+        "that is done.",
         (MASK_LINE, "scores.masked_fill(mask, -math.inf)"),
     ),
     _mask(
@@ -596,6 +595,7 @@ MASKS = (
         "The padding mask is applied to the queries instead of the keys.",
         "mask[:, None, :, None]",
         "Use mask[:, None, None, :].",
+        ran="last getitem, last unsqueeze",
     ),
     _mask(
         "mask_repeated_in_wrong_order",

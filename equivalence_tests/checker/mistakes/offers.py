@@ -8,7 +8,6 @@ PAST = "query i sees the keys j <= i"
 HIDE = "Hide what lies above the diagonal: torch.ones(q, k).triu(1).bool() is True where the score becomes -inf."
 
 ROWS = (
-    Mistake("causal_switch_inverted", "mask", UNCAUSAL, UNCAUSAL_HAVE, PAST, HIDE),
     Mistake("causal_switch_wrong", "mask", UNCAUSAL, UNCAUSAL_HAVE, PAST, HIDE),
     Mistake(
         "scale_argument_wrong",

@@ -1,14 +1,10 @@
-"""The known mistakes of LayerNorms, feed-forwards and positional encodings."""
-
-import functools
+"""The known mistakes of LayerNorms, feed-forwards, positional encodings and code that builds masks."""
 
 from equivalence_tests.checker.mistakes.mistake import rows
 
 ACTIVATIONS = "relu, gelu, silu, tanh, sigmoid, leaky_relu, elu, mish, square, pow, mul"
-BETWEEN = "Apply it between the two."
 _norm = rows("norm", "gain * (x - mean) / sqrt(var + eps) + bias, over the last axis, var with 1 / n", "layer_norm")
 _activation = rows("feed forward", "linear2(activation(linear1(x)))", "feed_forward", ran=ACTIVATIONS)
-_late = functools.partial(_activation, ran="last relu, last gelu, last silu, last tanh, last sigmoid, last mul")
 _gate = rows("feed forward", "down(activation(gate(x)) * up(x))")
 _frequency = rows(
     "positions",
@@ -17,6 +13,9 @@ _frequency = rows(
     ran="exp, pow, div, outer, sin, cos",
 )
 _added, _numbered = rows("positions", "x + pe[:, :len]"), rows("positions", "pos = 0, 1, ...")
+COMPARED = "ne, eq"
+_joined = rows("mask", "may look = (key is no padding) and (j <= i)")
+_lengths = rows("mask", "may look = j < length", ran="le, lt, ge, gt")
 
 ROWS = (
     _norm(
@@ -145,23 +144,12 @@ ROWS = (
         expressible=True,
     ),
     _activation(
-        "activation_before_first_linear",
-        "The activation comes before the first linear layer.",
-        "linear2(linear1(activation(x)))",
-        BETWEEN,
-    ),
-    _late(
-        "activation_after_second_linear",
-        "The activation comes after the second linear layer.",
-        "activation(linear2(linear1(x)))",
-        BETWEEN,
-    ),
-    _late(
-        "activation_also_after_second_linear",
-        "The activation is applied after the second linear layer too.",
-        "activation(linear2(activation(linear1(x))))",
+        "activation_misplaced",
+        "The activation does not stand between the two linear layers, or not only there.",
+        "{formula}",
         "Apply it once, between the two.",
         ("return self.w_2(F.relu(self.w_1(x)))", "return F.relu(self.w_2(F.relu(self.w_1(x))))"),
+        ran="last relu, last gelu, last silu, last tanh, last sigmoid, last mul",
     ),
     _activation(
         "ff_first_bias_unused",
@@ -191,31 +179,11 @@ ROWS = (
         ran="end",
     ),
     _frequency(
-        "position_exponent_halved",
-        "The exponent of the frequencies is halved.",
-        "pos / 10000^(i / d)",
-        "Divide by 10000^(2i / d) for pair i.",
-    ),
-    _frequency(
-        "position_exponent_doubled",
-        "The exponent of the frequencies is doubled.",
-        "pos / 10000^(4i / d)",
-        "Divide by 10000^(2i / d) for pair i; 2i is already the even index.",
-    ),
-    _frequency(
-        "position_cosine_exponent_shifted",
-        "The cosines use the exponent of their own odd index.",
-        "cos(pos / 10000^((2i + 1) / d))",
-        "Use one exponent, 2i / d, for both members of a pair.",
+        "position_exponent_wrong",
+        "The exponent of the frequencies is {exponent}, not 2i / d.",
+        "pos / 10000^({exponent})",
+        "Divide by 10000^(2i / d), the sine and the cosine of pair i alike; 2i is already the even index.",
         ("cosines = even", "cosines = (even + 1)"),
-    ),
-    _frequency(
-        "position_cosine_exponent_doubled",
-        "The exponents are doubled, and shifted for the cosines.",
-        "sin(pos / 10000^(4i / d)), cos(pos / 10000^(2(2i + 1) / d))",
-        "Use one exponent, 2i / d, for both members of a pair; 2i is already the even index.",
-        ("sines = even", "sines = 2 * even"),
-        ("cosines = 2 * even", "cosines = 2 * (even + 1)"),
     ),
     _frequency(
         "position_timescale_of_tensor2tensor",
@@ -284,5 +252,37 @@ ROWS = (
         ("x + pe[:x.size(0)] for x of (batch, len, features)", "x + pe[:, :x.size(1)]"),
         "Index the table by axis 1, or feed it sequence first.",
         ran="last getitem",
+    ),
+    _joined(
+        "padding_inverted",
+        "The padding is shown and the words are hidden, while the causal part means the opposite.",
+        "may look = (key is padding) and (j <= i)",
+        "Let True mean the same in both masks before joining them.",
+        ran=COMPARED,
+    ),
+    _joined(
+        "masks_joined_by_or",
+        "Padding and causal mask are joined so that either may show what the other hides.",
+        "may look = (key is no padding) or (j <= i)",
+        "Join with & where True = may look, with | where True = may not look.",
+        ran="last or, last logical_or, last and, last logical_and, last mul, last add, maximum, minimum",
+    ),
+    _lengths(
+        "length_one_too_long",
+        "One token past the end of each sequence may still be looked at.",
+        "may look = j <= length",
+        "Positions start at 0: compare with <.",
+    ),
+    _lengths(
+        "length_one_too_short",
+        "The last token of each sequence is hidden.",
+        "may look = j < length - 1",
+        "Positions start at 0: compare with <.",
+    ),
+    rows("mask", "may look = (id != pad_id)", ran=COMPARED)(
+        "pad_id_not_used",
+        "The token id that is hidden is not the pad id that was passed.",
+        "may look = (id != a fixed number)",
+        "Compare with the argument.",
     ),
 )

@@ -14,12 +14,6 @@ def _layer(name: str, sentence: str, have: str, want: str, fix: str, on_purpose_
 
 
 ROWS = (
-    _residual(
-        "norm_missing",
-        "A LayerNorm exists but is not applied, or its result is not used.",
-        "x + f(x)",
-        "Call the LayerNorm.",
-    ),
     _layer(
         "norm_shared",
         "One LayerNorm serves two sub-layers.",
@@ -40,7 +34,7 @@ ROWS = (
     _layer(
         "cross_attention_from_decoder",
         "The cross-attention takes its keys or values from the decoder.",
-        "Attention(query=x, key=x, value=x)",
+        "Attention(query=x, key=x, value=x), or one of key and value the memory",
         "Attention(query=x, key=memory, value=memory)",
         "Pass the encoder's output as key and value.",
     ),
@@ -85,33 +79,12 @@ ROWS = (
         "Add the tensor that went into this sub-layer.",
     ),
     _layer(
-        "cross_values_from_decoder",
-        "Only one of the cross-attention's keys and values comes from the encoder.",
-        "Attention(query=x, key=memory, value=x)",
-        "Attention(query=x, key=memory, value=memory)",
-        "Pass the encoder's output as key and as value.",
-    ),
-    _layer(
         "sublayers_side_by_side",
         "Attention and feed-forward read the same tensor and are added together.",
         "x + Attention(LayerNorm(x)) + FF(LayerNorm(x))",
         "h = x + Attention(LayerNorm(x)); h + FF(LayerNorm(h))",
         "Feed the attention's output to the feed-forward; torch.nn has no layer that runs them side by side.",
         "GPT-J, GPT-NeoX and PaLM do so.",
-    ),
-    _residual(
-        "norm_on_the_branch",
-        "A LayerNorm sits on the branch, before the residual is added.",
-        "x + LayerNorm(f(x))",
-        "Normalise the sum, or the input of the sub-layer; torch.nn has no layer with a norm there.",
-        "Swin v2 (res-post-norm), Gemma 2 and CogView (sandwich norm) do so.",
-    ),
-    _layer(
-        "layer_mask_never_used",
-        "The layer takes a mask but does not pass it on.",
-        "self_attn(x, x, x)",
-        "self_attn(x, x, x, attn_mask=mask)",
-        "Pass the mask to the attention it is meant for.",
     ),
     _layer(
         "masks_exchanged",
@@ -126,13 +99,6 @@ ROWS = (
         "True in one of them hides a token, True in the other shows it",
         "True means the same in both",
         "Invert neither mask on the way, or both, and say in the docstring what True means.",
-    ),
-    _layer(
-        "model_mask_never_used",
-        "The model takes a mask but passes it to none of its layers.",
-        "decoder(tgt, memory)",
-        "decoder(tgt, memory, tgt_mask, src_mask)",
-        "Pass the mask on.",
     ),
     _layer(
         "model_mask_dropped",

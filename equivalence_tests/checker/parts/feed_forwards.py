@@ -50,6 +50,7 @@ GATES: dict[str, Map] = {
     "a gate without activation": ACTIVATIONS["nothing"],
 }
 GIVEN = "arg:x"
+PLAIN = "linear2(activation(linear1(x)))"
 ADDS = ("add", "iadd", "radd")
 Wrap = Callable[[Map, Map, Tensor], Tensor]
 # What stands around the linears, and what is wrong with that.
@@ -120,7 +121,7 @@ def feed_forward_readings(module: nn.Module, given: Tensor) -> Iterator[PartRead
     for body, (words, wrap, mistakes) in itertools.product(_bodies(_applied(recorder), idle), wraps):
         if not (body.notes and mistakes):  # nothing is told of what stands around a gated one but what is right
             reading = replace(body, formula=functools.partial(wrap, body.formula, norm or nn.Identity()))
-            yield reading.beside((("includes", words, "linear2(activation(linear1(x)))"),), mistakes)
+            yield reading.beside((("includes", words, PLAIN),), mistakes)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -182,14 +183,16 @@ def _plain(first: Projection, second: Projection, idle: dict[str, Tensor]) -> It
     )
     for (name, f), (one, lost), (two, lost_too) in itertools.product(ACTIVATIONS.items(), *biases):
         places: dict[str, tuple[Map, ...]] = {
-            "": (one, f, two),
-            "activation_before_first_linear": (f, one, two),
-            "activation_after_second_linear": (one, two, f),
-            "activation_also_after_second_linear": (one, f, two, f),
+            PLAIN: (one, f, two),
+            "linear2(linear1(activation(x)))": (f, one, two),
+            "activation(linear2(linear1(x)))": (one, two, f),
+            "activation(linear2(activation(linear1(x))))": (one, f, two, f),
         }
-        for place, maps in places.items() if name != "nothing" else [("", (one, two))]:
-            mistakes = (*([place] if place else []), *MISTAKES.get(name, ("activation_exchanged",)), *lost, *lost_too)
-            yield PartReading(_chain(*maps), _rows(name, f"{first.name}, {second.name}"), mistakes)
+        words = _rows(name, f"{first.name}, {second.name}")
+        for place, maps in places.items() if name != "nothing" else [(PLAIN, (one, two))]:
+            misplaced = () if place == PLAIN else ("activation_misplaced",)
+            mistakes = (*misplaced, *MISTAKES.get(name, ("activation_exchanged",)), *lost, *lost_too)
+            yield PartReading(_chain(*maps), words, mistakes, facts={"formula": place})
 
 
 def _with_idle_bias(p: Projection, idle: dict[str, Tensor], mistake: str) -> list[tuple[Projection, tuple[str, ...]]]:

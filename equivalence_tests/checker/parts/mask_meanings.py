@@ -98,9 +98,9 @@ def _triangles(ahead: list[Tensor], plan: CallOfRoles, draws: Sequence[Drawn]) -
             yield Meaning(f"causal, {window} and the token itself", [(j <= 0) & (j >= -w) for j, w in reach])
             yield Meaning(f"{window} to both sides", [j.abs() <= w for j, w in reach])
             yield Meaning(f"{window} to both sides, without its ends", [j.abs() < w for j, w in reach])
-    yield Meaning("causal", [j <= 1 for j in ahead], ("causal_mask_sees_one_ahead",))
-    yield Meaning("causal", [j < 0 for j in ahead], ("causal_mask_hides_itself",))
-    yield Meaning("causal", [j >= 0 for j in ahead], ("causal_mask_transposed",))
+    yield Meaning("causal", [j <= 1 for j in ahead], ("causal_sees_one_ahead",))
+    yield Meaning("causal", [j < 0 for j in ahead], ("causal_cannot_see_itself",))
+    yield Meaning("causal", [j >= 0 for j in ahead], ("causal_mask_inverted",))
 
 
 def _paddings(plan: CallOfRoles, query: str, key: str, draws: Sequence[Drawn]) -> Iterator[Meaning]:
@@ -116,7 +116,7 @@ def _paddings(plan: CallOfRoles, query: str, key: str, draws: Sequence[Drawn]) -
                 yield Meaning(f"{words}, padded queries too", both)
     for kept in of_queries:
         hidden = [keep[..., None] for keep in kept.masks]
-        yield Meaning(f"padding of {kept.words}", hidden, ("padding_hides_queries", *kept.mistakes))
+        yield Meaning(f"padding of {kept.words}", hidden, ("padding_mask_on_queries", *kept.mistakes))
 
 
 def _kept(plan: CallOfRoles, sequence: str, draws: Sequence[Drawn]) -> Iterator[Meaning]:

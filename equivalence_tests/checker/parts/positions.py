@@ -26,15 +26,19 @@ LAYOUTS: dict[str, tuple[Map, Map, bool, tuple[str, ...]]] = {
     "cosines, then sines": (torch.cos, torch.sin, False, ("position_sine_cosine_swapped",)),
     "sines everywhere": (torch.sin, torch.sin, True, ("position_cosine_missing",)),
 }
-# Exponent of the base for pair i of a width d, for the first and second of the pair: right, then wrong in known ways.
+# Exponent of the base for pair i of a width d, for the first and second of the pair, and what is wrong with it.
 Exponents = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-EXPONENTS: dict[str, Exponents] = {
-    "": lambda i, d: (2 * i / d, 2 * i / d),
-    "position_exponent_halved": lambda i, d: (i / d, i / d),
-    "position_exponent_doubled": lambda i, d: (4 * i / d, 4 * i / d),
-    "position_cosine_exponent_shifted": lambda i, d: (2 * i / d, (2 * i + 1) / d),
-    "position_cosine_exponent_doubled": lambda i, d: (4 * i / d, 2 * (2 * i + 1) / d),
-    "position_timescale_of_tensor2tensor": lambda i, d: (i / max(d // 2 - 1, 1), i / max(d // 2 - 1, 1)),
+WRONG = ("position_exponent_wrong",)
+EXPONENTS: dict[str, tuple[Exponents, tuple[str, ...]]] = {
+    "2i / d": (lambda i, d: (2 * i / d, 2 * i / d), ()),
+    "i / d": (lambda i, d: (i / d, i / d), WRONG),
+    "4i / d": (lambda i, d: (4 * i / d, 4 * i / d), WRONG),
+    "2i / d for the sine and (2i + 1) / d for the cosine": (lambda i, d: (2 * i / d, (2 * i + 1) / d), WRONG),
+    "4i / d for the sine and 2(2i + 1) / d for the cosine": (lambda i, d: (4 * i / d, 2 * (2 * i + 1) / d), WRONG),
+    "i / (d / 2 - 1)": (
+        lambda i, d: (i / max(d // 2 - 1, 1), i / max(d // 2 - 1, 1)),
+        ("position_timescale_of_tensor2tensor",),
+    ),
 }
 # What is done to the numbers 0, 1, ... of the positions.
 NUMBERINGS: dict[str, tuple[Map, tuple[str, ...]]] = {
@@ -73,15 +77,17 @@ def rotary_readings(module: nn.Module | None, width: int) -> Iterator[PartReadin
     laws = {name: law for name, law in EXPONENTS.items() if "cosine" not in name}
     bases = dict.fromkeys((BASES[0], base_of(module)))
     options = itertools.product(laws.items(), bases, PAIRS.items(), PAIRS.items(), (1, -1))
-    for (exponent, law), base, (pairs, (_, turn)), (angled, (laid_out, _)), sign in options:
+    for (exponent, (law, wrong)), base, (pairs, (_, turn)), (angled, (laid_out, _)), sign in options:
         mistakes = (
-            *([exponent] if exponent else []),
+            *wrong,
             *(["rotary_mixed"] if pairs != angled else []),
             *(["rotary_reversed"] if sign < 0 else []),
         )
         steps = base ** -law(torch.arange(width // 2, dtype=torch.float64), width)[0]
         words = (("rotates", pairs, "torch.nn does not"), ("base", f"{base:g}", ""))
-        yield PartReading(partial(_rotated, turn, laid_out, sign * steps), words, mistakes, (note,))
+        yield PartReading(
+            partial(_rotated, turn, laid_out, sign * steps), words, mistakes, (note,), {"exponent": exponent}
+        )
 
 
 def _rotated(turn: Map, laid_out: Map, steps: Tensor, x: Tensor) -> Tensor:
@@ -124,10 +130,11 @@ def _has_a_row_of_zeros(module: nn.Module) -> bool:
 
 def _sinusoids(width: int, scale: str, factor: Tensor, zeroed: bool) -> Iterator[PartReading]:
     options = itertools.product(BASES, LAYOUTS.items(), EXPONENTS.items(), NUMBERINGS.items())
-    for base, (layout, (one, two, interleaved, wrong)), (exponent, exponents), (numbers, (number, shifted)) in options:
+    for base, (layout, (one, two, interleaved, swapped)), (exponent, law), (numbers, (number, shifted)) in options:
+        exponents, wrong = law
         mistakes = (
-            *((exponent,) if exponent else ()),
             *wrong,
+            *swapped,
             *shifted,
             *(() if base == 10000.0 else ("position_base_other",)),
         )
@@ -138,7 +145,9 @@ def _sinusoids(width: int, scale: str, factor: Tensor, zeroed: bool) -> Iterator
             *((("base", f"{base:g}", "10000"),) if base != 10000.0 else ()),
         )
         table = partial(_table, (one, two), interleaved, exponents, base, width)
-        yield PartReading(partial(_numbered, table, number, factor, zeroed), words, mistakes)
+        yield PartReading(
+            partial(_numbered, table, number, factor, zeroed), words, mistakes, facts={"exponent": exponent}
+        )
 
 
 def _numbered(table: Map, number: Map, factor: Tensor, zeroed: bool, positions: Tensor) -> Tensor:

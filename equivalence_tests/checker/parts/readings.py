@@ -1,7 +1,7 @@
 """Judge a part of a Transformer: find the reading with the fewest mistakes that gives its output, and say so."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -30,18 +30,25 @@ class PartReading:
         words: The settings that are its conventions: (what, in this code, in torch.nn).
         mistakes: What is wrong in it, by name.
         notes: What else should be known where this reading is right.
+        facts: What the words of its mistakes speak of.
     """
 
     formula: Callable[[Tensor], Tensor]
     words: tuple[Row, ...]
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     def beside(
         self, words: tuple[Row, ...], mistakes: tuple[str, ...] = (), notes: tuple[str, ...] = ()
     ) -> "PartReading":
         """Add what was found out about the call."""
-        return PartReading(self.formula, (*self.words, *words), (*mistakes, *self.mistakes), (*self.notes, *notes))
+        return replace(
+            self,
+            words=(*self.words, *words),
+            mistakes=(*mistakes, *self.mistakes),
+            notes=(*self.notes, *notes),
+        )
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ def _matched(report: Report, tried: _Tried, matching: list[PartReading], calls: 
     found = [
         told(
             named_mistake(name),
+            chosen.facts,
             stack=lines_where(named_mistake(name).ran, ran),
             evidence=_evidence(name, tried, chosen),
             alternatives=_alternatives(tried, matching),
@@ -143,8 +151,8 @@ def _alternatives(tried: _Tried, matching: list[PartReading]) -> tuple[str, ...]
     """Other mistakes, as few of them, that give the same numbers as exactly."""
     mistakes, limit = matching[0].mistakes, 3 * max(tried.worst(matching[0]), 1e-12)
     others = [r for r in matching[1:] if len(r.mistakes) == len(mistakes) and tried.worst(r) <= limit]
-    names = dict.fromkeys(name for other in others for name in other.mistakes if name not in mistakes)
-    return tuple(named_mistake(name).sentence for name in names)
+    told_of = {name: other for other in others for name in other.mistakes if name not in mistakes}
+    return tuple(told(named_mistake(name), other.facts).sentence for name, other in told_of.items())
 
 
 def _error(reading: PartReading, x: Tensor, output: Tensor) -> float:

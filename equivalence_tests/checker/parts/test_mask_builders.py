@@ -88,14 +88,14 @@ class Translator(nn.Module):
 
 
 def test_a_method_is_bound_to_an_instance() -> None:
-    assert examine_mask_builder(Translator.make_trg_mask, "it").mistakes == ("padding_hides_queries",)
-    assert examine_mask_builder(Translator(6).make_trg_mask, "it").mistakes == ("padding_hides_queries",)
+    assert examine_mask_builder(Translator.make_trg_mask, "it").mistakes == ("padding_mask_on_queries",)
+    assert examine_mask_builder(Translator(6).make_trg_mask, "it").mistakes == ("padding_mask_on_queries",)
 
 
 def test_the_methods_of_a_model_are_checked_with_it() -> None:
     assert [name for name, _ in mask_methods(Translator(6))] == ["make_trg_mask", "mask_scores"]
     report = verify(Translator, kind="layers")
-    assert [(f.where, f.name) for f in report.findings] == [("make_trg_mask", "padding_hides_queries")], str(report)
+    assert [(f.where, f.name) for f in report.findings] == [("make_trg_mask", "padding_mask_on_queries")], str(report)
 
 
 def test_readings_that_give_the_same_mask_are_listed_together() -> None:
@@ -103,8 +103,10 @@ def test_readings_that_give_the_same_mask_are_listed_together() -> None:
         return torch.from_numpy(1 - np.triu(np.ones((1, size, size))).astype("uint8"))
 
     finding = examine_mask_builder(subsequent_mask, "it").findings[0]
-    assert finding.name == "causal_mask_hides_itself"
-    assert finding.alternatives == ("The causal mask shows the future and hides the past.",)
+    assert finding.name == "causal_cannot_see_itself"
+    assert finding.alternatives == (
+        "The causal mask is the wrong way round: each query sees the future, not the past.",
+    )
 
 
 def test_rows_that_hide_everything_are_noted() -> None:

@@ -401,7 +401,7 @@ def test_what_is_right_is_read(name: str) -> None:
         (ScalarLayerNorm, {"norm_unbiased_std", "norm_eps_outside"}),
         (MeanlessLayerNorm, {"norm_without_mean"}),
         (CentringRMSNorm, {"norm_subtracts_mean"}),
-        (EarlyActivationFeedForward, {"activation_before_first_linear"}),
+        (EarlyActivationFeedForward, {"activation_misplaced"}),
         (BilinearFeedForward, {"gate_without_activation"}),
         (ProductFeedForward, {"activation_of_gated_product"}),
         (LinearConvFeedForward, {"activation_missing"}),
@@ -499,7 +499,7 @@ def test_the_line_of_a_forgotten_activation_is_where_the_linears_meet() -> None:
     assert line_of(report.findings[0]).endswith("return self.w_2(self.w_1(x))")
     assert verify(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))).findings[0].line is None
     late = verify(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.ReLU()))
-    assert [(f.name, f.line) for f in late.findings] == [("activation_after_second_linear", None)]  # no line of torch's
+    assert [(f.name, f.line) for f in late.findings] == [("activation_misplaced", None)]  # no line of torch's
 
 
 def test_an_instance_keeps_its_weights() -> None:

@@ -219,7 +219,7 @@ def test_one_row_is_no_mistake_where_no_tokens_are_given() -> None:
     ("found", "names"),
     [
         (ReversedRotaryPositionalEmbedding, {"rotary_reversed"}),
-        (FastRotaryPositionalEmbedding, {"position_exponent_doubled"}),
+        (FastRotaryPositionalEmbedding, {"position_exponent_wrong"}),
         (OneRowPositionalEncoding, {"position_one_row"}),
         (FirstRowPositionalEncoding, {"position_one_row"}),
         (LastRowPositionalEncoding, {"position_one_row"}),

@@ -117,20 +117,20 @@ CORRECT = (
     window_mask,
 )
 BROKEN = (
-    (mask_that_sees_one_ahead, ("causal_mask_sees_one_ahead",), "mask builder: diagonal off by one"),
-    (mask_that_hides_the_token, ("causal_mask_hides_itself",), "mask builder: diagonal off by one"),
-    (mask_with_axes_swapped, ("causal_mask_transposed",), "mask builder: transposed"),
-    (pad_mask_of_queries, ("padding_hides_queries",), "mask builder: padding on queries"),
+    (mask_that_sees_one_ahead, ("causal_sees_one_ahead",), "mask builder: diagonal off by one"),
+    (mask_that_hides_the_token, ("causal_cannot_see_itself",), "mask builder: diagonal off by one"),
+    (mask_with_axes_swapped, ("causal_mask_inverted",), "mask builder: transposed"),
+    (pad_mask_of_queries, ("padding_mask_on_queries",), "mask builder: padding on queries"),
     (mask_of_two_meanings, ("padding_inverted",), "mask builder: inverted"),
     (mask_joined_by_or, ("masks_joined_by_or",), "mask builder: joined the wrong way"),
     (mask_of_longer_lengths, ("length_one_too_long",), "mask builder: lengths off by one"),
     (mask_of_shorter_lengths, ("length_one_too_short",), "mask builder: lengths off by one"),
     (mask_of_a_fixed_id, ("pad_id_not_used",), "mask builder: another pad id"),
-    (mask_that_adds_to_the_wrong_side, ("added_mask_inverted",), "mask builder: inverted"),
-    (mask_that_adds_too_little, ("fill_too_weak",), "mask builder: fill"),
+    (mask_that_adds_to_the_wrong_side, ("mask_inverted",), "mask builder: inverted"),
+    (mask_that_adds_too_little, ("mask_fill_too_small",), "mask builder: fill"),
     (
         mask_that_hides_queries_and_sees_ahead,
-        ("causal_mask_sees_one_ahead", "padding_hides_queries"),
+        ("causal_sees_one_ahead", "padding_mask_on_queries"),
         "mask builder: two at once",
     ),
 )

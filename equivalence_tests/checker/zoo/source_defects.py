@@ -102,7 +102,7 @@ class BatchIndexedTransformerModel(nn.Module):
 
 BROKEN = (
     (ReshapingAttention, ("heads_split_without_transpose",), "source: heads split by reshape"),
-    (SlowPositionalEncoding, ("position_exponent_halved",), "source: positional frequencies halved"),
+    (SlowPositionalEncoding, ("position_exponent_wrong",), "source: positional frequencies halved"),
     (ForgetfulDecoderLayer, ("cross_maps_are_self_maps",), "source: self-attention maps as cross-attention maps"),
     (BatchIndexedTransformerModel, ("position_indexed_by_batch",), "source: positional table indexed by the batch"),
 )

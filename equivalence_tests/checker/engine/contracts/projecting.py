@@ -290,7 +290,7 @@ def _missed(attention: Attention, module: nn.Module, name: str, worked: Operatio
     user = _user_of(attention, name.removesuffix("bias") + "weight") if last.endswith("bias") else None
     parameter = dict(module.named_parameters())[name]
     if user is not None:
-        yield Departure(f"{_role_of(attention, user)}_bias_dropped", "project", user, facts)
+        yield Departure("bias_never_used", "project", user, facts)
     elif "norm" in name.lower() or (stem and isinstance(module.get_submodule(stem), nn.LayerNorm | nn.RMSNorm)):
         if last == "weight":
             yield _norm_never_used(attention, name)
@@ -357,9 +357,3 @@ def _user_of(attention: Attention, weight: str) -> Operation | None:
 
 def _bit_of(attention: Attention, parameter: str) -> int:
     return sum(1 << i for i, name in enumerate(attention.run.recorder.names) if name == f"param:{parameter}")
-
-
-def _role_of(attention: Attention, operation: Operation) -> str:
-    made = {n.number for n in attention.run.names.sources.values() if n.operation is operation}
-    roles = (role for role, (codes, _) in attention.parts[0].sides.items() if made & set(sources_in(codes)))
-    return next(roles, "output")
