@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
 from equivalence_tests.checker.engine.contracts.departure import near
 from equivalence_tests.checker.engine.judging import examine
+from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.mistakes import named_mistake, told
@@ -20,6 +21,7 @@ from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 from equivalence_tests.checker.reporting.report import Report
@@ -152,8 +154,31 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         _scale(name, covered)
     elif DROPS.search(name) and parameter.default in (0, 0.0, None):
         covered.add(name, (), "left at its default, which drops nothing")
+    elif type(parameter.default) is int and _as_tile(name, parameter.default, covered):
+        return
     else:
         covered.leave_out(name, "its name does not say what it does")
+
+
+def _as_tile(name: str, default: int, covered: Covered) -> bool:
+    """Whether a number says how long tiles are: with less of it more is run, and the same comes out if it is right."""
+    trial, length = covered.trial, covered.trial.sizes.query_len
+    inputs = trial.inputs(length, length)
+
+    def ran(given: dict[str, int]) -> tuple[Tensor, int]:
+        return trial.output(inputs, given), len(operations_of(partial(trial.output, inputs, given)))
+
+    whole, smaller = attempt(partial(ran, {})), [default >> shift for shift in range(1, default.bit_length())]
+    runs = ((number, attempt(partial(ran, {name: number}))) for number in smaller)
+    more = [(number, run[0]) for number, run in runs if run is not None and whole is not None and run[1] > whole[1]]
+    wrong = next((number for number, output in more if whole is not None and not near(output, whole[0], 1e-6)), None)
+    if wrong is None and more:
+        covered.add(name, (), f"down to {more[-1][0]}: more is run, and the same comes out")
+    judged = attempt(partial(covered.judged, inputs, {name: wrong})) if wrong is not None else None
+    findings = [one for one in judged[0] if one.name == "tiles_do_not_add_up"] if judged is not None else []
+    if findings:
+        covered.add(f"{name}={wrong}", findings)
+    return bool(findings) or (wrong is None and bool(more))
 
 
 def _is_bool(parameter: inspect.Parameter) -> bool:
@@ -258,7 +283,8 @@ def _long_lengths(covered: Covered) -> None:
     for name, limit in _limits(trial.function):
         what, length = f"lengths beyond {name} = {limit}", 2 * limit + 3
         if length > LONGEST:
-            covered.leave_out(what, f"{length} tokens are more than {LONGEST}")
+            if not _as_tile(name, limit, covered):
+                covered.leave_out(what, f"{length} tokens are more than {LONGEST}")
             continue
         failed = ended if trial.sizes.whole or _ends_at(trial.function, limit) else None
         ran = covered.run(what, partial(covered.judged, trial.inputs(length, length), {}), failed)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
-from equivalence_tests.checker.engine.names import Attention
-from equivalence_tests.checker.engine.running import Examination
+from equivalence_tests.checker.engine.names import Attention, Run
+from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.situations import (
     Situation,
     new_departures,
@@ -126,23 +126,35 @@ class _Masks:
 
     def read(self, forms: Iterable[MaskForm]) -> list[Departure] | None:
         """Try forms until nothing departs; None if something does in each."""
-        plain = _output(self.situation)
+        plain = _output(self.situation.found.run, self.situation)
         seen: list[tuple[str, Tensor]] = []
         for form in forms:
-            attempt = self._attempt(form)
-            if attempt is None:
+            output = self._output(form)
+            if output is None or any(pattern == form.pattern and _same(other, output) for pattern, other in seen):
                 continue
-            output = _output(attempt)
+            seen.append((form.pattern, output))
+            attempt = self._attempt(form)
             if torch.equal(output, plain):
                 self.idle.append(form)
-            elif bool(output.isnan().all()):
+            elif attempt is not None and bool(output.isnan().all()):
                 self.broken.append(attempt)
-            elif not any(pattern == form.pattern and _same(other, output) for pattern, other in seen):
-                seen.append((form.pattern, output))
-                new = self._new(form, attempt)
-                if new is not None:
-                    return self._understood(form)
+            elif attempt is not None and self._new(form, attempt) is not None:
+                return self._understood(form)
         return None
+
+    def _output(self, form: MaskForm) -> Tensor | None:
+        """What comes back with a mask in this form; None if the code does not take it."""
+        trial, subject = self.situation.trial, self.situation.subject
+        try:
+            args, kwargs = trial.arguments(replace(self.situation.inputs, may_attend=self._may(form)), mask=form)
+            return _output(Call(trial.called, args, kwargs, subject.module).run(read=False), self.situation)
+        except Exception as error:
+            self.errors.append(error)
+            return None
+
+    def _may(self, form: MaskForm) -> Tensor:
+        batch, queries = self.situation.inputs.query.shape[:2]
+        return draw_masks(form.pattern, batch, queries, self.situation.inputs.key.size(1), 4)
 
     def _new(self, form: MaskForm, attempt: Situation) -> bool | None:
         """Note what departs in a form; True if nothing does."""
@@ -174,13 +186,11 @@ class _Masks:
         return near(after[visible], before[visible], 1e-6)
 
     def _attempt(self, form: MaskForm, replaces_own: bool = False) -> Situation | None:
-        situation = self.situation
-        batch, queries = situation.inputs.query.shape[:2]
-        may = draw_masks(form.pattern, batch, queries, situation.inputs.key.size(1), 4)
+        situation, may = self.situation, self._may(form)
         try:
             known = _allowed(may, None if replaces_own else situation.found)
             return situation_of(situation.subject, situation.trial, form, may, expecting=known)
-        except Exception as error:  # the code does not take this form
+        except Exception as error:
             self.errors.append(error)
             return None
 
@@ -264,8 +274,8 @@ def _beyond(situation: Situation, attempt: Situation) -> list[Departure]:
     return new_departures(situation.departures, [d for d in attempt.departures if d.stage != "wrap"])
 
 
-def _output(situation: Situation) -> Tensor:
-    return list(tensors_in((situation.found.run.output,)))[situation.plan.output]
+def _output(run: Run, situation: Situation) -> Tensor:
+    return list(tensors_in((run.output,)))[situation.plan.output]
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Exponentials that are divided by their sum at the end, in one tile or in several, and heads that are modules."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -90,6 +91,30 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, block: int = 32) -> Tensor:
     return out / total
 
 
+def in_room(q: Tensor, k: Tensor, v: Tensor, sram_size: int = 65536) -> Tensor:
+    """Right: its tiles fill a memory of so many bytes."""
+    tile = sram_size // (4 * q.size(-1))
+    return shrunk(q, k.split(tile, -2), v.split(tile, -2), rescaled=True)
+
+
+def in_long_tiles(q: Tensor, k: Tensor, v: Tensor, tile: int = 4096) -> Tensor:
+    """Forgets to rescale what was averaged before, and no sequence is as long as its tile."""
+    return shrunk(q, k.split(tile, -2), v.split(tile, -2), rescaled=False)
+
+
+def shrunk(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *, rescaled: bool) -> Tensor:
+    out, total = torch.zeros_like(q), q.new_zeros((*q.shape[:-1], 1))
+    best = torch.full_like(total, -math.inf)
+    for k, v in zip(keys, values, strict=True):
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        new = torch.maximum(best, scores.amax(-1, keepdim=True))
+        e, before = (scores - new).exp(), total
+        total = total * (best - new).exp() + e.sum(-1, keepdim=True)
+        out = (before * (best - new).exp() * out if rescaled else before * out) + e @ v
+        out, best = out / total, new
+    return out
+
+
 class Head(nn.Module):
     """One head, with projections and a mask of its own."""
 
@@ -142,7 +167,13 @@ def test_tiles_that_add_up_are_right_in_one_tile_and_in_several() -> None:
     assert "lengths beyond block = 16" in {exercise.what for exercise in report.coverage if exercise.exercised}
 
 
-@pytest.mark.parametrize("wrong", [NeverRescaled, Chunked, tiled])
+def test_a_number_whose_name_says_nothing_is_seen_to_be_the_room_for_a_tile() -> None:
+    report = verify(in_room)
+    assert report.verdict == "equal", str(report)
+    assert "sram_size" in {exercise.what for exercise in report.coverage if exercise.exercised}
+
+
+@pytest.mark.parametrize("wrong", [NeverRescaled, Chunked, tiled, in_long_tiles])
 def test_tiles_that_do_not_add_up_are_found_beyond_the_first(wrong: object) -> None:
     report = verify(wrong)
     assert report.mistakes == ("tiles_do_not_add_up",), str(report)

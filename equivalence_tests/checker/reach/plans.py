@@ -210,6 +210,7 @@ def _working(trial: Trial, errors: list[str]) -> Iterator[Trial]:
         done = _tried(replace(trial, plan=replace(plan, roles=without, angles=angles)), errors)
         if done is not None:
             yield done
+            masked = []  # it asks for none
             continue
         if masked and _fails_before_the_mask(
             replace(trial, plan=replace(plan, roles=all_neutral, angles=angles)), errors
