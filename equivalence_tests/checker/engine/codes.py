@@ -1,5 +1,6 @@
 """Numbers that name elements: the tensor that an element comes from, its token, and its feature; and how they meet."""
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -116,21 +117,15 @@ def unified(codes: Tensor) -> Tensor:
     >>> source_of(unified(two)).unique().tolist()
     [1]
     """
-    sources = sources_in(codes)
-    if len(sources) < 2:
-        return codes
-    mine = {number: codes[source_of(codes) == number] for number in sources}
-    kept = [sources[0]]
-    for number in sources[1:]:
-        first = next((other for other in kept if _are_streams(mine[number], mine[other])), None)
-        if first is None:
-            kept.append(number)
-        else:
-            own, others = (feature_of(mine[x]).unique() for x in (number, first))
-            place = torch.searchsorted(own, feature_of(codes)).clamp_max(len(own) - 1)
-            codes = torch.where(source_of(codes) == number, coded(first, token_of(codes), others[place]), codes)
-            mine[first] = codes[source_of(codes) == first]
-    return codes
+    while True:
+        mine = {number: codes[source_of(codes) == number] for number in sources_in(codes)}
+        pairs = [pair for pair in itertools.combinations(mine, 2) if _are_streams(*(mine[number] for number in pair))]
+        if not pairs:
+            return codes
+        first, second = max(pairs, key=lambda pair: _axes_shared(codes, *pair))
+        others, own = (feature_of(mine[number]).unique() for number in (first, second))
+        place = torch.searchsorted(own, feature_of(codes)).clamp_max(len(own) - 1)
+        codes = torch.where(source_of(codes) == second, coded(first, token_of(codes), others[place]), codes)
 
 
 def squares_by(groups: Tensor, values: Tensor) -> Tensor:
@@ -147,6 +142,12 @@ def _are_streams(one: Tensor, other: Tensor) -> bool:
     """Whether two sets of names hold as many features of tokens that are not the same."""
     same = len(feature_of(one).unique()) == len(feature_of(other).unique())
     return same and not bool(torch.isin(token_of(one).unique(), token_of(other).unique()).any())
+
+
+def _axes_shared(codes: Tensor, one: int, other: int) -> int:
+    """Along how many axes the names of two sources have the same places: all but that of the tokens, in a stream."""
+    own, its = ((source_of(codes) == number).nonzero().unbind(-1) for number in (one, other))
+    return sum(torch.equal(x.unique(), y.unique()) for x, y in zip(own, its, strict=True))
 
 
 @dataclass(frozen=True)

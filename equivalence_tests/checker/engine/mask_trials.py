@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
@@ -17,8 +18,8 @@ from equivalence_tests.checker.engine.situations import (
     situation_of,
     weighed_scores,
 )
-from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
-from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -132,13 +133,15 @@ class _Masks:
             output = self._output(form)
             if output is None or any(pattern == form.pattern and _same(other, output) for pattern, other in seen):
                 continue
-            seen.append((form.pattern, output))
             attempt = self._attempt(form)
+            if attempt is None:
+                continue
+            seen.append((form.pattern, output))
             if torch.equal(output, plain):
                 self.idle.append(form)
-            elif attempt is not None and bool(output.isnan().all()):
+            elif bool(output.isnan().all()):
                 self.broken.append(attempt)
-            elif attempt is not None and self._new(form, attempt) is not None:
+            elif self._new(form, attempt) is not None:
                 return self._understood(form)
         return None
 
@@ -189,7 +192,9 @@ class _Masks:
         situation, may = self.situation, self._may(form)
         try:
             known = _allowed(may, None if replaces_own else situation.found)
-            return situation_of(situation.subject, situation.trial, form, may, expecting=known)
+            attempt = situation_of(situation.subject, situation.trial, form, may, expecting=known)
+            _refuse_further_axes(attempt)
+            return attempt
         except Exception as error:
             self.errors.append(error)
             return None
@@ -258,6 +263,17 @@ def _allowed(may: Tensor, plain: Examination | None) -> Expecting:
         return found
 
     return expecting
+
+
+def _refuse_further_axes(attempt: Situation) -> None:
+    """Raise where a mask has more axes than the scores that it meets, so that these get more."""
+    for judgement in attempt.found.judgements:
+        run = judgement.attention.run
+        for part in judgement.attention.parts:
+            for step, codes, _ in list(part.steps(run))[1:]:
+                taken = [own.dim() for _, own in run.names.taken(step) if part.number in sources_in(own)]
+                if step.name in ELEMENTWISE and max(taken, default=codes.dim()) < codes.dim():
+                    raise CannotCheckError(f"the mask has more axes than the scores: {tuple(codes.shape)}")
 
 
 def _own(plain: Examination | None, attention: Attention, count: int) -> Tensor | None:

@@ -327,9 +327,7 @@ class Evidence:
             live = model.live
             if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
                 operation, names = self._hiding()
-                evidence = (
-                    f"it is made from {names[0].replace(':', ' ')}" if names else self._window(part, hidden, live)
-                )
+                evidence = _made_from(names[0]) if names else self._window(part, hidden, live)
                 return Departure("own_mask", "mask", operation, evidence=evidence)
         return None
 
@@ -381,8 +379,8 @@ class Evidence:
                     if all(name.startswith("buffer:") for name in names) and _grows(part, model, live):
                         yield Departure("bias_grows_with_distance", "bias", operation)
                         return
-                    told = next((n for n in names if n.startswith("param:")), names[-1]).replace(":", " ")
-                    yield Departure("bias_added", "bias", operation, evidence=f"it is made from {told}")
+                    told = next((n for n in names if n.startswith("param:")), names[-1])
+                    yield Departure("bias_added", "bias", operation, evidence=_made_from(told))
                     return
         adding = next((op for op, _ in self._between() if op.name.strip("_") in ("add", "iadd", "radd", "sub")), None)
         graded = len((model.bias[live] * 1e6).round().unique()) > 4
@@ -412,6 +410,7 @@ class Evidence:
                 yield operation
 
 
+KINDS = {"arg": "argument", "param": "parameter", "buffer": "buffer"}
 # Values of a configuration that are the scale of the scores, whatever the value.
 SCALES = re.compile(r"(attention|attn|query|qk|score|softmax)\w*(multiplier|scal\w*)|scal(e|ing)")
 DIVISORS = re.compile(r"temperature|divisor|denominator")
@@ -429,6 +428,16 @@ def _blame(departure: Departure, operation: Operation, what: str) -> None:
     bent = changed_by(operation, departure.stage, what)
     departure.name, departure.operation, departure.facts = bent.name, operation, bent.facts
     departure.have = departure.want = ()
+
+
+def _made_from(name: str) -> str:
+    """Say what a tensor with a name is.
+
+    >>> _made_from("arg:attention_mask")
+    'it is made from the argument attention_mask'
+    """
+    kind, _, own = name.partition(":")
+    return f"it is made from the {KINDS[kind]} {own}"
 
 
 def _is_of(codes: Tensor | None, numbers: set[int]) -> bool:

@@ -322,6 +322,8 @@ class Meetings:
         columns = _features_of_rows(unified(context.values))  # none where one column holds several features
         if product is None or columns is None:
             return None
+        if self._sums_over_rows(product, context):
+            product.turn()
         table, weights = ScoreTable(product), context.weights
         has = known(weights)
         place = place_of(weights).clamp_min(0)
@@ -329,7 +331,7 @@ class Meetings:
         first = row.amax(-1, keepdim=True)
         if not bool(((row == first) | ~has).all()):  # what is summed belongs to several queries or heads
             return None
-        rank = columns.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
+        rank = _by_appearance(columns).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
         head = table.place_of_head[table.head_of_row[first.squeeze(-1).clamp_min(0)]]
         token = table.token_of_row[first.squeeze(-1).clamp_min(0)]
         width = int(rank.max()) + 1
@@ -338,6 +340,22 @@ class Meetings:
         sources = tuple(sources_in(context.values))
         queries = tuple(sources_in(product.left))
         return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), (sources, queries)
+
+    def _sums_over_rows(self, product: Product, context: Context) -> bool:
+        """Whether keys stand on the left of a product: values are of their tokens, or the weights sum to one there."""
+        table, has = ScoreTable(product), known(context.weights)
+        row, column = (of[place_of(context.weights).clamp_min(0)] for of in (table.row, table.key))
+        across, along = (bool(((x == x.amax(-1, keepdim=True)) | ~has).all()) for x in (row, column))
+        earlier = any(set(context.score_sources) & set(c.score_sources) for c in self.found.contexts[:-1])
+        if across or not along or earlier:
+            return False
+        values = token_of(context.values)
+        of_rows, of_columns = (bool(torch.isin(values, token_of(x)).all()) for x in (product.left, product.right))
+        if of_rows != of_columns:
+            return of_rows
+        weights = context.contraction.rows(context.operands[0].value)
+        summed, other = (float((weights.sum(axis) - 1).abs().max()) for axis in (-1, 1))
+        return summed < other
 
 
 def _over_one_axis(operation: Operation, before: list[Tensor | None]) -> tuple[Tensor | None, int]:
@@ -382,6 +400,13 @@ def _features_of_rows(codes: Tensor) -> Tensor | None:
     feature = (source_of(codes) * FEATURES + feature_of(codes)).masked_fill(~has, -1)
     lead = feature.amax(-1, keepdim=True)
     return lead.squeeze(-1) if bool(((feature == lead) | ~has).all()) else None
+
+
+def _by_appearance(columns: Tensor) -> Tensor:
+    """Columns of several sources side by side, these numbered in the order in which they lie there."""
+    sources, place = (columns // FEATURES).reshape(-1).unique(return_inverse=True)
+    first = torch.full((len(sources),), len(place)).scatter_reduce(0, place, torch.arange(len(place)), "amin")
+    return first[place].view(columns.shape) * FEATURES + columns % FEATURES
 
 
 def _features_beside(codes: Tensor | None, places: Tensor) -> Tensor:

@@ -77,6 +77,10 @@ class Product:
         slots = (self.factors or self.operation).inputs
         return slots[self.contraction.sides[0]], slots[self.contraction.sides[1]]
 
+    def turn(self) -> None:
+        """Exchange rows and columns."""
+        self.left, self.right, self.contraction = self.right, self.left, self.contraction.swapped()
+
 
 @dataclass(eq=False)
 class Context(Product):

@@ -63,7 +63,8 @@ def missing_keys(situation: Situation) -> list[Departure]:
             [torch.stack([p.table.query * 1024 + p.table.head, p.table.key], -1) for p in attention.parts]
         )
         pairs = pairs.unique(dim=0)
-        if len(pairs) >= len(pairs[:, 0].unique()) * keys:
+        learnt = int(pairs[:, 1].min()) >= len(situation.inputs.key) * keys
+        if learnt or _rows_are_samples(situation) or len(pairs) >= len(pairs[:, 0].unique()) * keys:
             continue
         window = _windows(pairs[:, 0] // 1024, pairs[:, 1], queries)
         settings = Evidence(judgement, situation.subject.module)
@@ -81,6 +82,12 @@ def missing_keys(situation: Situation) -> list[Departure]:
     return []
 
 
+def _rows_are_samples(situation: Situation) -> bool:
+    """Whether the rows of matrices never meet: they are samples of one token each."""
+    tables = [part.table for judgement in situation.found.judgements for part in judgement.attention.parts]
+    return situation.plan.layout == "l e" and all(torch.equal(table.query, table.key) for table in tables)
+
+
 def _windows(query: Tensor, key: Tensor, length: int) -> int:
     """How many tokens see each other and no other, where samples are cut into such windows; 0 where they are not."""
     sees = torch.zeros(2 * [int(query.max(key).max()) + 1], dtype=torch.bool)
@@ -93,6 +100,8 @@ def other_length_departures(situation: Situation) -> list[Departure]:
     """Keys may be more or fewer than queries wherever they are given apart."""
     lengths = situation.lengths
     if situation.plan.self_attention or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
+        return []
+    if _rows_are_samples(situation):
         return []
     trial = situation.trial
     try:

@@ -689,3 +689,138 @@ class NarrowKeys(nn.Module):
 
 def test_no_scale_is_not_that_of_a_head_that_would_be_one_wide() -> None:
     assert verify(NarrowKeys).mistakes == ("scale_missing",)
+
+
+class LooksUpClasses(nn.Module):
+    """Each pixel attends to a few learnt tokens, which no input says the number of."""
+
+    def __init__(self, channels: int, classes: int = 3) -> None:
+        super().__init__()
+        self.classes = nn.Parameter(torch.randn(1, classes, channels))
+        self.q, self.k, self.v = (nn.Linear(channels, channels) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels, learnt = x.flatten(2).mT, self.classes.expand(x.size(0), -1, -1)
+        weights = (self.q(pixels) @ self.k(learnt).mT / x.size(1) ** 0.5).softmax(-1)
+        return (weights @ self.v(learnt)).mT.unflatten(-1, x.shape[-2:])
+
+
+class KeysForValues(LooksUpClasses):
+    def __init__(self, channels: int, classes: int = 3) -> None:
+        super().__init__(channels, classes)
+        self.v = self.k
+
+
+def test_tokens_that_are_learnt_are_neither_a_projection_nor_keys_that_are_missing() -> None:
+    assert verify(LooksUpClasses).mistakes == ()
+    assert verify(KeysForValues).mistakes == ("value_uses_key_projection",)
+
+
+class KeysOnTheLeft(nn.Module):
+    """Lays the scores out as (keys, queries)."""
+
+    axis = -2
+
+    def __init__(self, query_dim: int, memory_dim: int, width: int) -> None:
+        super().__init__()
+        self.query = nn.Conv2d(query_dim, width, 1)
+        self.key, self.value = nn.Conv2d(memory_dim, width, 1), nn.Conv2d(memory_dim, width, 1)
+
+    def forward(self, query: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = self.query(query).flatten(2), self.key(memory).flatten(2), self.value(memory).flatten(2)
+        weights = (k.mT @ q / q.size(1) ** 0.5).softmax(self.axis)
+        return (v @ weights).unflatten(-1, query.shape[-2:])
+
+
+class OverQueriesOnTheRight(KeysOnTheLeft):
+    axis = -1
+
+
+def test_scores_may_have_their_keys_on_the_left() -> None:
+    assert verify(KeysOnTheLeft).verdict == "equal"
+    assert verify(OverQueriesOnTheRight).mistakes == ("softmax_over_queries",)
+
+
+class HidesByNode(nn.Module):
+    """Takes one truth value for each token; a mask of more axes would give the scores further ones."""
+
+    query_axis = False
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor, node_mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        hidden = ~(node_mask[:, None, :, None] if self.query_axis else node_mask[:, None, None, :])
+        weights = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(hidden, -math.inf).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).reshape(x.shape))
+
+
+class HidesQueriesByNode(HidesByNode):
+    query_axis = True
+
+
+def test_a_mask_that_gives_the_scores_further_axes_is_not_the_one_that_is_meant() -> None:
+    assert verify(HidesByNode).verdict == "equal"
+    assert verify(HidesQueriesByNode).mistakes == ("padding_mask_on_queries",)
+
+
+class FusesTwoVectors(nn.Module):
+    """Samples of one token each: no query has a choice of keys."""
+
+    def __init__(self, d_model: int, n_heads: int = 3) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(d_model, n_heads, batch_first=True)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        query, memory = one.unsqueeze(1), other.unsqueeze(1)
+        return self.attention(query, memory, memory)[0].squeeze(1)
+
+
+def test_rows_of_two_vectors_may_be_samples() -> None:
+    report = verify(FusesTwoVectors)
+    assert (report.verdict, report.mistakes) == ("partial", ())
+    assert "no query had more than one key" in report.not_exercised[0].detail
+
+
+class HalfFromTheTokenBefore(nn.Module):
+    """Takes half of its values from the token before, by a projection of their own, as Zaya does."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qk, self.out = nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.now, self.before = nn.Linear(dim, dim // 2), nn.Linear(dim, dim // 2)
+
+    def values(self, x: Tensor) -> Tensor:
+        none = self.before(x.new_zeros(x.size(0), 1, x.size(2)))
+        return torch.cat((self.now(x), torch.cat((none, self.before(x)[:, :-1]), 1)), -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (*self.qk(x).chunk(2, -1), self.values(x))
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in made)
+        return self.out(((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class AllFromTheTokenBefore(HalfFromTheTokenBefore):
+    def values(self, x: Tensor) -> Tensor:
+        return torch.cat((self.now(x), self.before(x)), -1).roll(1, 1)
+
+
+def test_values_of_other_tokens_are_meant_so_where_a_projection_of_their_own_makes_them() -> None:
+    report = verify(HalfFromTheTokenBefore)
+    assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["values_meet_other_keys"])
+    assert verify(AllFromTheTokenBefore).mistakes == ("value_changed_by_roll",)
+
+
+def test_a_mask_inside_of_an_argument_is_one_that_was_asked_for() -> None:
+    def attention(x: Tensor, masks: dict[str, Tensor]) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, masks["far"])
+
+    far = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 2
+    (report,) = verify(attention, {"x": torch.randn(2, 6, 8), "masks": {"far": far}})
+    (found,) = report.meant
+    assert (found.name, found.meant) == ("own_mask", "it is made from the argument masks['far']")
+    assert "argument" not in found.sentence

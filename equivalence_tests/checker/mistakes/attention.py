@@ -201,7 +201,6 @@ LAYOUTS = (
         ("sums over several of them at once", "context[i, d] = sum over j of weights[i, j] v[j, d]"),
         "Bring weights and values to (batch, heads, query, key) and (batch, heads, key, head_dim) first.",
         (WEIGHED, "torch.einsum('bhqk,bhkd->bqd', dropped, v)[:, None].expand(q.shape)"),
-        on_purpose_in="Zaya takes half of each value from the token before.",
     ),
     _merge(
         "heads_merged_without_transpose",
@@ -635,7 +634,7 @@ MASKS = (
     ),
     _mask(
         "own_mask",
-        "It hides keys by a pattern of its own, which no argument asks for.",
+        "It hides keys by a pattern that torch's formula does not have.",
         "softmax(scores.masked_fill(a pattern, -inf))",
         "Take the pattern out, or make it an argument or a setting whose name says what it hides.",
     ),

@@ -300,8 +300,18 @@ def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterat
     followed = torch.isin(value, key)  # what is pooled has tokens of its own
     met = has[:, :, None, :] & followed[:, None] & (key[:, :, None, :] != value[:, None, :, :])
     if bool(met.any()):
+        shifted = _sources_shifted(context, met)
         moved = _shuffled(attention, part, context)
-        yield _exchange("values_meet_other_keys", "context", moved, context.operation, blocks=True)
+        found = _exchange("values_meet_other_keys", "context", moved, context.operation, blocks=not shifted)
+        found.evidence = "a projection of its own makes what comes from other tokens" if shifted else ""
+        yield found
+
+
+def _sources_shifted(context: Context, met: Tensor) -> bool:
+    """Whether values of other tokens have a projection of their own, beside another that stays with its keys."""
+    shifted = met.any(1).expand(context.values.shape)
+    sources = (source_of(context.values[where]).unique() for where in (shifted, ~shifted & known(context.values)))
+    return not bool(torch.isin(*sources).any())
 
 
 def _paired_values(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:

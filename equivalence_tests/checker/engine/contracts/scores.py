@@ -375,10 +375,11 @@ class Scores:
             name = "mask_fill_too_small" if abs(abs(levels) - 1) > 1e-6 else "mask_added_as_01"
             yield self._put_right(name, "mask", self._adding() or self._softmax_step(), {"fill": levels})
             return
-        every = ~model.weights.isnan() & with_some(~wanted, model.rows)  # rows that see nothing tell which they are
+        dead = model.dead[model.rows]
+        every = (~model.weights.isnan() | dead) & with_some(~wanted, model.rows)  # rows that see nothing tell too
         name = mask_name(self.part, hidden | soft, wanted, live)
         if name in ("mask_hides_other_entries", "mask_never_used"):
-            hidden, live = hidden | model.dead[model.rows], every
+            hidden, live = hidden | dead, every
             name = mask_name(self.part, hidden | soft, wanted, live)
         operation = self._masking(hidden) if bool(hidden[live].any()) else self._softmax_step()
         if name == "mask_inverted" and operation is self._softmax_step():
