@@ -88,8 +88,14 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
 
 
 def _attends_to_itself(trial: Trial) -> bool:
-    """Whether one tensor may be queries, keys and values: it is, or there is an argument for each."""
-    return trial.plan.self_attention or {"query", "key", "value"} <= {role for _, role in trial.plan.roles}
+    """Whether one tensor may be queries, keys and values: it is, or there is an argument for each, or for a memory."""
+    given = {role for _, role in trial.plan.roles}
+    return trial.plan.self_attention or ("query" in given and (_takes_a_memory(trial) or {"key", "value"} <= given))
+
+
+def _takes_a_memory(trial: Trial) -> bool:
+    """Whether keys and values come from a tensor of their own, which may be kept as a whole and not step by step."""
+    return any(role == "memory" for _, role in trial.plan.roles)
 
 
 @dataclass(frozen=True)
@@ -256,6 +262,7 @@ def _decoded(
     trial = replace(trial, function=function or trial.function)
     handed, start, before, steps = protocol.first(), 0, _kept(function), list[Tensor]()
     last: tuple[Recorder, Tensor] | None = None
+    held = 0
     patches = {index: lambda _, __, rows=rows: rows for index, rows in (right or {}).items()}
     for length in lengths:
         x = inputs.query[:, start : start + length]
@@ -269,6 +276,9 @@ def _decoded(
             handed = returned[protocol.fed_back]
         if not _holds(handed) and _kept(function) == before:
             raise CannotCheckError("nothing that comes back or is written holds keys and values for the next step")
+        earlier, held = held, sum(x.numel() for x in tensors_in((handed, _tensors_of(function))))
+        if _takes_a_memory(trial) and held <= earlier:
+            raise CannotCheckError("what is kept does not grow from step to step, as that of a second tensor may not")
         steps.append(trial.output_in(returned))
         last = recorder, list(tensors_in((returned,)))[trial.plan.output]
         start += length
@@ -286,14 +296,16 @@ def _holds(handed: Any) -> bool:
     return _holds(vars(handed)) if hasattr(handed, "__dict__") else False
 
 
-def _kept(function: nn.Module | None) -> dict[str, float | None]:
+def _kept(function: nn.Module | None) -> dict[str, float]:
     """What a module keeps beside its parameters, in short."""
-    found: dict[str, float | None] = {}
-    for path, child in function.named_modules() if function is not None else ():
-        for name, value in [*vars(child).items(), *child.named_buffers(recurse=False)]:
-            if isinstance(value, Tensor):
-                found[f"{path}.{name}"] = float(value.double().square().sum())
-    return found
+    return {name: float(value.double().square().sum()) for name, value in _tensors_of(function).items()}
+
+
+def _tensors_of(function: nn.Module | None) -> dict[str, Tensor]:
+    """The tensors that a module keeps beside its parameters."""
+    children = function.named_modules() if function is not None else ()
+    held = ((path, [*vars(child).items(), *child.named_buffers(recurse=False)]) for path, child in children)
+    return {f"{path}.{name}": x for path, pairs in held for name, x in pairs if isinstance(x, Tensor)}
 
 
 def _angles(trial: Trial, start: int, stop: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What deviates from torch's formula and is meant so: told by evidence beyond the deviation itself."""
 
+import linecache
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import Operation, Slot
+from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reporting.findings import Exercise
 
 Names = Callable[[str], object]  # whether it is the name of what is meant
@@ -117,12 +119,30 @@ class Evidence:
             return told
         if departure.stage == "operand" and self._scaled_by_a_part(departure):
             return "a part of its own scales it by what it holds"
+        if departure.stage != "operand" and (told := self._factor_asked_for(operation)):
+            return told
         kinds = [name for name in ("add", "mul") if name in operation.name]
         if departure.stage == "operand" and kinds == ["add"] and (argument := self._argument_for_values(operation)):
             return f"the argument {argument} is added, which has no other use"
         if not kinds or departure.stage == "operand":
             return self._activation(operation)
         return self._by_a_parameter(departure, operation, "added" if kinds == ["add"] else "multiplied")
+
+    def _factor_asked_for(self, operation: Operation) -> str:
+        """The argument or setting of which a line makes the number that multiplies; "" if there is none."""
+        line = linecache.getline(*operation.frames[0][:2]) if operation.frames else ""
+        asked = {p.name for child in self.modules for p in parameters_of(type(child))}
+        asked |= {name for holder in self._holders() for name in vars(holder)}
+
+        def named(name: str) -> bool:
+            taken = name in asked and not SIZES.search(name) and not SCALES.fullmatch(name)
+            return taken and re.search(rf"\b{re.escape(name)}\b", line) is not None
+
+        out = operation.outputs[0].value
+        same = (slot.value for slot in operation.inputs if slot.value.shape == out.shape)
+        ratios = [ratio for x in same if (ratio := constant_ratio(out, x))]
+        told = (self._setting(number, named, own=True) for ratio in ratios for number in (ratio, 1 / ratio))
+        return next((f"its number is what {setting}" for setting in told if setting), "")
 
     def _by_a_parameter(self, departure: Departure, operation: Operation, how: str) -> str:
         """What a parameter takes part in may be added or multiplied, unless something strange happens to it before."""

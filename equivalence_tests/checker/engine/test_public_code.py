@@ -824,3 +824,77 @@ def test_a_mask_inside_of_an_argument_is_one_that_was_asked_for() -> None:
     (found,) = report.meant
     assert (found.name, found.meant) == ("own_mask", "it is made from the argument masks['far']")
     assert "argument" not in found.sentence
+
+
+class DecodesWithAMemory(nn.Module):
+    """Keeps keys and values from step to step, and gives its scores back."""
+
+    kept: Tensor | None
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.register_buffer("kept", None, persistent=False)
+
+    def keep(self, new: Tensor) -> Tensor:
+        return new if self.kept is None else torch.cat((self.kept, new), 3)
+
+    def forward(
+        self, query: Tensor, memory: Tensor, mask: Tensor | None = None, use_cache: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        made = (self.query(query), self.key(memory), self.value(memory))
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in made)
+        if use_cache:
+            self.kept = self.keep(torch.stack((k, v)))
+            k, v = self.kept
+        scores = q @ k.mT / q.size(-1) ** 0.5
+        scores = scores if mask is None else scores.masked_fill(mask[:, None], -1e4)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), scores
+
+
+class DecodesBackwards(DecodesWithAMemory):
+    def keep(self, new: Tensor) -> Tensor:
+        return new if self.kept is None else torch.cat((new, self.kept), 3)
+
+
+class KeepsTheWholeMemory(DecodesWithAMemory):
+    def keep(self, new: Tensor) -> Tensor:
+        return new if self.kept is None else self.kept
+
+
+def test_scores_may_come_back_and_a_memory_may_be_kept_step_by_step_or_as_a_whole() -> None:
+    report = verify(DecodesWithAMemory)
+    assert (report.verdict, report.mistakes) == ("equal", ())
+    assert "what comes back beside the output are the scores, not torch's weights" in report.notes
+    assert verify(DecodesBackwards).mistakes == ("cache_differs_from_one_pass",)
+    whole = verify(KeepsTheWholeMemory)
+    assert (whole.mistakes, [exercise.what for exercise in whole.not_exercised]) == ((), ["use_cache"])
+
+
+class WithABranchFactor(nn.Module):
+    """Scales its residual branch by what its caller chooses."""
+
+    def __init__(self, dim: int, heads: int, alpha: float) -> None:
+        super().__init__()
+        self.heads, self.alpha = heads, alpha
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def joined(self, x: Tensor, branch: Tensor) -> Tensor:
+        return x + self.alpha * branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.joined(x, self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
+class WithAFactorNobodyChose(WithABranchFactor):
+    def joined(self, x: Tensor, branch: Tensor) -> Tensor:
+        return x + 0.3 * branch
+
+
+def test_a_factor_that_the_constructor_demands_is_meant_so() -> None:
+    report = verify(WithABranchFactor)
+    assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["changed_by_mul"])
+    assert "what alpha says" in report.meant[0].meant
+    assert verify(WithAFactorNobodyChose).mistakes == ("changed_by_mul",)

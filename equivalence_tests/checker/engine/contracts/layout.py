@@ -310,8 +310,8 @@ def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterat
 def _sources_shifted(context: Context, met: Tensor) -> bool:
     """Whether values of other tokens have a projection of their own, beside another that stays with its keys."""
     shifted = met.any(1).expand(context.values.shape)
-    sources = (source_of(context.values[where]).unique() for where in (shifted, ~shifted & known(context.values)))
-    return not bool(torch.isin(*sources).any())
+    moved, kept = (source_of(context.values[where]) for where in (shifted, ~shifted & known(context.values)))
+    return bool(kept.numel()) and not bool(torch.isin(moved.unique(), kept.unique()).any())
 
 
 def _paired_values(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
