@@ -588,6 +588,7 @@ MASKS = (
         "mask[b, k, q]",
         "Transpose the mask, or use mask[:, None, None, :] for padding.",
         (MASK_LINE, APPLIED.format(mask="mask.mT")),
+        ran="last setitem",
     ),
     _mask(
         "padding_mask_on_queries",

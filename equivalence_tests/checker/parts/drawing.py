@@ -29,7 +29,7 @@ class Drawn:
         second: Token ids (b, m) of another sequence.
         lengths: (b,), at most n.
         pad_id: The padding.
-        window: How far a window reaches.
+        window: How far a window reaches, or a prefix.
         width: Number of features of the vectors.
     """
 
@@ -57,6 +57,7 @@ class Drawn:
             "samples": batch,
             "heads": 2,
             "window": self.window,
+            "prefix": self.window,
         }
         others |= {"pad_id": self.pad_id, "lengths": self.lengths, "shape": (batch, length), "width": self.width}
         others |= {"positions": positions, "positions of each sample": positions.expand(batch, -1), "padding": ~keep}

@@ -38,6 +38,7 @@ ROLES = (
         r"(pad|ignore)_?\w*(id|idx|index|token|value|symbol)|(id|idx|index)_?pad|^pad$|^(src|tgt|trg|target)_?pad$",
         "pad_id",
     ),
+    (r"prefix", "prefix"),
     (r"window|width|band", "window"),
     (r"head", "heads"),
     (r"^(b|bs|bsz)$|batch_?size|num_?batch|n_?batch", "samples"),
@@ -167,11 +168,10 @@ def _layouts(roles: set[str]) -> list[str]:
 
 
 def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Propose roles for the required parameters, and for optional ones that name the padding."""
+    """Propose roles for the required parameters, and for optional ones that name the padding or another device."""
+    defaults = {"pad_id": int, "device": str}
     asked = [
-        p
-        for p in parameters
-        if p.default is p.empty or (told_by(p.name, ROLES, "") == "pad_id" and type(p.default) is int)
+        p for p in parameters if p.default is p.empty or type(p.default) is defaults.get(told_by(p.name, ROLES, ""))
     ]
     for roles in ranked([_choices(p) for p in asked]):
         sequences = [r for r in roles if r in ("ids", "key_ids", "size", "key_size")]
@@ -181,7 +181,7 @@ def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str
 
 def _choices(parameter: inspect.Parameter) -> list[str]:
     role = told_by(parameter.name, ROLES, "")
-    if role in ("pad_id", "device", "dtype", "heads", "shape", "samples"):
+    if role in ("pad_id", "prefix", "device", "dtype", "heads", "shape", "samples"):
         return [role]
     return list(dict.fromkeys((role, *UNKNOWN))) if role else list(UNKNOWN)
 
@@ -289,6 +289,8 @@ def _closest(plan: CallOfRoles, drawn: Drawn, output: Tensor) -> str:
                 expected = arrange(meaning.masks[0], 1)
                 if not meaning.mistakes and expected.shape == looks[0].shape:
                     wrong = (expected != looks[0]).nonzero()
+                    if not len(wrong):
+                        return f"it is {meaning.words} at one length, and not at others"
                     best = min(best, (len(wrong) / expected.numel(), meaning.words, str(tuple(wrong[0].tolist()))))
     if best[0] > 0.2:
         return f"no mask that is known: shape {tuple(output.shape)}, {output.dtype}"

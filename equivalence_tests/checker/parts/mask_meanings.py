@@ -98,6 +98,11 @@ def _triangles(ahead: list[Tensor], plan: CallOfRoles, draws: Sequence[Drawn]) -
             yield Meaning(f"causal, {window} and the token itself", [(j <= 0) & (j >= -w) for j, w in reach])
             yield Meaning(f"{window} to both sides", [j.abs() <= w for j, w in reach])
             yield Meaning(f"{window} to both sides, without its ends", [j.abs() < w for j, w in reach])
+    if plan.named("prefix"):
+        seen = [(j, torch.arange(j.size(1)) < d.window) for j, d in zip(ahead, draws, strict=True)]
+        yield Meaning("causal after a prefix that all see", [(j <= 0) | prefix for j, prefix in seen])
+        rows = [(j, torch.arange(j.size(0))[:, None] < d.window) for j, d in zip(ahead, draws, strict=True)]
+        yield Meaning("causal after a prefix", [(j <= 0) | prefix for j, prefix in rows], ("mask_transposed",))
     yield Meaning("causal", [j <= 1 for j in ahead], ("causal_sees_one_ahead",))
     yield Meaning("causal", [j < 0 for j in ahead], ("causal_cannot_see_itself",))
     yield Meaning("causal", [j >= 0 for j in ahead], ("causal_mask_inverted",))

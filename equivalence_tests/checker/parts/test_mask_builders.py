@@ -26,6 +26,7 @@ MEANINGS = {
     "cross_pad_mask": ("padding of seq_k (id 1)", "(batch, query, key), True = may not look"),
     "target_mask": ("causal, padding of tgt (pad)", "(batch, 1, query, key), 1 = may look, 0 = may not"),
     "mask_from_lengths": ("padding of lengths", "(batch, key), True = may look"),
+    "prefix_mask": ("causal after a prefix that all see", "(query, key), True = may look"),
     "window_mask": ("causal, a window with the token itself", "(query, key), True = may look"),
 }
 

@@ -57,8 +57,20 @@ def window_mask(size: int, window: int) -> Tensor:
     return (ahead <= 0) & (ahead > -window)
 
 
+def prefix_mask(size: int, prefix_len: int, device: str = "cuda") -> Tensor:
+    mask = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    mask[:, :prefix_len] = True
+    return mask
+
+
 def mask_that_sees_one_ahead(size: int) -> Tensor:
     return torch.tril(torch.ones(size, size), diagonal=1).bool()
+
+
+def prefix_mask_transposed(size: int, prefix_len: int) -> Tensor:
+    mask = torch.ones(size, size).tril().bool()
+    mask[:prefix_len] = True
+    return mask
 
 
 def mask_that_hides_the_token(size: int) -> Tensor:
@@ -115,10 +127,12 @@ CORRECT = (
     all_masks,
     mask_from_lengths,
     window_mask,
+    prefix_mask,
 )
 BROKEN = (
     (mask_that_sees_one_ahead, ("causal_sees_one_ahead",), "mask builder: diagonal off by one"),
     (mask_that_hides_the_token, ("causal_cannot_see_itself",), "mask builder: diagonal off by one"),
+    (prefix_mask_transposed, ("mask_transposed",), "mask builder: transposed"),
     (mask_with_axes_swapped, ("causal_mask_inverted",), "mask builder: transposed"),
     (pad_mask_of_queries, ("padding_mask_on_queries",), "mask builder: padding on queries"),
     (mask_of_two_meanings, ("padding_inverted",), "mask builder: inverted"),
