@@ -82,7 +82,7 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     report.coverage = list(Evidence(judgement, found.call.module).untold())
     if report.coverage and report.verdict == "equal":
         report.verdict = "partial"
-    report.conventions = _conventions(judgement)
+    report.conventions, report.notes = _conventions(judgement), judgement.notes
     report.place = judgement.attention.first.place
     return report
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.channels import Exchange, Key, exchanges_in
 from equivalence_tests.checker.engine.codes import (
     UNKNOWN,
     known,
@@ -35,6 +36,7 @@ from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot,
 ADDS = words("add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_ __rsub__ lerp addcmul")
 JOINS = words("cat concat concatenate stack hstack vstack column_stack")
 PRODUCTS = words("matmul __matmul__ bmm einsum")
+ROUNDS = 4  # queries and keys of channels, their values, learnt queries, and all of them
 
 
 def identify(
@@ -51,14 +53,16 @@ def identify(
         data: Tensors that hold the data of the call, in contrast to weights, masks and positions.
         patched: The names of what patched operations give, by index.
     """
-    data, learnt = list(data), frozenset[int]()
-    for _ in range(2):
-        follower = _Follower(recorder, dict(seeds or {}), data)
+    data, learnt, exchanges = list(data), frozenset[int](), dict[Key, Exchange]()
+    for _ in range(ROUNDS):
+        follower = _Follower(recorder, dict(seeds or {}), data, exchanges)
         follower.patched, follower.learnt = dict(patched or {}), learnt
         for operation in recorder.operations:
             follower.follow(operation)
-        learnt = _with_learnt_queries(follower.found)
-        if not learnt:
+        before = learnt, exchanges
+        exchanges = exchanges_in(follower.found, exchanges)
+        learnt = learnt or _with_learnt_queries(follower.found)
+        if learnt == before[0] and exchanges is before[1]:
             break
     return follower.found
 
@@ -85,8 +89,9 @@ class _Follower(Meetings):
         for slot in (*operation.inputs, *operation.outputs):
             self._met(slot.tensor)
         given = self._named(operation, before)
-        if operation.index in self.patched:
-            given[:1] = [self.patched[operation.index]]
+        patched = self.patched.get(operation.index)
+        if patched is not None and self.found.sources.keys() >= {*sources_in(patched)}:
+            given[:1] = [patched]
         for slot, codes in zip(operation.outputs, given, strict=False):
             if codes is None:
                 if not operation.inplace:
@@ -237,6 +242,7 @@ class _Follower(Meetings):
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
         """Names that pass through an operation which works on each element, or on a whole axis."""
         shape = slot.value.shape
+        before = self._in_one_role(before)
         taken = before[:1] if operation.name in CASTS else before
         fitting = [
             (place, codes)
@@ -257,6 +263,12 @@ class _Follower(Meetings):
         if self._rank(codes) == 0 or codes.is_complex():
             return codes
         return self._mixed(operation, slot, place, codes, rest)
+
+    def _in_one_role(self, before: list[Tensor | None]) -> list[Tensor | None]:
+        """Names of what is put together: where tokens are features in some of it alone, they are tokens again."""
+        exchanged = [self.found.is_exchanged(codes) for codes in before if codes is not None]
+        apart = any(exchanged) and not all(exchanged)
+        return [codes if codes is None or not apart else self.found.plain(codes) for codes in before]
 
     def _mixed(self, operation: Operation, slot: Slot, place: int, codes: Tensor, rest: list[Tensor]) -> Tensor:
         """Names of what was made from several tensors of tokens, or from one and a weight."""

@@ -102,6 +102,9 @@ def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
     for context in part.contexts[:1]:
         model = read_weights(found.attention.run, part, context)
         found.models.append(model)
+        factor = model.factor * operands[0].factor * operands[1].factor
+        if part.product.channels and abs(factor * part.product.channels**0.5 - 1) < 1e-3:
+            part.product.width = part.product.channels
         found.departures += Scores(found.attention, part, operands, model, expected).departures()
         live = model.live
         pattern = causal_pattern(part, model.hidden | model.replaced, live)

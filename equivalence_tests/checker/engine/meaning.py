@@ -336,9 +336,17 @@ class Evidence:
 
     def _norms(self, departures: list[Departure]) -> Iterator[Departure]:
         normed = [operand for operand in self.judgement.first_operands[:2] if self._is_normed(operand)]
+        made = next((s.operation for o in normed for s in self._norms_before(o) if s.kind == "normed"), None)
         if len(normed) == 2:
-            made = next((s.operation for s in normed[0].sources if s.operation is not None), None)
             yield Departure("queries_and_keys_normalised", "norm", made, evidence="both are, each by its own norm")
+        elif made is not None and not any("norm" in d.name for d in departures) and self._of_one_tensor():
+            yield changed_by(made, "norm", normed[0].role)
+
+    def _of_one_tensor(self) -> bool:
+        """Whether queries and keys are made of the same tensor."""
+        numbers = ([source.number for source in operand.sources] for operand in self.judgement.first_operands[:2])
+        query, key = ({s.number for s in self._names.made_of(own, beyond=True) if not s.parents} for own in numbers)
+        return query == key
 
     def own_mask(self) -> Departure | None:
         """A pattern that the code hides by itself and that is not causal; with evidence or without."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.channels import Exchange, Key, by_features, exchanged, features_of_rows, key_of
 from equivalence_tests.checker.engine.codes import (
     FEATURES,
     UNKNOWN,
@@ -34,8 +35,11 @@ POOLS = words("max amax mean min amin")
 class Meetings:
     """Names for what tokens meet in: a weight, one another, or the weights of an attention."""
 
-    def __init__(self, recorder: Recorder, seeds: dict[int, Tensor], data: Iterable[Tensor]) -> None:
+    def __init__(
+        self, recorder: Recorder, seeds: dict[int, Tensor], data: Iterable[Tensor], exchanges: dict[Key, Exchange]
+    ) -> None:
         self.found = Identities(recorder.operations)
+        self.exchanges = exchanges  # where features attend to features
         self.codes: dict[int, Tensor] = {}
         self.others: dict[int, Tensor] = {}  # second names of what two elements were added to
         self.data = {storage_of(tensor) for tensor in data}
@@ -69,11 +73,16 @@ class Meetings:
         number = len(self.found.sources) + 1
         source = Source(number, kind, operation, slot, retagged(codes, number), parents)
         self.found.sources[number] = source
+        exchange = self.exchanges.get(key_of(kind, operation, slot.key))
+        if exchange is not None:
+            source.plain, source.codes = source.codes, retagged(exchanged(source.codes, exchange), number)
         return source
 
     def _retag(self, kind: str, operation: Operation, slot: Slot, codes: Tensor, rest: list[Tensor]) -> Tensor:
         parents = {x for names in (codes, *rest) for x in sources_in(names)}
-        return self._new(kind, operation, slot, unified(codes), tuple(sorted(parents))).codes
+        source = self._new(kind, operation, slot, unified(codes), tuple(sorted(parents)))
+        source.plain = retagged(self.found.plain(codes), source.number) if self.found.is_exchanged(codes) else None
+        return source.codes
 
     def _rank(self, codes: Tensor) -> int:
         """Scores come before what else has a name, what has a name everywhere before what has one here and there."""
@@ -112,6 +121,7 @@ class Meetings:
         """
         slot = operation.inputs[contraction.sides[0]]
         codes = self.codes.get(slot.key)
+        codes = None if codes is None else self.found.plain(codes)
         tokens = None if codes is None or codes.is_complex() else _tokens_of_rows(contraction.rows(codes))
         if tokens is None:
             tokens = self._seeded(contraction, slot, codes)
@@ -183,7 +193,7 @@ class Meetings:
         """Names by places, all but the axis of the channels: the token of each, or new ones where they are fewer."""
         taken, out = operation.inputs[0], operation.outputs[0]
         shape = out.value.shape
-        named = None if codes is None or codes.is_complex() else codes
+        named = None if codes is None or codes.is_complex() else self.found.plain(codes)
         if named is not None and taken.value.shape[axis + 1 :] == shape[axis + 1 :]:
             token = token_of(named).select(axis, 0)
         else:
@@ -277,11 +287,13 @@ class Meetings:
 
     def _product(self, product: Product) -> Tensor | None:
         if _tokens_of_rows(product.left) is None or _tokens_of_rows(product.right) is None:
-            if _by_features(product.left) and _by_features(product.right):
+            if by_features(product.left) and by_features(product.right):
+                self.found.across.append(product)
                 return None
             product.trouble = "one score is made of several tokens"
         slot = product.operation.outputs[0]
         product.source = self._new("score", product.operation, slot, score_codes(1, tuple(slot.value.shape)))
+        product.channels = len(product.right[0]) if self.found.is_exchanged(product.left) else 0
         self.found.products.append(product)
         return product.source.codes
 
@@ -319,7 +331,7 @@ class Meetings:
         numbers = context.score_sources
         found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
         product = found[0] if len(found) == 1 else None
-        columns = _features_of_rows(unified(context.values))  # none where one column holds several features
+        columns = features_of_rows(unified(context.values))  # none where one column holds several features
         if product is None or columns is None:
             return None
         if self._sums_over_rows(product, context):
@@ -331,15 +343,26 @@ class Meetings:
         first = row.amax(-1, keepdim=True)
         if not bool(((row == first) | ~has).all()):  # what is summed belongs to several queries or heads
             return None
+        meeting = tuple(sources_in(context.values)), tuple(sources_in(product.left))
+        if product.channels:
+            return self._exchanged_back(product, context), meeting
         rank = _by_appearance(columns).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
         head = table.place_of_head[table.head_of_row[first.squeeze(-1).clamp_min(0)]]
         token = table.token_of_row[first.squeeze(-1).clamp_min(0)]
         width = int(rank.max()) + 1
         shape = (*head.shape, rank.size(-1))
         combined = head[:, :, None] * width + rank[:, None, :]
-        sources = tuple(sources_in(context.values))
-        queries = tuple(sources_in(product.left))
-        return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), (sources, queries)
+        return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), meeting
+
+    def _exchanged_back(self, product: Product, context: Context) -> Tensor:
+        """Name what averaged features give: the tokens of the values, and the features of the queries."""
+        shape = (*product.left.shape[:2], product.right.size(1))
+        feature = feature_of(self.found.plain(product.left))[..., :1].expand(shape)
+        place, has = place_of(context.weights).clamp_min(0), known(context.weights)
+        row = product.contraction.scattered(feature.contiguous()).reshape(-1)[place].masked_fill(~has, -1).amax(-1)
+        token = token_of(self.found.plain(context.values))[..., 0]
+        shape = (*row.shape, token.size(-1))
+        return coded(0, token[:, None].expand(shape), row[..., None].expand(shape))
 
     def _sums_over_rows(self, product: Product, context: Context) -> bool:
         """Whether keys stand on the left of a product: values are of their tokens, or the weights sum to one there."""
@@ -395,13 +418,6 @@ def _parts_of_rows(contraction: Contraction, codes: Tensor | None) -> Tensor:
     return feature_of(contraction.rows(codes)).amin(-1).unique(return_inverse=True)[1]
 
 
-def _features_of_rows(codes: Tensor) -> Tensor | None:
-    has = known(codes)
-    feature = (source_of(codes) * FEATURES + feature_of(codes)).masked_fill(~has, -1)
-    lead = feature.amax(-1, keepdim=True)
-    return lead.squeeze(-1) if bool(((feature == lead) | ~has).all()) else None
-
-
 def _by_appearance(columns: Tensor) -> Tensor:
     """Columns of several sources side by side, these numbered in the order in which they lie there."""
     sources, place = (columns // FEATURES).reshape(-1).unique(return_inverse=True)
@@ -417,9 +433,3 @@ def _features_beside(codes: Tensor | None, places: Tensor) -> Tensor:
     laid = codes.reshape(-1)[places]
     most = feature_of(laid).masked_fill(~known(laid), -1).amax(1, keepdim=True)
     return torch.where(most >= 0, most, plain)
-
-
-def _by_features(codes: Tensor) -> bool:
-    """Whether each row holds one feature of several tokens, and no other row the same one."""
-    feature = _features_of_rows(codes) if codes.size(-1) > 1 else None
-    return feature is not None and all(len(rows.unique()) == len(rows) for rows in feature)

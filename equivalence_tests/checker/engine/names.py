@@ -38,6 +38,7 @@ class Source:
         codes: Those names.
         parents: The sources that it was made from.
         others: Further tensors that carry names of the same source, with these.
+        plain: Its names before tokens and features exchanged their roles; None where they did not.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Source:
     codes: Tensor
     parents: tuple[int, ...] = ()
     others: list[tuple[Tensor, Slot]] = field(default_factory=list)
+    plain: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -61,6 +63,8 @@ class Product:
         source: The names of its result; None if it cannot be read.
         trouble: Why it cannot be read.
         factors: The multiplication, where a sum is the operation.
+        channels: Of how many features of a head each one attends to, where these attend to one another; else 0.
+        width: By whose root the scores should be divided: of what is summed, or of channels where it is theirs.
     """
 
     operation: Operation
@@ -70,6 +74,11 @@ class Product:
     source: Source | None = None
     trouble: str = ""
     factors: Operation | None = None
+    channels: int = 0
+    width: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.width = self.left.size(-1)
 
     @property
     def operands(self) -> tuple[Slot, Slot]:
@@ -117,6 +126,7 @@ class Identities:
         sources: By number.
         products: Of two activations, none of which comes from scores.
         contexts: Of what comes from scores with another activation.
+        across: Products that sum over tokens, each of one feature.
         before: For each operation, the names of its inputs.
         after: For each operation, the names of its outputs.
     """
@@ -125,6 +135,7 @@ class Identities:
     sources: dict[int, Source] = field(default_factory=dict)
     products: list[Product] = field(default_factory=list)
     contexts: list[Context] = field(default_factory=list)
+    across: list[Product] = field(default_factory=list)
     before: list[list[Tensor | None]] = field(default_factory=list)
     after: list[list[Tensor | None]] = field(default_factory=list)
 
@@ -157,6 +168,18 @@ class Identities:
         """Give the last numbers of a tensor with their names; None if it has none."""
         found = [(slot.value, codes) for _, _, codes, slot in self._given if slot.tensor is tensor]
         return found[-1] if found else None
+
+    def is_exchanged(self, codes: Tensor) -> bool:
+        """Say whether tokens and features have exchanged their roles in some names."""
+        return any(self.sources[number].plain is not None for number in sources_in(codes))
+
+    def plain(self, codes: Tensor) -> Tensor:
+        """Give names in which tokens and features have their own roles again."""
+        for number in sources_in(codes) if self.is_exchanged(codes) else ():
+            source = self.sources[number]
+            if source.plain is not None:
+                codes = torch.where(source_of(codes) == number, looked_up(codes, source.codes, source.plain), codes)
+        return codes
 
     def taken(self, operation: Operation) -> list[tuple[Slot, Tensor]]:
         """List what an operation takes that has names, with these."""
@@ -362,6 +385,7 @@ def values_at(sources: Iterable[Source], codes: Tensor, values: Iterable[Tensor]
     """
     sources = list(sources)
     held = [(codes, slot.value) for s in sources for codes, slot in ((s.codes, s.slot), *s.others)]
+    held += [(s.plain, s.slot.value) for s in sources if s.plain is not None]
     if values is not None:
         held = [(source.codes, value) for source, value in zip(sources, values, strict=True)]
     names = torch.cat([torch.zeros(0, dtype=torch.float64), *(own.reshape(-1) for own, _ in held)])

@@ -26,6 +26,8 @@ LAYOUTS = {
     "l e": "(len, features)",
     "b e l": "(batch, features, len)",
     "b e l 1": "(batch, features, height, width)",
+    "b e 1 l": "(batch, features, 1, len)",
+    "b e l 1 1": "(batch, features, len, height, width)",
 }
 WRAPS = {
     ("none", False): "attention alone",
@@ -88,7 +90,7 @@ def _weights(judgement: Judgement) -> Iterator[Row]:
     names = {operand.role: module_of(weight_of(attention, operand)) for operand in operands}
     distinct = list(dict.fromkeys(names.values()))
     if any(distinct):
-        packed = f": {_packed(operands)}" if len(distinct) == 1 else " (qkv)" if len(distinct) == 3 else ""
+        packed = f": {_packed(attention, operands)}" if len(distinct) == 1 else " (qkv)" if len(distinct) == 3 else ""
         yield "projections", ", ".join(name or "none" for name in distinct) + packed, IN_PROJ
     output = output_weight(attention)
     yield "output projection", module_of(output) or "none: the heads side by side come back", "out_proj"
@@ -97,14 +99,14 @@ def _weights(judgement: Judgement) -> Iterator[Row]:
 IN_PROJ = "in_proj_weight: rows are [q; k; v]"
 
 
-def _packed(operands: list[Operand]) -> str:
+def _packed(attention: Attention, operands: list[Operand]) -> str:
     """In which order the rows of one matrix give queries, keys and values."""
     made = {operand.role: operand.sources[0].operation for operand in operands}
     taken = {role: op.inputs[1] for role, op in made.items() if op is not None and len(op.inputs) > 1}
     if len({id(slot) for slot in taken.values()}) == len(operands):  # each takes rows of its own
         offsets = {role: slot.tensor.storage_offset() for role, slot in taken.items()}
         return f"rows are [{'; '.join(role[0] for role in sorted(offsets, key=lambda role: offsets[role]))}]"
-    rows = {operand.role: feature_of(operand.codes) for operand in operands}
+    rows = {operand.role: feature_of(attention.run.names.plain(operand.codes)) for operand in operands}
     first, last = ({role: int(x) for role, x in ((r, f(rows[r])) for r in rows)} for f in (torch.amin, torch.amax))
     order = sorted(rows, key=lambda role: first[role])
     letters = ", ".join(role[0] for role in order)
@@ -186,6 +188,7 @@ def is_causal(judgement: Judgement) -> bool:
 def notes_of(situation: Situation) -> Iterator[str]:
     """Say what the code has that torch.nn has not, and what it has not."""
     judgement = situation.judgement
+    yield from judgement.notes if judgement is not None else ()
     if judgement is None or judgement.blocked():
         return
     singles = [m.single for m in judgement.models] + [o.single for row in judgement.operands for o in row]

@@ -11,6 +11,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.codes import known, numbered, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
 from equivalence_tests.checker.engine.contracts.ending import ending_departures
+from equivalence_tests.checker.engine.contracts.norming import norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
 from equivalence_tests.checker.engine.judgement import Expecting, Judgement
 from equivalence_tests.checker.engine.judging import examine
@@ -198,6 +199,7 @@ def _outside(situation: Situation, roles: dict[int, str]) -> Iterator[Departure]
     departures = list(projection_departures(attention, operands, by_source, module)) if len(operands) == 3 else []
     departures += unused_departures(attention, module, departures)
     yield from departures
+    yield from norm_departures(attention, module)
     read = output_codes(situation)
     if read is not None and not judgement.blocked():
         yield from ending_departures(attention, *read)

@@ -31,7 +31,6 @@ from equivalence_tests.checker.engine.reading import counted_heads, notes_of, re
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, trials_for
 from equivalence_tests.checker.engine.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
-from equivalence_tests.checker.reach.calling import CHANNELS_FIRST
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.plans import other_masks
@@ -225,7 +224,7 @@ def _cover(report: Report, situation: Situation) -> None:
     if situation.subject.adapter.call is not None or _is_torchs(function):
         return
 
-    subject, last = situation.subject, situation.plan.layout not in CHANNELS_FIRST
+    subject, last = situation.subject, not situation.plan.layout.startswith("b e")
     judge = partial(diagnose_call, module=subject.module, meant=subject.adapter.meant, proofs=False, features_last=last)
     exercised = [exercise.what for exercise in report.coverage]
     covered = cover(situation.trial, partial(judge, function), exercised)

@@ -17,9 +17,11 @@ from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 
 # "b l e": batch first; "l b e": sequence first; with heads given: "b h l d", "b l h d"; "l e": no batch.
-# "b e l", "b e l 1": sounds and images, features first. Each group is tried where the ones before it cannot be called.
-CHANNELS_FIRST = ("b e l", "b e l 1")
-LAYOUTS = (("b l e", "l b e", "b h l d", "b l h d"), CHANNELS_FIRST, ("l e",))
+# "b e l", "b e l 1": sounds and images, features first. Each group is tried where the ones before it cannot be called;
+# the one tensor that a module takes holds heads only where it can be nothing else, not even a film.
+HEADS = ("b h l d", "b l h d")
+OF_ONE = (("b e 1 l", "b e l 1 1"), HEADS)
+LAYOUTS = (("b l e", "l b e", *HEADS), ("b e l", "b e l 1"), ("l e",), *OF_ONE)
 
 Extra = Mapping[str, Any] | None  # more arguments, by name
 LEFT_OUT = inspect.Parameter.empty  # an argument that is left to its default
@@ -220,14 +222,14 @@ def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
     kept = [name for name in names if name != "1"]
     axes = given.split() if "b" in names else given.split()[1:]
     laid_out = (x if "b" in names else x[0]).permute([axes.index(name) for name in kept]).contiguous()
-    return laid_out[..., None] if "1" in names else laid_out
+    return laid_out[tuple(None if name == "1" else slice(None) for name in names)]
 
 
 def from_layout(x: Tensor, layout: str) -> Tensor:
     """Turn the user's layout into (b, l, e); what has its heads merged is there already."""
     if "h" in layout and x.dim() != 4:
         return x
-    names = layout.removesuffix(" 1").split()
-    x = x.flatten(len(names) - 1) if "1" in layout else x
+    names = layout.replace(" 1", "").split()
+    x = x.flatten(2) if "1" in layout else x
     x, names = (x, names) if "b" in names else (x[None], ["b", *names])
     return x.permute([names.index(name) for name in "blhde" if name in names]).flatten(2)

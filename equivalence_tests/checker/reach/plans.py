@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.angles import AngleForm
-from equivalence_tests.checker.reach.calling import LAYOUTS, CallPlan, Inputs, Trial
+from equivalence_tests.checker.reach.calling import HEADS, LAYOUTS, OF_ONE, CallPlan, Inputs, Trial
 from equivalence_tests.checker.reach.construction import MAX_LEN, Sizes, exact_lengths
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.proposing import parameters_of, told_by
@@ -79,6 +79,9 @@ def trials_of(function: Callable[..., Any], sizes: Sizes, dtype: torch.dtype, er
     for lengths, layouts in itertools.product((sizes, *alike), LAYOUTS):
         found = False
         for plan, layout, heads in itertools.product(_plans(parameters_of(function)), layouts, heads_of_keys):
+            one = plan.self_attention and isinstance(function, nn.Module)
+            if (layouts in OF_ONE and not one) or (one and layout in HEADS and layouts not in OF_ONE):
+                continue
             if heads and "h" not in layout:
                 continue
             trial = Trial(function, replace(plan, layout=layout, key_heads=heads), lengths, dtype)

@@ -78,7 +78,7 @@ def _scores(recorder: Recorder, part: Part, factors: Sequence[float], dtype: tor
     product = part.product
     query, key = (_operand(recorder, product, side).to(dtype) for side in (0, 1))
     scores = torch.einsum("nid,njd->nij", product.contraction.rows(query), product.contraction.columns(key))
-    factor = factors[0] * factors[1] * math.sqrt(product.left.size(-1))
+    factor = factors[0] * factors[1] * math.sqrt(product.width)
     return product.contraction.scattered(scores / factor).reshape(-1)
 
 

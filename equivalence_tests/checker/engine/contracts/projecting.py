@@ -118,7 +118,8 @@ def _projections_of_context(attention: Attention) -> Iterator[Source]:
 def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
     """Weights, or rows of a packed one, that are used twice, and weights whose name says another role."""
     weights = [weight_of(attention, operand) for operand in operands]
-    features = [feature_of(operand.codes).unique() for operand in operands]
+    plain = attention.run.names.plain
+    features = [feature_of(plain(operand.codes)).unique() for operand in operands]
     places = [place_of_matrix(attention, _made_by(attention, operand)) for operand in operands]
     distinct = len(set(weights))
     if not all(weights) or distinct < len(set(places)):  # rows of one packed matrix, cut before they are used
@@ -128,7 +129,7 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
         return
     unused = [name for name in unused if name.endswith("weight") or "." not in name]
     alike = [i for i in range(3) if any(_is_twice(i, j, weights, features) for j in range(3) if j != i)]
-    rows = int(feature_of(operands[0].sources[0].codes).max()) + 1
+    rows = 1 + max(int(feature_of(plain(source.codes)).max()) for source in _made_of(attention, operands[0]))
     if len(alike) == 3:
         yield Departure("projection_shared", "project", _made_by(attention, operands[1]), {"unused": unused})
     elif alike and (distinct == 2 or len(torch.cat(features).unique()) < rows):
@@ -136,7 +137,9 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
         packed = list(OWN)[int(features[first].min()) * 3 // rows] == operands[second].role
         if packed if distinct == 1 else OWN[operands[second].role].search(weights[first]):
             first, second = second, first
-        line = operands[second].until if distinct == 1 else _made_by(attention, operands[second])
+        last = operands[second].sources[0]
+        taker = operands[second].until if last.kind == "projection" else last.operation  # a norm of its own
+        line = taker if distinct == 1 else _made_by(attention, operands[second])
         name = f"{operands[second].role}_uses_{operands[first].role}_projection"
         yield Departure(name, "project", line, {"unused": unused if distinct == 2 else []})
 
@@ -152,7 +155,7 @@ def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[
         contraction = contraction_of(made) if made is not None else None
         first = all(attention.run.names.sources[n].kind == "input" for s in operand.sources for n in s.parents)
         columns = 0 if contraction is None else len(contraction.right[:, :, 0].unique())
-        if first and 0 < columns <= int(feature_of(operand.codes).max()):
+        if first and 0 < columns <= int(feature_of(attention.run.names.plain(operand.codes)).max()):
             yield Departure("projection_shared_by_heads", "project", made)
             return
 
@@ -237,7 +240,8 @@ def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator
     for operand in operands:
         made_of = names.made_of((source.number for source in operand.sources), beyond=True)
         given |= {source.number for source in made_of if not source.parents}
-        parents = [names.sources[n] for source in operand.sources for n in source.parents]
+        projected = [source for source in _made_of(attention, operand) if source.kind == "projection"]
+        parents = [names.sources[n] for source in projected or operand.sources for n in source.parents]
         inputs.append({parent.kind in ("normed", "gain") for parent in parents})
     if len(given) != 1 or any(len(found) != 1 for found in inputs):
         return

@@ -97,8 +97,8 @@ class Scores:
 
     @property
     def width(self) -> int:
-        """Of a head."""
-        return self.part.product.left.size(-1)
+        """By whose root the scores are divided."""
+        return self.part.product.width
 
     # ------------------------------------------------------------------------------------------ in order
     def departures(self) -> Iterator[Departure]:

@@ -135,7 +135,7 @@ class _Reader:
         model.bias = bias.masked_fill(hidden, -torch.inf).masked_fill(~live & ~hidden, 0.0)
         if int(torch.bincount(rows[follows], minlength=1).max()) < 2:
             whole = bool(((model.sums - 1)[live].abs() <= (SINGLE if self.single else 1e-6)).all())
-            model.axis = "keys" if whole else ""
+            model.axis = axis or ("keys" if whole else "")
             return  # a single key takes all, whatever its score
         model.axis = axis
         visible = follows & (model.weights > VISIBLE)

@@ -1,0 +1,155 @@
+"""Attention over channels is read as any other, with tokens and features exchanged, and so are the mistakes in it."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests import verify
+
+
+class OverChannels(nn.Module):
+    """Each feature of a sample attends to those of its head; the product sums over the tokens."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 4, 1)
+        return q, k, v
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT / q.size(-2) ** 0.5).softmax(-1)
+
+    def merged(self, context: Tensor) -> Tensor:
+        return context.permute(0, 3, 1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        out: Tensor = self.out(self.merged(self.weights(q, k) @ v))
+        return out
+
+
+class ScaledByTokens(OverChannels):
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT / q.size(-1) ** 0.5).softmax(-1)
+
+
+class OfTransposed(OverChannels):
+    """Tokens stand before features, and the product transposes."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return q, k, v
+
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q.mT @ k * k.size(-1) ** -0.5).softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        out: Tensor = self.out((self.weights(q, k) @ v.mT).mT.transpose(1, 2).flatten(2))
+        return out
+
+
+class OfMaps(nn.Module):
+    """Of images, each channel normalised, with a temperature for each head, and a normalised input."""
+
+    def __init__(self, channels: int, heads: int = 1) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.BatchNorm2d(channels)
+        self.qkv, self.near = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(3 * channels, 3 * channels, 3, padding=1)
+        self.temperature, self.out = nn.Parameter(torch.ones(heads, 1, 1)), nn.Conv2d(channels, channels, 1)
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.reshape(len(x), self.heads, -1, x[0, 0].numel()) for y in self.near(self.qkv(self.norm(x))).chunk(3, 1)
+        )
+        q, k = self.normed(q, k)
+        context = (q @ k.mT * self.temperature).softmax(-1) @ v
+        return x + self.out(context.reshape(x.shape))
+
+
+class NormedOverChannels(OfMaps):
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-2)
+
+
+class QueriesNormedAlone(OfMaps):
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-1), k
+
+
+class QueriesNormedTwice(OfMaps):
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-1), F.normalize(q, dim=-1)
+
+
+class OtherSoftmax(OverChannels):
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT / q.size(-2) ** 0.5).softmax(-2)
+
+
+class Unscaled(OverChannels):
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1)
+
+
+class Held(OverChannels):
+    def weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().weights(q, k.clamp(-0.5, 0.5))
+
+
+class MergedAsItLies(OverChannels):
+    def merged(self, context: Tensor) -> Tensor:
+        return context.reshape(len(context), context.size(-1), -1)
+
+
+class Flipped(OverChannels):
+    def merged(self, context: Tensor) -> Tensor:
+        return super().merged(context).flip(1)
+
+
+class WithoutWeights(nn.Module):
+    """The features of an image attend to one another as they are."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.gamma, self.channels = nn.Parameter(torch.zeros(1)), channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        rows = x.view(batch, channels, height * width)
+        weights = (rows @ rows.mT / self.channels**0.5).softmax(-1)
+        return x + self.gamma * (weights @ rows).view(x.shape)
+
+
+@pytest.mark.parametrize("right", [OverChannels, ScaledByTokens, OfTransposed, OfMaps, WithoutWeights])
+def test_features_that_attend_to_features_are_read(right: type[nn.Module]) -> None:
+    report = verify(right)
+    assert report.verdict == "equal", str(report)
+    assert "attends over the channels, not over the tokens" in str(report.notes)
+
+
+@pytest.mark.parametrize(
+    ("broken", "mistake", "text"),
+    [
+        (NormedOverChannels, "norm_leaves_different_sizes", "F.normalize(k, dim=-2)"),
+        (QueriesNormedAlone, "query_changed_by_normalize", "F.normalize(q, dim=-1), k"),
+        (QueriesNormedTwice, "key_uses_query_projection", "F.normalize(q, dim=-1), F.normalize(q, dim=-1)"),
+        (OtherSoftmax, "softmax_over_queries", "softmax(-2)"),
+        (Unscaled, "scale_missing", "(q @ k.mT).softmax(-1)"),
+        (Held, "key_changed_by_clamp", "k.clamp"),
+        (MergedAsItLies, "heads_merged_without_transpose", "context.reshape(len(context)"),
+        (Flipped, "changed_by_flip", "flip(1)"),
+    ],
+)
+def test_mistakes_in_it_are_found_on_their_line(broken: type[nn.Module], mistake: str, text: str) -> None:
+    report = verify(broken)
+    assert report.mistakes == (mistake,), str(report)
+    line = report.findings[0].line
+    assert line is not None
+    assert text in line.text
