@@ -1,15 +1,20 @@
 """Further calls that show what one call hides: large inputs, other lengths, training, a second tensor."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.causality import causal_claim
-from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
+from equivalence_tests.checker.engine.codes import feature_of, known, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.scores import SUMS
+from equivalence_tests.checker.engine.mask_trials import DROWNED
 from equivalence_tests.checker.engine.meaning import Evidence
-from equivalence_tests.checker.engine.names import WEIGHS
+from equivalence_tests.checker.engine.names import WEIGHS, Attention
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.situations import Situation, situation_of
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.calling import Inputs
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
@@ -72,15 +77,7 @@ def missing_keys(situation: Situation) -> list[Departure]:
         settings = Evidence(judgement, situation.subject.module)
         if window and (evidence := settings.width_named({window, window**0.5})):
             return [Departure("own_mask", "mask", attention.first, evidence=evidence)]
-        names = attention.run.names
-        lost = attention.first
-        for source in {int(x) for p in attention.parts for x in source_of(p.product.right).unique()}:
-            whole = len(token_of(names.sources[source].codes).unique())
-            for operation, codes, _ in names.carrying([source], before=attention.first.index):
-                fewer = len(token_of(codes[known(codes)]).unique()) < whole and len(operation.outputs) == 1
-                if fewer and len(feature_of(codes).unique()) == len(feature_of(names.sources[source].codes).unique()):
-                    return [Departure("key_tokens_missing", "product", operation)]
-        return [Departure("key_tokens_missing", "product", lost)]
+        return [Departure("key_tokens_missing", "product", _cutting(attention))]
     return []
 
 
@@ -88,6 +85,42 @@ def _rows_are_samples(situation: Situation) -> bool:
     """Whether the rows of matrices never meet: they are samples of one token each."""
     tables = [part.table for judgement in situation.found.judgements for part in judgement.attention.parts]
     return situation.plan.layout == "l e" and all(torch.equal(table.query, table.key) for table in tables)
+
+
+def _cutting(attention: Attention) -> Operation:
+    """The first operation that leaves tokens of the keys out; the product, where none is seen to."""
+    names = attention.run.names
+    for source in {int(x) for p in attention.parts for x in source_of(p.product.right).unique()}:
+        whole = len(token_of(names.sources[source].codes).unique())
+        for operation, codes, _ in names.carrying([source], before=attention.first.index):
+            fewer = len(token_of(codes[known(codes)]).unique()) < whole and len(operation.outputs) == 1
+            if fewer and len(feature_of(codes).unique()) == len(feature_of(names.sources[source].codes).unique()):
+                return operation
+    return attention.first
+
+
+def query_by_query(situation: Situation) -> list[Departure] | None:
+    """What is wrong in a causal mask where each query has a product of its own; None where none of it is causal."""
+    judgement, length = situation.judgement, situation.inputs.query.size(1)
+    attention = judgement.attention if judgement is not None else None
+    if judgement is None or attention is None or not situation.plan.self_attention or len(attention.parts) < 2:
+        return None
+    parts = list(zip(attention.parts, judgement.models, strict=False))
+    if len(parts) < len(attention.parts) or any(int(part.table.rank_query.max()) for part, _ in parts):
+        return None
+    tokens = torch.arange(len(situation.inputs.query) * length)
+    same, ahead = tokens[:, None] // length == tokens // length, tokens - tokens[:, None]
+    sees = torch.zeros_like(same)
+    for part, model in parts:
+        seen = ~(model.hidden | model.replaced)
+        sees[part.table.query[seen] % len(tokens), part.table.key[seen] % len(tokens)] = True
+    patterns = {"": 0, "causal_sees_one_ahead": 1, "causal_cannot_see_itself": -1}
+    name = next((name for name, most in patterns.items() if torch.equal(sees, same & (ahead <= most))), None)
+    if not name:
+        return None if name is None else []
+    lows = ((op, value) for part, _ in parts for op, _, value in part.steps(attention.run))
+    hiding = next((op for op, value in lows if bool((value < -DROWNED).any())), None)
+    return [Departure(name, "mask", hiding or _cutting(attention))]
 
 
 def _windows(query: Tensor, key: Tensor, length: int) -> int:
@@ -109,9 +142,34 @@ def other_length_departures(situation: Situation) -> list[Departure]:
     try:
         trial.returned(trial.inputs(key_len=lengths.query_len + 2))
     except Exception as error:  # that is what is asked
+        added = _residual_of_keys(situation)
+        if added is not None:
+            return [Departure("query_key_swapped", "project", added)]
         frames = frames_of(error)
         return [Departure("other_lengths_crash", "project", None, {"said": said(error)}, frames=frames)]
     return []
+
+
+def _residual_of_keys(situation: Situation) -> Operation | None:
+    """What makes the queries, where what comes out is added to the tensor of the keys: those are the queries then."""
+    judgement = situation.judgement
+    if judgement is None or len(judgement.first_operands) < 2:
+        return None
+    names, attention = judgement.attention.run.names, judgement.attention
+
+    def inputs(numbers: Iterable[int]) -> set[int]:
+        return {source.number for source in names.made_of(numbers, beyond=True) if source.kind == "input"}
+
+    query, key = (inputs(source.number for source in operand.sources) for operand in judgement.first_operands[:2])
+    contexts = set(attention.context_sources)
+    for operation in attention.run.operations[attention.end.index :]:
+        taken = [sources_in(codes) for _, codes in names.taken(operation)] if operation.name.strip("_") in SUMS else []
+        attended = [numbers for numbers in taken if contexts & {s.number for s in names.made_of(numbers, beyond=True)}]
+        others = [inputs(numbers) for numbers in taken if numbers not in attended]
+        if attended and others == [key] and key.isdisjoint(query):
+            made = (source.operation for source in judgement.first_operands[0].sources)
+            return next((one for one in made if one is not None), attention.first)
+    return None
 
 
 def in_training(situation: Situation) -> list[Departure]:

@@ -26,6 +26,7 @@ from equivalence_tests.checker.engine.probing import (
     never_causal,
     other_length_departures,
     overflowing,
+    query_by_query,
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, trials_for
@@ -189,14 +190,16 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
         more.extend(new_departures([*found, *more], others))
 
     if not any(departure.stage == "project" for departure in found):
-        add(missing_keys(situation))
+        causal = query_by_query(situation)
+        add(missing_keys(situation) if causal is None else causal)
     if not found and not more:
         add(other_length_departures(situation))
     add(loud(situation))
     add(overflowing(situation))
     add(in_training(situation))
     add(made_in_forward(situation))
-    add(never_causal(situation))
+    if not any(departure.stage == "mask" for departure in more):
+        add(never_causal(situation))
     add(crossing(situation))
     add(masked_departures(situation, report))
     for trial in other_masks(situation.trial):

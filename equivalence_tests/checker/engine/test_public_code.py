@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -517,6 +518,8 @@ def test_rounded_angles_that_count_from_anywhere_are_no_deviation() -> None:
 class RowByRow(nn.Module):
     """One query at a time, with the keys after it hidden in place."""
 
+    ahead = 0
+
     def __init__(self, d_model: int) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(d_model, d_model) for _ in range(3))
@@ -527,13 +530,36 @@ class RowByRow(nn.Module):
         rows = []
         for t in range(x.size(1)):
             scores = q[:, t : t + 1] @ k.mT / math.sqrt(x.size(-1))
-            scores[:, :, t + 1 :] = -torch.inf
+            scores[:, :, t + 1 + self.ahead :] = -torch.inf
             rows.append(scores.softmax(-1) @ v)
+        return torch.cat(rows, dim=1)
+
+
+class RowWithItsKeys(RowByRow):
+    """One query at a time, with no other keys than it may see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        rows = []
+        for t in range(x.size(1)):
+            seen = slice(t + 1 + self.ahead)
+            rows.append((q[:, [t]] @ k[:, seen].mT / math.sqrt(x.size(-1))).softmax(-1) @ v[:, seen])
         return torch.cat(rows, dim=1)
 
 
 def test_a_mask_that_nothing_applies_is_missed_only_where_the_future_is_seen() -> None:
     assert verify(RowByRow).mistakes == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [(RowByRow, "scores[:, :, t + 1"), (RowWithItsKeys, "rows.append((q[:, [t]] @ k[:, seen]")]
+)
+def test_one_query_at_a_time_is_held_against_the_causal_mask(kind: type[RowByRow], line: str) -> None:
+    assert verify(kind).verdict == "equal"
+    (finding,) = verify(type("Ahead", (kind,), {"ahead": 1})).findings
+    assert finding.name == "causal_sees_one_ahead"
+    assert finding.line is not None
+    assert finding.line.text.startswith(line)
 
 
 class ReadsItselfToo(nn.Module):
@@ -898,3 +924,26 @@ def test_a_factor_that_the_constructor_demands_is_meant_so() -> None:
     assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["changed_by_mul"])
     assert "what alpha says" in report.meant[0].meant
     assert verify(WithAFactorNobodyChose).mistakes == ("changed_by_mul",)
+
+
+class AttentionOfTwoSignals(nn.Module):
+    """Features first; what comes out stays on the first signal, whose tokens are therefore the queries."""
+
+    swapped = False
+
+    def __init__(self, dim: int, num_heads: int = 4) -> None:
+        super().__init__()
+        self.attends, self.norm = nn.MultiheadAttention(dim, num_heads, batch_first=True), nn.LayerNorm(dim)
+
+    def forward(self, slow: Tensor, fast: Tensor) -> Tensor:
+        x, y = slow.mT, fast.mT
+        attended, _ = self.attends(y, x, x) if self.swapped else self.attends(x, y, y)
+        return self.norm(x + attended).mT
+
+
+def test_what_the_result_is_added_to_tells_the_queries() -> None:
+    assert verify(AttentionOfTwoSignals).mistakes == ()
+    (finding,) = verify(type("SwappedAttention", (AttentionOfTwoSignals,), {"swapped": True})).findings
+    assert finding.name == "query_key_swapped"
+    assert finding.line is not None
+    assert finding.line.text.startswith("attended, _ =")
