@@ -23,12 +23,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, WEIGHS, plain
 from equivalence_tests.checker.reach.loading import inside_wrappers
 from equivalence_tests.checker.reporting.lines import is_users
 
 FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-EXPONENTIALS = SOFTMAXES | {"exp", "exp_", "exp2", "sigmoid"}
 TRAINS = {"backward", "grad"}
 # Code that stands inside a function and is none that could be called again.
 INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module>")
@@ -161,7 +160,7 @@ class Functions(TorchFunctionMode):
             return function(*args, **kwargs)
         path = self.visit(sys._getframe(1))
         result = function(*args, **kwargs)
-        self._follow(getattr(function, "__name__", ""), path, tree_leaves((args, kwargs)), tree_leaves(result))
+        self._follow(plain(getattr(function, "__name__", "")), path, tree_leaves((args, kwargs)), tree_leaves(result))
         return result
 
     def visit(self, frame: FrameType) -> tuple[Visit, ...]:
@@ -247,7 +246,7 @@ class Functions(TorchFunctionMode):
         elif name in CONTRACTIONS:
             data = [x for x in tensors if not isinstance(x, nn.Parameter)]
             self._mark(self.scores, results, path if len(data) > 1 else scores)
-        elif name in EXPONENTIALS and scores is not None:
+        elif name in WEIGHS and scores is not None:
             self._mark(self.weights, results, scores)
         else:
             self._mark(self.scores, results, scores)

@@ -233,7 +233,7 @@ def _example(operation: Operation, right: Tensor) -> dict[str, Any]:
     """The numbers of the first row that is not as it should be."""
     have, want = (x.reshape(-1, x.size(-1)).double() for x in (operation.outputs[0].value, right))
     row = int((have != want).any(-1).nonzero()[0])
-    name = operation.name.strip("_")
+    name = operation.name
     return {"example": Example(f"what {name} gives", tuple(have[row].tolist()), tuple(want[row].tolist()))}
 
 

@@ -35,7 +35,7 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     kept = next((name for name, x in _tensors_kept(module) if _is_triangle(x)), "")
     if kept:
         return f"self.{kept} is a triangle"
-    cut = (op for op in operations_of(call) if op.name.strip("_") in ("tril", "triu"))
+    cut = (op for op in operations_of(call) if op.name in ("tril", "triu"))
     if any(_is_triangle(slot.value) for op in cut for slot in op.outputs):
         return "forward makes a triangle"
     name = type(module).__name__

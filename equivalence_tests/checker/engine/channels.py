@@ -20,8 +20,8 @@ from equivalence_tests.checker.engine.codes import (
     sources_in,
     token_of,
 )
-from equivalence_tests.checker.engine.names import WEIGHS, Identities, Product, Source
-from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
+from equivalence_tests.checker.engine.names import Identities, Product, Source
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation, storage_of
 
 Key = tuple[str, int, int]

@@ -16,9 +16,10 @@ from equivalence_tests.checker.engine.codes import (
     sources_in,
     token_of,
 )
-from equivalence_tests.checker.engine.meetings import MULTIPLIES, POOLS, Meetings
+from equivalence_tests.checker.engine.meetings import POOLS, Meetings
 from equivalence_tests.checker.engine.names import Identities
 from equivalence_tests.checker.engine.vocabulary import (
+    ADDS,
     CASTS,
     CONTRACTIONS,
     CREATES,
@@ -33,9 +34,8 @@ from equivalence_tests.checker.engine.vocabulary import (
 )
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
-ADDS = words("add __add__ __radd__ __iadd__ add_ sub __sub__ __isub__ sub_ __rsub__ lerp addcmul")
-JOINS = words("cat concat concatenate stack hstack vstack column_stack")
-PRODUCTS = words("matmul __matmul__ bmm einsum")
+JOINS = words("cat stack hstack vstack column_stack")
+PRODUCTS = words("matmul bmm einsum")
 ROUNDS = 4  # queries and keys of channels, their values, learnt queries, and all of them
 
 
@@ -115,7 +115,7 @@ class _Follower(Meetings):
             return [self._pooled(operation, before), *nothing[1:]]
         if name in REDUCES or not any(codes is not None for codes in before):
             return nothing
-        if name in MOVES or name in ("__setitem__", "copy_"):
+        if name in MOVES or name in ("setitem", "copy"):
             return self._moved(operation)
         return [self._adopted(operation, before, slot) for slot in operation.outputs]
 
@@ -279,7 +279,7 @@ class _Follower(Meetings):
                 return codes
         if rest:
             same = torch.equal(token_of(rest[0]), token_of(codes))
-            kind = "gated" if operation.name in MULTIPLIES else "added"
+            kind = "gated" if operation.name == "mul" else "added"
             return self._retag(kind, operation, slot, codes, rest) if same else codes
         if operation.name in NORMS:
             return self._retag("normed", operation, slot, codes, [])
@@ -289,9 +289,9 @@ class _Follower(Meetings):
             if i != place and storage_of(taken.tensor) not in self.data
         ]
         if any(bits & self.parameters for bits in extra):
-            if operation.name in ADDS:
+            if operation.name in ADDS | {"lerp", "addcmul"}:
                 return self._retag("added", operation, slot, codes, [])
-            if operation.name in MULTIPLIES and not self._by_token(operation, place, codes):
+            if operation.name == "mul" and not self._by_token(operation, place, codes):
                 return self._retag("gain", operation, slot, codes, [])
         return codes
 
@@ -307,12 +307,6 @@ class _Follower(Meetings):
                     if not bool((token == lead).all()):
                         return True
         return False
-
-
-def _memory_of(tensor: Tensor) -> Tensor:
-    """Where each element of a tensor lies in memory, counted in elements."""
-    places = [torch.arange(size) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return sum(torch.meshgrid(*places, indexing="ij"), start=torch.tensor(tensor.storage_offset())).reshape(-1)
 
 
 def _fitted(operation: Operation, codes: Tensor, shape: torch.Size) -> Tensor | None:

@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.contracts.scores_table import causal_patte
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.products import contraction_of
-from equivalence_tests.checker.engine.vocabulary import MOVES, words
+from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES, MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -170,7 +170,7 @@ class Evidence:
 
     def _activation(self, operation: Operation) -> str:
         """A function that stands in the module as a part."""
-        wanted = operation.name.strip("_").replace("_", "")
+        wanted = operation.name.replace("_", "")
         for name, child in self.module.named_modules() if self.module is not None else ():
             if type(child).__name__.lower() == wanted:
                 return f"the module holds it as its part {name}"
@@ -332,7 +332,8 @@ class Evidence:
         turned = [operand for operand in self.judgement.first_operands[:2] if operand.change == "rotated"]
         if len(turned) == 2 and not any(d.stage == "rotary" for d in departures):
             place = _first_step(self.judgement, turned[0])
-            yield Departure("rotary_positions", "rotary", place, evidence="queries and keys turn alike")
+            paired = next((f", in {operand.turn}" for operand in turned if operand.turn), "")
+            yield Departure("rotary_positions", "rotary", place, evidence=f"queries and keys turn alike{paired}")
 
     def _norms(self, departures: list[Departure]) -> Iterator[Departure]:
         normed = [operand for operand in self.judgement.first_operands[:2] if self._is_normed(operand)]
@@ -390,7 +391,7 @@ class Evidence:
         return next((f"it is as wide as {setting}" for setting in told if setting), "")
 
     def _capped(self, model: WeightsModel) -> Departure:
-        operation = next((op for op, _ in self._between() if op.name.startswith("tanh")), None)
+        operation = next((op for op, _ in self._between() if op.name == "tanh"), None)
         told = self._setting(model.cap, CAP.search, own=True)
         evidence = f"the cap is what {told}" if told else ""
         return Departure("scores_capped", "scores", operation, {"cap": model.cap}, evidence=evidence)
@@ -402,7 +403,7 @@ class Evidence:
         for operation, _ in self._between():
             for bits, codes in zip(operation.origins, self._names.before[operation.index], strict=True):
                 score = codes is not None and bool((source_of(codes) == part.number).any())
-                if not score and bits and operation.name.strip("_") in ADDS:
+                if not score and bits and operation.name in ADDS:
                     names = self.recorder.named(bits)
                     if all(name.startswith("buffer:") for name in names) and _grows(part, model, live):
                         yield Departure("bias_grows_with_distance", "bias", operation)
@@ -410,7 +411,7 @@ class Evidence:
                     told = next((n for n in names if n.startswith("param:")), names[-1])
                     yield Departure("bias_added", "bias", operation, evidence=_made_from(told))
                     return
-        adding = next((op for op, _ in self._between() if op.name.strip("_") in ("add", "iadd", "radd", "sub")), None)
+        adding = next((op for op, _ in self._between() if op.name in ADDS), None)
         graded = len((model.bias[live] * 1e6).round().unique()) > 4
         if graded and _grows(part, model, live):
             yield Departure("bias_grows_with_distance", "bias", adding)
@@ -423,7 +424,7 @@ class Evidence:
         seen: set[int] = set()
         for operation, part in self._between():
             pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
-            for slot, bits, codes in pairs if operation.name.strip("_") in (*ADDS, *FILLS) else ():
+            for slot, bits, codes in pairs if operation.name in ADDS | FILLS else ():
                 learnt = any(name.startswith("param:") for name in self.recorder.named(bits))
                 made = () if _is_of(codes, {part.number}) else self._strange(slot, operation, learnt)
                 for strange in made:
@@ -444,10 +445,7 @@ SCALES = re.compile(r"(attention|attn|query|qk|score|softmax)\w*(multiplier|scal
 DIVISORS = re.compile(r"temperature|divisor|denominator")
 NORMED = ("normed", "gain")
 CHANGED = ("context", "output", "operand")
-JOINS = words("cat concat concatenate hstack")
-ADDS = words("add iadd sub isub radd rsub")
-FILLS = words("masked_fill where setitem")
-MULTIPLIES = words("mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ divide true_divide")
+JOINS = words("cat hstack")
 SINKS = ("mask_after_softmax", "causal_mask_after_softmax", "weights_scaled", "changed_by_getitem", "changed_by_narrow")
 
 
@@ -485,7 +483,7 @@ def _numbers(holder: Any) -> Iterator[tuple[str, float]]:
 
 def _first_step(judgement: Judgement, operand: Operand) -> Operation | None:
     steps = (operation for operation, _, _ in operand.steps(judgement.attention.run))
-    return next((operation for operation in steps if operation.name.strip("_") in ("mul", "rmul")), None)
+    return next((operation for operation in steps if operation.name == "mul"), None)
 
 
 def _grows(part: Part, model: WeightsModel, live: Tensor) -> bool:

@@ -28,7 +28,6 @@ from equivalence_tests.checker.engine.products import contraction_of, contractio
 from equivalence_tests.checker.engine.vocabulary import words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
-MULTIPLIES = words("mul __mul__ __rmul__ multiply mul_ __imul__")
 POOLS = words("max amax mean min amin")
 
 
@@ -205,7 +204,7 @@ class Meetings:
     def _summed(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """A multiplication that is summed at once is a product."""
         maker = self.makers.get(operation.inputs[0].key) if operation.inputs else None
-        if maker is None or maker.name not in MULTIPLIES or len(maker.inputs) != 2 or operation.inplace:
+        if maker is None or maker.name != "mul" or len(maker.inputs) != 2 or operation.inplace:
             return None
         names = self.found.before[maker.index]
         wider = all(slot.value.shape != maker.outputs[0].value.shape for slot in maker.inputs)

@@ -17,13 +17,11 @@ from equivalence_tests.checker.engine.codes import (
     token_of,
     unified,
 )
-from equivalence_tests.checker.engine.vocabulary import MOVES, SOFTMAXES, words
+from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, WEIGHS, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
-WEIGHS = SOFTMAXES | words("exp exp_ exp2 sigmoid sigmoid_")
 # What makes features of queries and keys, for an attention that is meant to be linear.
-FEATURES_OF = words("elu elu_ relu relu_ softplus gelu silu selu celu")
-SCALES = words("mul __mul__ __rmul__ __imul__ mul_ div __truediv__ __itruediv__ div_ divide true_divide dropout")
+FEATURES_OF = words("elu relu softplus gelu silu selu celu")
 
 
 @dataclass(eq=False)
@@ -413,7 +411,7 @@ def _only_scaled(run: Run, part: Part) -> bool:
     """Whether the values are multiplied with the scores as they are, but for one number."""
     made = (part.product.operation, *(context.operation for context in part.contexts))
     steps = [operation for operation, _, _ in part.steps(run) if operation not in made]
-    plain = all(step.name in SCALES | MOVES for step in steps)
+    plain = all(step.name in MULTIPLIES | MOVES | {"dropout"} for step in steps)
     return plain and all(slot.value.numel() == 1 for step in steps for slot in step.inputs[1:])
 
 

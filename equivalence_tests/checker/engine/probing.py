@@ -8,12 +8,12 @@ from torch import Tensor
 from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.scores import SUMS
 from equivalence_tests.checker.engine.mask_trials import DROWNED
 from equivalence_tests.checker.engine.meaning import Evidence
-from equivalence_tests.checker.engine.names import WEIGHS, Attention
+from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.situations import Situation, situation_of
+from equivalence_tests.checker.engine.vocabulary import ADDS, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.calling import Inputs
 from equivalence_tests.checker.reach.errors import said
@@ -46,7 +46,7 @@ def overflowing(situation: Situation) -> list[Departure]:
         return []
     spoilt = (op for op in ran if any(_has_overflown(slot.value) for slot in op.outputs))
     first = next(spoilt, None)
-    if first is None or first.name.strip("_") != "exp":
+    if first is None or first.name != "exp":
         return []
     return [Departure("softmax_overflows", "softmax", first)]
 
@@ -163,7 +163,7 @@ def _residual_of_keys(situation: Situation) -> Operation | None:
     query, key = (inputs(source.number for source in operand.sources) for operand in judgement.first_operands[:2])
     contexts = set(attention.context_sources)
     for operation in attention.run.operations[attention.end.index :]:
-        taken = [sources_in(codes) for _, codes in names.taken(operation)] if operation.name.strip("_") in SUMS else []
+        taken = [sources_in(codes) for _, codes in names.taken(operation)] if operation.name in ADDS else []
         attended = [numbers for numbers in taken if contexts & {s.number for s in names.made_of(numbers, beyond=True)}]
         others = [inputs(numbers) for numbers in taken if numbers not in attended]
         if attended and others == [key] and key.isdisjoint(query):
@@ -228,6 +228,6 @@ def never_causal(situation: Situation) -> list[Departure]:
         claim = causal_claim(module, lambda: situation.trial.returned(situation.inputs))
     if not claim or _sees_no_future(situation):
         return []
-    dropped = [op for op in situation.found.run.operations if op.name == "masked_fill"]
+    dropped = [op for op in situation.found.run.operations if op.name == "masked_fill" and not op.inplace]
     place = dropped[-1] if dropped else judgement.attention.first
     return [Departure("causal_mask_never_used", "mask", place, {"claim": claim})]

@@ -23,7 +23,7 @@ def contraction_of(operation: Operation) -> Contraction | None:
     if len(operation.inputs) < 2:
         return None
     first, second = (_places(slot.value) for slot in operation.inputs[:2])
-    if name in ("matmul", "__matmul__", "bmm", "mm", "mv", "dot"):
+    if name in ("matmul", "bmm", "mm", "mv", "dot"):
         return _matmul(first, second)
     if name == "linear":
         return _einsum("...d,jd->...j", first, second) if second.dim() == 2 else None

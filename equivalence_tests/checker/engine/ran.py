@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, frames_here, inside
 
+MIRRORED = {"rsub": "sub", "rdiv": "div", "rpow": "pow"}
+
 
 def operations_of(*calls: Callable[[], Any]) -> list[Operation]:
     """Watch calls that are known to run, and give the operations that have a line of the user's."""
@@ -44,7 +46,7 @@ def lines_where(ran: str, operations: Sequence[Operation]) -> tuple[CodeLine, ..
         if wanted == "end":
             return code_lines(operations[-1].frames[-1:]) if operations else ()
         place, name = (-1, wanted.removeprefix("last ")) if wanted.startswith("last ") else (0, wanted)
-        matching = [operation for operation in operations if _plain(operation.name) == name]
+        matching = [operation for operation in operations if MIRRORED.get(operation.name, operation.name) == name]
         if matching:
             return code_lines(matching[place].frames)
     return ()
@@ -54,14 +56,3 @@ def forward_lines(kinds: Iterable[type[nn.Module]]) -> set[tuple[str, int]]:
     """Give the files and lines of the forward of some classes."""
     codes = [kind.forward.__code__ for kind in kinds if hasattr(kind.forward, "__code__")]
     return {(code.co_filename, number) for code in codes for _, _, number in code.co_lines() if number}
-
-
-def _plain(name: str) -> str:
-    """Give the one name of an operation, its operator and its form in place.
-
-    >>> [_plain(name) for name in ("add", "__radd__", "add_", "__getitem__", "rsqrt", "__truediv__")]
-    ['add', 'add', 'add', 'getitem', 'rsqrt', 'div']
-    """
-    inner = name.strip("_").replace("true", "")
-    mirrored = name.startswith("__") and inner[1:] in ("add", "sub", "mul", "div", "pow", "and", "or", "matmul")
-    return inner[1:] if mirrored else inner

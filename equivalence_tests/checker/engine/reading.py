@@ -7,7 +7,6 @@ import torch
 
 from equivalence_tests.checker.engine.codes import feature_of
 from equivalence_tests.checker.engine.contracts.ending import wrap_of
-from equivalence_tests.checker.engine.contracts.operands import earlier
 from equivalence_tests.checker.engine.contracts.projecting import output_weight, weight_of
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern
 from equivalence_tests.checker.engine.judgement import Judgement, Operand
@@ -49,9 +48,6 @@ def reading_of(situation: Situation, report: Report) -> Iterator[Row]:
     yield _heads(judgement)
     if situation.subject.module is not None:
         yield from _weights(judgement)
-    words = changes_in_words(judgement)
-    if words:
-        yield "queries and keys", words, "used as they are projected"
     if any(finding.name == "bias_added" for finding in report.meant):
         yield "scores", "a bias by position is added", "attn_mask of floats, given in each call"
     wrap = _wrap(situation)
@@ -126,37 +122,6 @@ def module_of(parameter: str) -> str:
     return parameter.removesuffix(".weight")
 
 
-def changes_in_words(judgement: Judgement) -> str:
-    """Say how queries and keys are normalised and rotated; "" if they are not, or not alike."""
-    words = {", ".join(_changes(judgement.attention, operand)) for operand in judgement.first_operands[:2]}
-    return words.pop() if len(words) == 1 else ""
-
-
-def _changes(attention: Attention, operand: Operand) -> list[str]:
-    """The norm and the rotation of an operand, whichever comes first."""
-    norm, turn, step = "", "", operand
-    for _ in range(4):
-        norm = norm or _norm(operand, step)
-        turn = turn or (f"rotated by position ({step.turn})" if step.change == "rotated" and step.turn else "")
-        before = earlier(attention.run, step)
-        if before is None:
-            break
-        step = before
-    return [word for word in (norm, turn) if word]
-
-
-def _norm(operand: Operand, step: Operand) -> str:
-    source = step.sources[0] if step.sources else None
-    if source is None or source.kind != "normed" or source.operation is None:
-        return "normalised" if step.change == "normed" else ""
-    shape = source.operation.argument(1, "normalized_shape")
-    whole = isinstance(shape, tuple | list) and shape[-1] != operand.codes.size(-1)
-    weighted = len(source.operation.inputs) > 1
-    return ("normalised before they are split" if whole else "normalised in each head") + (
-        "" if weighted else ", without weights"
-    )
-
-
 def _wrap(situation: Situation) -> str:
     """What stands around the attention; "" where that is not known."""
     judgement, read = situation.judgement, output_codes(situation)
@@ -194,8 +159,6 @@ def notes_of(situation: Situation) -> Iterator[str]:
     singles = [m.single for m in judgement.models] + [o.single for row in judgement.operands for o in row]
     if any(singles) and situation.subject.dtype == torch.float64:
         yield "a part is computed in float32 whatever the input is"
-    if words := changes_in_words(judgement):
-        yield f"torch.nn leaves queries and keys as they are; compared with attention in which they are {words}"
     if changed := changed_by_calls(situation.subject.function):
         yield f"a call changes {', '.join(changed)}; that was put back each time, so that no call saw another's"
     if situation.subject.module is not None and not output_weight(judgement.attention):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, INPLACE, UNFILLED
+from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, UNFILLED, plain, writes
 from equivalence_tests.checker.reporting.lines import Frames, frames_here
 
 Patch = Callable[["Recorder", "Operation"], Tensor]
@@ -52,7 +52,7 @@ class Operation:
 
     Args:
         index: Its place in the run.
-        name: Of the function.
+        name: Of the function, as ``vocabulary.plain`` has it.
         function: The function.
         skeleton: Its arguments, flat, with holes where tensors were.
         spec: How they are nested.
@@ -170,7 +170,8 @@ class Recorder(TorchFunctionMode):
         kwargs = {key: value for key, value in kwargs.items() if key not in target}
         flat, spec = tree_flatten((tuple(args), kwargs))
         tensors = [item for item in flat if isinstance(item, Tensor)]
-        inplace = _writes(name, args, kwargs)
+        inplace = bool(args) and isinstance(args[0], Tensor) and (writes(name) or kwargs.get("inplace") is True)
+        name = plain(name)
         if inplace and tensors:
             self._copy_before_writing(tensors[0])
         inputs = [self._slot(tensor) for tensor in tensors]
@@ -312,13 +313,6 @@ OPENED = {
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """List the tensors in nested containers, in order."""
     yield from (item for item in tree_flatten(value)[0] if isinstance(item, Tensor))
-
-
-def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not (args and isinstance(args[0], Tensor)):
-        return False
-    underscored = name.endswith("_") and not name.endswith("__")
-    return name in INPLACE or underscored or kwargs.get("inplace") is True
 
 
 def _emptied(name: str, result: Any) -> Any:

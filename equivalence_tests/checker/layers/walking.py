@@ -282,8 +282,8 @@ def _add_part(walk: Walk, path: str, part: Report) -> None:
     kind = part.kind or kind_of(path, walk.module.get_submodule(path))
     walk.report.checks.append(CheckResult(f"{path or 'it'} ({kind})", outcome, detail))  # type: ignore[arg-type]
     walk.report.findings += [replace(f, where=path) for f in part.findings]
-    walk.report.meant += [replace(f, where=path) for f in part.meant if f.name in walk.meant]
-    told = [*part.conventions[:1], *(row for row in part.conventions[1:] if row[0] == "queries and keys")]
+    walk.report.meant += [replace(f, where=path) for f in part.meant]
+    told = part.conventions[:1]
     walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in told]
 
 

@@ -136,7 +136,7 @@ def read_wiring(
 
     run, values, wiring = Call(traced, (), module=module).run(read=False), Values(inputs), Wiring()
     calls = {f"{call.path}#{place}": call for place, call in enumerate(seen) if call.path in atoms}
-    sums = [operation for operation in run.operations if operation.name.strip("_") in ("add", "iadd", "radd")]
+    sums = [operation for operation in run.operations if operation.name == "add"]
     steps = _steps(calls, values, atoms, contained, trial.sizes.embed_dim)
     for step in list(_feed_forwards_joined(steps, values, calls, wiring)):
         wiring.steps.append(replace(step, summed=_where_summed(step, values, sums)))

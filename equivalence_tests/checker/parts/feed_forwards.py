@@ -51,7 +51,6 @@ GATES: dict[str, Map] = {
 }
 GIVEN = "arg:x"
 PLAIN = "linear2(activation(linear1(x)))"
-ADDS = ("add", "iadd", "radd")
 Wrap = Callable[[Map, Map, Tensor], Tensor]
 # What stands around the linears, and what is wrong with that.
 WRAPS: dict[str, tuple[Wrap, tuple[str, ...]]] = {
@@ -146,7 +145,7 @@ def _applied(recorder: Recorder) -> list[Projection]:
                     name.removesuffix(".weight"), sided.columns(weight)[0], bias[0][0] if bias else None, operation
                 )
             )
-        elif data and own and operation.name.strip("_") in ADDS:
+        elif data and own and operation.name == "add":
             ended = [p.end.outputs[0].key == data[0].key and own[0][0].numel() == len(p.weight) for p in found]
             found = [
                 replace(p, bias=own[0][0].flatten(), end=operation) if e else p

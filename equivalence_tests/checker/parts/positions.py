@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.parts.kinds import own_tensors
 from equivalence_tests.checker.parts.readings import PartReading
-from equivalence_tests.checker.reach.angles import base_of
+from equivalence_tests.checker.reach.angles import PLACES, base_of
 
 OFFSETS = (0, 1, 2)  # of the first row that a learned table gives
 BASES = (10000.0, 1000.0, 100.0, 100000.0)
@@ -53,11 +53,11 @@ NUMBERINGS: dict[str, tuple[Map, tuple[str, ...]]] = {
 # How elements are paired: their angles laid out for each of them, and their quarter turn.
 PAIRS: dict[str, tuple[Map, Map]] = {
     "halves of a head": (
-        lambda angles: torch.cat((angles, angles), -1),
+        PLACES["halves"],
         lambda x: torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1),
     ),
     "pairs of neighbours": (
-        lambda angles: angles.repeat_interleave(2, -1),
+        PLACES["pairs"],
         lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2),
     ),
 }

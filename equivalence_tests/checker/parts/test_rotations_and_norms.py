@@ -212,27 +212,30 @@ class ScaledByTheWidth(Normalising):
         return float(q.size(-1) * self.heads) ** -0.5
 
 
+ROTATED, NORMED = "rotary_positions", "queries_and_keys_normalised"
+
+
 @pytest.mark.parametrize(
-    ("right", "words"),
+    ("right", "names", "words"),
     [
-        (Rotating, "rotated by position (halves of a head)"),
-        (lambda: Rotating(24, 2, theta=100.0), "rotated by position (halves of a head)"),
-        (Complex, "rotated by position (pairs of neighbours)"),
-        (KeepsFrequencies, "rotated by position (halves of a head)"),
-        (Normalising, "normalised in each head, rotated by position (halves of a head)"),
-        (NormalisingAll, "normalised before they are split"),
-        (TakesCosAndSin, "rotated by position (halves of a head)"),
-        (TakesBoth, "rotated by position (halves of a head)"),
-        (TakesOneTuple, "rotated by position (halves of a head)"),
-        (NormalisingWithoutWeights, "normalised in each head, without weights, rotated by position (halves of a head)"),
-        (TakesComplex, "rotated by position (pairs of neighbours)"),
+        (Rotating, {ROTATED}, "halves of a head"),
+        (lambda: Rotating(24, 2, theta=100.0), {ROTATED}, "halves of a head"),
+        (Complex, {ROTATED}, "pairs of neighbours"),
+        (KeepsFrequencies, {ROTATED}, "halves of a head"),
+        (Normalising, {ROTATED, NORMED}, "halves of a head"),
+        (NormalisingAll, {NORMED}, "each by its own norm"),
+        (TakesCosAndSin, {ROTATED}, "halves of a head"),
+        (TakesBoth, {ROTATED}, "halves of a head"),
+        (TakesOneTuple, {ROTATED}, "halves of a head"),
+        (NormalisingWithoutWeights, {NORMED}, "each by its own norm"),
+        (TakesComplex, {ROTATED}, "pairs of neighbours"),
     ],
 )
-def test_what_is_done_to_queries_and_keys_is_read(right: Callable[..., Any], words: str) -> None:
+def test_what_is_done_to_queries_and_keys_is_read(right: Callable[..., Any], names: set[str], words: str) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
-    assert next(theirs for what, theirs, _ in report.conventions if what == "queries and keys") == words
-    assert any(note.endswith(words) for note in report.notes)
+    assert {finding.name for finding in report.meant} == names
+    assert report.meant[0].meant.endswith(words)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +259,7 @@ def test_mistakes_beside_a_rotation_are_named(broken: Callable[..., Any], name: 
 def test_a_layer_around_such_attention_is_followed(right: Callable[..., Any]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
-    assert ("attention: queries and keys", "rotated by position (halves of a head)") in {
-        row[:2] for row in report.conventions
-    }
+    assert [(finding.where, finding.name) for finding in report.meant] == [("attention", ROTATED)]
 
 
 def test_a_mistake_of_such_a_layer_is_named() -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,12 @@ from torch import Tensor, nn
 BASE = 10000.0
 ANGLES = re.compile(r"freq|theta", re.IGNORECASE)
 AXES = ("l c", "1 l c", "1 1 l c", "1 l 1 c", "l 1 c")
+# Where the angle of each pair stands: for both of its elements, as they are paired, or once.
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda angles: torch.cat((angles, angles), -1),
+    "pairs": lambda angles: angles.repeat_interleave(2, -1),
+    "once": lambda angles: angles,
+}
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class AngleForm:
     Args:
         kind: "complex" (cos + i sin), "angles", or "both" (a tuple of cosines and sines). An argument called cos,
             sin or cos_sin gets just these.
-        places: "once" for a column a pair, "halves" or "pairs" for a column an element.
+        places: One of ``PLACES``.
         axes: "l c" for (len, columns), with a 1 for each axis of that size around the length.
     """
 
@@ -33,7 +39,7 @@ class AngleForm:
     def all(cls) -> Iterator["AngleForm"]:
         """List the forms to try."""
         yield cls("complex")
-        for form in itertools.product(("both", "angles"), ("halves", "pairs", "once"), AXES):
+        for form in itertools.product(("both", "angles"), PLACES, AXES):
             yield cls(*form)
 
     def build(self, name: str, x: Tensor, base: float) -> Any:
@@ -42,10 +48,8 @@ class AngleForm:
         angles = torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)
         if self.kind == "complex":
             return torch.polar(torch.ones_like(angles), angles)
-        if self.places != "once":
-            angles = torch.cat((angles, angles), -1) if self.places == "halves" else angles.repeat_interleave(2, -1)
         axes = self.axes.removesuffix(" c").split()
-        angles = angles.unflatten(0, [-1 if axis == "l" else 1 for axis in axes])
+        angles = PLACES[self.places](angles).unflatten(0, [-1 if axis == "l" else 1 for axis in axes])
         both = {"cos": angles.cos(), "sin": angles.sin()}
         asked = [x for word, x in both.items() if word in name.lower()] or [*both.values()] * (self.kind == "both")
         return tuple(asked) if len(asked) == 2 else (*asked, angles)[0]

@@ -45,7 +45,7 @@ def has_twin(attention: Attention, moved: Operation) -> bool:
 
 def adds_two(operation: Operation | None) -> bool:
     """Say whether it is a residual, or a position that is added."""
-    return operation is not None and operation.name.strip("_") in ("add", "iadd", "radd") and len(operation.inputs) > 1
+    return operation is not None and operation.name == "add" and len(operation.inputs) > 1
 
 
 def first_change(
@@ -180,14 +180,14 @@ def is_strange(operation: Operation, factors: bool = False) -> bool:
     given = operation.outputs[0].value
     if len(taken) != 1 or taken[0].shape != given.shape or torch.equal(taken[0].nan_to_num(), given.nan_to_num()):
         return False
-    name = operation.name.strip("_")
-    if operation.name in MOVES:
+    name = operation.name
+    if name in MOVES:
         return name not in TURNS and _are_exchanged(taken[0], given)
-    if operation.name in NORMS or name in USUAL or taken[0].dtype == torch.bool:
+    if name in NORMS | USUAL or taken[0].dtype == torch.bool:
         return False
     if constant_ratio(given, taken[0]) is not None:
         return factors and name != "neg"
-    return operation.name not in ELEMENTWISE
+    return name not in ELEMENTWISE
 
 
 def _are_exchanged(taken: Tensor, given: Tensor) -> bool:

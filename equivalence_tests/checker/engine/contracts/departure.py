@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.watching import Operation, Patch
+from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.reporting.lines import Frames
 
 ROLES = ("query", "key", "value")
@@ -70,9 +70,14 @@ def changed_by(operation: Operation, stage: str, what: str, **more: Any) -> Depa
         what: What is changed; a role is part of the name.
         more: What else the departure holds.
     """
-    function = operation.name.strip("_")
+    function = operation.name
     name = f"{what}_changed_by_{function}" if what in ROLES else f"changed_by_{function}"
     return Departure(name, stage, operation, {"function": function, "what": what}, **more)
+
+
+def as_it_was(recorder: Recorder, operation: Operation) -> Tensor:
+    """Give what an operation took, in the place of what it gives."""
+    return operation.inputs[0].value
 
 
 def near(x: Tensor, y: Tensor, tolerance: float = TOLERANCE) -> bool:

@@ -114,9 +114,7 @@ def _source_of_all(attention: Attention, codes: Tensor) -> Source | None:
 
 def _last_move(attention: Attention) -> Operation | None:
     after = [op for op in attention.run.operations if op.index > attention.end.index]
-    moves = [
-        op for op in after if op.name in ("view", "reshape", "transpose", "permute", "roll", "flip", "__getitem__")
-    ]
+    moves = [op for op in after if op.name in ("view", "reshape", "transpose", "permute", "roll", "flip", "getitem")]
     return moves[-1] if moves else after[-1] if after else attention.end
 
 

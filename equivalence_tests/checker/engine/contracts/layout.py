@@ -25,7 +25,7 @@ from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
-REPEATS = words("repeat expand tile repeat_interleave cat __getitem__ expand_as")
+REPEATS = words("repeat expand tile repeat_interleave cat getitem expand_as")
 LAYS = words("view reshape unflatten split chunk")
 SPLIT, MERGED = "heads_split_without_transpose", "heads_merged_without_transpose"
 STAGES = {SPLIT: "split", MERGED: "merge"}

@@ -10,7 +10,7 @@ from equivalence_tests.checker.engine.codes import squares_by, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.ran import forward_lines
-from equivalence_tests.checker.engine.vocabulary import words
+from equivalence_tests.checker.engine.vocabulary import MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.lines import Frames
 
@@ -81,11 +81,7 @@ def _guilty(attention: Attention, gain: Operation, taken: Tensor) -> Operation:
         axis = operation.argument(1, "dim", -1)
         if operation.name in FOLDS and axis not in (-1, (-1,), [-1], operation.inputs[0].value.dim() - 1):
             return operation
-    made = [
-        op
-        for op in near_by
-        if op.name.strip("_") in ("mul", "div", "truediv") and op.outputs[0].value.shape == taken.shape
-    ]
+    made = [op for op in near_by if op.name in MULTIPLIES and op.outputs[0].value.shape == taken.shape]
     return made[-1] if made else gain
 
 

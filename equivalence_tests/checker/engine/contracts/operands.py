@@ -21,6 +21,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure, chan
 from equivalence_tests.checker.engine.judgement import Operand, Turn
 from equivalence_tests.checker.engine.names import Attention, Part, Run, Source, values_at
 from equivalence_tests.checker.engine.replaying import replayed
+from equivalence_tests.checker.engine.vocabulary import ADDS
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 
 # The kinds of sources that queries, keys or values are made into from another one.
@@ -198,7 +199,7 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
         yield Departure(name, "rotary", _first_change(attention.run, turned))
     elif query.change == key.change == "rotated" and all(o.turn and not o.turn.forward for o in (query, key)):
         total = _last_sum(attention.run, query)
-        subtracts = total is not None and total.name.strip("_") in ("sub", "isub")
+        subtracts = total is not None and total.name == "sub"
         yield Departure("rotary_reversed", "rotary", total if subtracts else _first_change(attention.run, query))
 
 
@@ -281,7 +282,7 @@ def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
 def _last_sum(run: Run, operand: Operand) -> Operation | None:
     """The last operation that adds up what was turned."""
     own = (op for op, codes, _ in operand.steps(run) if bool(torch.isin(codes, operand.codes).any()))
-    sums = [op for op in own if op.name.strip("_") in ("add", "sub", "iadd", "isub")]
+    sums = [op for op in own if op.name in ADDS]
     return sums[-1] if sums else _first_change(run, operand)
 
 

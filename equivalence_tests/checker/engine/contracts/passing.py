@@ -13,10 +13,10 @@ from equivalence_tests.checker.engine.contracts.changing import (
     shuffling,
     strange_departures,
 )
-from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, near
+from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, as_it_was, changed_by, near
 from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.replaying import replayed
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
+from equivalence_tests.checker.engine.watching import Operation, Slot
 
 EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
 
@@ -44,7 +44,7 @@ def context_departures(attention: Attention, padding: Tensor) -> Iterator[Depart
     if departure is not None:
         operation = departure.operation
         if operation is not None and operation.inputs[0].value.shape == operation.outputs[0].value.shape:
-            departure.patches = {operation.index: _as_it_was}
+            departure.patches = {operation.index: as_it_was}
         yield departure
 
 
@@ -129,7 +129,3 @@ def _moved(attention: Attention, numbers: list[int], start: int, until: int) -> 
     again = shuffling(attention.run, numbers, moved.index, until)
     if again is None or again.name != moved.name:
         yield changed_by(moved, "output", "output")
-
-
-def _as_it_was(recorder: Recorder, operation: Operation) -> Tensor:
-    return operation.inputs[0].value

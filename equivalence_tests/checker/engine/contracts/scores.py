@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, place_of
-from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio
+from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by, constant_ratio
 from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_name
 from equivalence_tests.checker.engine.contracts.scores_table import (
     causal_pattern,
@@ -25,7 +25,7 @@ from equivalence_tests.checker.engine.contracts.scores_table import (
 from equivalence_tests.checker.engine.judgement import Expectation, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.products import contraction_of
-from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
+from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MULTIPLIES, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
 LOOSE = 1e-3
@@ -33,9 +33,6 @@ PLAIN = 1e-6
 HIDING = 1e3  # a score is never as large
 SOFT = -700.0  # what is below is hidden for good
 OTHER_AXES = {"queries": "queries", "heads": "heads", "samples": "batch"}
-FACTORS = words("mul imul rmul multiply div itruediv truediv divide")
-SUMS = ("add", "sub", "iadd", "isub", "radd", "rsub")
-MASKS = words("masked_fill masked_fill_ where __setitem__ add __add__ __iadd__ add_ __radd__ sub __sub__")
 
 
 @dataclass(eq=False)
@@ -126,7 +123,7 @@ class Scores:
             operation = step.operation
             drops = "dropout" in operation.name and operation.patch is None and step.ratio != 1.0
             if drops and not _same(operation):
-                return self._blocking("dropout_in_eval", "dropout", operation, {operation.index: _unchanged})
+                return self._blocking("dropout_in_eval", "dropout", operation, {operation.index: as_it_was})
         return None
 
     # ------------------------------------------------------------------------------------------ order
@@ -138,7 +135,7 @@ class Scores:
             return None
         index, codes = moved[0].index, names.before[moved[0].index][0]
         kept = {} if codes is None else {index: codes}
-        return changed_by(moved[0], "scores", "scores", patches={index: _unchanged}, names=kept, blocks=True)
+        return changed_by(moved[0], "scores", "scores", patches={index: as_it_was}, names=kept, blocks=True)
 
     # ------------------------------------------------------------------------------------------ precision
     def _precision(self) -> Departure | None:
@@ -172,7 +169,7 @@ class Scores:
 
     def _softmax_step(self) -> Operation:
         named = [s.operation for s in self.steps if s.operation.name in SOFTMAXES]
-        exponentials = [s.operation for s in self.steps if s.operation.name in ("exp", "exp_")]
+        exponentials = [s.operation for s in self.steps if s.operation.name == "exp"]
         return (named or exponentials or [self.part.contexts[0].operation])[-1]
 
     def _unknown(self) -> Departure:
@@ -185,7 +182,7 @@ class Scores:
         if softmax.name in SOFTMAXES and self._sum_to_one(columns) and not self._sum_to_one(table.row):
             return self._put_right("softmax_over_queries", "softmax", softmax)
         strange = [step for step in self.steps if self._is_odd(step)]
-        strange.sort(key=lambda step: step.operation.name.strip("_") in (*FACTORS, "tanh"))  # learnt, or a cap
+        strange.sort(key=lambda step: step.operation.name in MULTIPLIES | {"tanh"})  # learnt, or a cap
         operation = strange[0].operation if strange else self.part.contexts[0].operation
         return changed_by(operation, "scores", "scores", patches=self._softmaxed())
 
@@ -200,7 +197,7 @@ class Scores:
         name = step.operation.name
         if step.ratio is not None or step.operation.index == self.part.product.operation.index:
             return False
-        if name in SOFTMAXES or name in ("exp", "exp_", "dropout", "exp2", "log", "nan_to_num") or name in MASKS:
+        if name in SOFTMAXES or name in ("exp", "dropout", "exp2", "log", "nan_to_num") or name in ADDS | FILLS:
             return False
         if step.taken is None or step.taken.numel() != step.values.numel():
             return True
@@ -240,7 +237,7 @@ class Scores:
     def _scale(self) -> Departure | None:
         by_head, right, index = self.model.by_head, math.sqrt(self.width), self.part.product.operation.index
         if by_head is not None:  # heads whose scores are multiplied by different numbers
-            several = [s.operation for s in self.steps if s.ratio is None and s.operation.name.strip("_") in FACTORS]
+            several = [s.operation for s in self.steps if s.ratio is None and s.operation.name in MULTIPLIES]
             name, operation, factor = "scale_differs_by_head", next(iter(several), None), float(by_head.mean())
             total = by_head * (self.operands[0].factor * self.operands[1].factor * right)
         elif math.isnan(self.total) or abs(self.total - 1) < (LOOSE if self.model.single else PLAIN):
@@ -268,7 +265,7 @@ class Scores:
         softmax, run = self._softmax_step().index, self.attention.run
         found = [(s.operation, s.ratio) for s in self._outside_a_cap() if s.operation.index < softmax]
         ways = [(op, value) for operand in self.operands[:2] for op, _, value in operand.steps(run)]
-        beside = [(op, _ratio(value, op.inputs[0].value)) for op, value in ways if op.name.strip("_") in FACTORS]
+        beside = [(op, _ratio(value, op.inputs[0].value)) for op, value in ways if op.name in MULTIPLIES]
         before, operands = ([(op, r) for op, r in own if r and abs(r - 1) > 1e-9] for own in (found, beside))
         too_many = [operation for operation, ratio in (*before, *operands) if abs(self.total / ratio - 1) < LOOSE]
         if too_many and len(before) + len(operands) > 1:
@@ -277,7 +274,7 @@ class Scores:
 
     def _outside_a_cap(self) -> list[_Step]:
         """The steps without the factors right before and after a tanh, which undo one another."""
-        bent = next((i for i, step in enumerate(self.steps) if step.operation.name.startswith("tanh")), None)
+        bent = next((i for i, step in enumerate(self.steps) if step.operation.name == "tanh"), None)
         around = () if bent is None else (bent - 1, bent, bent + 1)
         return [step for i, step in enumerate(self.steps) if i not in around]
 
@@ -315,7 +312,7 @@ class Scores:
         own = self.attention.run.recorder.origins_of(self.part.product.operation.outputs[0].tensor)
         for step in self.steps if bool(hidden.any()) and bool(seen.any()) else ():
             learnt = [n for _, bits in names.beside(step.operation) if not bits & own for n in self._parameters(bits)]
-            if not learnt or step.taken is None or step.operation.name.strip("_") not in SUMS:
+            if not learnt or step.taken is None or step.operation.name not in ADDS:
                 continue
             added = (step.values.double() - step.taken.double()).reshape(-1)[step.places.reshape(-1).argsort()]
             whole = added.shape == rows.shape and bool((added > SOFT).all())
@@ -328,7 +325,7 @@ class Scores:
 
     def _adding(self) -> Operation | None:
         """The first sum of scores with what hides some of them; without one, the first sum."""
-        found = [step.operation for step in self.steps if step.operation.name.strip("_") in SUMS]
+        found = [step.operation for step in self.steps if step.operation.name in ADDS]
         return next((op for op in found if self._takes_a_mask(op)), next(iter(found), None))
 
     def _takes_a_mask(self, operation: Operation) -> bool:
@@ -342,7 +339,7 @@ class Scores:
 
     def _weak(self, prefix: str, soft: Tensor) -> Departure:
         operation = self._replacing(soft)
-        if operation.name.strip("_") in ("mul", "imul", "rmul", "multiply"):
+        if operation.name == "mul":
             name = "mask_multiplied" if prefix == "mask" else "causal_mask_multiplied"
             return self._put_right(name, "mask", operation, causal=True)
         given = _fill_of(operation)
@@ -419,10 +416,6 @@ def _same(operation: Operation) -> bool:
     return taken.shape == given.shape and torch.equal(taken.nan_to_num(), given.nan_to_num())
 
 
-def _unchanged(recorder: Recorder, operation: Operation) -> Tensor:
-    return operation.inputs[0].value
-
-
 def _divided(factors: Tensor) -> Patch:
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         value = operation.outputs[0].value
@@ -434,7 +427,7 @@ def _divided(factors: Tensor) -> Patch:
 def _fill_of(operation: Operation) -> float | None:
     """The number that a mask fills with, as it is written."""
     value: Any = None
-    if operation.name.strip("_") in ("masked_fill", "setitem"):
+    if operation.name in ("masked_fill", "setitem"):
         value = operation.argument(2, "value")
     elif operation.name == "where":
         value = next((x for x in operation.arguments[0][1:] if isinstance(x, int | float)), None)

@@ -81,7 +81,7 @@ class _Reader:
         for operation, _, value in self._steps():
             if held and operation.inputs and operation.inputs[0].value.shape == value.shape:
                 return constant_ratio(value, operation.inputs[0].value) or 0.0
-            held = held or operation.name.startswith("tanh")
+            held = held or operation.name == "tanh"
         return 0.0
 
     def _read(self, size: float, capped: bool = False) -> WeightsModel:
