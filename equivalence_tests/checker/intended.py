@@ -1,18 +1,19 @@
-"""What the user says is meant so: it is told, and not blamed."""
+"""What the user says is meant so, or may fail: it is told, and not blamed."""
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 
 from equivalence_tests.checker.mistakes import MISTAKES
-from equivalence_tests.checker.reporting.findings import CheckResult
+from equivalence_tests.checker.reporting.findings import NOT_JUDGED, CheckResult
 from equivalence_tests.checker.reporting.report import Report
 
 OF_ANY_FUNCTION = "changed_by_"  # the names of what no catalogue knows
+OF_A_CHECK = "check_"
 
 
 def check_meant(meant: Mapping[str, str]) -> Mapping[str, str]:
-    """Give the deviations that are on purpose, name -> reason, if each is one that could be found.
+    """Give the deviations that are on purpose, and the checks that may fail, if each is one that could be.
 
     Args:
         meant: What the user says.
@@ -25,7 +26,7 @@ def check_meant(meant: Mapping[str, str]) -> Mapping[str, str]:
     ValueError: meant must name deviations that the checker knows, got 'scale_mising'; is it 'scale_missing'?
     """
     for name, reason in meant.items():
-        if name not in MISTAKES and OF_ANY_FUNCTION not in name:
+        if name not in MISTAKES and OF_ANY_FUNCTION not in name and not name.startswith(OF_A_CHECK):
             near = difflib.get_close_matches(name, MISTAKES, n=1)
             hint = f"; is it {near[0]!r}?" if near else ""
             raise ValueError(f"meant must name deviations that the checker knows, got {name!r}{hint}")
@@ -47,15 +48,22 @@ def accepted(report: Report, meant: Mapping[str, str]) -> Report:
     moved = [replace(finding, meant=meant[finding.name]) for finding in report.findings if finding.name in meant]
     report.findings = [finding for finding in report.findings if finding.name not in meant]
     report.meant += moved
-    if moved and not report.findings:
-        report.checks = [_excused(check, meant) for check in report.checks]
-        if report.verdict == "deviates" and not any(check.outcome == "failed" for check in report.checks):
+    if not report.findings:
+        report.checks = [_excused(check, meant, bool(moved)) for check in report.checks]
+        outcomes = {check.outcome for check in report.checks if check.name not in NOT_JUDGED}
+        if report.verdict == "deviates" and (moved or "expected" in outcomes) and "failed" not in outcomes:
             report.verdict, report.reason = "partial" if report.not_exercised else "equal", ""
+    known = {check.name: check.outcome for check in report.checks}
+    idle = [name for name in meant if name.startswith(OF_A_CHECK) and known.get(name) != "expected"]
+    report.notes += [f"{name} was expected to fail and did not" for name in idle]
     return report
 
 
-def _excused(check: CheckResult, meant: Mapping[str, str]) -> CheckResult:
-    """A check that fails for what is meant so alone: it names that, or holds the values against torch's."""
+def _excused(check: CheckResult, meant: Mapping[str, str], moved: bool) -> CheckResult:
+    """A check that may fail, or fails for what is meant so alone: it names that, or compares with torch's values."""
+    if check.outcome != "failed":
+        return check
     named = [meant[name] for name in check.detail.split(", ") if name in meant]
-    of_values = check.name == "check_values"
-    return replace(check, outcome="expected") if check.outcome == "failed" and (named or of_values) else check
+    detail = meant.get(check.name, check.detail)
+    excused = check.name in meant or (moved and (named or check.name == "check_values"))
+    return replace(check, outcome="expected", detail=detail) if excused else check

@@ -163,8 +163,8 @@ class TestDoors:
         assert not [c for c in report.checks if c.name == "check_values_without_mask" and c.outcome != "passed"]
 
     def test_an_expected_failure_needs_a_reason(self) -> None:
-        with pytest.raises(ValueError, match="expected_failures"):
-            verify(nn.MultiheadAttention, expected_failures={"check_gradients": " "})
+        with pytest.raises(ValueError, match="must give a reason for 'check_gradients'"):
+            verify(nn.MultiheadAttention, meant={"check_gradients": " "})
 
     def test_first_divergence_names_the_path(self) -> None:
         right = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20), 2, enable_nested_tensor=False).double()

@@ -9,7 +9,6 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from equivalence_tests.checker.engine.checks import NOT_JUDGED
 from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_meant
 from equivalence_tests.checker.layers.walking import examine_layers
@@ -20,7 +19,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, subjects
-from equivalence_tests.checker.reporting.findings import KINDS, CheckResult
+from equivalence_tests.checker.reporting.findings import KINDS
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 from scratch.validation import check_choice
@@ -35,7 +34,6 @@ def verify(
     *,
     kind: str | None = None,
     adapter: Adapter | None = None,
-    expected_failures: Mapping[str, str] | None = None,
     progress: Callable[[str], None] = ...,
     meant: Mapping[str, str] | None = None,
     run_all: bool = False,
@@ -49,7 +47,6 @@ def verify(
     *,
     kind: str | None = None,
     adapter: Adapter | None = None,
-    expected_failures: Mapping[str, str] | None = None,
     progress: Callable[[str], None] = ...,
     meant: Mapping[str, str] | None = None,
     run_all: bool = False,
@@ -62,7 +59,6 @@ def verify(
     *,
     kind: str | None = None,
     adapter: Adapter | None = None,
-    expected_failures: Mapping[str, str] | None = None,
     progress: Callable[[str], None] = lambda text: None,
     meant: Mapping[str, str] | None = None,
     run_all: bool = False,
@@ -78,16 +74,16 @@ def verify(
             dictionary of arguments by name, a tuple or list of arguments, or one tensor.
         kind: One of ``KINDS``; told from the name if not given.
         adapter: What the checker could not find out by itself.
-        expected_failures: Names of checks that may fail, each with the reason why that is right.
         progress: Receives a line of text now and then.
-        meant: Which deviations are on purpose: the name of the finding -> the reason. They are told and not blamed.
+        meant: Which deviations are on purpose, and which checks may fail: the name -> the reason. They are told and not
+            blamed.
         run_all: Run every cell of a notebook, not only its imports and definitions.
 
     Returns:
         A ``Report``; print it. With ``inputs`` a list, one report for each attention that ran.
 
     Raises:
-        ValueError: For an unknown kind, an expected failure without a reason, or a deviation of no known name.
+        ValueError: For an unknown kind, or a deviation without a reason or of no known name.
 
     In torch.nn: the built-in that it is compared with, ``nn.MultiheadAttention`` for an attention.
 
@@ -98,8 +94,6 @@ def verify(
     """
     if kind is not None:
         check_choice("kind", kind, KINDS)
-    for check, reason in (expected_failures or {}).items():
-        check_choice("expected_failures", bool(reason.strip()) or check, (True,))
     given = check_meant(meant or {})
     name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
@@ -115,7 +109,7 @@ def verify(
             report.notes += without(wrapped)
         return reports
 
-    reports = [_excuse(accepted(report, given), expected_failures or {}) for report in _guarded(checked, name)]
+    reports = [accepted(report, given) for report in _guarded(checked, name)]
     return reports if inputs is not None else reports[0]
 
 
@@ -200,17 +194,3 @@ def _kind_of_parts(module: nn.Module) -> str:
     if named:
         return named
     return "feed_forward" if there_and_back(module) else ""
-
-
-def _excuse(report: Report, expected: Mapping[str, str]) -> Report:
-    """Turn failures that are expected into such, with their reason."""
-    report.checks = [
-        CheckResult(c.name, "expected", expected[c.name]) if c.outcome == "failed" and c.name in expected else c
-        for c in report.checks
-    ]
-    for check in set(expected) - {c.name for c in report.checks if c.outcome == "expected"}:
-        report.notes.append(f"{check} was expected to fail and did not")
-    failed = [c for c in report.checks if c.outcome == "failed" and c.name not in NOT_JUDGED]
-    if report.verdict == "deviates" and expected and not failed:
-        report.verdict, report.reason = "equal", ""
-    return report

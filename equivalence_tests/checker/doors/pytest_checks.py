@@ -22,7 +22,7 @@ def parametrize_with_checks(
     Args:
         targets: What ``verify`` takes.
         adapter: For all of them.
-        expected_failures: Names of checks that may fail, each with its reason; they are skipped with it.
+        expected_failures: Names of checks that may fail, and of deviations on purpose, each with its reason.
 
     Returns:
         ``pytest.mark.parametrize`` over one argument, ``check``: a function without arguments.
@@ -38,7 +38,7 @@ def parametrize_with_checks(
     items, ids = [], []
     for target in targets:
         label = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
-        made = cache(partial(verify, target, adapter=adapter, expected_failures=expected_failures))
+        made = cache(partial(verify, target, adapter=adapter, meant=expected_failures))
         for name in ("diagnosis", *(check.__name__ for check in attention_checks())):
             items.append(partial(_ask, name, made))
             ids.append(f"{label}-{name}")

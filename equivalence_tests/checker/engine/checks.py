@@ -32,9 +32,7 @@ Check = Callable[["Checked"], str]
 FRESH = range(201, 204)
 DRAWS = 200
 PLAIN = ("rotary_positions", "queries_and_keys_normalised")  # what the formula is held against has these too
-# What these find is worth knowing and no proof of a wrong number.
 NO_GRADIENT = "the output carries no gradient: it is detached, or computed under no_grad"
-NOT_JUDGED = ("check_every_parameter_gets_a_gradient", "check_float32_error")
 
 
 class FailedError(Exception):

@@ -16,18 +16,17 @@ INPUTS = 20
 MANY = 1500  # operations: a run of more is repeated on fewer inputs
 
 
-def prove(found: Examination, place: int, inputs: int = INPUTS) -> list[Proof | None]:
+def prove(found: Examination, place: int) -> list[Proof | None]:
     """Show for each departure of one attention that putting it right is needed, and that all together are enough.
 
     Args:
         found: The examination.
         place: Which attention.
-        inputs: On how many fresh inputs.
     """
     departures, judgement = found.departures[place], found.judgements[place]
     if len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or judgement.turned:
         return [None] * len(departures)
-    count = inputs if len(found.run.operations) < MANY else 2
+    count = INPUTS if len(found.run.operations) < MANY else 2
     right = {**_all(departures), **reference(judgement)}
     errors, without = 0.0, [0.0] * len(departures)
     for seed in range(1, count + 1):

@@ -150,7 +150,7 @@ class Evidence:
         pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
         for place, (slot, bits, codes) in enumerate(pairs):
             own = place == 0 if departure.stage == "output" else _is_of(codes, numbers)
-            names = [] if own else [n.partition(":")[2] for n in self.recorder.named(bits) if n.startswith("param:")]
+            names = [] if own else self.recorder.parameters(bits)
             strange = next(strange_operations(self.judgement.attention.run, slot, operation.index), None)
             if names and strange is None:
                 return f"the parameter {names[-1]} takes part in what is {how}"
@@ -304,8 +304,7 @@ class Evidence:
 
     def _parameters_beside(self, operation: Operation) -> list[str]:
         """The parameters of which an operation takes something beside what has names."""
-        found = [name for _, bits in self._names.beside(operation) for name in self.recorder.named(bits)]
-        return [name.partition(":")[2] for name in found if name.startswith("param:")]
+        return [name for _, bits in self._names.beside(operation) for name in self.recorder.parameters(bits)]
 
     def _between(self) -> Iterator[tuple[Operation, Part]]:
         for part in self.judgement.attention.parts:
@@ -425,7 +424,7 @@ class Evidence:
         for operation, part in self._between():
             pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
             for slot, bits, codes in pairs if operation.name in ADDS | FILLS else ():
-                learnt = any(name.startswith("param:") for name in self.recorder.named(bits))
+                learnt = bool(self.recorder.parameters(bits))
                 made = () if _is_of(codes, {part.number}) else self._strange(slot, operation, learnt)
                 for strange in made:
                     if strange.index not in seen:

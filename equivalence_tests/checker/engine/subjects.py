@@ -10,7 +10,7 @@ import torch
 
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.calls import conclude, diagnose_call
-from equivalence_tests.checker.engine.checks import NOT_JUDGED, Checked, attention_checks, run_check
+from equivalence_tests.checker.engine.checks import Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover
 from equivalence_tests.checker.engine.judgement import Judgement
@@ -37,7 +37,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.plans import other_masks
 from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
-from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
 from equivalence_tests.checker.reporting.lines import code_lines, raised_at
 from equivalence_tests.checker.reporting.report import Report
 

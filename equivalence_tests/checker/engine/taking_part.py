@@ -64,13 +64,11 @@ def place_of_matrix(attention: Attention, operation: Operation | None) -> tuple[
     """Name the matrix of a product, and say where in memory it starts: packed matrices have one name."""
     if operation is None or operation.name not in CONTRACTIONS:
         return "", 0
-    followed = attention.run.names
+    followed, recorder = attention.run.names, attention.run.recorder
     tokens = {source.slot.key for source in followed.sources.values()} | {x.key for x, _ in followed.taken(operation)}
     pairs = zip(operation.inputs, operation.origins, strict=True)
     for slot, bits in sorted(pairs, key=lambda pair: pair[0].key in tokens):  # tokens may be learnt too
-        names = attention.run.recorder.named(bits)
-        if slot.value.dim() >= 2 and not any(name.startswith("arg:") for name in names):
-            matrices = [name.partition(":")[2] for name in names if name.startswith("param:")]
-            if matrices:
-                return matrices[0], slot.value.data_ptr()
+        given = any(name.startswith("arg:") for name in recorder.named(bits))
+        if slot.value.dim() >= 2 and not given and recorder.parameters(bits):
+            return recorder.parameters(bits)[0], slot.value.data_ptr()
     return "", 0

@@ -19,6 +19,7 @@ from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GE
 from equivalence_tests.checker.reporting.lines import Frames, frames_here
 
 Patch = Callable[["Recorder", "Operation"], Tensor]
+MOST_BYTES = 2 << 30  # recording stops beyond
 
 
 class _Hole:
@@ -105,17 +106,14 @@ class Recorder(TorchFunctionMode):
     Args:
         named: Tensors that are known by a name: parameters, buffers and arguments.
         patches: What to give in the place of an operation's result, by its index.
-        most: The greatest number of bytes that is kept; recording stops beyond.
     """
 
-    def __init__(
-        self, named: Iterable[tuple[str, Tensor]] = (), patches: Mapping[int, Patch] | None = None, most: int = 2 << 30
-    ) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]] = (), patches: Mapping[int, Patch] | None = None) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.patches = patches or {}
         self.names: list[str] = []
-        self.room, self.overflowed = most, False
+        self.room, self.overflowed = MOST_BYTES, False
         self.places: list[str] = []  # the paths of the modules that are running, the innermost last
         self._origins: dict[int, int] = {}
         self._live: dict[int, list[Slot]] = {}
@@ -132,6 +130,10 @@ class Recorder(TorchFunctionMode):
     def named(self, bits: int) -> list[str]:
         """Give the names that the bits stand for."""
         return [name for place, name in enumerate(self.names) if bits >> place & 1]
+
+    def parameters(self, bits: int) -> list[str]:
+        """Give the names of the parameters among those that the bits stand for."""
+        return [name.removeprefix("param:") for name in self.named(bits) if name.startswith("param:")]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

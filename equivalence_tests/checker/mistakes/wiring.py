@@ -1,78 +1,64 @@
 """The known mistakes in how a layer or a model is put together."""
 
-from equivalence_tests.checker.mistakes.mistake import Mistake
+from equivalence_tests.checker.mistakes.mistake import rows
 
-SUBLAYER = "LayerNorm(x + f(x)), or x + f(LayerNorm(x))"
-
-
-def _residual(name: str, sentence: str, have: str, fix: str, on_purpose_in: str = "") -> Mistake:
-    return Mistake(name, "wiring", sentence, have, SUBLAYER, fix, on_purpose_in=on_purpose_in)
-
-
-def _layer(name: str, sentence: str, have: str, want: str, fix: str, on_purpose_in: str = "", ran: str = "") -> Mistake:
-    return Mistake(name, "wiring", sentence, have, want, fix, on_purpose_in, ran)
-
+_layer = rows("wiring", "LayerNorm(x + f(x)), or x + f(LayerNorm(x))", "layer")
 
 ROWS = (
     _layer(
         "norm_shared",
         "One LayerNorm serves two sub-layers.",
-        "norm(x + f(x)); norm(x + g(x))",
-        "norm1(x + f(x)); norm2(x + g(x))",
+        ("norm(x + f(x)); norm(x + g(x))", "norm1(x + f(x)); norm2(x + g(x))"),
         "Give each sub-layer its own LayerNorm.",
     ),
-    _residual(
+    _layer(
         "norm_final_extra",
         "A LayerNorm follows the last residual of a pre-norm layer as well.",
         "LayerNorm(x + f(LayerNorm(x)))",
         "Keep it for the end of the stack.",
-    ).made_of(
-        "layer",
         ("nn.LayerNorm(d_model), None", "nn.LayerNorm(d_model), nn.LayerNorm(d_model)"),
         ("return x", "return self.norm3(x)"),
     ),
     _layer(
         "cross_attention_from_decoder",
         "The cross-attention takes its keys or values from the decoder.",
-        "Attention(query=x, key=x, value=x), or one of key and value the memory",
-        "Attention(query=x, key=memory, value=memory)",
+        (
+            "Attention(query=x, key=x, value=x), or one of key and value the memory",
+            "Attention(query=x, key=memory, value=memory)",
+        ),
         "Pass the encoder's output as key and value.",
     ),
     _layer(
         "cross_attention_left_out",
         "The cross-attention exists but is never called.",
-        "self-attention, feed-forward",
-        "self-attention, cross-attention, feed-forward",
+        ("self-attention, feed-forward", "self-attention, cross-attention, feed-forward"),
         "Call it between the two.",
     ),
     _layer(
         "sublayer_unused",
         "What a sub-layer gives is used by nothing.",
-        "x",
-        "x + f(x)",
+        ("x", "x + f(x)"),
         "Add it to the residual stream; look which variable the next sum takes.",
     ),
     _layer(
         "cross_maps_are_self_maps",
         "The self-attention maps are returned in place of the cross-attention maps.",
-        "returns the self-attention maps twice",
-        "returns self-attention maps and cross-attention maps",
+        ("returns the self-attention maps twice", "returns self-attention maps and cross-attention maps"),
         "Keep the maps of the second attention and return those.",
     ),
     _layer(
         "sublayers_in_another_order",
         "The sub-layers run in the wrong order.",
-        "another order",
-        "self-attention, cross-attention, feed-forward",
+        ("another order", "self-attention, cross-attention, feed-forward"),
         "Put them in the order of the paper.",
     ),
-    _residual(
+    _layer(
         "sublayer_reads_another_tensor",
         "A sub-layer reads something other than the residual stream or its LayerNorm, or a mixture of the two.",
         "f(something earlier)",
         "Feed each sub-layer what came out of the one before, with its residual.",
     ),
-    _residual(
+    _layer(
         "residual_from_elsewhere",
         "The residual that is added is not what the sub-layer was given.",
         "an earlier tensor + f(x)",
@@ -81,108 +67,100 @@ ROWS = (
     _layer(
         "sublayers_side_by_side",
         "Attention and feed-forward read the same tensor and are added together.",
-        "x + Attention(LayerNorm(x)) + FF(LayerNorm(x))",
-        "h = x + Attention(LayerNorm(x)); h + FF(LayerNorm(h))",
+        ("x + Attention(LayerNorm(x)) + FF(LayerNorm(x))", "h = x + Attention(LayerNorm(x)); h + FF(LayerNorm(h))"),
         "Feed the attention's output to the feed-forward; torch.nn has no layer that runs them side by side.",
-        "GPT-J, GPT-NeoX and PaLM do so.",
+        on_purpose_in="GPT-J, GPT-NeoX and PaLM do so.",
     ),
     _layer(
         "masks_exchanged",
         "The mask of one attention is given to the other.",
-        "self_attn(x, x, x, src_mask), cross_attn(x, memory, memory, tgt_mask)",
-        "self_attn(x, x, x, tgt_mask), cross_attn(x, memory, memory, src_mask)",
+        (
+            "self_attn(x, x, x, src_mask), cross_attn(x, memory, memory, tgt_mask)",
+            "self_attn(x, x, x, tgt_mask), cross_attn(x, memory, memory, src_mask)",
+        ),
         "Give the target's mask to the self-attention, the source's to the cross-attention.",
     ),
     _layer(
         "masks_of_opposite_meaning",
         "Two masks of the layer are read the other way round from each other.",
-        "True in one of them hides a token, True in the other shows it",
-        "True means the same in both",
+        ("True in one of them hides a token, True in the other shows it", "True means the same in both"),
         "Invert neither mask on the way, or both, and say in the docstring what True means.",
     ),
     _layer(
         "model_mask_dropped",
         "There is a mask for this sequence, but these layers do not get it.",
-        "decoder(tgt, memory, tgt_mask)",
-        "decoder(tgt, memory, tgt_mask, src_mask)",
+        ("decoder(tgt, memory, tgt_mask)", "decoder(tgt, memory, tgt_mask, src_mask)"),
         "Pass the mask of the source to the encoder and to the cross-attention, that of the target to the decoder.",
         ran="call",
     ),
     _layer(
         "model_padding_inverted",
         "The padding is shown to these layers and the words are hidden: they read the mask the wrong way round.",
-        "mask = ids == pad, where True means may look",
-        "mask = ids != pad, where True means may look",
+        ("mask = ids == pad, where True means may look", "mask = ids != pad, where True means may look"),
         "Let True mean the same where the mask is built and where it is read.",
         ran="call",
     ),
     _layer(
         "layers_not_chained",
         "The layers of a stack do not feed one another.",
-        "every layer gets the same input",
-        "x = layer(x) for each layer",
+        ("every layer gets the same input", "x = layer(x) for each layer"),
         "Hand the output of each layer to the next.",
         ran="call",
     ),
     _layer(
         "memory_is_not_encoder_output",
         "The decoder reads something other than the encoder's output.",
-        "decoder(tgt, src)",
-        "decoder(tgt, encoder(src))",
+        ("decoder(tgt, src)", "decoder(tgt, encoder(src))"),
         "Pass the encoder's output as memory.",
         ran="call",
     ),
     _layer(
         "memory_and_target_exchanged",
         "The decoder is given the encoder's output as its target and the target as memory.",
-        "decoder(encoder(src), tgt)",
-        "decoder(tgt, encoder(src))",
+        ("decoder(encoder(src), tgt)", "decoder(tgt, encoder(src))"),
         "Swap the two arguments.",
         ran="call",
     ),
     _layer(
         "samples_mixed",
         "The output for one sample depends on the other samples: batch and length are mixed up.",
-        "attention along axis 0, the samples, of (batch, len, features)",
-        "attention along the length",
+        ("attention along axis 0, the samples, of (batch, len, features)", "attention along the length"),
         "Build torch's layers with batch_first=True, or transpose before and after them.",
     ),
     _layer(
         "input_never_read",
         "The output is the same for every input: batch and length may be mixed up.",
-        "the row that is read out sees no other, as where attention runs along the samples",
-        "the row that is read out sees its sequence",
+        (
+            "the row that is read out sees no other, as where attention runs along the samples",
+            "the row that is read out sees its sequence",
+        ),
         "Build torch's layers with batch_first=True, or transpose before and after them.",
     ),
     _layer(
         "layers_share_parameters",
         "The layers of a stack are one and the same: they share all parameters.",
-        "[layer] * num_layers",
-        "[make_layer() for _ in range(num_layers)]",
+        ("[layer] * num_layers", "[make_layer() for _ in range(num_layers)]"),
         "Make a layer for each place, or copy.deepcopy it.",
-        "ALBERT and the Universal Transformer do so.",
+        on_purpose_in="ALBERT and the Universal Transformer do so.",
     ),
     _layer(
         "future_is_seen",
         "Earlier outputs of the decoder change when a later target token does: no causal mask works.",
-        "position i reads the targets j > i",
-        "position i reads the targets j <= i",
+        ("position i reads the targets j > i", "position i reads the targets j <= i"),
         "Give the decoder's self-attention a causal mask.",
         ran="call",
     ),
     _layer(
         "no_positions",
         "The order of the tokens does not matter: no position reaches the layers.",
-        "embedding(ids)",
-        "embedding(ids) + positions",
+        ("embedding(ids)", "embedding(ids) + positions"),
         "Add the positional encoding to the embeddings.",
-        "Decoders with a causal mask can do without (NoPE).",
+        on_purpose_in="Decoders with a causal mask can do without (NoPE).",
     ),
     _layer(
         "part_never_used",
         "A module exists but takes no part in the forward pass.",
-        "the part is constructed and not called",
-        "the part is called, or not there",
+        ("the part is constructed and not called", "the part is called, or not there"),
         "Call it, or remove it.",
     ),
 )

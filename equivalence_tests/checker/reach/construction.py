@@ -347,11 +347,11 @@ def retype(module: nn.Module, dtype: torch.dtype) -> None:
                 setattr(child, name, turned(value))
 
 
-def prepare(module: nn.Module, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Give a module random parameters, in eval mode and in this precision, without touching its own code."""
     retype(module, dtype)
     module.eval()  # a train() of the user's own may return nothing
-    return randomize_parameters(module, seed=seed)
+    return randomize_parameters(module, seed=0)
 
 
 def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:

@@ -63,11 +63,8 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 
 
 @contextlib.contextmanager
-def preserved_global_state(quiet: bool = True) -> Iterator[io.StringIO]:
+def preserved_global_state() -> Iterator[io.StringIO]:
     """Restore seeds, default dtype and device and all of ``SETTINGS``, and keep what is printed.
-
-    Args:
-        quiet: Catch what is written to the standard output.
 
     Returns:
         A context manager that gives the buffer of what was printed.
@@ -84,8 +81,7 @@ def preserved_global_state(quiet: bool = True) -> Iterator[io.StringIO]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            if quiet:
-                stack.enter_context(contextlib.redirect_stdout(printed))
+            stack.enter_context(contextlib.redirect_stdout(printed))
             if device.type != "cpu":  # what is checked here is checked on the CPU
                 stack.enter_context(torch.device("cpu"))
             yield printed

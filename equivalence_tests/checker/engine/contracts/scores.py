@@ -309,19 +309,17 @@ class Scores:
         """Parameters that add different numbers only where keys are hidden, and do nothing among the others."""
         hidden, rows, names = self.model.hidden, self.model.rows, self.attention.run.names
         seen = self.model.live & ~hidden
-        own = self.attention.run.recorder.origins_of(self.part.product.operation.outputs[0].tensor)
+        recorder = self.attention.run.recorder
+        own = recorder.origins_of(self.part.product.operation.outputs[0].tensor)
         for step in self.steps if bool(hidden.any()) and bool(seen.any()) else ():
-            learnt = [n for _, bits in names.beside(step.operation) if not bits & own for n in self._parameters(bits)]
+            beside = (bits for _, bits in names.beside(step.operation) if not bits & own)
+            learnt = [name for bits in beside for name in recorder.parameters(bits)]
             if not learnt or step.taken is None or step.operation.name not in ADDS:
                 continue
             added = (step.values.double() - step.taken.double()).reshape(-1)[step.places.reshape(-1).argsort()]
             whole = added.shape == rows.shape and bool((added > SOFT).all())
             if whole and spread(added, rows) > PLAIN > spread(added[seen], rows[seen]):
                 yield Departure("bias_never_used", "project", step.operation, {"parameter": learnt[0]})
-
-    def _parameters(self, bits: int) -> list[str]:
-        named = self.attention.run.recorder.named(bits)
-        return [name.partition(":")[2] for name in named if name.startswith("param:")]
 
     def _adding(self) -> Operation | None:
         """The first sum of scores with what hides some of them; without one, the first sum."""
