@@ -9,8 +9,6 @@ from torch import Tensor
 from equivalence_tests.checker.engine.contracts.departure import near
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
-__all__ = ["Against"]
-
 ROUNDING = 1e-5  # a table in float32 is no departure
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.codes import source_of, sources_in
+from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import strange_operations
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, constant_ratio
 from equivalence_tests.checker.engine.contracts.layout import are_followed
@@ -311,6 +311,12 @@ class Evidence:
             for operation, _, _ in list(part.steps(self.judgement.attention.run))[1:]:
                 yield operation, part
 
+    def _beside_scores(self) -> Iterator[tuple[Operation, Slot, int, Part]]:
+        """What the scores meet between the two products: the operation, the tensor, and what that was made of."""
+        for operation, part in self._between():
+            pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
+            yield from ((operation, slot, bits, part) for slot, bits, x in pairs if not _is_of(x, {part.number}))
+
     # ------------------------------------------------------------------------------------------ conventions
     def conventions(self, departures: list[Departure]) -> Iterator[Departure]:
         """What torch's formula does not have, and nobody would call a mistake."""
@@ -362,14 +368,12 @@ class Evidence:
     def _hiding(self) -> tuple[Operation | None, list[str]]:
         """The first operation that scores meet something else in, and what that is made from."""
         first: Operation | None = None
-        for operation, part in self._between():
-            codes = self._names.before[operation.index]
-            pairs = zip(operation.origins, codes, strict=True)
-            own = self.recorder.origins_of(part.product.operation.outputs[0].tensor)  # as the largest score has them
-            others = [bits for bits, names in pairs if not _is_of(names, {part.number}) and bits != own]
-            first = first or (operation if others else None)
-            if any(others):
-                return operation, [name for bits in others for name in self.recorder.named(bits)]
+        for operation, _, bits, part in self._beside_scores():
+            own = self.recorder.origins_of(part.product.operation.outputs[0].tensor)
+            if bits != own:  # the largest score has these
+                first = first or operation
+                if bits:
+                    return operation, self.recorder.named(bits)
         return first, []
 
     def _window(self, part: Part, hidden: Tensor, live: Tensor) -> str:
@@ -399,17 +403,15 @@ class Evidence:
         live = model.live & ~model.hidden & ~model.replaced
         if not bool(live.any()) or float(model.bias[live].abs().max()) < 1e-5:
             return
-        for operation, _ in self._between():
-            for bits, codes in zip(operation.origins, self._names.before[operation.index], strict=True):
-                score = codes is not None and bool((source_of(codes) == part.number).any())
-                if not score and bits and operation.name in ADDS:
-                    names = self.recorder.named(bits)
-                    if all(name.startswith("buffer:") for name in names) and _grows(part, model, live):
-                        yield Departure("bias_grows_with_distance", "bias", operation)
-                        return
-                    told = next((n for n in names if n.startswith("param:")), names[-1])
-                    yield Departure("bias_added", "bias", operation, evidence=_made_from(told))
+        for operation, _, bits, _ in self._beside_scores():
+            if bits and operation.name in ADDS:
+                names = self.recorder.named(bits)
+                if all(name.startswith("buffer:") for name in names) and _grows(part, model, live):
+                    yield Departure("bias_grows_with_distance", "bias", operation)
                     return
+                told = next((n for n in names if n.startswith("param:")), names[-1])
+                yield Departure("bias_added", "bias", operation, evidence=_made_from(told))
+                return
         adding = next((op for op, _ in self._between() if op.name in ADDS), None)
         graded = len((model.bias[live] * 1e6).round().unique()) > 4
         if graded and _grows(part, model, live):
@@ -421,12 +423,9 @@ class Evidence:
     def _bent(self) -> Iterator[Departure]:
         """What no known model does to what is added to the scores, or says which of them are hidden."""
         seen: set[int] = set()
-        for operation, part in self._between():
-            pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
-            for slot, bits, codes in pairs if operation.name in ADDS | FILLS else ():
-                learnt = bool(self.recorder.parameters(bits))
-                made = () if _is_of(codes, {part.number}) else self._strange(slot, operation, learnt)
-                for strange in made:
+        for operation, slot, bits, _ in self._beside_scores():
+            if operation.name in ADDS | FILLS:
+                for strange in self._strange(slot, operation, bool(self.recorder.parameters(bits))):
                     if strange.index not in seen:
                         seen.add(strange.index)
                         yield changed_by(strange, "bias", "bias of the scores")

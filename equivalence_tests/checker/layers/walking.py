@@ -20,7 +20,7 @@ from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.layers.masks import Masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
-from equivalence_tests.checker.mistakes import MISTAKES, named_mistake, told
+from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
@@ -210,10 +210,9 @@ def _concluded(report: Report, subject: Subject) -> Report:
             f"{report.target} holds no attention, LayerNorm, feed-forward or positional encoding of its own to check"
         )
     unchecked = [c for c in report.checks if c.outcome == "skipped"]
-    blamed = [f for f in report.findings if f.name not in MISTAKES or not MISTAKES[f.name].expressible]
     failed = [c for c in report.checks if c.outcome == "failed"]
     least: Verdict = "partial" if report.coverage else "equal"
-    report.verdict = "deviates" if failed or blamed else "unchecked" if unchecked else least
+    report.verdict = "deviates" if failed or report.findings else "unchecked" if unchecked else least
     if report.verdict == "unchecked":
         report.reason = "; ".join(f"{c.name}: {c.detail}" for c in unchecked)
     return report

@@ -21,7 +21,6 @@ class Mistake:
         on_purpose_in: Which well-known models do this on purpose, and why; "" if none does.
         ran: What runs at its line, the likeliest first, where the output shows the mistake and no single operation
             does: "std", "last mul", "end" for the line that gives the output, "call" for that which calls the part.
-        expressible: Whether torch.nn has an argument for it, so that it is no deviation.
         right: The right code of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it.
         changes: What to replace in that by what.
     """
@@ -34,7 +33,6 @@ class Mistake:
     fix: str
     on_purpose_in: str = ""
     ran: str = ""
-    expressible: bool = False
     right: str = ""
     changes: tuple[Change, ...] = ()
 

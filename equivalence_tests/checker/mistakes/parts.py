@@ -137,11 +137,10 @@ ROWS = (
     ),
     _activation(
         "activation_exchanged",
-        "The activation is neither ReLU nor exact GELU.",
-        "linear2(another activation(linear1(x)))",
+        "The activation is {activation}, neither ReLU nor exact GELU.",
+        "linear2({activation}(linear1(x)))",
         "Use nn.ReLU or nn.GELU if those were meant.",
-        on_purpose_in="Many models use SiLU; torch.nn takes any function.",
-        expressible=True,
+        on_purpose_in="Many models use SiLU.",
     ),
     _activation(
         "activation_misplaced",

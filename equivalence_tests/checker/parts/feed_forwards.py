@@ -171,7 +171,8 @@ def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[Part
         for unused in (name.removesuffix(".weight") for name, p in idle.items() if p.dim() > 1):
             for name, activation in ACTIVATIONS.items():
                 mistakes = ("ff_second_linear_missing", *MISTAKES.get(name, ("activation_exchanged",)))
-                yield PartReading(_chain(last, activation), _rows(name, f"{last.name}, {unused}"), mistakes)
+                words = _rows(name, f"{last.name}, {unused}")
+                yield PartReading(_chain(last, activation), words, mistakes, facts={"activation": name})
 
 
 def _plain(first: Projection, second: Projection, idle: dict[str, Tensor]) -> Iterator[PartReading]:
@@ -191,7 +192,7 @@ def _plain(first: Projection, second: Projection, idle: dict[str, Tensor]) -> It
         for place, maps in places.items() if name != "nothing" else [(PLAIN, (one, two))]:
             misplaced = () if place == PLAIN else ("activation_misplaced",)
             mistakes = (*misplaced, *MISTAKES.get(name, ("activation_exchanged",)), *lost, *lost_too)
-            yield PartReading(_chain(*maps), words, mistakes, facts={"formula": place})
+            yield PartReading(_chain(*maps), words, mistakes, facts={"formula": place, "activation": name})
 
 
 def _with_idle_bias(p: Projection, idle: dict[str, Tensor], mistake: str) -> list[tuple[Projection, tuple[str, ...]]]:

@@ -255,21 +255,17 @@ def _reported(report: Report, attempt: Attempt, drawn: Drawn, ran: list[Operatio
 def _report_one(report: Report, label: str, found: list[Meaning], output: Tensor, ran: list[Operation]) -> None:
     mask = found[0]
     fill = float(output.min()) if mask.encoding == "additive" else -math.inf
-    facts = {"fill": fill}
     encoded = f"{mask.shape}, {ENCODINGS[mask.encoding]}" + (f" (here {fill:g})" if math.isfinite(fill) else "")
     report.conventions += [(label, mask.words, ""), ("", encoded, TORCH_WORDS)]
     report.checks.append(CheckResult(label, "failed" if mask.mistakes else "passed", ", ".join(mask.mistakes)))
-    others = dict.fromkeys(other.mistakes for other in found if other.mistakes != mask.mistakes)
-    alternatives = tuple(" ".join(told(named_mistake(name), facts).sentence for name in names) for names in others)
     for name in mask.mistakes:
         report.findings.append(
             told(
                 named_mistake(name),
-                facts,
+                {"fill": fill},
                 stack=lines_where(named_mistake(name).ran, ran),
                 evidence="gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake "
                 "does",
-                alternatives=alternatives,
             )
         )
     if "padded queries too" in mask.words:

@@ -99,17 +99,6 @@ def test_the_methods_of_a_model_are_checked_with_it() -> None:
     assert [(f.where, f.name) for f in report.findings] == [("make_trg_mask", "padding_mask_on_queries")], str(report)
 
 
-def test_readings_that_give_the_same_mask_are_listed_together() -> None:
-    def subsequent_mask(size: int) -> Tensor:
-        return torch.from_numpy(1 - np.triu(np.ones((1, size, size))).astype("uint8"))
-
-    finding = examine_mask_builder(subsequent_mask, "it").findings[0]
-    assert finding.name == "causal_cannot_see_itself"
-    assert finding.alternatives == (
-        "The causal mask is the wrong way round: each query sees the future, not the past.",
-    )
-
-
 def test_rows_that_hide_everything_are_noted() -> None:
     def pad_mask(q: Tensor, k: Tensor) -> Tensor:
         return (q != 0)[:, None, :, None] & (k != 0)[:, None, None, :]

@@ -422,6 +422,9 @@ def test_what_torch_has_an_argument_for_is_told_and_not_blamed() -> None:
     assert [(finding.name, finding.meant) for finding in report.meant] == [
         ("gelu_approximated", 'approximate="tanh" asks torch for it')
     ]
+    report = verify(nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)))
+    assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
+    assert "The activation is SiLU" in report.meant[0].sentence
 
 
 @pytest.mark.parametrize("found", [ShuffledFeedForward, CubedLayerNorm, lambda: ShuffledFeedForward(8, 32)])

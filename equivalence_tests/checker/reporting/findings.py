@@ -73,7 +73,6 @@ class Finding:
         example: Numbers before and after.
         proof: What putting it right does; None where nothing was put right.
         evidence: Why we are sure where nothing was put right.
-        alternatives: Other mistakes that would give the same numbers.
         on_purpose_in: Which well-known models do this on purpose; "" if none does.
         meant: The evidence that it is meant so; "" if there is none.
         where: Path of the sub-module; "" for the checked object itself.
@@ -89,7 +88,6 @@ class Finding:
     example: Example | None = None
     proof: Proof | None = None
     evidence: str = ""
-    alternatives: tuple[str, ...] = ()
     on_purpose_in: str = ""
     meant: str = ""
     where: str = ""

@@ -76,7 +76,6 @@ def finding_view(finding: Finding) -> Group:
         ("fix", Text(finding.fix)),
         ("proof", Text(_proof(finding.proof))),
         ("evidence", Text(finding.evidence)),
-        ("or", Text("; ".join(finding.alternatives))),
         ("on purpose in", Text(finding.on_purpose_in)),
     )
     return _under(Text(sentence, style="bold"), ((Text(label, style="dim"), value) for label, value in told if value))
