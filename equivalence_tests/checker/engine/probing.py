@@ -133,7 +133,7 @@ def _windows(query: Tensor, key: Tensor, length: int) -> int:
 
 def other_length_departures(situation: Situation) -> list[Departure]:
     """Keys may be more or fewer than queries wherever they are given apart."""
-    lengths = situation.lengths
+    lengths = situation.trial.sizes
     if situation.plan.self_attention or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
         return []
     if _rows_are_samples(situation):

@@ -18,7 +18,6 @@ from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs, Trial, from_layout
-from equivalence_tests.checker.reach.construction import Sizes
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.subject import Subject
@@ -49,11 +48,6 @@ class Situation:
     def plan(self) -> CallPlan:
         """What its arguments are."""
         return self.trial.plan
-
-    @property
-    def lengths(self) -> Sizes:
-        """The sizes of its inputs."""
-        return self.trial.sizes
 
     @property
     def departures(self) -> list[Departure]:

@@ -67,7 +67,7 @@ def _what_hides(situation: Situation) -> str:
 
 def _difference(situation: Situation, reading: list[Linear]) -> float:
     """How far the output is from torch's, with these projections of queries, keys and values, and of the output."""
-    sizes = situation.lengths
+    sizes = situation.trial.sizes
     numbers = [sizes.num_heads] if reading or "h" in situation.plan.layout else [1]
     if reading and not situation.subject.built:  # nobody says how many heads an instance has
         numbers = [number for number in range(1, sizes.embed_dim + 1) if sizes.embed_dim % number == 0]
@@ -97,7 +97,7 @@ def _readings(situation: Situation) -> Iterator[list[Linear]]:
         yield []
         return
     named = {name: p.detach() for name, p in module.named_parameters()}
-    width = situation.lengths.embed_dim
+    width = situation.trial.sizes.embed_dim
     linears = [(p, named.get(name.removesuffix("weight") + "bias")) for name, p in named.items() if p.dim() == 2]
     square = [linear for linear in linears if linear[0].shape == (width, width)]
     for weight, bias in linears:

@@ -69,18 +69,18 @@ MOST_CALLS = 200
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to call a builder, what came back, and what each of the masks may mean."""
+    """One way to call a builder, what came back, and what each of the masks means; None where nothing fits."""
 
     plan: CallOfRoles
-    masks: list[list[Meaning]]
+    masks: list[Meaning | None]
     outputs: list[Tensor]
 
     @property
     def badness(self) -> tuple[int, int]:
         """Count what was not understood, and the mistakes in the rest; a mask that hides nothing tells nothing."""
-        telling = [found for found in self.masks if not found or found[0].words != "hides nothing"]
-        unread = sum(not found for found in telling) if telling else len(self.masks)
-        return unread, sum(len(found[0].mistakes) for found in telling if found)
+        telling = [mask for mask in self.masks if mask is None or mask.words != "hides nothing"]
+        unread = telling.count(None) if telling else len(self.masks)
+        return unread, sum(len(mask.mistakes) for mask in telling if mask)
 
 
 def mask_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -186,8 +186,8 @@ def _choices(parameter: inspect.Parameter) -> list[str]:
     return list(dict.fromkeys((role, *UNKNOWN))) if role else list(UNKNOWN)
 
 
-def _read(plan: CallOfRoles, draws: Sequence[Drawn], masks: list[Tensor]) -> list[Meaning]:
-    """Find what a mask may mean: the readings with the fewest mistakes that give it on all draws."""
+def _read(plan: CallOfRoles, draws: Sequence[Drawn], masks: list[Tensor]) -> Meaning | None:
+    """Find what a mask means: the reading with the fewest mistakes that gives it on all draws."""
     encodings = list(_encodings(masks))
     found = [
         replace(meaning, shape=shape, encoding=encoding, mistakes=(*meaning.mistakes, *wrong))
@@ -195,8 +195,7 @@ def _read(plan: CallOfRoles, draws: Sequence[Drawn], masks: list[Tensor]) -> lis
         for encoding, looks, wrong in encodings
         if (shape := _shape_in_which(meaning.masks, looks))
     ]
-    fewest = min((len(mask.mistakes) for mask in found), default=0)
-    return [mask for mask in found if len(mask.mistakes) == fewest]
+    return min(found, key=lambda mask: len(mask.mistakes), default=None)
 
 
 def _encodings(masks: list[Tensor]) -> Iterator[tuple[str, list[Tensor], tuple[str, ...]]]:
@@ -240,20 +239,19 @@ def _reported(report: Report, attempt: Attempt, drawn: Drawn, ran: list[Operatio
     words = {"ids": ids, "key_ids": ids, "keep": kept, "vectors": "(batch, len, features)"}
     given = ", ".join(f"{name}: {words.get(role, role.replace('_', ' '))}" for name, role in plan.roles)
     report.conventions.append(("arguments", given or "none", ""))
-    for number, (found, output) in enumerate(zip(masks, attempt.outputs, strict=True), start=1):
+    for number, (mask, output) in enumerate(zip(masks, attempt.outputs, strict=True), start=1):
         label = f"mask {number}" if len(masks) > 1 else "mask"
-        if not found or (len(masks) == 1 and found[0].words == "hides nothing"):
+        if mask is None or (len(masks) == 1 and mask.words == "hides nothing"):
             report.checks.append(CheckResult(label, "skipped", _closest(plan, drawn, output)))
         else:
-            _report_one(report, label, found, output, ran)
+            _report_one(report, label, mask, output, ran)
     unread = [f"{c.name}: {c.detail}" for c in report.checks if c.outcome == "skipped"]
     report.verdict = "deviates" if report.findings else "unchecked" if unread else "equal"
     report.reason = "" if report.verdict != "unchecked" else "; ".join(unread)
     return report
 
 
-def _report_one(report: Report, label: str, found: list[Meaning], output: Tensor, ran: list[Operation]) -> None:
-    mask = found[0]
+def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: list[Operation]) -> None:
     fill = float(output.min()) if mask.encoding == "additive" else -math.inf
     encoded = f"{mask.shape}, {ENCODINGS[mask.encoding]}" + (f" (here {fill:g})" if math.isfinite(fill) else "")
     report.conventions += [(label, mask.words, ""), ("", encoded, TORCH_WORDS)]
