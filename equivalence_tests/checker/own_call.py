@@ -38,6 +38,10 @@ def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]
     Raises:
         CannotCheckError: If the call fails, or no attention runs in it.
     """
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        raise CannotCheckError(
+            f"{name} is a class. Inputs are for an instance: name one, built as model = {function.__name__}(...)."
+        )
     args, kwargs = _as_call(inputs() if callable(inputs) and not isinstance(inputs, Tensor) else inputs)
     last = ""
     for dtype in (torch.float64, None):

@@ -143,6 +143,10 @@ class TestKinds:
         with pytest.raises(ValueError, match="kind"):
             verify(Block, kind="sandwich")
 
+    def test_inputs_for_a_class_are_refused(self) -> None:
+        (report,) = verify(Block, inputs=torch.ones(2, 5, 12))
+        assert "is a class. Inputs are for an instance: name one, built as model = Block(...)." in report.reason
+
 
 class TestDoors:
     def test_a_call_that_is_not_found_out_takes_an_adapter(self) -> None:

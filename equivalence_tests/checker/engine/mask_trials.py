@@ -186,7 +186,7 @@ class _Masks:
         if before is None or after is None or before.shape != after.shape:
             return True
         visible = after > -DROWNED
-        return near(after[visible], before[visible], 1e-6)
+        return near(after[visible], before[visible], 1e-12)
 
     def _attempt(self, form: MaskForm, replaces_own: bool = False) -> Situation | None:
         situation, may = self.situation, self._may(form)

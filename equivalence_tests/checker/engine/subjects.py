@@ -1,5 +1,6 @@
 """The door to one attention: a class or function that is built, called, and held against torch in all it offers."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -100,7 +101,10 @@ def _watched(subject: Subject, errors: list[str]) -> Report | None:
 
 
 def _cannot_call(errors: list[str]) -> str:
-    shown = "\n".join(f"  {text}" for text in list(dict.fromkeys(errors))[:4])
+    """Say what the code answered; first what came from its last lines, where a call that fits its first ones ends."""
+    lines = {text: re.search(r":(\d+)\)$", text) for text in errors}
+    last_first = sorted(lines, key=lambda text: -int(place[1]) if (place := lines[text]) else 0)
+    shown = "\n".join(f"  {text}" for text in last_first[:4])
     answered = f"Its forward answered:\n{shown}\n" if shown else "Its forward names no argument to pass tensors to. "
     return (
         f"No way to call it as an attention was found. {answered}"

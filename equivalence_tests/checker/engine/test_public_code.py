@@ -99,6 +99,19 @@ def test_a_required_mask_that_is_added_is_not_tried_with_true_and_false() -> Non
     assert ["added" in here for what, here, _ in report.conventions if what == "mask (mask)"] == [True]
 
 
+class HidesNext(Attends):
+    """1 is for what may be looked at, and what may not gets next to nothing; -inf would pass all the same."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.attend(x, x, 0.0 if mask is None else (1 - mask) * -1e-9)
+
+
+def test_a_mask_of_ones_that_is_multiplied_by_next_to_nothing_is_no_mask_that_is_added() -> None:
+    (finding,) = verify(lambda: HidesNext(12, 12, 3)).findings
+    assert finding.name == "mask_fill_not_negative"
+    assert "fills with -1e-09" in finding.sentence
+
+
 class HidesQueries(Attends):
     """A mask of padding lies along the queries, and leaves nothing of their rows."""
 

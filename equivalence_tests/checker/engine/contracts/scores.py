@@ -342,8 +342,7 @@ class Scores:
             return self._put_right(name, "mask", operation, causal=True)
         given = _fill_of(operation)
         fill = float(self.model.fill[soft].median()) if given is None else given
-        word = "fill_too_small" if abs(fill) >= 1e-3 else "fill_not_negative" if fill else "fill_zero"
-        return self._put_right(f"{prefix}_{word}", "mask", operation, {"fill": fill}, causal=True)
+        return self._put_right(f"{prefix}_{_named_fill(fill)}", "mask", operation, {"fill": fill}, causal=True)
 
     def _replacing(self, soft: Tensor) -> Operation:
         """The operation that puts something else in the place of scores."""
@@ -367,8 +366,8 @@ class Scores:
                 yield self._weak("mask", soft)
             return
         if levels is not None:
-            name = "mask_fill_too_small" if abs(abs(levels) - 1) > 1e-6 else "mask_added_as_01"
-            yield self._put_right(name, "mask", self._adding() or self._softmax_step(), {"fill": levels})
+            word = "added_as_01" if abs(levels - 1) < 1e-6 else _named_fill(levels)
+            yield self._put_right(f"mask_{word}", "mask", self._adding() or self._softmax_step(), {"fill": -levels})
             return
         dead = model.dead[model.rows]
         every = (~model.weights.isnan() | dead) & with_some(~wanted, model.rows)  # rows that see nothing tell too
@@ -430,3 +429,12 @@ def _fill_of(operation: Operation) -> float | None:
     elif operation.name == "where":
         value = next((x for x in operation.arguments[0][1:] if isinstance(x, int | float)), None)
     return float(value) if isinstance(value, int | float) else None
+
+
+def _named_fill(fill: float) -> str:
+    """Say what is wrong with a number that does not hide.
+
+    >>> _named_fill(-10.0), _named_fill(1e-9), _named_fill(0.0)
+    ('fill_too_small', 'fill_not_negative', 'fill_zero')
+    """
+    return "fill_too_small" if abs(fill) >= 1e-3 else "fill_not_negative" if fill else "fill_zero"

@@ -82,7 +82,7 @@ def two_levels(model: WeightsModel, where: Tensor) -> float | None:
     best = torch.full((int(model.rows.max()) + 1,), -torch.inf, dtype=torch.float64)
     best = best.scatter_reduce(0, rows, bias, "amax")
     below = best[rows] - bias
-    steps = below[below > 1e-4]
+    steps = next((found for least in (1e-4, 1e-11) if len(found := below[below > least])), below[:0])
     if not len(steps) or float(steps.max() - steps.min()) > 1e-3 * float(steps.max()):
         return None
     return float(steps.mean())
