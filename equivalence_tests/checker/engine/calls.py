@@ -11,7 +11,11 @@ from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.ending import output_departures
 from equivalence_tests.checker.engine.contracts.norming import norm_departures
-from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
+from equivalence_tests.checker.engine.contracts.projecting import (
+    idle_departures,
+    projection_departures,
+    unused_departures,
+)
 from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.intervening import prove
 from equivalence_tests.checker.engine.judgement import Judgement
@@ -75,6 +79,7 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     judgement = found.judgements[place]
     if len(found.judgements) == 1:  # of several, none says which weights are its own
         found.departures[place] += _of_weights(judgement, found.call.module, found.departures[place])
+        found.departures[place] += idle_departures(judgement.attention, found.call.function)
     if any(departure.name in EXCHANGED for departure in found.departures[place]):  # rotations of other roles follow
         found.departures[place] = [one for one in found.departures[place] if one.stage != "rotary"]
     report = Report(name or f"attention {place + 1}", "multi-head attention")

@@ -26,7 +26,7 @@ HIDES = -1e3  # what is added to a score below this leaves nothing of it
 
 
 class GivenMasks:
-    """Reads the masks among the arguments of a call, and what a module says of itself with ``is_causal``.
+    """Reads the masks among the arguments of a call, and what a module, or a function in it, says with ``is_causal``.
 
     Args:
         call: The call.
@@ -51,7 +51,8 @@ class GivenMasks:
     def _broken_rule(self, attention: Attention, part: Part) -> Tensor | None:
         """Which keys may be seen, where the code lets others be seen; None where a rule is kept, or none is given."""
         rules = [may for mask, hides in self.masks for may in _readings(mask, part, hides)]
-        rules = rules or list(self._by_the_module(part))
+        unasked = any(step.unasked for step, _, _ in part.steps(attention.run))
+        rules = rules or list(self._by_what_is_said(part, unasked))
         if not rules:
             return None
         model = read_weights(attention.run, part, part.contexts[0])
@@ -64,15 +65,16 @@ class GivenMasks:
             return None
         if min(seen) == 0:
             future = future_of(part) & closest & live[place]
-            return closest if self.causal is False and bool(future.any()) and torch.equal(own, future) else None
+            too_much = unasked or (self.causal is False and torch.equal(own, future))
+            return closest if too_much and bool(own.any()) else None
         window = _alike_for_all(part, own) and bool(with_some(closest & ~own, model.rows)[live[place]].all())
         return closest & ~own if window else closest
 
-    def _by_the_module(self, part: Part) -> Iterator[Tensor]:
+    def _by_what_is_said(self, part: Part, unasked: bool) -> Iterator[Tensor]:
         _, _, queries, keys = ranks_of(part)
-        if not self.masks and queries == keys > 1 and self.causal is not None:
+        if not self.masks and (unasked or (queries == keys > 1 and self.causal is not None)):
             future = future_of(part)
-            yield ~future if self.causal else torch.ones_like(future)
+            yield ~future if self.causal and not unasked else torch.ones_like(future)
 
 
 def _arguments(call: Call) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from equivalence_tests.checker.engine.contracts.passing import (
     exchanged_departures,
     input_departures,
     later_departures,
+    met_departures,
     turned_back,
 )
 from equivalence_tests.checker.engine.contracts.scores import Scores
@@ -52,6 +53,7 @@ def judge(attention: Attention, expected: Mapping[int, Expectation]) -> Judgemen
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
     found.departures += later_departures(attention)
     found.departures += list(merge_departures(attention)) or list(exchanged_departures(attention))
+    found.departures += met_departures(attention)
     found.departures = _once(found.departures)
     return found
 

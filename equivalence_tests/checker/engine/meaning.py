@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import sources_in
-from equivalence_tests.checker.engine.contracts.changing import strange_operations
+from equivalence_tests.checker.engine.contracts.changing import is_strange, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, constant_ratio
 from equivalence_tests.checker.engine.contracts.layout import are_followed
 from equivalence_tests.checker.engine.contracts.operands import earlier, is_normed
@@ -117,7 +117,7 @@ class Evidence:
             return ""
         if departure.name == "value_changed_by_mul" and (told := self._value_scale()):
             return told
-        if departure.stage == "operand" and self._scaled_by_a_part(departure):
+        if departure.stage == "operand" and not is_strange(operation) and self._scaled_by_a_part(departure):
             return "a part of its own scales it by what it holds"
         if departure.stage != "operand" and (told := self._factor_asked_for(operation)):
             return told
@@ -423,17 +423,17 @@ class Evidence:
     def _bent(self) -> Iterator[Departure]:
         """What no known model does to what is added to the scores, or says which of them are hidden."""
         seen: set[int] = set()
-        for operation, slot, bits, _ in self._beside_scores():
+        for operation, slot, _, _ in self._beside_scores():
             if operation.name in ADDS | FILLS:
-                for strange in self._strange(slot, operation, bool(self.recorder.parameters(bits))):
+                for strange in self._strange(slot, operation):
                     if strange.index not in seen:
                         seen.add(strange.index)
                         yield changed_by(strange, "bias", "bias of the scores")
 
-    def _strange(self, slot: Slot, before: Operation, learnt: bool) -> Iterator[Operation]:
-        """What is strange on the way of a bias: where nothing learnt takes part, only what puts it elsewhere."""
+    def _strange(self, slot: Slot, before: Operation) -> Iterator[Operation]:
+        """What is strange on the way of a bias: of what nothing learnt takes part in, only what puts it elsewhere."""
         for operation in strange_operations(self.judgement.attention.run, slot, before.index):
-            if learnt or operation.name in MOVES:
+            if operation.name in MOVES or any(map(self.recorder.parameters, operation.origins)):
                 yield operation
 
 

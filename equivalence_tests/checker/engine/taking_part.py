@@ -1,17 +1,27 @@
 """Which operations, and which parameters, take part in what comes back."""
 
+import dis
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
-from equivalence_tests.checker.engine.watching import Operation, storage_of
+from equivalence_tests.checker.engine.watching import Operation, storage_of, tensors_of
 
 
-def live_operations(run: Run) -> set[int]:
-    """Give the indices of the operations on which what comes back depends."""
-    needed = {storage_of(x) for x in tree_leaves(run.output) if isinstance(x, Tensor)}
+def live_operations(run: Run, outputs: Iterable[Tensor] | None = None) -> set[int]:
+    """Give the indices of the operations on which what comes back depends.
+
+    Args:
+        run: The recorded run.
+        outputs: What of it; None for all.
+    """
+    needed = {storage_of(x) for x in (tensors_of(run.output) if outputs is None else outputs)}
     live: set[int] = set()
     if not needed:
         return {operation.index for operation in run.operations}
@@ -33,16 +43,72 @@ def unused_parameters(run: Run, module: nn.Module | None) -> list[str]:
     """Name the parameters of which nothing is made that comes back."""
     if module is None:
         return []
-    bits, live = 0, live_operations(run)
-    for operation in run.operations:
-        for origin in operation.origins if operation.index in live else ():
-            bits |= origin
-    used = set(run.recorder.named(bits))
+    live = live_operations(run)
+    used = set(run.recorder.named(_taken_by(run, live)))
     hidden = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule))
     named = [(name, x) for name, x in module.named_parameters() if not name.startswith(hidden)]
     idle = [(name, x) for name, x in named if f"param:{name}" not in used]
     kept = _of_no_origin(run, live) if idle else []
     return [name for name, x in idle if not any(bool(torch.isin(own, x.detach().to(own.dtype)).all()) for own in kept)]
+
+
+def _taken_by(run: Run, live: set[int]) -> int:
+    """The named tensors that operations take something of, as bits."""
+    bits = 0
+    for operation in run.operations:
+        for origin in operation.origins if operation.index in live else ():
+            bits |= origin
+    return bits
+
+
+def idle_biases(attention: Attention) -> Iterator[tuple[str, Tensor]]:
+    """Name what is made into one number for each score, and comes back beside an output that knows nothing of it."""
+    run, scores = attention.run, attention.first.outputs[0].value
+    beside = [x for x in tensors_of(run.output) if attention.last.index not in live_operations(run, [x])]
+    output = [x for x in tensors_of(run.output) if all(x is not other for other in beside)]
+    used = _taken_by(run, live_operations(run, output))
+    for made in beside if output else ():
+        if made.is_floating_point() and made.dim() > 2 and made.shape[-2:] == scores.shape[-2:]:
+            yield from ((name, made) for name in run.recorder.named(run.recorder.origins_of(made) & ~used))
+
+
+def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
+    """Name the numbers that are handed over, and that no line reads, or from which something is made in vain."""
+    live = live_operations(run)
+    used = _taken_by(run, live)
+    for tensor in tensors_of(run.output):
+        used |= run.recorder.origins_of(tensor)
+    in_vain = _taken_by(run, {operation.index for operation in run.operations} - live)
+    unread = _unread(function)
+    for place, (name, slot) in enumerate(zip(run.recorder.names, run.recorder.given, strict=True)):
+        bit, argument = 1 << place, argument_name(name, function)
+        numbers = name.startswith("arg:") and slot.value.is_floating_point() and slot.value.dim() > 1
+        if numbers and not used & bit and (in_vain & bit or argument in unread):
+            yield argument, slot.value
+
+
+def argument_name(known: str, function: Callable[..., Any]) -> str:
+    """Give the name of an argument or a parameter that the recorder knows by its place, or by its path."""
+    name = known.partition(":")[2]
+    places, _ = _code_of(function)
+    return places[int(name)] if name.isdigit() and int(name) < len(places) else name
+
+
+def _code_of(function: Callable[..., Any]) -> tuple[list[str], CodeType | None]:
+    """The arguments of a function, and the code that it is written in."""
+    code = getattr(inspect.unwrap(getattr(function, "forward", function)), "__code__", None)
+    names = [] if code is None else [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    return names[names[:1] == ["self"] :], code
+
+
+def _unread(function: Callable[..., Any]) -> set[str]:
+    """The arguments that no line of a function reads."""
+    names, code = _code_of(function)
+    if code is None:
+        return set()
+    loads = [one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")]
+    read = {name for value in loads for name in (value if isinstance(value, tuple) else (value,))}
+    return set(names) - read.union(code.co_cellvars)
 
 
 def _of_no_origin(run: Run, live: set[int]) -> list[Tensor]:

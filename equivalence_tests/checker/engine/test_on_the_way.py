@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
+from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.test_styles import (
     HEADS,
     WIDTH,
@@ -126,6 +127,11 @@ class BareNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class ClampingNorm(BareNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-0.2, 0.2)
 
 
 class BareNormOfTokens(nn.Module):
@@ -344,6 +350,26 @@ class OneRowAtATime(Base):
         return (scores - scores.amax(-1, keepdim=True)).softmax(-1)
 
 
+class HeadsInSlices(Base):
+    """Heads of all samples, two at a time."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (one.flatten(0, 1) for one in self.operands(x))
+        context = torch.zeros_like(q)
+        for start in range(0, len(q), 2):
+            own = slice(start, start + 2)
+            context[own] = self.kept((q[own] @ k[own].mT * self.scale).softmax(-1) @ v[own])
+        return context.unflatten(0, (len(x), HEADS)).transpose(1, 2).flatten(2)
+
+    def kept(self, context: Tensor) -> Tensor:
+        return context
+
+
+class HeadsInSlicesFlipped(HeadsInSlices):
+    def kept(self, context: Tensor) -> Tensor:
+        return context.flip(-1)
+
+
 class TwoKindsInOneTensor(TwoStreams):
     """The first tokens of a tensor are projected by matrices of their own."""
 
@@ -525,6 +551,7 @@ class AmongSamples(nn.Module):
         (UpsampledAndClamped, "changed_by_clamp", "return x.clamp(-0.2, 0.2)"),
         (PackedAndTurned, "rotations_differ", "query = q * cos - turned * sin"),
         (PackedWithNormsExchanged, "query_key_swapped", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
+        (HeadsInSlicesFlipped, "heads_merged_in_another_order", "return context.flip(-1)"),
         (AmongSamples, "product_pairs_wrong_axes", "return ((q @ k.mT).softmax(-1) @ v)[..., None]"),
     ],
 )
@@ -534,6 +561,14 @@ def test_what_changes_on_the_way_is_found_on_its_line(target: type[nn.Module], n
     assert report.findings[0].line is not None
     assert report.findings[0].line.text.startswith(line)
     assert "bias of the scores are" not in report.findings[0].sentence
+
+
+class NormedAndClamped(Normed):
+    norm = ClampingNorm
+
+
+def test_a_norm_of_its_own_excuses_no_clamp_in_it() -> None:
+    assert "query_changed_by_clamp" in judged(NormedAndClamped).mistakes
 
 
 class HidesByNumbers(Base):
@@ -586,6 +621,7 @@ def test_a_mask_of_numbers_shows_what_is_there(
         FoldedHeadsRolledAndBack,
         BiasesJoined,
         OneRowAtATime,
+        HeadsInSlices,
         TwoKindsInOneTensor,
         TurnedAndGrowing,
         ScaledBeforeAGain,
@@ -667,3 +703,58 @@ def test_a_residual_hides_nothing_that_comes_after_it() -> None:
 )
 def test_turned_tokens_beside_others_turn_alike(target: type[nn.Module], names: tuple[str, ...]) -> None:
     assert judged(target, torch.randn(2, 4, WIDTH).double()).mistakes == names
+
+
+class OfAnImage(Base):
+    """Channels come first in what it takes and gives, and a residual lies around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(HEADS, WIDTH)
+
+    def laid_out(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x.mT.reshape(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).flatten(2).mT
+        return self.laid_out(super().forward(tokens), x.shape) + x
+
+
+class OfAnImageInNameOnly(OfAnImage):
+    def laid_out(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x.reshape(shape)
+
+
+class NormedBehind(Base):
+    """Tokens come first; the norm stands behind the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def kept(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.kept(super().forward(x)))
+
+
+class RolledBeforeItsSum(NormedBehind):
+    def kept(self, x: Tensor) -> Tensor:
+        return x.roll(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("target", "shape", "names"),
+    [
+        (OfAnImage, (2, WIDTH, 3, 5), ()),
+        (OfAnImageInNameOnly, (2, WIDTH, 3, 5), ("output_tokens_moved",)),
+        (NormedBehind, (2, 5, WIDTH), ()),
+        (RolledBeforeItsSum, (2, 5, WIDTH), ("changed_by_roll",)),
+    ],
+)
+def test_a_residual_meets_its_own_tokens(
+    target: type[nn.Module], shape: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    (report,) = diagnose_call(target().double().eval(), (torch.randn(shape).double(),))
+    assert report.mistakes == names, str(report)

@@ -264,11 +264,38 @@ def test_a_mask_that_is_given_hides_what_it_says(target: type[nn.Module]) -> Non
         (ForgetsTheMask, "mask_never_used"),
         (ShiftsTheMask, "mask_hides_other_entries"),
         (TakesTheMaskAway, "mask_inverted"),
-        (SaysItIsNotCausal, "mask_hides_other_entries"),
+        (SaysItIsNotCausal, "causal_mask_unasked"),
     ],
 )
 def test_a_mask_that_hides_something_else_is_found(target: type[nn.Module], name: str) -> None:
     assert judged(target, padding()).mistakes == (name,)
+
+
+class PassesOnWhatItIsTold(Base):
+    """A function of its own that calls the fused kernel."""
+
+    def flag(self, is_causal: bool) -> bool:
+        return is_causal
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.flag(is_causal))
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.fused(*self.operands(x)).transpose(1, 2).flatten(2)
+
+
+class PassesOnTheContrary(PassesOnWhatItIsTold):
+    def flag(self, is_causal: bool) -> bool:
+        return not is_causal
+
+
+@pytest.mark.parametrize(
+    ("target", "names"), [(PassesOnWhatItIsTold, ()), (PassesOnTheContrary, ("causal_mask_unasked",))]
+)
+def test_a_function_that_says_it_is_not_causal_shows_the_future(
+    target: type[nn.Module], names: tuple[str, ...]
+) -> None:
+    assert judged(target).mistakes == names
 
 
 class SaysItIsCausal(Base):

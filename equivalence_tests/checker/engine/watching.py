@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, UNFILLED, plain, writes
-from equivalence_tests.checker.reporting.lines import Frames, frames_here
+from equivalence_tests.checker.reporting.lines import Frames, frames_here, local_here
 
 Patch = Callable[["Recorder", "Operation"], Tensor]
 MOST_BYTES = 2 << 30  # recording stops beyond
@@ -64,6 +64,7 @@ class Operation:
         origins: For each input, the named tensors that it was made from, as bits.
         patch: What gave the result in its place.
         place: Path of the innermost module that ran it; "" for the outermost, or where there is none.
+        unasked: Whether it hides the future in a function whose ``is_causal`` is False.
     """
 
     index: int
@@ -78,6 +79,7 @@ class Operation:
     origins: list[int] = field(default_factory=list)
     patch: "Patch | None" = None
     place: str = ""
+    unasked: bool = False
 
     def call(self, tensors: Iterable[Tensor]) -> Any:
         """Call the function with other tensors in the place of its own."""
@@ -263,6 +265,7 @@ def _fused_attention(
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = do(torch.masked_fill, "masked_fill", scores, future, -math.inf)
+        recorder.operations[-1].unasked = local_here("is_causal") is False
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = do(torch.logical_not, "logical_not", attn_mask)
         scores = do(torch.masked_fill, "masked_fill", scores, hidden, -math.inf)

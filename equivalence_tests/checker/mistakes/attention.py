@@ -420,15 +420,18 @@ ROLES = (
         "Apply the output projection to the merged heads.",
         (RETURNED, "return merged"),
     ),
-    _project(
-        "weight_never_used",
-        "Nothing that comes back depends on the weight {parameter}.",
-        ("output, whatever {parameter} is", "output, by the weight too"),
-        "Use what is made from the weight, or remove it.",
+    *(
+        _project(
+            f"{kind}_never_used",
+            f"The output does not depend on the {kind} {{parameter}}.",
+            ("output, whatever {parameter} is", f"output, by the {kind} too"),
+            f"Use what is made from the {kind}, or remove it.",
+        )
+        for kind in ("weight", "argument")
     ),
     _project(
         "bias_never_used",
-        "Nothing that comes back depends on the bias {parameter}.",
+        "The output does not depend on the bias {parameter}.",
         ("output, whatever {parameter} is", "output, by the bias too"),
         "Call its layer, or add it to what the weight gives; or remove it.",
         ("self.q_proj(query)", "F.linear(query, self.q_proj.weight)"),
@@ -659,6 +662,12 @@ MASKS = (
         "query i looks at keys i ... end",
         "Invert or transpose the mask.",
         (FUTURE, ".tril(-1)"),
+    ),
+    _mask(
+        "causal_mask_unasked",
+        "It hides the future, which what it is given does not ask for.",
+        "query i looks at keys 0 ... i",
+        "Hand is_causal on as it is given.",
     ),
     _causal(
         "causal_mask_never_used",

@@ -83,6 +83,13 @@ def frames_here() -> Frames:
     return tuple(found)
 
 
+def local_here(name: str) -> object:
+    """Give a variable of the user's function that led here; None where it has none of that name."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if is_users(frame.f_code.co_filename))
+    frame = next(frames, None)
+    return frame.f_locals.get(name) if frame is not None else None
+
+
 def inside(frames: Frames, outside: Frames) -> Frames:
     """Leave out the lines that led to the checker."""
     return frames[: -len(outside)] if outside and frames[-len(outside) :] == outside else frames

@@ -14,9 +14,11 @@ from equivalence_tests.checker.engine.codes import place_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio, near
 from equivalence_tests.checker.engine.names import Attention, Run, Source, values_at
 from equivalence_tests.checker.engine.vocabulary import (
+    ADDS,
     CONTRACTIONS,
     CREATES,
     ELEMENTWISE,
+    FILLS,
     INDEXED,
     MOVES,
     NORMS,
@@ -33,6 +35,7 @@ USUAL = words(
     "floor floordiv floor_divide mod remainder"  # rows and columns of a place
 )
 TURNS = words("transpose permute t T mT swapaxes swapdims movedim moveaxis")
+JOINS = ADDS | FILLS
 ENDS = CONTRACTIONS | SOFTMAXES | REDUCES | INDEXED | CREATES
 
 
@@ -144,14 +147,24 @@ def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False)
     left = [(slot, before)]
     while left:
         operation = run.maker_of(*left.pop())
-        if operation is None or operation.name in ENDS:
-            continue
-        if is_strange(operation, factors):
+        if operation is not None and operation.name not in ENDS and is_strange(operation, factors):
             yield operation
-        size = operation.outputs[0].value.numel()
-        for taken in operation.inputs:
-            if _is_carried(taken.value) and (operation.name in MOVES or taken.value.numel() == size):
-                left.append((taken, operation.index))
+        left += [(taken, operation.index) for taken in _passed_on(operation)] if operation is not None else []
+
+
+def _passed_on(operation: Operation) -> Iterator[Slot]:
+    """What an operation takes and passes on: all of it, what is joined with others, the places in a table."""
+    given = operation.outputs[0].value
+    whole = operation.name in MOVES or operation.name in JOINS
+    for taken in operation.inputs:
+        places = not _is_carried(taken.value)
+        folded = operation.name in ENDS and not (operation.name in REDUCES and taken.value.shape == given.shape)
+        if folded or (places and _is_carried(given)):
+            carried = places and operation.name in INDEXED
+        else:
+            carried = whole or taken.value.numel() == given.numel()
+        if carried:
+            yield taken
 
 
 def strange_departures(attention: Attention, slot: Slot, until: int, stage: str, what: str) -> Iterator[Departure]:
@@ -176,14 +189,15 @@ def is_strange(operation: Operation, factors: bool = False) -> bool:
         operation: Any.
         factors: Whether a number that multiplies is strange too.
     """
-    taken = [slot.value for slot in operation.inputs if _is_carried(slot.value)]
-    given = operation.outputs[0].value
+    taken, given = [slot.value for slot in operation.inputs], operation.outputs[0].value
+    if _is_carried(given):
+        taken = [value for value in taken if _is_carried(value)]
     if len(taken) != 1 or taken[0].shape != given.shape or torch.equal(taken[0].nan_to_num(), given.nan_to_num()):
         return False
     name = operation.name
     if name in MOVES:
         return name not in TURNS and _are_exchanged(taken[0], given)
-    if name in NORMS | USUAL or taken[0].dtype == torch.bool:
+    if name in NORMS | USUAL or not taken[0].is_floating_point():
         return False
     if constant_ratio(given, taken[0]) is not None:
         return factors and name != "neg"

@@ -425,11 +425,14 @@ def _tokens_elsewhere(attention: Attention, tokens: Tensor, lead: torch.Size) ->
 
 def _by_features(attention: Attention, order: Tensor) -> bool:
     """Whether the columns come out in the order in which the values had them: heads lie inside, everywhere."""
-    context = attention.parts[0].contexts[0]
-    out = feature_of(context.contraction.result(context.codes))  # (n, i, f)
-    value = _within(context.values).amax(-1)[:, None, :].expand(out.shape)
-    table = torch.zeros(int(out.max()) + 1, dtype=torch.long)
-    table[out.reshape(-1)] = value.reshape(-1)
+    pairs = []
+    for context in (context for part in attention.parts for context in part.contexts):
+        out = feature_of(context.contraction.result(context.codes))  # (n, i, f)
+        value = _within(context.values).amax(-1)[:, None, :].expand(out.shape)
+        pairs.append(torch.stack([out.reshape(-1), value.reshape(-1)]))
+    features, values = torch.cat(pairs, -1)
+    table = torch.zeros(int(features.max()) + 1, dtype=torch.long)
+    table[features] = values
     return bool((table[order].diff() > 0).all())
 
 

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import sources_in, squares_by, token_of
+from equivalence_tests.checker.engine.codes import feature_of, sources_in, squares_by, token_of
 from equivalence_tests.checker.engine.contracts.changing import (
     USUAL,
+    VIEWS,
+    adds_two,
     changed_on_the_way,
     has_twin,
     shuffling,
@@ -88,6 +90,43 @@ def later_departures(attention: Attention) -> Iterator[Departure]:
 def exchanged_departures(attention: Attention) -> Iterator[Departure]:
     """Name what rolls or flips the averaged values for good, where no weight tells by its columns that it does."""
     yield from _moved(attention, attention.context_sources, attention.last.index, attention.end.index + 1)
+
+
+def met_departures(attention: Attention) -> Iterator[Departure]:
+    """Name a sum behind an attention that adds tokens to others, and a view that puts tokens where features go."""
+    names, numbers, end = attention.run.names, {*attention.context_sources, *_later(attention)}, attention.last.index
+    for operation in attention.run.operations[end + 1 :]:
+        taken, given = [codes for _, codes in names.taken(operation)], names.after[operation.index][:1]
+        if not any(numbers.intersection(sources_in(codes)) for codes in taken):
+            continue
+        if len(taken) == 2 and adds_two(operation) and _meet_others(*taken):
+            moved = shuffling(attention.run, numbers, end, operation.index)
+            if moved is None:
+                yield Departure("output_tokens_moved", "output", operation)
+            elif not has_twin(attention, moved):
+                yield changed_by(moved, "output", "output")
+        elif operation.name in VIEWS and given and given[0] is not None and _mixed(taken[0], given[0]):
+            yield Departure("output_tokens_moved", "output", operation)
+
+
+def _meet_others(one: Tensor, other: Tensor) -> bool:
+    """Whether the same tokens of two sources lie in another order."""
+    if one.shape != other.shape or not set(sources_in(one)).isdisjoint(sources_in(other)):
+        return False
+    tokens = [token_of(codes).reshape(-1) for codes in (one, other)]
+    return not torch.equal(*tokens) and torch.equal(*(own.sort().values for own in tokens))
+
+
+def _mixed(taken: Tensor, given: Tensor) -> bool:
+    """Whether tokens with their features last become features with their tokens last, in name only."""
+    width, feature = taken.size(-1), feature_of(given)
+    if given.dim() < 3 or given.size(-1) == width or given.shape[1:].count(width) != 1 or width in taken.shape[1:-1]:
+        return False
+    if not bool((feature_of(taken) == feature_of(taken)[..., :1, :]).all()):
+        return False
+    axis = given.shape.index(width, 1)
+    rows = feature.movedim(axis, -1).reshape(-1, width)
+    return len(given) == len(taken) and not bool((rows == rows[:1]).all())
 
 
 def _later(attention: Attention) -> dict[int, Source]:

@@ -2,18 +2,27 @@
 
 import linecache
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import feature_of, sources_in
-from equivalence_tests.checker.engine.contracts.changing import strange_operations
+from equivalence_tests.checker.engine.contracts.changing import JOINS, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.products import contraction_of
-from equivalence_tests.checker.engine.taking_part import live_operations, matrix_in, place_of_matrix, unused_parameters
+from equivalence_tests.checker.engine.taking_part import (
+    argument_name,
+    idle_arguments,
+    idle_biases,
+    live_operations,
+    matrix_in,
+    place_of_matrix,
+    unused_parameters,
+)
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes.attention import ORDERS
@@ -287,6 +296,19 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
                 seen.append(worked)
 
 
+def idle_departures(attention: Attention, function: Callable[..., Any]) -> Iterator[Departure]:
+    """Biases of the scores, and arguments, that do nothing to the output.
+
+    Args:
+        attention: Of the call.
+        function: What is called.
+    """
+    biases = [(argument_name(known, function), x) for known, x in idle_biases(attention)]
+    for name, x in (*biases, *idle_arguments(attention.run, function)):
+        kind, facts = "bias" if "bias" in name or biases else "argument", {"unused": [name], "parameter": name}
+        yield Departure(f"{kind}_never_used", "project", _could_take(attention, x), facts)
+
+
 def _missed(attention: Attention, module: nn.Module, name: str, worked: Operation | None) -> Iterator[Departure]:
     """What it is that a parameter takes no part, and where it could."""
     stem, _, last = name.rpartition(".")
@@ -307,12 +329,13 @@ def _missed(attention: Attention, module: nn.Module, name: str, worked: Operatio
             yield Departure(f"{kind}_never_used", "project", _could_take(attention, parameter), facts)
 
 
-def _could_take(attention: Attention, parameter: Tensor) -> Operation:
-    """What a parameter that nothing is made from could have gone into: the product of queries, or else the softmax."""
+def _could_take(attention: Attention, idle: Tensor) -> Operation:
+    """What could have taken a tensor that nothing takes: the product of queries, what follows it, or the softmax."""
     part = attention.parts[0]
-    if parameter.numel() in (part.product.left.size(-1), part.product.left.size(-1) * len(part.table.heads)):
+    if idle.numel() in (part.product.left.size(-1), part.product.left.size(-1) * len(part.table.heads)):
         return part.product.operation
-    return next((op for op, _, _ in part.steps(attention.run) if op.name in SOFTMAXES), part.product.operation)
+    wanted = SOFTMAXES | JOINS if idle.dim() > 1 else SOFTMAXES
+    return next((op for op, _, _ in part.steps(attention.run) if op.name in wanted), part.product.operation)
 
 
 def _of_idle_part(stem: str, idle: list[str], module: nn.Module) -> bool:

@@ -99,6 +99,8 @@ def mask_name(part: Part, hidden: Tensor, wanted: Tensor, live: Tensor) -> str:
     """Name the mistake in a mask that hides other keys than it should."""
     if not bool(hidden[live].any()):
         return "mask_never_used"
+    if torch.equal(hidden[live], (wanted | future_of(part))[live]) and not torch.equal(wanted[live], hidden[live]):
+        return "causal_mask_unasked"
     ruled = live & with_some(wanted, part.table.row)
     if torch.equal(hidden[ruled], ~wanted[ruled]):
         return "mask_inverted"

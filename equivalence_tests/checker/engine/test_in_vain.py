@@ -1,0 +1,84 @@
+"""What is handed to an attention, or learnt by it, and does nothing to its output."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.test_styles import HEADS, Base, judged
+
+LENGTH = 5
+
+
+class SharesItsBias(Base):
+    """Unscaled, with a bias by distance that the first layer learns and hands to the next."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relative_bias = nn.Embedding(2 * LENGTH, HEADS)
+
+    def places(self) -> Tensor:
+        position = torch.arange(LENGTH)
+        return position[:, None] - position + LENGTH
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        scores = scores + self.bias
+        return super().weigh(scores)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        self.bias = self.relative_bias(self.places()).permute(2, 0, 1)[None] if bias is None else bias
+        return self.o_proj(self.attend(x)), self.bias
+
+
+class ForgetsItsBias(SharesItsBias):
+    def weigh(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+
+class TurnsItsPlaces(SharesItsBias):
+    def places(self) -> Tensor:
+        return super().places().flip(-1)
+
+
+class ForgetsWhatItIsHanded(Base):
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class WorksInVain(ForgetsWhatItIsHanded):
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # type: ignore[override]
+        angles = angles[..., :LENGTH]
+        return Base.forward(self, x)
+
+
+class SwitchedOff(ForgetsWhatItIsHanded):
+    """Positions that only some layers use."""
+
+    uses_positions = False
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # type: ignore[override]
+        return Base.forward(self, x + angles if self.uses_positions else x)
+
+
+HANDED = torch.randn(1, HEADS, LENGTH, LENGTH).double()
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "names"),
+    [
+        (SharesItsBias, (), ("scale_missing",)),
+        (SharesItsBias, (HANDED,), ("scale_missing",)),
+        (ForgetsItsBias, (), ("scale_missing", "bias_never_used")),
+        (ForgetsItsBias, (HANDED,), ("scale_missing", "bias_never_used")),
+        (TurnsItsPlaces, (), ("scale_missing", "changed_by_flip")),
+        (ForgetsWhatItIsHanded, (HANDED,), ("argument_never_used",)),
+        (WorksInVain, (HANDED,), ("argument_never_used",)),
+        (SwitchedOff, (HANDED,), ()),
+    ],
+)
+def test_what_does_nothing_to_the_output_is_told(
+    target: type[nn.Module], more: tuple[Tensor, ...], names: tuple[str, ...]
+) -> None:
+    report = judged(target, *more, length=LENGTH)
+    assert report.mistakes == names, str(report)
