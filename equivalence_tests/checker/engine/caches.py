@@ -22,7 +22,7 @@ from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import CACHE
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Example, Exercise, Finding
-from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
+from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
 
 TOKENS = 6
 ROUNDS = 6  # operations of one step that may depart beside one another
@@ -182,8 +182,9 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> tuple[list[E
         if error is not None:
             if not steps or protocol.fed_back is None:
                 raise error
-            if lengths[len(steps)] > 1 and is_refusal(error):  # made for one token at a step, as was run before
-                refused.append(Exercise(f"several tokens at a step, {protocol.detail}", False, said(error)))
+            if lengths[len(steps)] > 1:  # made for one token at a step, as was run before
+                why = f"{said(error)}{raised_at(error)}"
+                refused.append(Exercise(f"several tokens at a step, {protocol.detail}", False, why))
                 continue
             facts, stack = {"said": said(error)}, code_lines(frames_of(error))
             return refused, [told(named_mistake("cache_fails"), facts, stack=stack, evidence=protocol.detail)]

@@ -1,5 +1,6 @@
 """What the code offers beyond the call that was judged: every argument, length and switch is run, or listed."""
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -289,10 +290,27 @@ def _long_lengths(covered: Covered) -> None:
         failed = ended if trial.sizes.whole or _ends_at(trial.function, limit) else None
         ran = covered.run(what, partial(covered.judged, trial.inputs(length, length), {}), failed)
         if ran and WINDOW.search(name) and trial.plan.self_attention:
-            covered.findings += _without_effect(trial, name, limit, length)
+            without = list(_without_effect(trial, name, limit, length))
+            if without and not _is_read(trial, name) and bool(trial.reach(limit, {}).triu(1).any()):
+                covered.leave_out(name, "its forward never reads it: whoever calls it may cut the windows, or not")
+            else:
+                covered.findings += without
         elif ran and not LIMITED.search(name) and _is_cut_off(trial, length):
             why = f"of {length} tokens the last no longer sees the first: only its author knows whether that is meant"
             covered.leave_out(what, why)
+
+
+def _is_read(trial: Trial, name: str) -> bool:
+    """Whether a call needs what an instance holds by this name."""
+    function = copy.deepcopy(trial.function) if isinstance(trial.function, nn.Module) else None
+    held = [child for child in function.modules() if name in vars(child)] if function is not None else []
+    for child in held:
+        delattr(child, name)
+    try:
+        replace(trial, function=function or trial.function).output(trial.inputs())
+    except AttributeError:
+        return True
+    return not held
 
 
 def _is_cut_off(trial: Trial, length: int) -> bool:

@@ -1,7 +1,9 @@
 """What deviates from torch's formula and is meant so: told by evidence beyond the deviation itself."""
 
+import functools
 import linecache
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -150,7 +152,8 @@ class Evidence:
         pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
         for place, (slot, bits, codes) in enumerate(pairs):
             own = place == 0 if departure.stage == "output" else _is_of(codes, numbers)
-            names = [] if own else self.recorder.parameters(bits)
+            rest = functools.reduce(operator.or_, (*operation.origins[:place], *operation.origins[place + 1 :]), 0)
+            names = [] if own else self.recorder.parameters(bits & ~rest) or self.recorder.parameters(bits)
             strange = next(strange_operations(self.judgement.attention.run, slot, operation.index), None)
             if names and strange is None:
                 return f"the parameter {names[-1]} takes part in what is {how}"

@@ -120,6 +120,16 @@ class CacheTakesOneToken(Cached):
         return super().forward(x, past_key_value)
 
 
+class CacheKeepsTheLastToken(Cached):
+    """Keeps one new token a step, whatever it is given."""
+
+    def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = self.project(x)
+        if past_key_value is not None:
+            k, v = (torch.cat([past, new[:, :, -1:]], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
+        return self.attend(q, k, v, None if q.size(2) == 1 else above(q.size(2), q.size(2))), (k, v)
+
+
 class BentAndCached(Cached):
     """Bends what it gives; its cache is right."""
 
@@ -242,6 +252,19 @@ class Windowed(Parts):
 
 class WindowWithoutEffect(Windowed):
     def forward(self, x: Tensor) -> Tensor:
+        return self.attend(*self.project(x), above(x.size(1), x.size(1)))
+
+
+class WindowTooWide(Windowed):
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.size(1))
+        return self.attend(*self.project(x), (places[:, None] - places).abs() >= 99 * self.window)
+
+
+class WindowsCutByTheCaller(Windowed):
+    """One window of an image in each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
         return self.attend(*self.project(x))
 
 
@@ -343,6 +366,7 @@ def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Modu
         (HidesItself, "causal_switch_wrong"),
         (SwitchCrashes, "fails_with_what_it_offers"),
         (WindowWithoutEffect, "window_without_effect"),
+        (WindowTooWide, "window_without_effect"),
         (BlocksCrash, "fails_with_what_it_offers"),
     ],
 )
@@ -359,6 +383,8 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
         (Refuses, "use_flash=True"),
         (ChunksOfTen, "lengths beyond a number in its code = 10"),
         (CacheTakesOneToken, "several tokens at a step, what comes back is handed to past_key_value"),
+        (CacheKeepsTheLastToken, "several tokens at a step, what comes back is handed to past_key_value"),
+        (WindowsCutByTheCaller, "window"),
     ],
 )
 def test_what_was_not_run_is_listed(made: Callable[[], nn.Module], what: str) -> None:

@@ -517,6 +517,32 @@ def test_a_branch_that_is_left_out_whole_misses_no_norm() -> None:
     assert [exercise.what for exercise in report.not_exercised] == ["memory"]
 
 
+class CrossesItself(layers.TwoMaskDecoderLayer):
+    def cross(self, x: Tensor, memory: Tensor, src_mask: Tensor | None) -> Tensor:
+        return self.cross_attn(x, x, x)[0]
+
+
+class ReadsNoSource(nn.Module):
+    """Embeds a source that nothing reads, and so shows the future by its cross-attention."""
+
+    def __init__(self, src_vocab: int, tgt_vocab: int, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(src_vocab, d_model), nn.Embedding(tgt_vocab, d_model)
+        self.positions, self.layer = nn.Embedding(64, d_model), CrossesItself(d_model, n_heads, d_ff)
+        self.head = nn.Linear(d_model, tgt_vocab)
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        memory, x = (
+            e(ids) + self.positions.weight[: ids.size(1)] for e, ids in ((self.source, src), (self.target, tgt))
+        )
+        future = torch.ones(2 * [tgt.size(1)]).triu(1).bool()
+        return self.head(self.layer(x, memory, future, None))
+
+
+def test_what_follows_from_a_memory_that_is_not_read_is_not_told_again() -> None:
+    assert verify(ReadsNoSource).mistakes == ("cross_attention_from_decoder",)
+
+
 class RawValuesLayer(layers.SequentialFeedForwardLayer):
     """Normalises queries and keys, and takes the values from the stream as it is."""
 

@@ -444,17 +444,23 @@ def _add_mask_methods(walk: Walk) -> None:
                 _add_part(walk, name, part)
 
 
+# What shows in a whole model and follows from what was said of a part: the beginnings of the names of that.
+FOLLOWS = {
+    "no_positions": ("position_",),
+    "future_is_seen": ("causal_", "cross_attention_from_"),
+    "part_never_used": ("cross_attention_",),
+}
+
+
 def _add_model(walk: Walk, run: ModelRun) -> None:
     """Run a whole model, or a stack, and look at how it is put together."""
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
     called = {call.path: call.frames for call in reversed(walk.calls)}
     judged = itertools.chain(judge_model(walk.module, run), _judged_masks(walk, run))
-    mismasked = any(finding.name.startswith("causal_") for finding in walk.report.findings)
     try:
         for what, mistake, where in judged:
-            misplaced = any(finding.name.startswith("position_") for finding in walk.report.findings)
-            if (misplaced and mistake == "no_positions") or (mismasked and mistake == "future_is_seen"):
-                continue  # what is wrong with its positions or its mask was said where they are made
+            if any(finding.name.startswith(FOLLOWS.get(mistake, ())) for finding in walk.report.findings):
+                continue
             mistakes = {mistake: _called_at(called, mistake, where)} if mistake else {}
             walk.check(f"{what}{f' ({where})' if where else ''}", mistakes, where, evidence)
     except Exception as error:  # the user's code may refuse other tokens than those it ran on
