@@ -31,6 +31,7 @@ from equivalence_tests.checker.engine.probing import (
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, trials_for
+from equivalence_tests.checker.engine.unpaired import judge_linear, judge_pooling
 from equivalence_tests.checker.engine.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
@@ -74,6 +75,9 @@ def examine_attention(
         report = _watched(subject, errors)
         if report is not None and report.verdict != "unchecked":
             return report
+        pooled = judge_pooling(subject) if report is None and subject.module is not None else None
+        if pooled is not None:
+            return pooled
         unread += [report] if report is not None else []
         own = f"AttributeError: '{type(subject.function).__name__}' object"
         fixed = [text for text in errors if text.startswith((*FIXED, own))]
@@ -144,6 +148,8 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
     if not situation.found.judgements:
         report.reason = f"No attention runs in it: {_what_is_missing(situation)}"
         compare_output(report, situation)
+        if report.verdict == "unchecked":
+            judge_linear(report, situation)
     else:
         conclude(report, situation.found, 0, departures, subject.adapter.meant)
     report.conventions = [*reading_of(situation, report), *report.conventions]

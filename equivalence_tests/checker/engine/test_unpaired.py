@@ -1,0 +1,105 @@
+"""Linear attention and pooling have no twin in torch.nn: that is said, and weights that do not sum to one are found."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests import verify
+
+
+class LinearAttention(nn.Module):
+    """Keys meet values first, and the queries their sums."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(dim, dim) for _ in range(3))
+
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = F.elu(self.query(x)) + 1, F.elu(self.key(x)) + 1
+        return q, k, k
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, other = self.features(x)
+        sums = torch.einsum("bnd,bne->bde", k, self.value(x))
+        out: Tensor = torch.einsum("bnd,bde->bne", q, sums) / (q @ other.sum(1)[..., None])
+        return out
+
+
+class CausalLinearAttention(LinearAttention):
+    """The sums run on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, other = self.features(x)
+        sums = (k[..., None] * self.value(x)[..., None, :]).cumsum(1)
+        out: Tensor = (q[..., None, :] @ sums)[..., 0, :] / (q * other.cumsum(1)).sum(-1, keepdim=True)
+        return out
+
+
+class DividedByOtherKeys(LinearAttention):
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, _ = super().features(x)
+        return q, self.key(x), k
+
+
+class DividedByQueries(CausalLinearAttention):
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, _ = super().features(x)
+        return q, k, q
+
+
+class AttentionPooling(nn.Module):
+    axis = 1
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.score = nn.Linear(dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.score(x).softmax(self.axis) * x).sum(1)
+
+
+class WeighsEachByItself(AttentionPooling):
+    axis = -1
+
+
+class OfOneQuery(nn.Module):
+    """The score of each token is computed from it and the query together."""
+
+    axis = -1
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.both, self.score = nn.Linear(2 * dim, dim), nn.Linear(dim, 1)
+
+    def forward(self, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([state[:, None].expand_as(memory), memory], -1)
+        scores = self.score(self.both(both).tanh())
+        weights = scores.squeeze(-1).softmax(self.axis)
+        return (weights[:, None] @ memory).squeeze(1), weights
+
+
+class OfOneQueryOverSamples(OfOneQuery):
+    axis = 0
+
+
+@pytest.mark.parametrize(
+    ("right", "said"),
+    [
+        (LinearAttention, "It is a linear attention"),
+        (CausalLinearAttention, "the weights of a query sum to one"),
+        (AttentionPooling, "It is a pooling"),
+        (OfOneQuery, "It is a pooling"),
+    ],
+)
+def test_what_has_no_twin_is_said_to_have_none(right: type[nn.Module], said: str) -> None:
+    report = verify(right)
+    assert report.verdict == "unchecked", str(report)
+    assert said in report.reason
+
+
+@pytest.mark.parametrize("broken", [DividedByOtherKeys, DividedByQueries, WeighsEachByItself, OfOneQueryOverSamples])
+def test_weights_that_do_not_sum_to_one_are_found(broken: type[nn.Module]) -> None:
+    report = verify(broken)
+    assert report.verdict == "deviates", str(report)
+    assert "not sum to one" in report.reason
