@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from equivalence_tests.checker.engine.subjects import examine_attention
+from equivalence_tests.checker.engine.unpaired import POOLING
 from equivalence_tests.checker.intended import accepted, check_meant
 from equivalence_tests.checker.layers.walking import examine_layers
 from equivalence_tests.checker.own_call import examine_call
@@ -160,7 +161,11 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         guess = _kind_by_structure(found, name, adapter) or guess or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
     first = examined_as(guess)
-    if first.verdict != "unchecked" or any(check.outcome == "passed" for check in first.checks):
+    if (
+        first.verdict != "unchecked"
+        or first.kind == POOLING
+        or any(check.outcome == "passed" for check in first.checks)
+    ):
         return first
     if guess == guess_kind(found) == "attention" and first.conventions:
         others = others and ["layers"]  # what is called attention, and can be called as one, may hold more than that

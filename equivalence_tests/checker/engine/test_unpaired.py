@@ -72,8 +72,8 @@ class OfOneQuery(nn.Module):
         super().__init__()
         self.both, self.score = nn.Linear(2 * dim, dim), nn.Linear(dim, 1)
 
-    def forward(self, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        both = torch.cat([state[:, None].expand_as(memory), memory], -1)
+    def forward(self, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([query[:, None].expand_as(memory), memory], -1)
         scores = self.score(self.both(both).tanh())
         weights = scores.squeeze(-1).softmax(self.axis)
         return (weights[:, None] @ memory).squeeze(1), weights

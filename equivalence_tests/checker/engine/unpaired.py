@@ -28,6 +28,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 DIVIDES = ("div", "truediv", "itruediv", "divide", "true_divide")
 LENGTHS = (5, 7)
+POOLING = "attention pooling"
 
 
 def judge_linear(report: Report, situation: Situation) -> None:
@@ -138,7 +139,7 @@ def _arguments(subject: Subject, length: int) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _pooled(subject: Subject, weighs: Operation, whole: bool) -> Report:
-    report = Report(subject.name, "attention pooling")
+    report = Report(subject.name, POOLING)
     report.reason = (
         f"It is a pooling: {_line(weighs)} weighs tokens, and one vector of each sample comes back. torch.nn has none "
         "that it could be compared with."

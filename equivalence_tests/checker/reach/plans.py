@@ -152,6 +152,8 @@ def _plans(parameters: list[inspect.Parameter]) -> Iterator[CallPlan]:
     kept = {name: role for name, role in roles.items() if name in tensors or role == "mask" or role.startswith("=")}
     for assignment in (one for one in ASSIGNMENTS if len(one) == len(tensors)):
         chosen = kept | dict(zip(tensors, assignment, strict=True))
+        if any(roles[name] and "mask" in chosen[name] for name in tensors):
+            continue  # its name says that it holds tokens
         yield CallPlan(tuple(chosen.items()), "", positional, named=False)
 
 
