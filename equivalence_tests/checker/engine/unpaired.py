@@ -12,11 +12,11 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import feature_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, near
-from equivalence_tests.checker.engine.names import WEIGHS, Run, Source
+from equivalence_tests.checker.engine.names import Run, Source
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation
-from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.reach.calling import from_layout
 from equivalence_tests.checker.reach.proposing import parameters_of

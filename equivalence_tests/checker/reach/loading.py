@@ -161,7 +161,7 @@ def _executed(name: str, path: Path) -> ModuleType:
 
 
 def with_signature(target: Any) -> Any:
-    """Give a function written in C the signature that the first line of its docstring shows.
+    """Give a function written in C the signature that its docstring shows, an autograd function that of its forward.
 
     Args:
         target: Any object.
@@ -174,6 +174,8 @@ def with_signature(target: Any) -> Any:
     """
     if isinstance(target, torch.jit.ScriptFunction):
         return _signed(target, scripted_signature(target.schema))
+    if inspect.isclass(target) and issubclass(target, torch.autograd.Function):
+        return _applied(target)
     if not inspect.isbuiltin(target):
         return target
     shown = re.search(r"(\w+)(\(.*?\))", (target.__doc__ or "").strip().partition("\n\n")[0], re.DOTALL)
@@ -185,6 +187,21 @@ def with_signature(target: Any) -> Any:
     except (SyntaxError, NameError, IndexError):
         return target
     return _signed(target, signature)
+
+
+def _applied(target: type[torch.autograd.Function]) -> Any:
+    """What calls a function that has a backward of its own, with the arguments of its forward but for the context."""
+    own = inspect.signature(target.forward)
+    given = list(own.parameters.values())[0 if "setup_context" in vars(target) else 1 :]
+    signature = own.replace(parameters=given)
+
+    @functools.wraps(target, updated=())
+    def function(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        return target.apply(*bound.args)  # it takes none by name
+
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
 
 
 def _signed(target: Any, signature: inspect.Signature) -> Any:
