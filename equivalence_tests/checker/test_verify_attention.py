@@ -66,7 +66,12 @@ class CausalOnRequest(OfItself):
 
     def __init__(self, dim: int, heads: int, causal: bool = False) -> None:
         super().__init__(dim, heads)
+        self.causal = causal
         self.register_buffer("triangle", torch.ones(64, 64).tril())
+
+    def hidden(self, scores: Tensor) -> Tensor:
+        length = scores.size(-1)
+        return scores.masked_fill(self.triangle[:length, :length] == 0, -torch.inf) if self.causal else scores  # type: ignore[index]
 
 
 class DropsTheFill(OfItself):

@@ -19,10 +19,12 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, Trial
+from equivalence_tests.checker.reach.construction import built, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 from equivalence_tests.checker.reporting.report import Report
@@ -200,6 +202,33 @@ def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
         return findings, "one token changed at a time"
 
     covered.run(what, look)
+
+
+def cover_causal_build(covered: Covered, subject: Subject, judge: Callable[..., Sequence[Report]]) -> None:
+    """Build a class once more with a causal switch of its constructor turned on, which is off by default.
+
+    Args:
+        covered: What was exercised so far; receives what this shows.
+        subject: The class as it was built.
+        judge: Judges a call of a module.
+    """
+    trial, known = covered.trial, {exercise.what for exercise in covered.exercises}
+    hands_over = [p for p in parameters_of(trial.function) if p.name == trial.plan.mask_parameter and p.default]
+    target: Any = type(subject.function)
+    options = [p.name for p in parameters_of(target) if p.default is False and CAUSAL.search(p.name)]
+    for name in options if trial.plan.self_attention and not hands_over else ():
+        what = f"{name}=True"
+        if what in known:
+            continue
+        other = built(partial(target, **{name: True}), subject.sizes, most=20)
+        if not isinstance(other, nn.Module):
+            covered.leave_out(what, "it could be built with False only")
+            continue
+        prepare(other, subject.dtype)
+        switched = Covered(replace(trial, function=other), partial(judge, other, module=other))
+        _causal_switch(what, {}, switched)
+        covered.exercises += switched.exercises
+        covered.findings += switched.findings
 
 
 def _has_a_window(function: Callable[..., Any]) -> bool:

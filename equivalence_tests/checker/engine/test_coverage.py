@@ -426,3 +426,37 @@ def test_what_is_found_in_one_call_does_not_hide_a_wrong_cache(made: type[nn.Mod
     mistakes = verify(made, adapter=Adapter(num_heads=HEADS, embed_dim=WIDTH)).mistakes
     assert "changed_by_round" in mistakes
     assert ("cache_differs_from_one_pass" in mistakes) == wrong
+
+
+class CausalByChoice(Parts):
+    """Built without a causal mask by default, beside a mask that may be handed over."""
+
+    first_hidden = 1
+
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = torch.zeros(x.size(1), x.size(1)).bool() if mask is None else ~mask
+        if self.causal:
+            hidden = hidden | torch.ones(x.size(1), x.size(1)).triu(self.first_hidden).bool()
+        return self.attend(*self.project(x), hidden)
+
+
+class HidesItselfByChoice(CausalByChoice):
+    first_hidden = 0
+
+
+class RefusesToBeCausal(CausalByChoice):
+    def __init__(self, causal: bool = False) -> None:
+        if causal:
+            raise NotImplementedError("not yet")
+        super().__init__()
+
+
+def test_a_causal_switch_of_the_constructor_is_built_both_ways() -> None:
+    assert verify(CausalByChoice).verdict == "equal"
+    assert verify(HidesItselfByChoice).mistakes == ("causal_switch_wrong",)
+    refused = verify(RefusesToBeCausal)
+    assert (refused.verdict, [one.what for one in refused.not_exercised]) == ("partial", ["causal=True"])
