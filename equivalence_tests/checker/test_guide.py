@@ -41,7 +41,7 @@ def test_the_code_runs(my_attention: Path, capsys: pytest.CaptureFixture[str]) -
     for block in blocks(GUIDE, "python")[1:]:
         exec(compile(block, str(GUIDE), "exec"), names)  # the reader's own session
     first, *_, adapted, parted = capsys.readouterr().out.splitlines()
-    assert first == "deviates ('scale_sqrt_d_model', 'heads_merged_without_transpose')"
+    assert first == "deviates ('scale_wrong', 'heads_merged_without_transpose')"
     assert adapted == "equal"
     assert parted == "layers.1.linear1"
     assert names["report"].exit_status == 1

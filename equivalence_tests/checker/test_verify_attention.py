@@ -187,7 +187,7 @@ class OneHeadForAll(Plain):
 
 @pytest.mark.parametrize(
     ("broken", "sentence"),
-    [(Single, "root of the input's width"), (OneHeadForAll, "heads are never split")],
+    [(Single, "divided by sqrt(embed_dim)"), (OneHeadForAll, "heads are never split")],
 )
 def test_the_first_sizes_that_are_read_decide(broken: Callable[..., Any], sentence: str) -> None:
     report = verify(broken)
@@ -257,7 +257,7 @@ class PacksQueriesAndKeys(nn.Module):
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
-        (HidesAndScalesTwice, "scale_twice"),
+        (HidesAndScalesTwice, "scale_wrong"),
         (ProjectsForNothing, "output_projection_skipped"),
         (ValuesOfTheKeys, "values_from_key"),
     ],

@@ -277,12 +277,12 @@ class FoldsHeadsFirst(Plain):
         (FoldsHeadsFirst, "mask_repeated_in_wrong_order"),
         (TakesTenFromHiddenKeys, "mask_fill_too_small"),
         (CutsThePackAtOnce, "heads_split_without_transpose"),
-        (KeepsNoCount, "scale_sqrt_d_model"),
+        (KeepsNoCount, "scale_wrong"),
         (MergesImagesWrongly, "heads_merged_without_transpose"),
         (MergesFeaturesFirst, "heads_merged_without_transpose"),
         (ForgetsOneNorm, "norm_never_used"),
         (NormalisesKeysOnly, "queries_not_normalised"),
-        (NormalisesMergedHeadsAndScalesTwice, "scale_twice"),
+        (NormalisesMergedHeadsAndScalesTwice, "scale_wrong"),
     ],
 )
 def test_a_mistake_is_named(broken: Callable[..., Any], name: str) -> None:
@@ -323,7 +323,7 @@ class MixesScalesAndNormalisesWrongly(Plain):
 def test_three_mistakes_are_found_in_parts() -> None:
     report = verify(MixesScalesAndNormalisesWrongly)
     assert set(report.mistakes) == {
-        "scale_sqrt_d_model",
+        "scale_wrong",
         "softmax_over_queries",
         "heads_merged_without_transpose",
     }, str(report)

@@ -156,7 +156,7 @@ def test_a_plain_function_is_found_by_its_data_flow_and_nothing_changes() -> Non
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     assert [call.function for call in seen.calls] == [attend]
     (report,) = seen
-    assert report.mistakes == ("scale_twice",)
+    assert report.mistakes == ("scale_wrong",)
     assert report.findings[0].line is not None
     assert "q.size(-1)" in report.findings[0].line.text
 

@@ -18,12 +18,10 @@ class Turn:
 
     Args:
         apart: How far the two elements of a pair are from one another.
-        width: Of the head.
         forward: Whether the second element grows by the first, as the angle grows.
     """
 
     apart: int
-    width: int
     forward: bool
 
     def __str__(self) -> str:

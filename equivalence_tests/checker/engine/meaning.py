@@ -213,7 +213,8 @@ class Evidence:
         return False
 
     def _of_scale(self, departure: Departure) -> str:
-        learnt = departure.name in ("scale_other", "scale_differs_by_head")
+        own = departure.name == "scale_wrong" and not departure.facts["of_a_size"]
+        learnt = own or departure.name == "scale_differs_by_head"
         names = self._parameters_between(MULTIPLIES) if learnt else []
         if names:
             return f"the parameter {names[0]} scales the scores"

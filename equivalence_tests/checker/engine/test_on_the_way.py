@@ -540,7 +540,7 @@ class AmongSamples(nn.Module):
         (NormedAndFlippedBehind, "query_changed_by_flip", "return q.flip(-1), k.flip(-1), v"),
         (NormedWithoutTheirScale, "scale_missing", ""),
         (GainWithoutAScale, "scale_missing", ""),
-        (ScaledAsItsLogits, "scale_squared", ""),
+        (ScaledAsItsLogits, "scale_wrong", ""),
         (LengthFirstRolled, "changed_by_roll", "return self.o_proj("),
         (NormedValuesScaled, "value_changed_by_mul", "return q, k, v * 1.3"),
         (HandsKeysOverAsValues, "key_value_swapped", "keys = torch.cat((old, keys), 2)"),
@@ -632,7 +632,7 @@ def test_what_goes_its_own_way_unchanged_is_right(target: type[nn.Module]) -> No
 
 
 @pytest.mark.parametrize(
-    ("scale", "names"), [(256**-0.5, ()), (1 / 256, ("scale_other",))], ids=["the root", "the root is missing"]
+    ("scale", "names"), [(256**-0.5, ()), (1 / 256, ("scale_wrong",))], ids=["the root", "the root is missing"]
 )
 def test_a_setting_gives_the_scale_as_itself_or_by_its_root(scale: float, names: tuple[str, ...]) -> None:
     class Configured(Base):

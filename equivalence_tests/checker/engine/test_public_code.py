@@ -40,7 +40,7 @@ class DividedByTheWholeWidth(OneMatrixForAllHeads):
 
 def test_one_small_matrix_for_all_heads_is_told_and_does_not_hide_what_else_is_wrong() -> None:
     assert verify(OneMatrixForAllHeads).mistakes == ("projection_shared_by_heads",)
-    both = {"projection_shared_by_heads", "scale_sqrt_d_model"}
+    both = {"projection_shared_by_heads", "scale_wrong"}
     assert set(verify(DividedByTheWholeWidth).mistakes) == both
 
 
@@ -664,7 +664,7 @@ class DividesItsValuesByTheirInputs(DividesByItsInputs):
 def test_projections_that_are_all_divided_by_the_root_of_their_inputs_are_meant_so() -> None:
     report = verify(lambda: DividesByItsInputs(33, 3))
     assert report.verdict == "equal", str(report)
-    assert {finding.name for finding in report.meant} >= {"value_changed_by_mul", "scale_other", "changed_by_mul"}
+    assert {finding.name for finding in report.meant} >= {"value_changed_by_mul", "scale_wrong", "changed_by_mul"}
     assert verify(lambda: DividesItsValuesByTheirInputs(33, 3)).mistakes == ("value_changed_by_mul",)
 
 

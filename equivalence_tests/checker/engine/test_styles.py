@@ -162,9 +162,9 @@ def test_the_tables_of_a_rotation_may_carry_a_scale() -> None:
     report = judged(ScaledTables)
     assert (report.verdict, [finding.name for finding in report.meant]) == (
         "equal",
-        ["scale_other", "rotary_positions"],
+        ["scale_wrong", "rotary_positions"],
     )
-    assert judged(TurnedAndScaled).mistakes == ("scale_other",)
+    assert judged(TurnedAndScaled).mistakes == ("scale_wrong",)
 
 
 class DropsBias(Base):
@@ -374,7 +374,7 @@ class ViewsValues(Base):
         (ShufflesTokens, "changed_by_roll", "roll(1, 1)"),
         (BendsTheEnd, "changed_by_abs", "abs()"),
         (BendsRotatedKeys, "key_changed_by_clamp", "k.clamp(-0.2, 0.2)"),
-        (ScalesKeys, "scale_other", "k * 1.3"),
+        (ScalesKeys, "scale_wrong", "k * 1.3"),
         (Unmerged, "heads_merged_without_transpose", "context.reshape(x.shape)"),
         (ViewsValues, "heads_split_without_transpose", "v.reshape(x.size(0), HEADS"),
     ],
@@ -506,7 +506,7 @@ class Indexed(Base):
     ("target", "meant"),
     [
         (ScaledByConfiguration, ["scale_missing"]),
-        (ScaledForLongerContexts, ["scale_other"]),
+        (ScaledForLongerContexts, ["scale_wrong"]),
         (NormedValues, ["values_normalised"]),
         (Gated, []),
         (ScaledByPosition, ["query_changed_by_mul"]),
@@ -519,7 +519,7 @@ def test_what_a_configuration_or_a_part_says_is_meant_so(target: type[nn.Module]
     assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", meant)
 
 
-@pytest.mark.parametrize(("target", "name"), [(Unscaled, "scale_missing"), (SquaredLearntQuery, "scale_twice")])
+@pytest.mark.parametrize(("target", "name"), [(Unscaled, "scale_missing"), (SquaredLearntQuery, "scale_wrong")])
 def test_what_nothing_says_deviates(target: type[nn.Module], name: str) -> None:
     assert judged(target).mistakes[:1] == (name,)
 
@@ -709,7 +709,7 @@ class NormedOverTheBatch(NormedWithoutScale):
     ("target", "names"),
     [
         (NormedWithoutScale, ()),
-        (NormedAndScaledTwice, ("scale_twice",)),
+        (NormedAndScaledTwice, ("scale_wrong",)),
         (StatesAScale, ("scale_missing",)),
         (NormedWithoutGains, ("scale_missing",)),
         (NormedOverTheBatch, ("scale_missing",)),

@@ -26,7 +26,6 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
-DIVIDES = ("div", "truediv", "itruediv", "divide", "true_divide")
 LENGTHS = (5, 7)
 POOLING = "attention pooling"
 
@@ -94,7 +93,7 @@ class _Linear:
     def divides(self) -> Operation | None:
         """What divides a sum of values by numbers of its own."""
         for operation in self.run.operations[self.made.index + 1 :]:
-            if operation.name.strip("_") in DIVIDES and operation.inputs[-1].value.numel() > 1:
+            if operation.name == "div" and operation.inputs[-1].value.numel() > 1:
                 taken = [self._given(2 * self.own, slot, operation.index - 1) for slot in operation.inputs]
                 if len(taken) == 2 and taken[0] is not None and taken[1] is None:
                     return operation

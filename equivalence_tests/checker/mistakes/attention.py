@@ -1,6 +1,5 @@
 """The known mistakes of attentions, each with the change that makes it of a right one."""
 
-import functools
 from collections.abc import Iterator
 
 from equivalence_tests.checker.mistakes.mistake import Change, Mistake, rows
@@ -9,71 +8,30 @@ from equivalence_tests.checker.mistakes.mistake import Change, Mistake, rows
 SCALE = "scores = q kᵀ / sqrt(head_dim)"
 SOFTMAX_LINE = "scores.softmax(-1)"
 SCALE_LINE = "q @ k.mT / math.sqrt(q.size(-1))"
-OWN_WIDTH = "Divide by sqrt(head_dim) = sqrt(embed_dim / num_heads): take the size of the last axis of the keys."
-# What stands in a formula, as code.
-CODE = {
-    "head_dim": "q.size(-1)",
-    "embed_dim": "query.size(-1)",
-    "num_heads": "q.size(1)",
-    "key_len": "k.size(-2)",
-    "query_len": "q.size(-2)",
-    "batch": "q.size(0)",
-    "sqrt": "math.sqrt",
-    "^": "**",
-    "{factor:.4g}": "0.7",
-    "scale[head]": "torch.arange(1, self.num_heads + 1).to(q)[:, None, None]",
-}
 _scaled = rows("scale", SCALE)
 
-
-def _scale(
-    name: str, words: str, formula: str, fix: str = "Divide by sqrt(head_dim).", on_purpose_in: str = ""
-) -> Mistake:
-    """The scores are multiplied or divided by another number."""
-    code = functools.reduce(
-        lambda text, symbol: text.replace(symbol, CODE[symbol]), CODE, f"q @ k.mT {formula}".strip()
-    )
-    have, change = f"scores = q kᵀ {formula}".strip(), (SCALE_LINE, code)
-    return _scaled(name, f"The scores are {words}.", have, fix, change, on_purpose_in=on_purpose_in)
-
-
 SCALES = (
-    *(
-        _scale(name, f"divided by the square root of {of}, not of one head's width", f"/ sqrt({size})", OWN_WIDTH)
-        for name, of, size in (
-            ("scale_sqrt_d_model", "the input's width", "embed_dim"),
-            ("scale_sqrt_heads", "the number of heads", "num_heads"),
-            ("scale_sqrt_key_len", "the number of keys", "key_len"),
-            ("scale_sqrt_query_len", "the number of queries", "query_len"),
-            ("scale_sqrt_batch", "the batch size", "batch"),
-        )
-    ),
-    _scale("scale_multiplied", "multiplied by sqrt(head_dim) instead of divided", "* sqrt(head_dim)"),
-    _scale("scale_multiplied_d_model", "multiplied by the square root of the full width", "* sqrt(embed_dim)"),
-    _scale("scale_by_d_model", "divided by the full width, without a square root", "/ embed_dim"),
-    _scale("scale_squared", "divided by the square of head_dim", "/ head_dim^2"),
-    _scale("scale_halved", "divided by twice the square root of head_dim", "/ (2 * sqrt(head_dim))"),
-    _scale("scale_root_of_half", "divided by the square root of half of head_dim", "/ sqrt(head_dim / 2)"),
-    _scale("scale_other", "multiplied by {factor:.4g}, which is none of the sizes", "* {factor:.4g}"),
-    _scale("scale_differs_by_head", "multiplied by a different number in each head", "* scale[head]"),
-    _scale(
-        "scale_twice",
-        "divided by head_dim: the scale is applied twice, or the square root is missing",
-        "/ head_dim",
-        "Scale once, by 1 / sqrt(head_dim).",
-    ),
-    _scale(
-        "scale_quartic_root",
-        "divided by the fourth root of head_dim: only one of query and key carries it",
-        "/ head_dim^(1/4)",
-        "Scale both query and key by head_dim^(-1/4), or the scores by 1 / sqrt(head_dim).",
-    ),
-    _scale(
+    _scaled(
         "scale_missing",
-        "not scaled",
-        "",
+        "The scores are not scaled.",
+        "scores = q kᵀ",
         "Divide the scores by sqrt(head_dim).",
-        "T5 leaves the scale out and makes up for it in the initialisation; non-local blocks have none.",
+        (SCALE_LINE, "q @ k.mT"),
+        on_purpose_in="T5 leaves the scale out and makes up for it in the initialisation; non-local blocks have none.",
+    ),
+    _scaled(
+        "scale_wrong",
+        "The scores are {how}; they should be divided by sqrt(head_dim).",
+        "scores = q kᵀ {scale}",
+        "Divide by sqrt(head_dim) = sqrt(embed_dim / num_heads), once: take the size of the last axis of the keys.",
+        (SCALE_LINE, "q @ k.mT / math.sqrt(query.size(-1))"),
+    ),
+    _scaled(
+        "scale_differs_by_head",
+        "The scores are multiplied by a different number in each head.",
+        "scores = q kᵀ * scale[head]",
+        "Divide by sqrt(head_dim).",
+        (SCALE_LINE, "q @ k.mT * torch.arange(1, self.num_heads + 1).to(q)[:, None, None]"),
     ),
     _scaled(
         "scale_after_softmax",

@@ -247,7 +247,7 @@ def test_what_is_done_to_queries_and_keys_is_read(right: Callable[..., Any], nam
         (TakesCosAndSinForQueries, "rotary_queries"),
         (OnlyKeys, "rotary_keys"),
         (ValuesToo, "rotary_values"),
-        (ScaledByTheWidth, "scale_sqrt_d_model"),
+        (ScaledByTheWidth, "scale_wrong"),
     ],
 )
 def test_mistakes_beside_a_rotation_are_named(broken: Callable[..., Any], name: str) -> None:

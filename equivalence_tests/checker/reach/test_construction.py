@@ -197,8 +197,8 @@ def test_a_number_that_scales_no_scores_excuses_none() -> None:
     ("broken", "name"),
     [
         (OfATemperatureOverQueries, "softmax_over_queries"),
-        (FixedWidthScaledTwice, "scale_twice"),
-        (OfOneHeadUnrooted, "scale_other"),
+        (FixedWidthScaledTwice, "scale_wrong"),
+        (OfOneHeadUnrooted, "scale_wrong"),
     ],
 )
 def test_another_size_excuses_no_mistake(broken: type[nn.Module], name: str) -> None:

@@ -271,11 +271,11 @@ NORMED = (conventions.PostNorm,)
 DEFECTS = (
     Defect(MergesByReshape, ("heads_merged_without_transpose",), "heads merged by reshape"),
     Defect(SplitsByReshape, ("heads_split_without_transpose",), "heads split by reshape"),
-    Defect(ScalesByWholeWidth, ("scale_sqrt_d_model",), "scale sqrt(d_model)"),
+    Defect(ScalesByWholeWidth, ("scale_wrong",), "scale sqrt(d_model)"),
     Defect(DoesNotScale, ("scale_missing",), "no scale"),
-    Defect(ScalesTwice, ("scale_twice",), "scale twice"),
-    Defect(Multiplies, ("scale_multiplied",), "scale multiplied"),
-    Defect(ScalesByLength, ("scale_sqrt_key_len", "scale_sqrt_query_len"), "scale by another size"),
+    Defect(ScalesTwice, ("scale_wrong",), "scale twice"),
+    Defect(Multiplies, ("scale_wrong",), "scale multiplied"),
+    Defect(ScalesByLength, ("scale_wrong",), "scale by another size"),
     Defect(ScalesAfterSoftmax, ("scale_after_softmax",), "scale on the wrong side of the softmax"),
     Defect(ViewsKeys, ("key_viewed_for_transposed",), "keys viewed for transposed"),
     Defect(

@@ -138,28 +138,20 @@ def right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> P
     return patch
 
 
-def scale_name(have: float, sizes: dict[str, int]) -> str:
-    """Name a wrong scale by what it is.
+def scale_in_words(factor: float, sizes: Mapping[str, int]) -> str:
+    """Write a scale by the size that it is made of; "" where it is made of none.
 
     Args:
-        have: By what the scores are multiplied.
-        sizes: Width d of a head, h heads, q queries, k keys, b samples, e features of a token.
+        factor: By what the scores are multiplied.
+        sizes: The sizes by their names, among them head_dim and embed_dim.
+
+    >>> [scale_in_words(x, {"head_dim": 16, "embed_dim": 48, "key_len": 7}) for x in (48**-0.5, 7**-0.5, 4.0, 0.7)]
+    ['/ sqrt(embed_dim)', '/ sqrt(key_len)', '* sqrt(head_dim)', '']
     """
-    d = sizes["d"]
-    known_scales = {
-        "scale_missing": 1.0,
-        "scale_sqrt_d_model": sizes["e"] ** -0.5,
-        "scale_twice": 1 / d,
-        "scale_multiplied": d**0.5,
-        "scale_by_d_model": 1 / sizes["e"],
-        "scale_quartic_root": d**-0.25,
-        "scale_sqrt_heads": sizes["h"] ** -0.5,
-        "scale_sqrt_key_len": sizes["k"] ** -0.5,
-        "scale_sqrt_query_len": sizes["q"] ** -0.5,
-        "scale_sqrt_batch": sizes["b"] ** -0.5,
-        "scale_squared": d**-2.0,
-        "scale_halved": 0.5 * d**-0.5,
-        "scale_root_of_half": (d / 2) ** -0.5,
-        "scale_multiplied_d_model": sizes["e"] ** 0.5,
-    }
-    return next((name for name, value in known_scales.items() if abs(have / value - 1) < 1e-3), "scale_other")
+    d = sizes["head_dim"]
+    known = {f"/ sqrt({name})": size**-0.5 for name, size in sizes.items()}
+    for name in ("head_dim", "embed_dim"):
+        known |= {f"/ {name}": 1 / sizes[name], f"* sqrt({name})": sizes[name] ** 0.5}
+    known |= {"/ head_dim^(1/4)": d**-0.25, "/ head_dim^2": d**-2.0}
+    known |= {"/ (2 sqrt(head_dim))": 0.5 * d**-0.5, "/ sqrt(head_dim / 2)": (d / 2) ** -0.5}
+    return next((words for words, value in known.items() if abs(factor / value - 1) < 1e-3), "")

@@ -141,7 +141,7 @@ def _turn(run: Run, operand: Operand) -> Turn | None:
             slow = _share_of(run, operand, slowest)
             turned = slow if slowest + apart < width and bool((slow[:, slowest + apart].abs() > 1e-6).any()) else have
             at = slowest if turned is slow else place
-            return Turn(apart, width, _grows(operand, turned[:, at], turned[:, at + apart]))
+            return Turn(apart, _grows(operand, turned[:, at], turned[:, at + apart]))
     return None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, place_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by, constant_ratio
-from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_name
+from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_in_words
 from equivalence_tests.checker.engine.contracts.scores_table import (
     causal_pattern,
     hidden_by_formula,
@@ -244,14 +244,18 @@ class Scores:
             return None
         else:
             total, factor = torch.tensor(self.total, dtype=torch.float64), self.total / right
-            name, operation = scale_name(factor, self._sizes()), self._scaling()
-        facts, patches = {"factor": factor, "width": self.width}, {index: _divided(total)}
+            name, operation = "scale_missing" if abs(factor - 1) < LOOSE else "scale_wrong", self._scaling()
+        words, patches = scale_in_words(factor, self._sizes()), {index: _divided(total)}
+        scale = words or f"* {factor:.4g}"
+        how = ("divided by" if scale[0] == "/" else "multiplied by") + scale[1:]
+        facts = {"factor": factor, "width": self.width, "of_a_size": bool(words), "scale": scale, "how": how}
         return Departure(name, "scale", operation or self.part.product.operation, facts, patches)
 
     def _sizes(self) -> dict[str, int]:
         _, _, queries, keys = ranks_of(self.part)
         samples, heads = len(self.part.table.query.unique()) // queries, len(self.part.table.heads)
-        return {"d": self.width, "h": heads, "q": queries, "k": keys, "b": samples, "e": self._width_of_input()}
+        sizes = {"head_dim": self.width, "embed_dim": self._width_of_input(), "num_heads": heads}
+        return sizes | {"key_len": keys, "query_len": queries, "batch": samples}
 
     def _width_of_input(self) -> int:
         """How many features a token has; the width of all heads where nothing is projected, or each by itself."""
