@@ -82,9 +82,17 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
             except Exception as error:  # this is not how this cache is used; another way may be
                 reasons.append(str(error) if isinstance(error, CannotCheckError) else said(error))
             else:
-                return [*(Exercise(name, True, protocol.detail) for name in names), *refused], findings
+                ran = [Exercise(name, True, protocol.detail) for name in names]
+                return [*ran, *refused, *_limits_not_reached(trial)], findings
     why = next(iter(dict.fromkeys(reasons)), "no full pass hides the future, so that steps cannot be held against it")
     return [Exercise(name, False, why) for name in names], []
+
+
+def _limits_not_reached(trial: Trial) -> Iterator[Exercise]:
+    """List the lengths of caches that an instance holds and that no call came to: what is dropped then was not run."""
+    for name, value in vars(trial.function).items() if isinstance(trial.function, nn.Module) else ():
+        if type(value) is int and value > TOKENS and "cache" in name.lower():
+            yield Exercise(f"a cache of more than {name} = {value} tokens", False, f"{TOKENS} tokens were decoded")
 
 
 def _attends_to_itself(trial: Trial) -> bool:

@@ -130,6 +130,12 @@ class CacheKeepsTheLastToken(Cached):
         return self.attend(q, k, v, None if q.size(2) == 1 else above(q.size(2), q.size(2))), (k, v)
 
 
+class CacheWithALimit(Cached):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache_size = 33
+
+
 class BentAndCached(Cached):
     """Bends what it gives; its cache is right."""
 
@@ -384,6 +390,7 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
         (ChunksOfTen, "lengths beyond a number in its code = 10"),
         (CacheTakesOneToken, "several tokens at a step, what comes back is handed to past_key_value"),
         (CacheKeepsTheLastToken, "several tokens at a step, what comes back is handed to past_key_value"),
+        (CacheWithALimit, "a cache of more than cache_size = 33 tokens"),
         (WindowsCutByTheCaller, "window"),
     ],
 )
