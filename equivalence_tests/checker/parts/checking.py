@@ -5,6 +5,7 @@ A layer or a model is checked by walking its sub-modules (``walking``), code tha
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -99,7 +100,23 @@ def _examine_module(module: nn.Module, width: int, subject: Subject, kind: str, 
     seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
     if report.verdict == "unchecked" and seen > 1:
         report.reason = f"A convolution in it looks at {seen} tokens at once: it is no position-wise feed-forward."
+    elif report.verdict == "unchecked" and _mixes_tokens(module, observations[0][0], turned):
+        named = norm and re.search("layer_?norm|rms_?norm", type(module).__name__, re.IGNORECASE)
+        report.verdict = "deviates" if named else "unchecked"
+        report.reason = (
+            f"It mixes tokens: what it gives for one changes with another, while a {words} has each by itself."
+        )
     return report
+
+
+def _mixes_tokens(module: nn.Module, x: Tensor, turned: bool) -> bool:
+    """Whether what comes out for other tokens changes with the first one of a sample."""
+    changed = x.clone()
+    changed[0, 0] *= torch.linspace(-2, 2, x.size(-1))
+    found = (attempt(partial(module, _as_given(one, turned))) for one in (x, changed))
+    before, after = (next(tensors_in(one), torch.zeros(1, 1, 1)) for one in found)
+    rest = [(one.mT if turned else one)[0, 1:] for one in (before, after)]
+    return not torch.allclose(rest[0], rest[1], rtol=1e-4, atol=1e-6)
 
 
 def _examine_positions(subject: Subject, where: str) -> Report | None:

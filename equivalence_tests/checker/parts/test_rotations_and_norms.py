@@ -268,3 +268,21 @@ def test_a_mistake_of_such_a_layer_is_named() -> None:
 
 def test_what_names_no_base_has_the_usual_one() -> None:
     assert base_of(nn.LayerNorm(3)) == 10000.0
+
+
+class LayerNormOfMixedAxes(nn.Module):
+    """Takes off the mean of each feature over the tokens, and divides by the spread of each token."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = x.var(-1, unbiased=False, keepdim=True) + 1e-5
+        return self.gain * (x - x.mean(1, keepdim=True)) / spread.sqrt()
+
+
+def test_a_layer_norm_of_no_known_form_that_mixes_tokens_is_wrong() -> None:
+    report = verify(LayerNormOfMixedAxes)
+    assert report.verdict == "deviates", str(report)
+    assert "It mixes tokens" in report.reason
