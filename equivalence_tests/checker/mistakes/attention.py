@@ -266,6 +266,8 @@ SOFTMAXES = (
 
 # ---------------------------------------------------------------------------------------------- positions
 ROTATED = "scores = rotate(q) rotate(k)ᵀ"
+ROLES_OF_X = "self.q_proj(x), self.k_proj(x), self.v_proj(x)"
+MATRICES = "self.q_proj, self.k_proj, self.v_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(3))"
 _rotary = rows("rotary", ROTATED, "rotary")
 
 ROTARY = (
@@ -291,6 +293,17 @@ ROTARY = (
         "Positions rotate queries one way and keys another, so that their product depends on more than the distance.",
         "scores = rotate(q) rotate_otherwise(k)ᵀ",
         "Rotate queries and keys alike.",
+    ),
+    _rotary(
+        "rotary_of_another",
+        "What is added to turn the {role} is made of the {other}.",
+        ("{role} cos + turned({other}) sin", "{role} cos + turned({role}) sin"),
+        "Turn the {role} by its own elements.",
+        ("rotated(self, x):", "rotated(self, x, y=None):"),
+        ("a, b = x.chunk", "a, b = (x if y is None else y).chunk"),
+        ("self.rotated(k)", "self.rotated(k, q)"),
+        (ROLES_OF_X, "self.qkv_proj(x).chunk(3, -1)"),
+        (MATRICES, "self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim)"),
     ),
     *(
         _rotary(
