@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure, near
+from equivalence_tests.checker.engine.contracts.scores_table import DROWNED
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.running import Call, Examination
@@ -18,7 +19,9 @@ from equivalence_tests.checker.engine.situations import (
     situation_of,
     weighed_scores,
 )
+from equivalence_tests.checker.engine.taking_part import live_operations
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -26,7 +29,6 @@ from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import frames_of
 from equivalence_tests.checker.reporting.report import Report
 
-DROWNED = 1e3  # scores below its opposite are hidden
 OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
 CODE_ERRORS = (AttributeError, NameError)
@@ -244,8 +246,18 @@ class _Masks:
             self.report.coverage.append(Exercise(self.parameter, False, "no second tensor is given that it could hide"))
             return []
         judgement = self.situation.judgement
-        operation = judgement.attention.first if judgement is not None else None
-        return [Departure("mask_never_used", "mask", operation, {"argument": f" {self.parameter}"})]
+        first = judgement.attention.first if judgement is not None else None
+        return [Departure("mask_never_used", "mask", self._dropped() or first, {"argument": f" {self.parameter}"})]
+
+    def _dropped(self) -> Operation | None:
+        """The last operation that makes something of the mask and the scores, of which nothing comes back."""
+        attempt = self._attempt(self.idle[0])
+        if attempt is None:
+            return None
+        run, live = attempt.found.run, live_operations(attempt.found.run)
+        bits = sum(1 << i for i, name in enumerate(run.recorder.names) if name.endswith(f":{self.parameter}"))
+        made = [op for op in run.operations if op.index not in live and any(x & bits for x in op.origins)]
+        return next((op for op in reversed(made) if run.names.taken(op)), None)
 
 
 def _allowed(may: Tensor, plain: Examination | None) -> Expecting:

@@ -8,7 +8,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.mask_trials import DROWNED
+from equivalence_tests.checker.engine.contracts.scores_table import DROWNED
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.ran import operations_of

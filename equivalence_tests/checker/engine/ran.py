@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.watching import Operation, Recorder
-from equivalence_tests.checker.reporting.lines import CodeLine, code_lines, frames_here, inside
+from equivalence_tests.checker.reporting.lines import Frames, frames_here, inside
 
 MIRRORED = {"rsub": "sub", "rdiv": "div", "rpow": "pow"}
 
@@ -32,8 +32,8 @@ def recorded(call: Callable[[], Any], named: Iterable[tuple[str, Tensor]] = ()) 
     return recorder
 
 
-def lines_where(ran: str, operations: Sequence[Operation]) -> tuple[CodeLine, ...]:
-    """Give the line at which something ran, with those that led there, the outermost first.
+def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:
+    """Give the line at which something ran, with those that led there, the innermost first.
 
     Args:
         ran: What, as ``Mistake.ran`` has it.
@@ -44,11 +44,11 @@ def lines_where(ran: str, operations: Sequence[Operation]) -> tuple[CodeLine, ..
     """
     for wanted in ran.split(", "):
         if wanted == "end":
-            return code_lines(operations[-1].frames[-1:]) if operations else ()
+            return operations[-1].frames[-1:] if operations else ()
         place, name = (-1, wanted.removeprefix("last ")) if wanted.startswith("last ") else (0, wanted)
         matching = [operation for operation in operations if MIRRORED.get(operation.name, operation.name) == name]
         if matching:
-            return code_lines(matching[place].frames)
+            return matching[place].frames
     return ()
 
 

@@ -139,6 +139,21 @@ def test_a_mask_that_is_not_looked_at_is_called_by_its_name() -> None:
     assert report.findings[0].sentence == "The mask attention_mask is accepted but never used."
 
 
+class DropsWhatItFills(Attends):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = self.to_q(x) @ self.to_k(x).mT / math.sqrt(x.size(-1))
+        if mask is not None:
+            scores.masked_fill(mask == 0, -torch.inf)
+        return self.to_out(scores.softmax(-1) @ self.to_v(x))
+
+
+def test_a_mask_that_is_filled_in_and_dropped_is_missed_there() -> None:
+    (finding,) = verify(lambda: DropsWhatItFills(12, 12, 1)).findings
+    assert finding.name == "mask_never_used"
+    assert finding.line is not None
+    assert finding.line.text.startswith("scores.masked_fill")
+
+
 class LooksAtNeighbours(nn.Module):
     """Features first; a convolution over neighbouring places makes queries, keys and values."""
 

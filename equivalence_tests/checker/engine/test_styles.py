@@ -735,9 +735,22 @@ class ForgetsItsTable(LearntScales):
         return scores.softmax(-1)
 
 
+class AsksAnotherInVain(Base):
+    """Runs a part to compare with, and leaves it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.other(x)
+        return super().operands(x)
+
+
 @pytest.mark.parametrize(
     ("target", "name", "line"),
     [
+        (AsksAnotherInVain, "weight_never_used", "self.other(x)"),
         (ForgetsOneNorm, "norm_never_used", "return q.contiguous(), k.contiguous(), v"),
         (ForgetsItsTable, "weight_never_used", "scores = scores * self.logit_scale.exp()"),
     ],

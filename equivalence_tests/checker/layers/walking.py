@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.engine.ran import frames_where
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.layers.masks import Masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
@@ -461,7 +463,8 @@ def _add_model(walk: Walk, run: ModelRun) -> None:
         for what, mistake, where in judged:
             if any(finding.name.startswith(FOLLOWS.get(mistake, ())) for finding in walk.report.findings):
                 continue
-            mistakes = {mistake: _called_at(called, mistake, where)} if mistake else {}
+            lines = _called_at(called, mistake, where) or _ran_at(walk, run, mistake, where) if mistake else ()
+            mistakes = {mistake: lines} if mistake else {}
             walk.check(f"{what}{f' ({where})' if where else ''}", mistakes, where, evidence)
     except Exception as error:  # the user's code may refuse other tokens than those it ran on
         walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")
@@ -485,6 +488,14 @@ def _layer_around(path: str) -> str:
 def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames:
     """The lines that call a sub-module, or the first layer of a stack, where a mistake shows in the call."""
     return called.get(where, called.get(f"{where}.0", ())) if named_mistake(mistake).ran == "call" else ()
+
+
+def _ran_at(walk: Walk, run: ModelRun, mistake: str, where: str) -> Frames:
+    """The lines of a sub-module at which what shows a mistake ran."""
+    if not where or not named_mistake(mistake).ran:
+        return ()
+    ran = Call(run.call, (run.source, run.target), module=walk.module).run(read=False).operations
+    return frames_where(named_mistake(mistake).ran, [op for op in ran if op.frames and op.place == where])
 
 
 def _say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequence[str]) -> None:

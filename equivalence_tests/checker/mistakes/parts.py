@@ -48,9 +48,9 @@ ROWS = (
     ),
     _norm(
         "norm_without_mean",
-        "The LayerNorm does not subtract the mean.",
+        "This LayerNorm is an RMSNorm: it does not subtract the mean.",
         "gain * x / sqrt(mean(x²) + eps)",
-        "Subtract the mean, or call it RMSNorm.",
+        "If an RMSNorm is meant, call it so; else subtract the mean.",
         ran="rsqrt, sqrt, mean, norm, div",
         on_purpose_in="RMSNorm does this on purpose (T5, LLaMA).",
     ),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.ran import lines_where, operations_of
+from equivalence_tests.checker.engine.ran import frames_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.parts.drawing import OF_BOOLS, CallOfRoles, Drawn
@@ -28,6 +28,7 @@ from equivalence_tests.checker.reach.masking import ENCODINGS, SHAPES
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, told_by
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import CheckResult
+from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
 # What a parameter of a mask builder is given, by its name; one whose name says nothing is tried as all of them.
@@ -261,7 +262,7 @@ def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: 
             told(
                 named_mistake(name),
                 {"fill": fill},
-                stack=lines_where(named_mistake(name).ran, ran),
+                stack=code_lines(frames_where(named_mistake(name).ran, ran)),
                 evidence="gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake "
                 "does",
             )

@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from equivalence_tests.checker.engine.distance import FLOAT32_INSIDE, distance
-from equivalence_tests.checker.engine.ran import lines_where, operations_of
+from equivalence_tests.checker.engine.ran import frames_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reporting.findings import CheckResult
+from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
 EXACT = 1e-10
@@ -113,7 +114,7 @@ def _matched(report: Report, tried: _Tried, chosen: PartReading, calls: Sequence
         told(
             named_mistake(name),
             chosen.facts,
-            stack=lines_where(named_mistake(name).ran, ran),
+            stack=code_lines(frames_where(named_mistake(name).ran, ran)),
             evidence=_evidence(name, tried, chosen),
             where=where,
             meant=_asked_for(name, ran),

@@ -18,6 +18,7 @@ from equivalence_tests.checker.engine.taking_part import (
     argument_name,
     idle_arguments,
     idle_biases,
+    idle_modules,
     live_operations,
     matrix_in,
     place_of_matrix,
@@ -284,7 +285,7 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
     if module is None:
         return
     for name in idle:
-        stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name)
+        stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name, idle_modules(attention.run, module))
         unreached = worked is None and _of_idle_part(stem, idle, module)
         if name in explained or (stem and stem in stems) or unreached or worked in seen:
             continue
@@ -345,12 +346,18 @@ def _of_idle_part(stem: str, idle: list[str], module: nn.Module) -> bool:
     return bool(own) and set(own) <= set(idle)
 
 
-def _worked_in_vain(attention: Attention, parameter: str) -> Operation | None:
-    """What could have taken what was made from a parameter, where nothing did; None where nothing was made from it."""
+def _worked_in_vain(attention: Attention, parameter: str, idle: set[str]) -> Operation | None:
+    """What could have taken what was made from a parameter, where nothing did; None where nothing was made from it.
+
+    Where a module does nothing else, its last operation.
+    """
     live, bit = live_operations(attention.run), _bit_of(attention, parameter)
     made = [op.index for op in attention.run.operations if op.index not in live and any(x & bit for x in op.origins)]
     later = (op for op in attention.run.operations if made and op.index > made[-1] and op.index in live)
-    return next((op for op in later if attention.run.names.taken(op)), None)
+    taking = next((op for op in later if attention.run.names.taken(op)), None)
+    place = attention.run.operations[made[-1]].place if made else ""
+    own = [op for op in attention.run.operations if op.place == place] if place in idle else []
+    return own[-1] if own and taking is not None else taking
 
 
 def _norm_never_used(attention: Attention, weight: str) -> Departure:

@@ -6,6 +6,8 @@ from torch import Tensor
 from equivalence_tests.checker.engine.judgement import WeightsModel
 from equivalence_tests.checker.engine.names import Part
 
+DROWNED = 1e3  # scores below its opposite are hidden
+
 
 def ranks_of(part: Part) -> tuple[Tensor, Tensor, int, int]:
     """Rank of each score's query and key, as they stand in the product, and how many queries and keys there are."""
