@@ -231,6 +231,13 @@ SOFTMAXES = (
         (SOFTMAX_LINE, "scores"),
     ),
     _softmax(
+        "softmax_twice",
+        "The softmax is taken twice: a softmax of weights makes them nearly alike.",
+        "weights = softmax(softmax(scores))",
+        "Leave one of them out.",
+        (SOFTMAX_LINE, "scores.softmax(-1).softmax(-1)"),
+    ),
+    _softmax(
         "sigmoid_for_softmax",
         "A sigmoid is used instead of the softmax.",
         "weights = sigmoid(scores)",

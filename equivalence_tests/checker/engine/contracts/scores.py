@@ -183,6 +183,8 @@ class Scores:
             return self._put_right("softmax_over_queries", "softmax", softmax)
         strange = [step for step in self.steps if self._is_odd(step)]
         strange.sort(key=lambda step: step.operation.name in MULTIPLIES | {"tanh"})  # learnt, or a cap
+        if not strange and sum(step.operation.name in SOFTMAXES for step in self.steps) > 1:
+            return self._put_right("softmax_twice", "softmax", softmax)
         operation = strange[0].operation if strange else self.part.contexts[0].operation
         return changed_by(operation, "scores", "scores", patches=self._softmaxed())
 
