@@ -761,6 +761,20 @@ def test_what_is_never_used_is_missed_where_it_could_be_used(target: type[nn.Mod
     assert finding.line.text == line
 
 
+class WidensBehindItsScale(Base):
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        scores = q @ k.mT / (WIDTH // HEADS)
+        return (scores.float().softmax(-1).type_as(v) @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_scale_is_not_taken_for_the_rounding_behind_it() -> None:
+    (finding,) = judged(WidensBehindItsScale).findings
+    assert finding.name == "scale_twice"
+    assert finding.line is not None
+    assert finding.line.text.startswith("scores = q @ k.mT")
+
+
 class TakesAPaddingMask(Base):
     """Scores of samples and heads in one axis."""
 

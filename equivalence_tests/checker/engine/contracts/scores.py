@@ -272,7 +272,7 @@ class Scores:
         found = [(s.operation, s.ratio) for s in self._outside_a_cap() if s.operation.index < softmax]
         ways = [(op, value) for operand in self.operands[:2] for op, _, value in operand.steps(run)]
         beside = [(op, _ratio(value, op.inputs[0].value)) for op, value in ways if op.name in MULTIPLIES]
-        before, operands = ([(op, r) for op, r in own if r and abs(r - 1) > 1e-9] for own in (found, beside))
+        before, operands = ([(op, r) for op, r in own if r and abs(r - 1) > PLAIN] for own in (found, beside))
         too_many = [operation for operation, ratio in (*before, *operands) if abs(self.total / ratio - 1) < LOOSE]
         if too_many and len(before) + len(operands) > 1:
             return too_many[0]
