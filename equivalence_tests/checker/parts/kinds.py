@@ -21,6 +21,7 @@ NAMES = (
     (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|(^|_)(w?pe|positions)($|_)", "positional_encoding"),
     (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
 )
+OTHER_NORMS = re.compile(r"(batch|group|instance|response)_?norm", re.IGNORECASE)
 BUILDER_NAME = re.compile(r"(^|_)mask(s|ing)?($|_)|subsequent|no_?peak|look_?ahead", re.IGNORECASE)
 EXAMINED = ("attention", "layer_norm", "feed_forward", "positional_encoding")
 ALIKE = 1e-6
@@ -33,6 +34,8 @@ def guess_kind(found: Any) -> str:
     ('layer_norm', 'layers', 'attention')
     >>> guess_kind(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))), guess_kind(nn.Linear(2, 2))
     ('feed_forward', '')
+    >>> guess_kind(type("InstanceNorm", (nn.Module,), {})), guess_kind(type("Norm", (nn.Module,), {}))
+    ('', 'layer_norm')
     """
     if isinstance(found, nn.Module) and BY_DATA_FLOW in vars(found):
         return str(vars(found)[BY_DATA_FLOW])
@@ -42,7 +45,10 @@ def guess_kind(found: Any) -> str:
         return "feed_forward" if ours and there_and_back(found) else ""
     if builds_masks(found):
         return "mask_builder"
-    kind = kind_of_name(getattr(found, "__name__", type(found).__name__))
+    name = getattr(found, "__name__", type(found).__name__)
+    if OTHER_NORMS.search(name):
+        return ""
+    kind = kind_of_name(name)
     if kind or not isinstance(found, nn.Module):
         return kind
     return "positional_encoding" if _holds_sinusoids(found) else "layer_norm" if _normalises(found) else ""
@@ -101,7 +107,8 @@ def kind_of(path: str, child: nn.Module) -> str:
     >>> kind_of("blocks.0.ln_1", nn.LayerNorm(3)), kind_of("mlp", nn.Identity()), kind_of("x", nn.Dropout())
     ('layer_norm', '', '')
     """
-    attribute = "" if type(child).__module__.startswith("torch.") else path.rpartition(".")[2]
+    says_all = type(child).__module__.startswith("torch.") or OTHER_NORMS.search(type(child).__name__)
+    attribute = "" if says_all else path.rpartition(".")[2]
     kind = guess_kind(child) or kind_of_name(attribute)
     if kind == "attention" and not guess_kind(child) and _is_one_matrix(child):
         return ""  # a projection, whatever holds it
