@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.state import default_dtype
+from equivalence_tests.checker.reach.tracing import tensors_in
 
 __all__ = ["Runnable", "WildModel", "randomised", "runnable"]
 
@@ -70,7 +71,9 @@ def runnable(wild: WildModel) -> Runnable:
         for candidate in _in_precisions(model, wild.inputs(model)):
             try:
                 with torch.no_grad():
-                    candidate()
+                    output = candidate()
+                if any(bool(x.isnan().any()) for x in tensors_in((output,))):
+                    raise ValueError("it gives NaN")
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}")
             else:

@@ -975,3 +975,47 @@ def test_what_the_result_is_added_to_tells_the_queries() -> None:
     assert finding.name == "query_key_swapped"
     assert finding.line is not None
     assert finding.line.text.startswith("attended, _ =")
+
+
+class MixesPlaces(nn.Module):
+    """Each head learns how much of its weights comes from the places of the tokens alone."""
+
+    fixed = False
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.qkv, self.proj = num_heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.near, self.gate = nn.Parameter(torch.ones(num_heads, 1, 1)), nn.Parameter(torch.ones(num_heads, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        apart = torch.arange(x.size(1), dtype=x.dtype)
+        places = (-self.near * (apart[:, None] - apart).abs()).softmax(-1)
+        gate = 0.3 if self.fixed else self.gate.sigmoid()
+        weights = (1 - gate) * (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) + gate * places
+        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+class MixesAFixedShare(MixesPlaces):
+    fixed = True
+
+
+def test_weights_that_a_parameter_mixes_with_others_are_meant_so_and_not_compared() -> None:
+    report = verify(MixesPlaces)
+    assert report.verdict == "partial", str(report)
+    assert "the weights" in [exercise.what for exercise in report.not_exercised]
+    assert verify(MixesAFixedShare).verdict == "deviates"
+
+
+class MakesItsMaskInSingle(Attends):
+    """In float64 the least number is -inf in float32, and 0 times that is NaN."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = (1.0 - mask.float()) * torch.finfo(x.dtype).min
+        return self.attend(x, x, hidden[:, None, None].to(x.dtype))
+
+
+def test_a_model_that_gives_nan_in_float64_alone_is_judged_in_its_own_precision() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    (report,) = verify(MakesItsMaskInSingle(12, 12, 3), inputs=(torch.randn(2, 5, 12), mask))
+    assert (report.verdict, report.findings) == ("equal", []), str(report)
