@@ -73,8 +73,13 @@ def idle_biases(attention: Attention) -> Iterator[tuple[str, Tensor]]:
 
 
 def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name the numbers that are handed over, and that no line reads, or from which something is made in vain."""
+    """Name the numbers that are handed over, and that no line reads, or from which something is made in vain.
+
+    Where something hides its operations, as TorchScript and numpy do, nobody knows what it takes.
+    """
     live = live_operations(run)
+    if _hides(run):
+        return
     used = _taken_by(run, live)
     for tensor in tensors_of(run.output):
         used |= run.recorder.origins_of(tensor)
@@ -85,6 +90,16 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
         numbers = name.startswith("arg:") and slot.value.is_floating_point() and slot.value.dim() > 1
         if numbers and not used & bit and (in_vain & bit or argument in unread):
             yield argument, slot.value
+
+
+def _hides(run: Run) -> bool:
+    """Whether something is taken, or comes back, that neither was handed over nor was given by an operation."""
+    known = {storage_of(slot.tensor) for slot in run.recorder.given}
+    for operation in run.operations:
+        if not known >= {storage_of(slot.tensor) for slot in operation.inputs}:
+            return True
+        known |= {storage_of(slot.tensor) for slot in operation.outputs}
+    return not known >= {storage_of(x) for x in tensors_of(run.output)}
 
 
 def argument_name(known: str, function: Callable[..., Any]) -> str:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.test_styles import HEADS, Base, judged
+from equivalence_tests.checker.verify import verify
 
 LENGTH = 5
 
@@ -82,3 +83,21 @@ def test_what_does_nothing_to_the_output_is_told(
 ) -> None:
     report = judged(target, *more, length=LENGTH)
     assert report.mistakes == names, str(report)
+
+
+class TakesItsBiasThroughNumpy(nn.Module):
+    """What numpy does to the bias on its way is hidden; the bias is used all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (3, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        added = torch.from_numpy(2 * (bias * 1).detach().numpy()).to(x.dtype)
+        return self.out(((q @ k.mT / 2 + added).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_goes_where_nobody_sees_is_not_called_unused() -> None:
+    (report,) = verify(TakesItsBiasThroughNumpy(), inputs=(torch.randn(2, 5, 12), torch.randn(3, 5, 5)))
+    assert report.findings == [], str(report)

@@ -770,7 +770,7 @@ class WidensBehindItsScale(Base):
 
 def test_a_scale_is_not_taken_for_the_rounding_behind_it() -> None:
     (finding,) = judged(WidensBehindItsScale).findings
-    assert finding.name == "scale_twice"
+    assert finding.name == "scale_wrong"
     assert finding.line is not None
     assert finding.line.text.startswith("scores = q @ k.mT")
 

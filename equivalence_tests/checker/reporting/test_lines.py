@@ -12,7 +12,7 @@ from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo import builders, layers, parts
 
-OPERATORS = {"getitem", "pow", "and", "or", "div"}
+OPERATORS = {"getitem", "setitem", "pow", "and", "or", "div"}
 
 
 @pytest.mark.parametrize("mistake", [m for m in MISTAKES.values() if m.ran], ids=lambda mistake: mistake.name)
