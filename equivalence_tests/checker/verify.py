@@ -157,7 +157,7 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
             return Report(name, reason=str(error))
 
     makes_it = inspect.isroutine(found) and guess == "layers"  # what a factory makes says more than its own name
-    if not kind and (guess not in ("attention", "layers", "mask_builder") or makes_it):
+    if not kind and (guess not in ("layers", "mask_builder") or makes_it):
         guess = _kind_by_structure(found, name, adapter) or guess or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
     first = examined_as(guess)
@@ -194,7 +194,8 @@ def _kind_by_structure(found: Any, name: str, adapter: Adapter) -> str:
 def _kind_of_parts(module: nn.Module) -> str:
     named = guess_kind(module)  # a factory says less than what it makes
     kinds = {kind_of(path, child) for path, child in module.named_modules() if path}
-    if named != "attention" and "attention" in kinds and kinds & {"layer_norm", "feed_forward"}:
+    around = {"feed_forward"} if named == "attention" else {"layer_norm", "feed_forward"}  # one may norm inside
+    if "attention" in kinds and kinds & around:
         return "layers"
     if named:
         return named

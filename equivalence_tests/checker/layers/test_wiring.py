@@ -945,3 +945,35 @@ def test_a_layer_named_as_an_attention_is_equal_only_where_it_was_run() -> None:
     assert verify(FusingAttention).verdict in ("equal", "partial")
     assert verify(FusingTheWrongWay).verdict == "deviates"
     assert verify(FusingWithSomethingElse).verdict == "unchecked"
+
+
+class AttendsTwice(nn.Module):
+    """A decoder layer under the name of an attention: both of its attentions are called."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.own, self.cross = (nn.MultiheadAttention(dim, num_heads, batch_first=True) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(3))
+        self.ffn = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
+
+    def around(self, x: Tensor, branch: Tensor) -> Tensor:
+        return x + branch
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = self.norms[0](x + self.own(x, x, x)[0])
+        x = self.norms[1](self.around(x, self.cross(x, memory, memory)[0]))
+        return self.norms[2](x + self.ffn(x))
+
+
+class DecoderAttention(AttendsTwice):
+    pass
+
+
+class DecoderAttentionWithoutResidual(AttendsTwice):
+    def around(self, x: Tensor, branch: Tensor) -> Tensor:
+        return branch
+
+
+def test_a_decoder_layer_named_as_an_attention_is_read_as_a_layer() -> None:
+    assert verify(DecoderAttention).verdict == "equal"
+    assert verify(DecoderAttentionWithoutResidual).mistakes == ("residual_missing",)
