@@ -157,7 +157,8 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
             return Report(name, reason=str(error))
 
     makes_it = inspect.isroutine(found) and guess == "layers"  # what a factory makes says more than its own name
-    if not kind and (guess not in ("layers", "mask_builder") or makes_it):
+    as_named = guess in ("layers", "mask_builder") or (guess == "attention" and adapter.call is not None)
+    if not kind and (makes_it or not as_named):
         guess = _kind_by_structure(found, name, adapter) or guess or "attention"
     others = () if kind else [one for one in FALLBACKS if one != guess]
     first = examined_as(guess)

@@ -68,16 +68,19 @@ def runnable(wild: WildModel) -> Runnable:
         except Exception as error:  # any library, any reason
             reasons.append(f"{type(error).__name__}: {error}")
             continue
+        spare = None
         for candidate in _in_precisions(model, wild.inputs(model)):
             try:
                 with torch.no_grad():
                     output = candidate()
-                if any(bool(x.isnan().any()) for x in tensors_in((output,))):
-                    raise ValueError("it gives NaN")
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {error}")
-            else:
+                continue
+            if not any(bool(x.isnan().any()) for x in tensors_in((output,))):
                 return candidate
+            spare = candidate  # the last: its precision is the one that the model is in
+        if spare is not None:
+            return spare
     said = list(dict.fromkeys(" ".join(reason.split())[:160] for reason in reasons))
     raise RuntimeError(" | ".join(said[:6]) or "there is no way to build it")
 

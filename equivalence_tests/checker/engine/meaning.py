@@ -60,7 +60,7 @@ class Evidence:
             yield Exercise(
                 "scale, mask and softmax", False, "no query had more than one key to choose from in this call"
             )
-        if any(model.kind == "other" for model in self.judgement.models) and any(map(self._of_gate, self._factors())):
+        if any(model.kind == "other" for model in self.judgement.models) and self._parameters_between(MULTIPLIES):
             yield Exercise("the weights", False, "a parameter mixes them with others: they are no softmax of scores")
         if not are_followed(self.judgement.attention):
             yield Exercise("heads put together", False, "queries or keys come from where tokens are not followed")
@@ -79,7 +79,8 @@ class Evidence:
         if "changed_by" in departure.name and departure.stage in CHANGED and departure.operation is not None:
             return self._of_part(departure, departure.operation)
         if departure.name == "changed_by_mul" and departure.stage == "scores" and departure.operation is not None:
-            return self._of_gate(departure.operation)
+            gates = self._parameters_beside(departure.operation)
+            return f"the parameter {gates[0]} says how much is taken of them" if gates else ""
         if departure.operation is not None and departure.name in SINKS:
             names = self._parameters_between(JOINS)
             if names:
@@ -164,17 +165,6 @@ class Evidence:
             if names and strange is not None:
                 _blame(departure, strange, "summand" if how == "added" else "factor")
         return ""
-
-    def _factors(self) -> list[Operation]:
-        """What multiplies scores or weights."""
-        attention = self.judgement.attention
-        return [step for step, _, _ in attention.parts[0].steps(attention.run) if step.name in MULTIPLIES]
-
-    def _of_gate(self, operation: Operation) -> str:
-        """The parameter that weights are multiplied by, made of nothing else; "" if there is none."""
-        own = self.recorder.origins_of(self.judgement.attention.parts[0].product.operation.outputs[0].tensor)
-        gates = (self.recorder.parameters(bits) for bits in operation.origins if not bits & own)
-        return next((f"the parameter {names[0]} says how much is taken of them" for names in gates if names), "")
 
     def _argument_for_values(self, operation: Operation) -> str:
         """The argument that is added to the values and reaches neither queries nor keys; "" if there is none."""

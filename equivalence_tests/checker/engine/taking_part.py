@@ -77,9 +77,9 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
 
     Where something hides its operations, as TorchScript and numpy do, nobody knows what it takes.
     """
-    live = live_operations(run)
     if _hides(run):
         return
+    live = live_operations(run)
     used = _taken_by(run, live)
     for tensor in tensors_of(run.output):
         used |= run.recorder.origins_of(tensor)
@@ -92,14 +92,22 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
             yield argument, slot.value
 
 
-def _hides(run: Run) -> bool:
-    """Whether something is taken, or comes back, that neither was handed over nor was given by an operation."""
+def takes_what_nothing_gave(run: Run) -> Operation | None:
+    """The first of the user's lines that takes what neither was handed over nor was given by an operation."""
     known = {storage_of(slot.tensor) for slot in run.recorder.given}
     for operation in run.operations:
-        if not known >= {storage_of(slot.tensor) for slot in operation.inputs}:
-            return True
-        known |= {storage_of(slot.tensor) for slot in operation.outputs}
-    return not known >= {storage_of(x) for x in tensors_of(run.output)}
+        taken = {storage_of(slot.tensor) for slot in operation.inputs}
+        if operation.frames and not taken <= known:
+            return operation
+        known |= taken | {storage_of(slot.tensor) for slot in operation.outputs}
+    return None
+
+
+def _hides(run: Run) -> bool:
+    """Whether something is taken, or comes back, that no operation gave."""
+    known = {storage_of(slot.tensor) for slot in run.recorder.given}
+    known |= {storage_of(slot.tensor) for operation in run.operations for slot in operation.outputs}
+    return not {storage_of(x) for x in tensors_of(run.output)} <= known or takes_what_nothing_gave(run) is not None
 
 
 def argument_name(known: str, function: Callable[..., Any]) -> str:

@@ -51,21 +51,23 @@ def above(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys).triu(1 + keys - queries).bool()
 
 
+def joined(past: Cache | None, new: Cache) -> Cache:
+    return new if past is None else (torch.cat([past[0], new[0]], dim=2), torch.cat([past[1], new[1]], dim=2))
+
+
 class Cached(Parts):
     """Hides the future itself, and takes the offset of the cache into account."""
 
     def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
         q, k, v = self.project(x)
-        if past_key_value is not None:
-            k, v = (torch.cat([past, new], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
+        k, v = joined(past_key_value, (k, v))
         return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
 
 
 class CachedWithoutOffset(Cached):
     def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
         q, k, v = self.project(x)
-        if past_key_value is not None:
-            k, v = (torch.cat([past, new], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
+        k, v = joined(past_key_value, (k, v))
         return self.attend(q, k, v, torch.ones(q.size(2), k.size(2)).triu(1).bool()), (k, v)
 
 
@@ -89,16 +91,14 @@ class CachedInOnePosition(Cached):
     def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
         q, k, v = self.project(x)
         q, k = self.turned(q, k)
-        if past_key_value is not None:
-            k, v = (torch.cat([past, new], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
+        k, v = joined(past_key_value, (k, v))
         return self.attend(q, k, v, above(q.size(2), k.size(2))), (k, v)
 
 
 class ChunkSeesItsFuture(Cached):
     def forward(self, x: Tensor, past_key_value: Cache | None = None) -> tuple[Tensor, Cache]:
         q, k, v = self.project(x)
-        if past_key_value is not None:
-            k, v = (torch.cat([past, new], dim=2) for past, new in zip(past_key_value, (k, v), strict=True))
+        k, v = joined(past_key_value, (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=past_key_value is None)
         return self.o(y.transpose(1, 2).flatten(2)), (k, v)
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.distance import distance
 from equivalence_tests.checker.engine.situations import Situation
+from equivalence_tests.checker.engine.taking_part import takes_what_nothing_gave
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
@@ -51,18 +52,14 @@ def _what_hides(situation: Situation) -> str:
     inside = function.modules() if isinstance(function, nn.Module) else [getattr(function, "__wrapped__", None)]
     if any(isinstance(one, torch.jit.ScriptModule | torch.jit.ScriptFunction) for one in inside):
         return "It runs as TorchScript, which hides its operations."
-    recorder = situation.found.run.recorder
-    known = {slot.tensor.untyped_storage().data_ptr() for slot in recorder.given}
-    for operation in recorder.operations:
-        for slot in operation.inputs:
-            if slot.tensor.untyped_storage().data_ptr() not in known and operation.frames:
-                line = code_lines(operation.frames)[-1]
-                return (
-                    f"Line {line.number}, `{line.text}`, takes numbers that no torch function gave: they come from "
-                    "numpy, or from a kernel of its own, and cannot be watched."
-                )
-        known |= {slot.tensor.untyped_storage().data_ptr() for slot in (*operation.inputs, *operation.outputs)}
-    return ""
+    taking = takes_what_nothing_gave(situation.found.run)
+    if taking is None:
+        return ""
+    line = code_lines(taking.frames)[-1]
+    return (
+        f"Line {line.number}, `{line.text}`, takes numbers that no torch function gave: they come from numpy, or from "
+        "a kernel of its own, and cannot be watched."
+    )
 
 
 def _difference(situation: Situation, reading: list[Linear]) -> float:

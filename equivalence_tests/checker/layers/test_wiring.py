@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.parts.kinds import atoms_of, kind_of
+from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo import layers
 
@@ -977,3 +978,10 @@ class DecoderAttentionWithoutResidual(AttendsTwice):
 def test_a_decoder_layer_named_as_an_attention_is_read_as_a_layer() -> None:
     assert verify(DecoderAttention).verdict == "equal"
     assert verify(DecoderAttentionWithoutResidual).mistakes == ("residual_missing",)
+
+
+def test_whoever_says_how_to_call_it_as_an_attention_has_it_read_as_one() -> None:
+    def call(module: Any, query: Tensor, key: Tensor, value: Tensor, may_attend: Any) -> Any:
+        return module(query, key)
+
+    assert verify(DecoderAttention, adapter=Adapter(call=call)).kind == "multi-head attention"

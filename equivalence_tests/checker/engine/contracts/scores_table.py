@@ -84,6 +84,7 @@ def two_levels(model: WeightsModel, where: Tensor) -> float | None:
     best = torch.full((int(model.rows.max()) + 1,), -torch.inf, dtype=torch.float64)
     best = best.scatter_reduce(0, rows, bias, "amax")
     below = best[rows] - bias
+    # Next to nothing is a step only where there is no greater one: beside that it is rounding.
     steps = next((found for least in (1e-4, 1e-11) if len(found := below[below > least])), below[:0])
     if not len(steps) or float(steps.max() - steps.min()) > 1e-3 * float(steps.max()):
         return None
