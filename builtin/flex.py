@@ -247,4 +247,5 @@ def create_block_mask(
     usual = {"separate_full_blocks": True, "compute_dq_write_order": False, "dq_kv_order": True}
     # torch 2.11 does not have these three.
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not usual[name]}
+    validation.check_known_to_torch(torch_flex.create_block_mask, options)
     return torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, _compile, **options)

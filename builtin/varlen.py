@@ -77,6 +77,7 @@ def varlen_attn(
     given = {"enable_gqa": enable_gqa, "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}
     # torch 2.11 does not have these four.
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not None and x is not False}
+    validation.check_known_to_torch(varlen.varlen_attn, options)
     return varlen.varlen_attn(
         query,
         key,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.torch_version import TorchVersion
 
 import builtin
 import scratch
@@ -23,6 +24,7 @@ __all__ = [
     "assert_equal",
     "describe",
     "fast_path",
+    "merges_as_torch_does",
     "outputs_and_gradients",
     "padding_with_holes",
     "random_tensor",
@@ -46,6 +48,11 @@ TORCH = SimpleNamespace(
     flex_attention=flex_attention,
     create_block_mask=create_block_mask,
 )
+
+
+def merges_as_torch_does(attention: Any) -> bool:
+    """Say whether heads lie in memory as in torch.nn once merged: those of width 1 are copied there before 2.13."""
+    return attention.embed_dim > attention.num_heads or torch.__version__ >= TorchVersion("2.13")
 
 
 def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -1,7 +1,8 @@
 """Flex attention: torch's values, the gradients of the mask written out, and hidden blocks that are never computed."""
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from equivalence_tests.instruments.side_by_side import PACKAGES, assert_equal, o
 from scratch import flex, score_functions
 
 EACH_PACKAGE = pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
+IS_RECENT = "separate_full_blocks" in inspect.signature(torch_flex.create_block_mask).parameters
+NEEDS_A_RECENT_TORCH = pytest.mark.skipif(not IS_RECENT, reason="this torch does not have separate_full_blocks")
 BATCH, HEADS, KEY_HEADS, QUERY_LEN, KEY_LEN = 2, 6, 3, 5, 7
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 2, 2, 2]])
 TABLE = random_tensor(HEADS, 5, seed=9)
@@ -384,10 +387,18 @@ class TestWhatIsComputed:
 # --- block masks -----------------------------------------------------------------------------------------------------
 
 
+def entries_of(*masks: Any) -> Iterator[tuple[Any, ...]]:
+    """Give what two block masks hold, by name, and by place in their tuples where torch has all that scratch has."""
+    attributes = [name for name in inspect.signature(flex.BlockMask).parameters if not name.startswith("dq_")]
+    yield from ((name, *(getattr(mask, name) for mask in masks)) for name in attributes)
+    if IS_RECENT:
+        both = zip(*(mask.as_tuple() for mask in masks), strict=True)
+        yield from ((place, *entries) for place, entries in enumerate(both))
+
+
 def assert_same_lists(actual: Any, expected: Any) -> None:
     """Compare all attributes of two block masks, dtypes and the order of what is not counted included."""
-    theirs = expected.as_tuple()
-    for name, ours, torchs in zip(range(99), actual.as_tuple(), theirs, strict=False):
+    for name, ours, torchs in entries_of(actual, expected):
         if isinstance(torchs, Tensor):
             assert ours.dtype == torchs.dtype
             assert torch.equal(ours, torchs), name
@@ -401,7 +412,7 @@ def assert_same_lists(actual: Any, expected: Any) -> None:
 
 
 class TestBlockMasks:
-    @pytest.mark.parametrize("separate_full_blocks", [True, False])
+    @pytest.mark.parametrize("separate_full_blocks", [True, pytest.param(False, marks=NEEDS_A_RECENT_TORCH)])
     @pytest.mark.parametrize("block_size", [1, (2, 3), (4, 2), 128])
     @pytest.mark.parametrize("mask", MASKS)
     def test_they_are_torchs(self, mask: str, block_size: Any, separate_full_blocks: bool) -> None:
@@ -487,8 +498,20 @@ class TestBlockMasks:
         assert moved.kv_indices.device.type == moved.full_q_indices.device.type == "meta"
         assert mask.kv_indices.device.type == "cpu"
         assert (moved.shape, moved.BLOCK_SIZE, moved.mask_mod) == (mask.shape, mask.BLOCK_SIZE, mask.mask_mod)
-        without = package.create_block_mask(MASKS["causal"], 1, 1, 5, 7, "cpu", 2, False, False).to("meta")
-        assert without.full_kv_indices is None
+
+    @NEEDS_A_RECENT_TORCH
+    @EACH_PACKAGE
+    def test_so_do_those_without_lists_of_full_blocks(self, package: Any) -> None:
+        mask = package.create_block_mask(MASKS["causal"], 1, 1, 5, 7, "cpu", 2, False, False).to("meta")
+        assert mask.kv_indices.device.type == "meta"
+        assert mask.full_kv_indices is None
+
+    @pytest.mark.skipif(IS_RECENT, reason="torch has the argument")
+    def test_an_older_torch_is_named(self) -> None:
+        with pytest.raises(
+            NotImplementedError, match="separate_full_blocks must be left at its default: create_block_mask of torch"
+        ):
+            builtin.create_block_mask(MASKS["causal"], 1, 1, 5, 7, "cpu", 2, False, False)
 
 
 class TestWrittenOut:

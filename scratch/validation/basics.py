@@ -1,9 +1,10 @@
 """The error types and the plain checks: kinds, dtypes, ranges."""
 
 import functools
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import ParamSpec, TypeVar
 
@@ -24,6 +25,7 @@ __all__ = [
     "check_dropout",
     "check_floating",
     "check_integer",
+    "check_known_to_torch",
     "check_mask_dtype",
     "check_function",
     "check_module",
@@ -77,6 +79,14 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Require that a value is one of a few."""
     if value not in choices:
         raise ArgumentValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_known_to_torch(function: Callable[..., object], given: Mapping[str, object]) -> None:
+    """Require that the installed torch has these arguments: older versions lack some."""
+    for name in given.keys() - inspect.signature(function).parameters.keys():
+        raise ArgumentUnsupportedError(
+            f"{name} must be left at its default: {function.__name__} of torch {torch.__version__} does not have it"
+        )
 
 
 def check_bool(name: str, x: Tensor) -> None:
