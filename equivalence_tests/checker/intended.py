@@ -10,6 +10,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 OF_ANY_FUNCTION = "changed_by_"  # the names of what no catalogue knows
 OF_A_CHECK = "check_"
+VALUES = "check_values"  # the one check of a part
 
 
 def check_meant(meant: Mapping[str, str]) -> Mapping[str, str]:
@@ -26,13 +27,21 @@ def check_meant(meant: Mapping[str, str]) -> Mapping[str, str]:
     ValueError: meant must name deviations that the checker knows, got 'scale_mising'; is it 'scale_missing'?
     """
     for name, reason in meant.items():
-        if name not in MISTAKES and OF_ANY_FUNCTION not in name and not name.startswith(OF_A_CHECK):
-            near = difflib.get_close_matches(name, MISTAKES, n=1)
+        known = _checks() if name.startswith(OF_A_CHECK) else list(MISTAKES)
+        if name not in known and OF_ANY_FUNCTION not in name:
+            near = difflib.get_close_matches(name, known, n=1)
             hint = f"; is it {near[0]!r}?" if near else ""
             raise ValueError(f"meant must name deviations that the checker knows, got {name!r}{hint}")
         if not reason.strip():
             raise ValueError(f"meant must give a reason for {name!r}, got {reason!r}")
     return meant
+
+
+def _checks() -> list[str]:
+    """Name the checks, which torch is loaded for."""
+    from equivalence_tests.checker.engine.checks import attention_checks
+
+    return [VALUES, *(check.__name__ for check in attention_checks())]
 
 
 def accepted(report: Report, meant: Mapping[str, str]) -> Report:
@@ -65,5 +74,5 @@ def _excused(check: CheckResult, meant: Mapping[str, str], moved: bool) -> Check
         return check
     named = [meant[name] for name in check.detail.split(", ") if name in meant]
     detail = meant.get(check.name, check.detail)
-    excused = check.name in meant or (moved and (named or check.name == "check_values"))
+    excused = check.name in meant or (moved and (named or check.name == VALUES))
     return replace(check, outcome="expected", detail=detail) if excused else check

@@ -58,3 +58,7 @@ def test_a_name_that_is_none_and_a_reason_that_is_none_raise() -> None:
         verify(Unscaled, meant={"scale_mising": "as T5"})
     with pytest.raises(ValueError, match="must give a reason"):
         verify(Unscaled, meant={"scale_missing": " "})
+    with pytest.raises(ValueError, match="got 'check_xyz'"):
+        verify(Unscaled, meant={"check_xyz": "as T5"})
+    with pytest.raises(ValueError, match="is it 'check_values'"):
+        verify(Unscaled, meant={"check_valus": "as T5"})

@@ -1,7 +1,9 @@
 """What the code offers beyond the call that was judged: every argument, length and switch is run, or listed."""
 
+import contextlib
 import copy
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +21,10 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.construction import built, prepare
+from equivalence_tests.checker.reach.construction import build, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import role_of_parameter
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
@@ -36,11 +38,14 @@ Look = Callable[[], tuple[Sequence[Finding], str]]
 LONGEST = 300
 TILES = range(8, LONGEST // 2 - 1)  # a number like these may be the length of a tile
 OTHER_SCALE = 0.7
+MOST_BUILDS = 12
 LIMITED = re.compile(r"block|tile|chunk|window|span|segment|bucket|local|sliding", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local_?(size|span|attention)?$", re.IGNORECASE)
 CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
+# Stages in which no option of a constructor asks for anything but torch's formula.
+NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary")
 
 
 @dataclass
@@ -204,8 +209,8 @@ def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
     covered.run(what, look)
 
 
-def cover_causal_build(covered: Covered, subject: Subject, judge: Callable[..., Sequence[Report]]) -> None:
-    """Build a class once more with a causal switch of its constructor turned on, which is off by default.
+def cover_options(covered: Covered, subject: Subject, judge: Callable[..., Sequence[Report]]) -> None:
+    """Build a class once more with each option of its constructor that it was not built with.
 
     Args:
         covered: What was exercised so far; receives what this shows.
@@ -215,20 +220,63 @@ def cover_causal_build(covered: Covered, subject: Subject, judge: Callable[..., 
     trial, known = covered.trial, {exercise.what for exercise in covered.exercises}
     hands_over = [p for p in parameters_of(trial.function) if p.name == trial.plan.mask_parameter and p.default]
     target: Any = type(subject.function)
-    options = [p.name for p in parameters_of(target) if p.default is False and CAUSAL.search(p.name)]
-    for name in options if trial.plan.self_attention and not hands_over else ():
-        what = f"{name}=True"
-        if what in known:
+    for name, value in other_options(target):
+        what, causal = f"{name}={value}", value is True and CAUSAL.search(name)
+        if what in known or DROPS.search(name) or (causal and (hands_over or not trial.plan.self_attention)):
             continue
-        other = built(partial(target, **{name: True}), subject.sizes, most=20)
-        if not isinstance(other, nn.Module):
-            covered.leave_out(what, "it could be built with False only")
+        other = built_alike(partial(target, **{name: value}), subject)
+        if other is None:
+            covered.leave_out(what, f"it could be built with {getattr(trial.function, name, 'its default')} only")
             continue
         prepare(other, subject.dtype)
-        switched = Covered(replace(trial, function=other), partial(judge, other, module=other))
-        _causal_switch(what, {}, switched)
-        covered.exercises += switched.exercises
-        covered.findings += switched.findings
+        covered.trial, covered.judge = replace(trial, function=other), partial(judge, other, module=other)
+        if causal:
+            _causal_switch(what, {}, covered)
+        else:
+            _option(what, covered, subject)
+    covered.trial = trial
+
+
+def built_alike(target: partial[Any], subject: Subject) -> nn.Module | None:
+    """Build a class with more arguments, as the subject was where that can be: what both have is of the same shape."""
+    shapes = {name: x.shape for name, x in _held_tensors(subject).items()}
+    made: list[nn.Module] = []
+    with contextlib.suppress(CannotCheckError):
+        for other, _ in itertools.islice(build(target), MOST_BUILDS):
+            made.append(other)
+            if all(x.shape == shapes.get(name, x.shape) for name, x in other.state_dict().items()):
+                return other
+    return next(iter(made), None)
+
+
+def _held_tensors(subject: Subject) -> dict[str, Tensor]:
+    return subject.module.state_dict() if isinstance(subject.module, nn.Module) else {}
+
+
+def never_asked(finding: Finding) -> bool:
+    """Whether no option of a constructor asks for this."""
+    return finding.stage in NEVER_ASKED and "changed_by" not in finding.name
+
+
+def _option(what: str, covered: Covered, subject: Subject) -> None:
+    """Only what no option asks for is a mistake then."""
+    trial, inputs, module = covered.trial, covered.trial.inputs(), covered.trial.function
+    assert isinstance(module, nn.Module)
+
+    def look() -> tuple[list[Finding], str]:
+        if not trial.keeps_samples_apart:
+            raise CannotCheckError("with it other arguments are taken, or in another layout")
+        before, known = trial.output(inputs), _held_tensors(subject)
+        added = {name: x for name, x in module.named_parameters() if name not in known}
+        for parameter in added.values():
+            parameter.data *= 1 + torch.arange(parameter.numel()).view_as(parameter)
+        if added and torch.equal(before, trial.output(inputs)):
+            raise CannotCheckError(f"what it adds takes no part in the call: {', '.join(added)}")
+        findings, _ = covered.judged(inputs, {})
+        asked = ", ".join(one.name for one in findings if not never_asked(one))
+        return [replace(one, evidence=f"built with {what}") for one in findings if never_asked(one)], asked
+
+    covered.run(what, look, lambda _, error: covered.leave_out(what, said(error)))
 
 
 def _has_a_window(function: Callable[..., Any]) -> bool:

@@ -44,6 +44,7 @@ class Operand:
         single: Whether a part is computed in float32.
         tolerance: What differs by less is rounding.
         turn: How the elements are paired where a token is turned.
+        across: Whether a token is turned before its heads are split, by pairs of which two heads hold one element each.
     """
 
     role: str
@@ -57,6 +58,7 @@ class Operand:
     single: bool = False
     tolerance: float = 1e-7
     turn: "Turn | None" = None
+    across: bool = False
 
     @property
     def start(self) -> int:

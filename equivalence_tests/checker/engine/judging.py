@@ -115,11 +115,11 @@ def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
 
 
 def _once(departures: list[Departure]) -> list[Departure]:
-    """The same departure of several parts, in one line, is one; its patches belong together."""
+    """The same departure of several parts, in one line, is one, or of queries and keys; its patches belong together."""
     kept: dict[tuple[object, ...], Departure] = {}
     for departure in departures:
-        frames = departure.lines
-        first = kept.setdefault((departure.name, frames[:1]), departure)
+        of_both = departure.stage == "rotary" and not departure.facts
+        first = kept.setdefault((departure.name, () if of_both else departure.lines[:1]), departure)
         if first is not departure:
             first.patches.update(departure.patches)
             first.names.update(departure.names)

@@ -22,11 +22,13 @@ from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES, MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation, Slot
+from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reporting.findings import Exercise
 
 Names = Callable[[str], object]  # whether it is the name of what is meant
 
+HIDDEN = "the keys that it hides by itself"
 CAP = re.compile(r"cap|clip", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 SIZES = re.compile(
@@ -67,7 +69,7 @@ class Evidence:
         own = self.own_mask()
         if own is not None and not own.evidence:
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
-            yield Exercise("the keys that it hides by itself", False, why)
+            yield Exercise(HIDDEN, False, why)
 
     # ------------------------------------------------------------------------------------------ departures
     def of(self, departure: Departure) -> str:
@@ -415,7 +417,7 @@ class Evidence:
         for operation, _, bits, _ in self._beside_scores():
             if bits and operation.name in ADDS:
                 names = self.recorder.named(bits)
-                if all(name.startswith("buffer:") for name in names) and _grows(part, model, live):
+                if all(name.startswith("buffer:") for name in names) and self._grows(part, model, live):
                     yield Departure("bias_grows_with_distance", "bias", operation)
                     return
                 told = next((n for n in names if n.startswith("param:")), names[-1])
@@ -423,11 +425,30 @@ class Evidence:
                 return
         adding = next((op for op, _ in self._between() if op.name in ADDS), None)
         graded = len((model.bias[live] * 1e6).round().unique()) > 4
-        if graded and _grows(part, model, live):
+        if graded and self._grows(part, model, live):
             yield Departure("bias_grows_with_distance", "bias", adding)
         elif graded:
             told = "it depends on the positions alone" if _by_distance(part, model, live) else ""
             yield Departure("bias_added", "bias", adding, evidence=told)
+
+    def _grows(self, part: Part, model: WeightsModel, live: Tensor) -> bool:
+        """Whether what is added is the greater the farther a key is from the query, before it or behind it.
+
+        What later keys get tells nothing where a mask that may be given hides them.
+        """
+        query, key, queries, keys = ranks_of(part)
+        ahead = self.module is not None and not self._takes_a_mask(self.module)
+        for apart in (key - query - shift for shift in {0, keys - queries}):
+            sides = [apart <= 0, apart >= 0] if ahead else [apart <= 0]
+            if any(_rises(model, live & side, apart.abs()) for side in sides):
+                return True
+        return False
+
+    def _takes_a_mask(self, module: nn.Module) -> bool:
+        """Whether the module that holds the attention, or one around it, has an argument for a mask."""
+        path = self.judgement.attention.first.place.split(".")
+        around = [module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
+        return any(role_of_parameter(p.name) == "mask" for one in around for p in parameters_of(one))
 
     def _bent(self) -> Iterator[Departure]:
         """What no known model does to what is added to the scores, or says which of them are hidden."""
@@ -491,12 +512,6 @@ def _numbers(holder: Any) -> Iterator[tuple[str, float]]:
 def _first_step(judgement: Judgement, operand: Operand) -> Operation | None:
     steps = (operation for operation, _, _ in operand.steps(judgement.attention.run))
     return next((operation for operation in steps if operation.name == "mul"), None)
-
-
-def _grows(part: Part, model: WeightsModel, live: Tensor) -> bool:
-    """Whether what is added is the greater the farther a key is from the query, whether the first or the last meet."""
-    query, key, queries, keys = ranks_of(part)
-    return any(_rises(model, live, (key - query - shift).abs()) for shift in {0, keys - queries})
 
 
 def _rises(model: WeightsModel, live: Tensor, distance: Tensor) -> bool:

@@ -13,7 +13,7 @@ from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.calls import conclude, diagnose_call
 from equivalence_tests.checker.engine.checks import Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.coverage import cover, cover_causal_build
+from equivalence_tests.checker.engine.coverage import cover, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.mask_trials import masked_departures
@@ -242,7 +242,7 @@ def _cover(report: Report, situation: Situation) -> None:
     exercised = [exercise.what for exercise in report.coverage]
     covered = cover(situation.trial, partial(judge, function), exercised)
     if subject.built and subject.module is not None:
-        cover_causal_build(covered, subject, judge)
+        cover_options(covered, subject, judge)
     report.coverage += covered.exercises
     if situation.judgement is not None:
         report.coverage += Evidence(situation.judgement, situation.subject.module).untold()

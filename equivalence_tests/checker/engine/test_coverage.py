@@ -467,3 +467,66 @@ def test_a_causal_switch_of_the_constructor_is_built_both_ways() -> None:
     assert verify(HidesItselfByChoice).mistakes == ("causal_switch_wrong",)
     refused = verify(RefusesToBeCausal)
     assert (refused.verdict, [one.what for one in refused.not_exercised]) == ("partial", ["causal=True"])
+
+
+class WithOptions(Parts):
+    """Merges the heads as one option says; another builds a table, which may be left unused."""
+
+    used, merged = True, 1
+
+    def __init__(self, order: str = "heads first", table: bool = False, scaled: bool = True) -> None:
+        super().__init__()
+        self.order, self.scaled, self.table = order, scaled, nn.Linear(HEADS, HEADS) if table else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        scores = q @ k.mT / ((WIDTH // HEADS) ** 0.5 if self.scaled else 1)
+        if self.used:
+            scores = self.table(scores.movedim(1, -1)).movedim(-1, 1)
+        y = scores.softmax(-1) @ v
+        if self.order == "heads first":
+            y = y.transpose(1, 2)
+        elif self.order in ("tokens first", "raw"):
+            y = y.transpose(self.merged, 2)
+        out: Tensor = self.o(y.reshape(x.shape))
+        return out
+
+
+class WithABrokenOrder(WithOptions):
+    merged = 2
+
+
+class WithAnIdleTable(WithOptions):
+    used = False
+
+
+def test_each_option_of_the_constructor_is_built() -> None:
+    report = verify(WithAnIdleTable)
+    assert [one.what for one in report.not_exercised] == ["table=True"]
+    assert [one.what for one in report.coverage if one.exercised] == ["order=tokens first", "order=raw", "scaled=False"]
+    (wrong,) = verify(WithABrokenOrder).findings
+    assert (wrong.name, wrong.evidence) == ("heads_merged_without_transpose", "built with order=tokens first")
+
+
+class Masked(nn.Module):
+    """A model of features beside a table of positions; one of its masks is of nobody's."""
+
+    def __init__(self, d_model: int = 24, nhead: int = 4, mask: str = "causal") -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(d_model, nhead, 20, batch_first=True)
+        self.encoder, self.proj = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(5, d_model)
+        self.places, self.mask = nn.Embedding(9, d_model), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.size(1)
+        hidden = torch.ones(length, length).triu(1).bool()
+        if self.mask == "holes":
+            hidden[4:, 2] = True
+        out: Tensor = self.encoder(self.proj(x) + self.places(torch.arange(length)), mask=hidden)
+        return out
+
+
+def test_a_model_is_run_with_each_string_that_its_constructor_takes() -> None:
+    report = verify(Masked)
+    assert any(check.name.startswith("future") or "order" in check.name for check in report.checks), str(report)
+    assert [one.what for one in report.not_exercised] == ["the keys that it hides by itself, mask=holes"]

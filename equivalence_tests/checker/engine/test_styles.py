@@ -1160,10 +1160,27 @@ class GrowsWithoutSlopes(Base):
         return super().weigh((scores + 0.3 * (place[:, None] - place)).masked_fill(hidden, -torch.inf))
 
 
+class FavoursTheFuture(Base):
+    """The distance has a sign: right beside a causal mask, and there is none."""
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        place = torch.arange(float(scores.size(-1)))
+        return super().weigh(scores + 0.3 * (place - place[:, None]))
+
+
+class FavoursTheFutureOfNobody(FavoursTheFuture):
+    """A mask may be given, which hides it."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("target", "names"),
     [
         (FallsWithDistance, ()),
+        (FavoursTheFuture, ("bias_grows_with_distance",)),
+        (FavoursTheFutureOfNobody, ()),
         (GrowsWithDistance, ("bias_grows_with_distance",)),
         (GrowsWithoutSlopes, ("bias_grows_with_distance",)),
     ],

@@ -10,12 +10,15 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.engine.coverage import built_alike, never_asked
+from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.subjects import examine_attention
@@ -31,7 +34,7 @@ from equivalence_tests.checker.reach.construction import Sizes, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, ModelRun, run_layer, run_model
 from equivalence_tests.checker.reach.plans import trials_of
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.subject import Adapter, Subject, sizes_of, subjects
 from equivalence_tests.checker.reach.tracing import ModuleCall, layers_made, tensors_in, trace
 from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, Verdict
@@ -104,9 +107,31 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
             break
         if subject.sizes not in tried:
             tried[subject.sizes] = report = _examine_subject(subject, name)
-            if report.verdict != "unchecked":
-                return report  # some classes take only heads of even width, and no other sizes tell more
+            if (
+                report.verdict != "unchecked"
+            ):  # some classes take only heads of even width, and no other sizes tell more
+                return _with_options(report, subject)
     return min(tried.values(), key=lambda report: sum(check.outcome == "skipped" for check in report.checks))
+
+
+def _with_options(report: Report, subject: Subject) -> Report:
+    """Check a class that is right once more with each other string that its constructor takes."""
+    target: Any = type(subject.function)
+    texts = [item for item in other_options(target) if isinstance(item[1], str) and subject.built]
+    for name, value in texts if report.verdict in ("equal", "partial") else ():
+        what, other = f"{name}={value}", built_alike(partial(target, **{name: value}), subject)
+        if other is None:
+            report.coverage.append(Exercise(what, False, "no way to build it with that was found"))
+            continue
+        found = _examine_subject(replace(subject, function=other), report.target)
+        report.findings += [replace(one, evidence=f"built with {what}") for one in found.findings if never_asked(one)]
+        unread = [Exercise(what, False, found.reason)] if found.verdict == "unchecked" else found.not_exercised
+        report.coverage += [replace(one, what=what if one.what == what else f"{one.what}, {what}") for one in unread]
+    if report.findings:
+        report.verdict = "deviates"
+    elif report.not_exercised:
+        report.verdict = "partial"
+    return report
 
 
 def _examine_subject(subject: Subject, name: str) -> Report:
@@ -178,6 +203,8 @@ def _add_masks_made_inside(walk: Walk) -> None:
             known.add((finding.name, finding.line))
             walk.report.findings.append(replace(finding, where=path))
             walk.report.checks.append(CheckResult(f"{path or 'it'} (mask made inside)", "failed", finding.name))
+    hidden = [exercise for report in walk.watched.values() for exercise in report.coverage if exercise.what == HIDDEN]
+    walk.report.coverage += dict.fromkeys(hidden)
 
 
 def _add_inline(walk: Walk) -> None:
@@ -504,9 +531,8 @@ def _say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Seque
         walk.check("samples are independent", {mistakes[0]: ()}, "", evidence)
         return
     said = f"; it said {errors[-1]}" if errors else ""
-    walk.report.notes.append(
-        f"no way to run the whole model was found: its parts and layers were checked, not their order{said}"
-    )
+    why = f"no way to run it was found: its parts and layers were checked, not their order{said}"
+    walk.report.coverage.append(Exercise("the whole model", False, why))
 
 
 def _model_rows(run: ModelRun) -> Iterator[tuple[str, str, str]]:

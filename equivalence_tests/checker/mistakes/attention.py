@@ -297,6 +297,13 @@ ROTARY = (
         ran="repeat_interleave, cat, stack",
     ),
     _rotary(
+        "rotary_across_heads",
+        "Positions rotate queries and keys before the heads are split: two heads hold one element each of a pair.",
+        ("scores = split(rotate(q)) split(rotate(k))ᵀ", "scores = rotate(split(q)) rotate(split(k))ᵀ"),
+        "Split the heads first, and rotate each by frequencies over the width of one head.",
+        ("(q, k, v))\n        q, k = self.rotated(q), self.rotated(k)", "(self.rotated(q), self.rotated(k), v))"),
+    ),
+    _rotary(
         "rotations_differ",
         "Positions rotate queries one way and keys another, so that their product depends on more than the distance.",
         "scores = rotate(q) rotate_otherwise(k)ᵀ",
@@ -749,9 +756,9 @@ MEANT = (
     ),
     _bias(
         "bias_grows_with_distance",
-        "The bias by position grows with the distance: the farther a key is, the more weight it gets.",
-        ("scores = q kᵀ / sqrt(head_dim) + slope |i - j|", "scores = q kᵀ / sqrt(head_dim) - slope |i - j|"),
-        "Turn the sign of the slopes or of the distances round.",
+        "The bias by position grows with the distance, before the query or behind it: far keys get more weight there.",
+        ("scores = q kᵀ / sqrt(head_dim) + what grows with |i - j|", "scores = q kᵀ / sqrt(head_dim) - slope |i - j|"),
+        "Take the distances without their sign, and the slopes with a minus.",
         (SOFTMAX_LINE, "(scores + (torch.arange(x.size(1)) - torch.arange(x.size(1))[:, None]).abs()).softmax(-1)"),
         of="itself",
     ),

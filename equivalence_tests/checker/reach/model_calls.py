@@ -210,7 +210,7 @@ def _drawn(module: nn.Module, count: int) -> Iterator[tuple[str, list[Tensor], i
         for size in _image_sizes(module):
             image = torch.randn(BATCH, patches.in_channels, size, size, generator=generator)
             yield "image", [image], int(patches.kernel_size[0])
-    elif not sizes:
+    else:  # a table may hold positions alone
         widths = list(dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear)))
         for one, width in itertools.product(lengths, widths[:MOST_WIDTHS]):
             yield "features", [torch.randn(BATCH, length, width, generator=generator) for length in one[:count]], 1

@@ -31,6 +31,37 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
     return [p for p in signature.parameters.values() if p.kind not in variadic]
 
 
+def _nodes_of(target: Any) -> list[ast.AST]:
+    """What a class and those of the same file that it is made from say; nothing where that cannot be read."""
+    own = [one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__]
+    try:
+        trees = [ast.parse(textwrap.dedent(inspect.getsource(one))) for one in own]
+    except (OSError, TypeError, SyntaxError):
+        return []
+    return [node for tree in trees for node in ast.walk(tree)]
+
+
+def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
+    """Give the optional Booleans of a constructor turned round, and to strings what its class compares them with.
+
+    Args:
+        target: A class.
+    """
+    compared: dict[str, list[object]] = {}
+    for node in _nodes_of(target):
+        match node:
+            case ast.Compare(left=ast.Name(id=name) | ast.Attribute(attr=name), comparators=[with_]):
+                one_of = with_.elts if isinstance(with_, ast.Tuple | ast.List | ast.Set) else [with_]
+                compared.setdefault(name, []).extend(x.value for x in one_of if isinstance(x, ast.Constant))
+    for parameter in parameters_of(target):
+        default = parameter.default
+        if isinstance(default, bool):
+            yield parameter.name, not default
+        elif isinstance(default, str):
+            values = dict.fromkeys(x for x in compared.get(parameter.name, []) if isinstance(x, str))
+            yield from ((parameter.name, value) for value in values if value != default)
+
+
 def scales_of(target: Any) -> dict[str, float]:
     """Name the arguments that a constructor keeps only to divide or to multiply by, as a temperature is.
 
@@ -41,12 +72,7 @@ def scales_of(target: Any) -> dict[str, float]:
         For each name the power of a width that makes it the scale of torch's formula: 0.5 of a divisor, -0.5 of a
         factor.
     """
-    own = [one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__]
-    try:
-        trees = [ast.parse(textwrap.dedent(inspect.getsource(one))) for one in own]
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = _nodes_of(target)
     powers: dict[ast.AST, float] = {}
     for node in nodes:
         if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):

@@ -105,9 +105,20 @@ def _experiment(run: Run, operand: Operand) -> None:
         if ratio is not None and again is not None and abs(ratio - again) <= tolerance * abs(ratio):
             own = abs(ratio - 1) > ROUNDED  # else the table of angles was rounded before it was widened
             operand.change, operand.factor = "rotated", ratio if own else 1.0
+        operand.across = ratio is None and _keeps_tokens(operand, have1, want1) and _keeps_tokens(operand, have2, want2)
         return
     if operand.role != "value" and is_normed(run, operand) and _in_one_plane(have3, have1, have2):
         operand.change = "normed"
+
+
+def _keeps_tokens(operand: Operand, have: Tensor, want: Tensor) -> bool:
+    """Whether the rows of all heads of a token are together as long as they were, though no single one is."""
+    token = token_of(operand.codes)[..., 0].reshape(-1)
+    long = [
+        torch.zeros(int(token.max()) + 1).double().index_add_(0, token, x.square().sum(-1).reshape(-1))
+        for x in (have, want)
+    ]
+    return len(token.unique()) < len(token) and near(*long, max(operand.tolerance, ROUNDED))
 
 
 def _in_one_plane(both: Tensor, one: Tensor, two: Tensor) -> bool:
@@ -189,7 +200,7 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
             if bent is not None:
                 yield bent
             elif departure is not None and (step is operand or _is_own(attention, departure)):
-                yield _of_another(attention.run, operand, operands) or _named(departure, step)
+                yield _of_another(attention.run, operand, operands) or _named(attention.run, departure, step)
     query, key = operands[0], operands[1]
     if query.change == key.change == "rotated" and not _turn_alike(attention.run, query, key):
         backwards = query.turn is not None and query.turn.forward and key.turn is not None and not key.turn.forward
@@ -225,10 +236,13 @@ def _is_own(attention: Attention, departure: Departure) -> bool:
     return departure.facts["function"] not in USUAL and not adds_two(operation)
 
 
-def _named(departure: Departure, operand: Operand) -> Departure:
+def _named(run: Run, departure: Departure, operand: Operand) -> Departure:
     """A rotation that is none, or one of the values, has a name."""
-    if operand.turn is not None:
-        departure.name = "rotary_values" if operand.role == "value" else "rotary_mixed"
+    if operand.across:
+        departure.operation = _last_sum(run, operand) or departure.operation
+    if operand.across or operand.turn is not None:
+        wrong = "rotary_across_heads" if operand.across else "rotary_mixed"
+        departure.name = "rotary_values" if operand.role == "value" else wrong
         departure.stage, departure.facts, departure.have, departure.want = "rotary", {}, (), ()
     return departure
 
