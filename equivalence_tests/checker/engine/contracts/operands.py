@@ -114,11 +114,9 @@ def _experiment(run: Run, operand: Operand) -> None:
 def _keeps_tokens(operand: Operand, have: Tensor, want: Tensor) -> bool:
     """Whether the rows of all heads of a token are together as long as they were, though no single one is."""
     token = token_of(operand.codes)[..., 0].reshape(-1)
-    long = [
-        torch.zeros(int(token.max()) + 1).double().index_add_(0, token, x.square().sum(-1).reshape(-1))
-        for x in (have, want)
-    ]
-    return len(token.unique()) < len(token) and near(*long, max(operand.tolerance, ROUNDED))
+    none = torch.zeros(int(token.max()) + 1, dtype=torch.float64)
+    long, longer = (none.index_add(0, token, x.square().sum(-1).reshape(-1)) for x in (want, have))
+    return len(token.unique()) < len(token) and near(longer, long, max(operand.tolerance, ROUNDED))
 
 
 def _in_one_plane(both: Tensor, one: Tensor, two: Tensor) -> bool:
