@@ -129,7 +129,8 @@ def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Depa
     found += norm_departures(attention, module)
     idle = unused_departures(attention, module, [*known, *found])
     found += [departure for departure in idle if departure.lines]  # one call may not reach all norms
-    return [*found, *output_departures(attention)] if not judgement.blocked() else found
+    seen = {departure.operation for departure in (*known, *found)}
+    return [*found, *(departure for departure in output_departures(attention) if departure.operation not in seen)]
 
 
 def _conventions(judgement: Judgement) -> list[tuple[str, str, str]]:

@@ -72,7 +72,7 @@ class GivenMasks:
 
     def _by_what_is_said(self, part: Part, unasked: bool) -> Iterator[Tensor]:
         _, _, queries, keys = ranks_of(part)
-        if not self.masks and (unasked or (queries == keys > 1 and self.causal is not None)):
+        if (not self.masks or self.causal is False) and (unasked or (queries == keys > 1 and self.causal is not None)):
             future = future_of(part)
             yield ~future if self.causal and not unasked else torch.ones_like(future)
 

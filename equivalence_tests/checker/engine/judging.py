@@ -15,6 +15,7 @@ from equivalence_tests.checker.engine.contracts.passing import (
     input_departures,
     later_departures,
     met_departures,
+    side_departures,
     turned_back,
 )
 from equivalence_tests.checker.engine.contracts.scores import Scores
@@ -38,24 +39,28 @@ def judge(attention: Attention, expected: Mapping[int, Expectation]) -> Judgemen
     """
     found = Judgement(attention)
     found.departures += layout_departures(attention)
-    if found.blocked():
-        found.departures = _once(found.departures)
-        return found
-    if attention.tiled:
-        return _judge_tiles(found, expected)
+    if not found.blocked() and attention.tiled:
+        _judge_tiles(found, expected)
+    elif not found.blocked():
+        _judge_stages(found, expected)
+    found.departures += side_departures(attention)
+    found.departures = _once(found.departures)
+    return found
+
+
+def _judge_stages(found: Judgement, expected: Mapping[int, Expectation]) -> None:
+    attention = found.attention
     found.departures += input_departures(attention)
     for part in attention.parts:
         _judge_part(found, part, expected.get(part.number, Expectation()))
     if found.blocked():
-        return found
+        return
     found.departures += _of_context(found, expected)
     if _divided_later(found) and not any(tile_departures(attention, found.operands, expected)):
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
     found.departures += later_departures(attention)
     found.departures += list(merge_departures(attention)) or list(exchanged_departures(attention))
     found.departures += met_departures(attention)
-    found.departures = _once(found.departures)
-    return found
 
 
 def _divided_later(found: Judgement) -> bool:
@@ -80,7 +85,7 @@ def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterat
             departure.evidence = "values turn as keys do, and what they are averaged to turns back"
 
 
-def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> Judgement:
+def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> None:
     """Parts that add up to the weights of one query are judged by what comes out."""
     attention = found.attention
     for part in attention.parts:
@@ -88,8 +93,6 @@ def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> Judge
     if not found.departures:
         found.departures += tile_departures(attention, found.operands, expected)
     found.departures += merge_departures(attention)
-    found.departures = _once(found.departures)
-    return found
 
 
 def _judge_operands(found: Judgement, part: Part) -> list[Operand]:

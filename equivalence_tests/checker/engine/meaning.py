@@ -32,7 +32,7 @@ HIDDEN = "the keys that it hides by itself"
 CAP = re.compile(r"cap|clip", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 SIZES = re.compile(
-    r"size|dim|width|num|heads|layers|eps|drop|vocab|len|range|_ids?$|channels|rank|hidden|depth|ratio|position|patch"
+    r"size|dim|width|num|heads|layers|eps|drop|vocab|len|range|_ids?$|chan|rank|hidden|depth|ratio|position|patch"
     r"|(^|_)[nd]_|token|logit"
 )
 
@@ -268,7 +268,7 @@ class Evidence:
     def _configured(self, value: float) -> str:
         """A value of a configuration that is the scale, its root, or one over either."""
         ways: list[tuple[str, float, Names]] = [("", value, _is_no_size), ("1 / ", 1 / value, DIVISORS.search)]
-        ways.append(("1 / sqrt of ", value**-2, _is_no_size))
+        ways.append(("1 / sqrt of ", value**-2, _is_no_count))
         for word, number, named in ways:
             if told := self._setting(number, SCALES.fullmatch if abs(number - 1) < 1e-4 else named):
                 return f"the scale is {word}what {told}"
@@ -470,6 +470,7 @@ class Evidence:
 KINDS = {"arg": "argument", "param": "parameter", "buffer": "buffer"}
 # Values of a configuration that are the scale of the scores, whatever the value.
 SCALES = re.compile(r"(attention|attn|query|qk|score|softmax)\w*(multiplier|scal\w*)|scal(e|ing)")
+SCORING = re.compile(r"scal|query|attn|attention")
 DIVISORS = re.compile(r"temperature|divisor|denominator")
 NORMED = ("normed", "gain")
 CHANGED = ("context", "output", "operand")
@@ -500,6 +501,11 @@ def _is_of(codes: Tensor | None, numbers: set[int]) -> bool:
 
 def _is_no_size(name: str) -> bool:
     return bool(SCALES.fullmatch(name)) or not SIZES.search(name)
+
+
+def _is_no_count(name: str) -> bool:
+    """Whether a whole number of this name is a width, where small ones match by chance."""
+    return SCORING.search(name) is not None and _is_no_size(name)
 
 
 def _numbers(holder: Any) -> Iterator[tuple[str, float]]:

@@ -87,7 +87,8 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
     unread = _unread(function)
     for place, (name, slot) in enumerate(zip(run.recorder.names, run.recorder.given, strict=True)):
         bit, argument = 1 << place, argument_name(name, function)
-        numbers = name.startswith("arg:") and slot.value.is_floating_point() and slot.value.dim() > 1
+        mask = slot.value.dtype == torch.bool and bool(slot.value.any()) and not bool(slot.value.all())
+        numbers = name.startswith("arg:") and (slot.value.is_floating_point() or mask) and slot.value.dim() > 1
         if numbers and not used & bit and (in_vain & bit or argument in unread):
             yield argument, slot.value
 

@@ -101,3 +101,18 @@ class TakesItsBiasThroughNumpy(nn.Module):
 def test_what_goes_where_nobody_sees_is_not_called_unused() -> None:
     (report,) = verify(TakesItsBiasThroughNumpy(), inputs=(torch.randn(2, 5, 12), torch.randn(3, 5, 5)))
     assert report.findings == [], str(report)
+
+
+class ForgetsItsBlocks(Base):
+    """A mask of blocks, made into numbers that nothing adds."""
+
+    def forward(self, x: Tensor, blocks: Tensor) -> Tensor:  # type: ignore[override]
+        torch.where(blocks, 0.0, -1e10)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("hidden", "names"), [(2, ("argument_never_used",)), (0, ())])
+def test_a_mask_of_another_shape_is_used_where_it_hides_something(hidden: int, names: tuple[str, ...]) -> None:
+    blocks = torch.ones(2, 1, 2, 3, 9, dtype=torch.bool)
+    blocks[..., :hidden] = False
+    assert judged(ForgetsItsBlocks, blocks).mistakes == names

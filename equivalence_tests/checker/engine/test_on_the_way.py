@@ -643,6 +643,15 @@ def test_a_setting_gives_the_scale_as_itself_or_by_its_root(scale: float, names:
     assert judged(Configured).mistakes == names
 
 
+def test_a_count_that_gives_a_scale_by_chance_is_no_setting_of_it() -> None:
+    class Configured(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.scale = Configuration(in_chans=3, stages=3), 3**-0.5
+
+    assert judged(Configured).mistakes == ("scale_wrong",)
+
+
 class ClampsItsWeights(Base):
     def weigh(self, scores: Tensor) -> Tensor:
         return super().weigh(scores).clamp(max=0.2)

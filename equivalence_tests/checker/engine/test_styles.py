@@ -271,6 +271,20 @@ def test_a_mask_that_hides_something_else_is_found(target: type[nn.Module], name
     assert judged(target, padding()).mistakes == (name,)
 
 
+class CausalThoughItSaysNot(Base):
+    is_causal = False
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return super().weigh(scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf))
+
+    def forward(self, x: Tensor, position_mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + 0 * position_mask[:, None])
+
+
+def test_what_only_is_named_a_mask_explains_no_causal_one() -> None:
+    assert judged(CausalThoughItSaysNot, torch.arange(2, 7)).mistakes == ("causal_mask_unasked",)
+
+
 class PassesOnWhatItIsTold(Base):
     """A function of its own that calls the fused kernel."""
 

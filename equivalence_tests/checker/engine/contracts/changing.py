@@ -23,6 +23,7 @@ from equivalence_tests.checker.engine.vocabulary import (
     MOVES,
     NORMS,
     REDUCES,
+    REORDERS,
     SOFTMAXES,
     words,
 )
@@ -31,8 +32,8 @@ from equivalence_tests.checker.engine.watching import Operation, Slot
 VIEWS = words("view reshape unflatten flatten")
 USUAL = words(
     "relu relu6 gelu silu mish tanh sigmoid softplus elu selu celu leaky_relu prelu hardswish hardsigmoid hardtanh "
-    "logsigmoid softsign dropout cos sin exp exp2 log log1p expm1 sqrt rsqrt reciprocal to float double half bfloat16 "
-    "floor floordiv floor_divide mod remainder"  # rows and columns of a place
+    "logsigmoid softsign erf dropout cos sin exp exp2 log log1p expm1 sqrt rsqrt reciprocal to float double half "
+    "bfloat16 floor floordiv floor_divide mod remainder"  # rows and columns of a place
 )
 TURNS = words("transpose permute t T mT swapaxes swapdims movedim moveaxis")
 JOINS = ADDS | FILLS
@@ -147,7 +148,7 @@ def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False)
     left = [(slot, before)]
     while left:
         operation = run.maker_of(*left.pop())
-        if operation is not None and operation.name not in ENDS and is_strange(operation, factors):
+        if operation is not None and is_strange(operation, factors):
             yield operation
         left += [(taken, operation.index) for taken in _passed_on(operation)] if operation is not None else []
 
@@ -167,21 +168,6 @@ def _passed_on(operation: Operation) -> Iterator[Slot]:
             yield taken
 
 
-def strange_departures(attention: Attention, slot: Slot, until: int, stage: str, what: str) -> Iterator[Departure]:
-    """Name what no known model has where a tensor comes from, in the module of the attention, and on one side of it.
-
-    Args:
-        attention: Beside which it stands.
-        slot: The tensor.
-        until: The first operation that comes too late to have made it.
-        stage: Where it stands.
-        what: What is changed.
-    """
-    for operation in strange_operations(attention.run, slot, until):
-        if operation.place == attention.first.place and not has_twin(attention, operation):
-            yield changed_by(operation, stage, what)
-
-
 def is_strange(operation: Operation, factors: bool = False) -> bool:
     """Say whether an operation of one tensor does what no known model does on the way into an attention.
 
@@ -197,7 +183,7 @@ def is_strange(operation: Operation, factors: bool = False) -> bool:
     name = operation.name
     if name in MOVES:
         return name not in TURNS and _are_exchanged(taken[0], given)
-    if name in NORMS | USUAL or not taken[0].is_floating_point():
+    if name in NORMS | USUAL | ENDS | REORDERS or not taken[0].is_floating_point():
         return False
     if constant_ratio(given, taken[0]) is not None:
         return factors and name != "neg"

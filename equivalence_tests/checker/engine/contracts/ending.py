@@ -11,12 +11,11 @@ from equivalence_tests.checker.engine.contracts.changing import (
     changed_on_the_way,
     has_twin,
     shuffling,
-    strange_departures,
 )
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, near
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.taking_part import matrix_in
-from equivalence_tests.checker.engine.watching import Operation, Slot, tensors_of
+from equivalence_tests.checker.engine.watching import Operation, tensors_of
 
 # What a tensor is a sum of, each with its factor: "out" (of the attention), "input", "inside" (an operand, the merged
 # heads, or the input once more through a matrix of the attention), "norm(...)" of one of these, or "other".
@@ -61,30 +60,19 @@ def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wante
 
 
 def output_departures(attention: Attention) -> Iterator[Departure]:
-    """Hold what a call returns first against what the last weight or product gave."""
+    """Hold what a call returns first against what the last weights or products gave."""
     output = next(tensors_of(attention.run.output), None)
-    if output is None:
+    found = None if output is None else attention.run.names.last_of(output)
+    if found is None or not bool(known(found[1]).all()):  # else nobody knows which of its elements is which
         return
-    found = attention.run.names.last_of(output)
-    if found is not None:
-        yield from _unchanged(attention, output, *found)
-    else:  # nobody knows which of its elements is which
-        yield from _bent(attention, output, attention.end.index)
+    for number in sources_in(found[1]):
+        source = attention.run.names.sources[number]
+        if source.operation is not None and source.operation.index > attention.end.index:
+            yield from _unchanged(attention, source, *found)
 
 
-def _bent(attention: Attention, output: Tensor, after: int) -> Iterator[Departure]:
-    """What no known model does to what comes back, after an operation."""
-    slot, end = Slot(output, output.detach()), len(attention.run.operations)
-    bent = strange_departures(attention, slot, end, "output", "output")
-    yield from (one for one in bent if one.operation is not None and one.operation.index > after)
-
-
-def _unchanged(attention: Attention, returned: Tensor, output: Tensor, codes: Tensor) -> Iterator[Departure]:
-    numbers = sources_in(codes)
-    source = attention.run.names.sources[numbers[0]] if len(numbers) == 1 and bool(known(codes).all()) else None
-    if source is None or source.operation is None or source.operation.index <= attention.end.index:
-        return
-    alike = codes.shape == source.codes.shape
+def _unchanged(attention: Attention, source: Source, output: Tensor, codes: Tensor) -> Iterator[Departure]:
+    alike, numbers = codes.shape == source.codes.shape, [source.number]
     if not torch.equal(codes, source.codes):
         moved = shuffling(attention.run, numbers, attention.end.index, len(attention.run.operations))
         if moved is not None and (alike or moved.name in ("roll", "flip")):
@@ -95,9 +83,7 @@ def _unchanged(attention: Attention, returned: Tensor, output: Tensor, codes: Te
             yield Departure("output_tokens_moved", "output", _last_move(attention))
             return
     changed = changed_on_the_way(attention, numbers, output, codes)
-    if changed is not None and changed.operation is not None and adds_two(changed.operation):
-        yield from _bent(attention, returned, changed.operation.index)  # a residual, whose own way is not followed
-    elif changed is not None:
+    if changed is not None and not adds_two(changed.operation):  # else a residual, whose own way is not followed
         yield changed
 
 

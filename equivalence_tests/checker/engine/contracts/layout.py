@@ -166,8 +166,9 @@ def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
     """One of queries, keys and values that is rolled or flipped where the others are not, or all at once for good."""
     found = {}
     for role, (codes, until) in part.sides.items():
-        sources = attention.run.names.made_of(sources_in(codes))
-        if any(source.kind == "given" for source in sources):
+        made = attention.run.names.made_of(sources_in(codes))
+        sources = [source for source in made if source.kind != "given"]  # what they are padded with
+        if not sources:
             return None
         moved = shuffling(attention.run, [source.number for source in sources], -1, until.index, codes)
         found[role] = moved if moved is not None and moved.name in ("roll", "flip") else None
@@ -175,7 +176,8 @@ def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
     moved = found[alone[0]] if alone else None
     if moved is None:
         return None
-    if len(alone) == len(found) == 3 and len(set(found.values())) == 1 and not has_twin(attention, moved):
+    alike = len({(one.name, one.frames[:1]) for one in found.values() if one is not None}) == 1
+    if len(alone) == len(found) == 3 and alike and not has_twin(attention, moved):
         return changed_by(moved, "split", "order of queries, keys and values")
     both = alone == ["query", "key"] and (_turns_whole(moved) or _before_a_norm(attention, part, moved))
     return changed_by(moved, "split", alone[0], blocks=True) if both or len(alone) == 1 else None

@@ -12,12 +12,15 @@ from equivalence_tests.checker.engine.contracts.changing import (
     adds_two,
     changed_on_the_way,
     has_twin,
+    is_strange,
     shuffling,
-    strange_departures,
+    strange_operations,
 )
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, as_it_was, changed_by, near
 from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.replaying import replayed
+from equivalence_tests.checker.engine.taking_part import live_operations
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, Slot
 
 EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
@@ -28,8 +31,10 @@ def input_departures(attention: Attention) -> Iterator[Departure]:
     numbers = [number for part in attention.parts for codes, _ in part.sides.values() for number in sources_in(codes)]
     made = [(s.kind, s.operation) for s in attention.run.names.made_of(numbers, beyond=True)]
     weighing = [operation for kind, operation in made if kind == "projection" and operation is not None]
-    found = (strange_departures(attention, op.inputs[0], op.index, "input", "input") for op in weighing)
-    yield from {departure.operation: departure for own in found for departure in own}.values()
+    found = {bent: None for op in weighing for bent in strange_operations(attention.run, op.inputs[0], op.index, True)}
+    for bent in found:
+        if bent.place == attention.first.place and not has_twin(attention, bent):
+            yield changed_by(bent, "input", "input")
 
 
 def context_departures(attention: Attention, padding: Tensor) -> Iterator[Departure]:
@@ -79,12 +84,26 @@ def later_departures(attention: Attention) -> Iterator[Departure]:
     """Hold what each weight, norm or sum behind an attention takes against what the one before it gave."""
     later, place = _later(attention), attention.first.place
     for source in later.values():
-        yield from _beside(attention, source, set(attention.context_sources).union(later))
         for taken in later.values():
             taker = taken.operation if source.number in taken.parents else None
             if taker is not None and taker.place.startswith(place):
                 found = _held(attention, source, taker)
                 yield from (one for one in found if one.facts.get("function") not in USUAL)  # of a feed-forward
+
+
+def side_departures(attention: Attention) -> Iterator[Departure]:
+    """Name what no known model does beside an attention or behind it, in its module; a factor behind all matrices."""
+    run = attention.run
+    merging = {operation for operation, _, _ in run.names.carrying(attention.context_sources)}
+    inside = live_operations(run, [context.operation.outputs[0].tensor for context in run.names.contexts])
+    rest = [run.operations[index] for index in sorted(live_operations(run) - inside)]
+    last = max((operation.index for operation in rest if operation.name in CONTRACTIONS), default=attention.last.index)
+    for operation in rest:
+        own = operation.place == attention.first.place and operation not in merging
+        numbers = operation.outputs[0].value.is_floating_point()
+        strange = own and numbers and is_strange(operation, factors=operation.index > last)
+        if strange and not has_twin(attention, operation):
+            yield changed_by(operation, "output", "output")
 
 
 def exchanged_departures(attention: Attention) -> Iterator[Departure]:
@@ -142,15 +161,6 @@ def _later(attention: Attention) -> dict[int, Source]:
         if source.kind == "projection" or projected.intersection(source.parents):
             projected.add(source.number)
     return found
-
-
-def _beside(attention: Attention, source: Source, own: set[int]) -> Iterator[Departure]:
-    """What no known model does to a summand or a factor that meets the averaged values, in their own module."""
-    if source.operation is not None and source.kind in ("added", "gated"):
-        what = "summand" if source.kind == "added" else "factor"
-        for slot, codes in attention.run.names.taken(source.operation):
-            if own.isdisjoint(sources_in(codes)):
-                yield from strange_departures(attention, slot, source.operation.index, "output", what)
 
 
 def _held(attention: Attention, source: Source, taker: Operation) -> Iterator[Departure]:

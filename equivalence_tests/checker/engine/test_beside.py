@@ -1,0 +1,152 @@
+"""What stands beside an attention, behind its end or behind another mistake is judged by what it takes itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.engine.test_styles import WIDTH, Base, judged
+
+
+class HeadsInside(Base):
+    """Puts the features of the heads together with the heads inside, as NesT does."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        return (self.weigh(q @ k.mT * self.scale) @ v).permute(0, 2, 3, 1).flatten(2)
+
+
+class HeadsInsideAndScaled(HeadsInside):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mul(1.3)
+
+
+class HeadsInsideAndFlipped(HeadsInside):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flip(-1)
+
+
+class Parallel(Base):
+    """A feed-forward of the same matrix runs beside the attention; a residual lies around both."""
+
+    factor: Any = 1.0
+
+    def __init__(self, factor_of_sum: float = 0.9) -> None:
+        super().__init__()
+        self.packed, self.down = nn.Linear(WIDTH, 5 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.factor_of_sum = factor_of_sum
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, self.beside = self.packed(x).split([WIDTH, WIDTH, WIDTH, 2 * WIDTH], -1)
+        return self.split(q), self.split(k), self.split(v)
+
+    def bent(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (x + (y + self.down(self.bent(self.beside)))) * self.factor
+
+
+class ParallelClamped(Parallel):
+    def bent(self, x: Tensor) -> Tensor:
+        return super().bent(x).clamp(-0.2, 0.2)
+
+
+class ParallelScaled(Parallel):
+    factor = 1.3
+
+
+class ParallelScaledAsItSays(Parallel):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor_of_sum
+
+
+class PassesHalf(Base):
+    """The second half of the samples passes the attention by, through the same matrices."""
+
+    def kept(self, x: Tensor) -> Tensor:
+        return x
+
+    def passed(self, x: Tensor) -> Tensor:
+        return self.o_proj(self.v_proj(x))
+
+    def normed(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, [WIDTH])
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, other = x.chunk(2)
+        return torch.cat([self.kept(super().forward(self.normed(own))), self.passed(other)])
+
+
+class PassesHalfAndScales(PassesHalf):
+    def kept(self, x: Tensor) -> Tensor:
+        return x.mul(1.3)
+
+
+class PassesHalfFlipped(PassesHalf):
+    def passed(self, x: Tensor) -> Tensor:
+        return self.o_proj(self.v_proj(x).flip(-1))
+
+
+class PassesHalfRolled(PassesHalf):
+    def passed(self, x: Tensor) -> Tensor:
+        return super().passed(x).roll(1, 1)
+
+
+class PassesHalfOfScaled(PassesHalf):
+    def normed(self, x: Tensor) -> Tensor:
+        return super().normed(x) * 1.3
+
+
+class InBlocks(Base):
+    """Queries meet keys of their block of tokens; the last block is filled up."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return super().split(self.filled(x)).unflatten(2, (2, 3)).transpose(1, 2)
+
+    def filled(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, 1))
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        context = self.weigh(q @ k.mT * self.scale) @ v
+        return context.transpose(2, 3).flatten(1, 2).flatten(2)[:, : x.size(1)]
+
+
+class InBlocksWithTurnedKeys(InBlocks):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k.flip(-1), v
+
+
+class InBlocksAllRolled(InBlocks):
+    def filled(self, x: Tensor) -> Tensor:
+        return super().filled(x).roll(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (HeadsInside, ("heads_merged_in_another_order",)),
+        (HeadsInsideAndScaled, ("heads_merged_in_another_order", "changed_by_mul")),
+        (HeadsInsideAndFlipped, ("heads_merged_in_another_order", "changed_by_flip")),
+        (Parallel, ()),
+        (ParallelClamped, ("changed_by_clamp",)),
+        (ParallelScaled, ("changed_by_mul",)),
+        (ParallelScaledAsItSays, ()),
+        (PassesHalf, ()),
+        (PassesHalfAndScales, ("changed_by_mul",)),
+        (PassesHalfFlipped, ("changed_by_flip",)),
+        (PassesHalfRolled, ("changed_by_roll",)),
+        (PassesHalfOfScaled, ("changed_by_mul",)),
+        (InBlocks, ()),
+        (InBlocksWithTurnedKeys, ("key_changed_by_flip",)),
+        (InBlocksAllRolled, ("changed_by_roll",)),
+    ],
+)
+def test_what_stands_beside_or_behind_is_found_too(target: type[nn.Module], names: tuple[str, ...]) -> None:
+    report = judged(target)
+    assert report.mistakes == names, str(report)
