@@ -85,6 +85,25 @@ class OfOneQueryOverSamples(OfOneQuery):
     axis = 0
 
 
+class OfAWiderMemory(nn.Module):
+    """The width of the tokens stands beside that of the query, and the length comes first."""
+
+    axis = 1
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.of_query, self.of_memory, self.score = nn.Linear(dim, 6), nn.Linear(2 * dim, 6), nn.Linear(6, 1)
+
+    def forward(self, hidden: Tensor, encoder_outputs: Tensor) -> Tensor:
+        both = self.of_query(hidden)[:, None] + self.of_memory(encoder_outputs.transpose(0, 1))
+        weights: Tensor = self.score(both.tanh()).squeeze(-1).softmax(self.axis)
+        return weights
+
+
+class OfAWiderMemoryOverSamples(OfAWiderMemory):
+    axis = 0
+
+
 @pytest.mark.parametrize(
     ("right", "said"),
     [
@@ -92,6 +111,7 @@ class OfOneQueryOverSamples(OfOneQuery):
         (CausalLinearAttention, "the weights of a query sum to one"),
         (AttentionPooling, "It is a pooling"),
         (OfOneQuery, "It is a pooling"),
+        (OfAWiderMemory, "their weights alone come back"),
     ],
 )
 def test_what_has_no_twin_is_said_to_have_none(right: type[nn.Module], said: str) -> None:
@@ -116,7 +136,10 @@ def test_a_function_with_a_backward_of_its_own_is_applied() -> None:
     assert report.verdict == "equal", str(report)
 
 
-@pytest.mark.parametrize("broken", [DividedByOtherKeys, DividedByQueries, WeighsEachByItself, OfOneQueryOverSamples])
+OVER_SAMPLES = (OfOneQueryOverSamples, OfAWiderMemoryOverSamples)
+
+
+@pytest.mark.parametrize("broken", [DividedByOtherKeys, DividedByQueries, WeighsEachByItself, *OVER_SAMPLES])
 def test_weights_that_do_not_sum_to_one_are_found(broken: type[nn.Module]) -> None:
     report = verify(broken)
     assert report.verdict == "deviates", str(report)

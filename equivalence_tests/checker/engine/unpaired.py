@@ -4,6 +4,7 @@ Neither has a twin in torch.nn. But the weights of an average sum to one: with v
 a linear attention gives the same, and a pooling gives the same for any number of equal tokens.
 """
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 
@@ -123,25 +124,41 @@ def judge_pooling(subject: Subject) -> Report | None:
             continue
         one, two = (next(tensors_in((ran.output,))) for ran in (run, other))
         if one.shape == two.shape and one.dim() == 2 and len(one) == subject.sizes.batch:
-            return _pooled(subject, weighs, near(one, two, SINGLE))
+            return _pooled(subject, weighs, "one vector of each sample comes back", near(one, two, SINGLE))
+        if [x.numel() for x in (one, two)] == [subject.sizes.batch * length for length in LENGTHS]:
+            sums = one.reshape(subject.sizes.batch, -1).sum(-1)
+            return _pooled(subject, weighs, "their weights alone come back", near(sums, torch.ones_like(sums), SINGLE))
     return None
 
 
 def _arguments(subject: Subject, length: int) -> Iterator[tuple[Tensor, ...]]:
     """Tokens that are all equal; or a query for each sample and these, in either order, with a mask that hides none."""
-    sizes, generator = subject.sizes, torch.Generator().manual_seed(1)
-    token, query = torch.randn(2, sizes.batch, sizes.embed_dim, generator=generator, dtype=torch.float64)
-    tokens, query = token.to(subject.dtype)[:, None].repeat(1, length, 1), query.to(subject.dtype)
+    batch, generator = subject.sizes.batch, torch.Generator().manual_seed(1)
+    drawn = {n: torch.randn(2, batch, n, generator=generator, dtype=torch.float64) for n in _widths(subject)}
+    token, query = ({n: x[i].to(subject.dtype) for n, x in drawn.items()} for i in (0, 1))
     required = sum(p.default is p.empty for p in parameters_of(subject.function))
-    keep = (torch.ones(sizes.batch, length, dtype=torch.bool),) * (required == 3)
-    yield from [(tokens,)] if required == 1 else [(query, tokens, *keep), (tokens, query, *keep)]
+    keep = (torch.ones(batch, length, dtype=torch.bool),) * (required == 3)
+    for one, other, axis in itertools.product(drawn, drawn, (1, 0)):
+        tokens = torch.stack([token[one]] * length, axis)
+        if required > 1:
+            yield from ((query[other], tokens, *keep), (tokens, query[other], *keep))
+        elif one == other:
+            yield (tokens,)
 
 
-def _pooled(subject: Subject, weighs: Operation, whole: bool) -> Report:
+def _widths(subject: Subject) -> list[int]:
+    """The widths that the inputs may have: of the tokens, or what a linear takes in, of two side by side in parts."""
+    width, modules = subject.sizes.embed_dim, [] if subject.module is None else list(subject.module.modules())
+    taken = [m.in_features for m in modules if isinstance(m, torch.nn.Linear)]
+    parts = [part for n in taken for part in (n, n - width, n // 2)]
+    return [n for n in dict.fromkeys([width, *parts]) if n > 0]
+
+
+def _pooled(subject: Subject, weighs: Operation, gives: str, whole: bool) -> Report:
     report = Report(subject.name, POOLING)
     report.reason = (
-        f"It is a pooling: {_line(weighs)} weighs tokens, and one vector of each sample comes back. torch.nn has none "
-        "that it could be compared with."
+        f"It is a pooling: {_line(weighs)} weighs tokens, and {gives}. torch.nn has none that it could be compared "
+        "with."
     )
     over = weighs.inputs[0].value.size(weighs.argument(1, "dim", -1))
     if over != LENGTHS[0] and not whole:

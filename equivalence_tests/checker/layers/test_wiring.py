@@ -984,3 +984,46 @@ def test_whoever_says_how_to_call_it_as_an_attention_has_it_read_as_one() -> Non
         return module(query, key)
 
     assert verify(DecoderAttention, adapter=Adapter(call=call)).kind == "multi-head attention"
+
+
+class Projections(nn.Module):
+    """Holds weights that its owner calls."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.packed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+
+class HolderOfParts(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Projections(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 9), nn.ReLU(), nn.Linear(9, width))
+
+
+class StackOfParts(nn.Module):
+    """Computes the attention of its layers in its own forward."""
+
+    axis = -1
+
+    def __init__(self, d_model: int, n_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(HolderOfParts(d_model) for _ in range(n_layers))
+
+    def forward(self, x: Any) -> Any:
+        layer: Any
+        for layer in self.layers:
+            q, k, v = layer.attention.packed(layer.norm1(x)).chunk(3, -1)
+            x = x + layer.attention.out((q @ k.mT / q.size(-1) ** 0.5).softmax(self.axis) @ v)
+            x = x + layer.mlp(layer.norm2(x))
+        return x
+
+
+class StackOfPartsWrongly(StackOfParts):
+    axis = -2
+
+
+def test_parts_without_a_forward_are_read_where_their_owner_calls_them() -> None:
+    assert verify(StackOfParts).verdict == "partial"
+    assert verify(StackOfPartsWrongly).mistakes == ("softmax_over_queries",)

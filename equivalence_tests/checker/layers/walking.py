@@ -27,7 +27,7 @@ from equivalence_tests.checker.layers.models import judge_model, reads_later_tok
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.parts.checking import examine_part
-from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of
+from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of, runs
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.construction import Sizes, prepare
@@ -41,7 +41,6 @@ from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, 
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 MOST_SIZES = 2
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
 MOST_PROJECTIONS = 4
@@ -175,7 +174,8 @@ def _watch(walk: Walk, run: ModelRun) -> None:
     walk.of_one = {path for path, _ in given} - several
     try:
         for report in diagnose_call(run.call, (run.source, run.target), module=module, name=walk.report.target):
-            walk.watched[report.place] = _joined(walk.watched.get(report.place), report)
+            known = walk.watched.get(report.place)
+            walk.watched[report.place] = report if known is None else joined(known, report)
     except Exception as error:  # its parts are looked at one by one all the same
         said = f"watching the whole run raised {type(error).__name__}: {error}"
         walk.report.coverage.append(Exercise("attentions where they stand", False, said))
@@ -185,12 +185,17 @@ def _watch(walk: Walk, run: ModelRun) -> None:
             vars(child)[BY_DATA_FLOW] = "attention"
 
 
-def _joined(known: Report | None, report: Report) -> Report:
-    """One report on what one module computes, however many attentions it runs."""
-    if known is None:
-        return report
+def joined(known: Report, report: Report) -> Report:
+    """Give one report on all the attentions of one call, each mistake told once.
+
+    Args:
+        known: On the first of them.
+        report: On another.
+    """
     worse = max(known.verdict, report.verdict, key=FROM_BEST.index)
-    return replace(known, findings=[*known.findings, *report.findings], verdict=worse)
+    told = {(finding.name, finding.line) for finding in known.findings}
+    new = [finding for finding in report.findings if (finding.name, finding.line) not in told]
+    return replace(known, findings=[*known.findings, *new], verdict=worse)
 
 
 def _add_masks_made_inside(walk: Walk) -> None:
@@ -348,7 +353,7 @@ def _has_feed_forward(kinds: list[str]) -> bool:
 def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
     for path, child in module.named_modules():
         named = path and kind_of(path, child) in EXAMINED  # the whole is read as a layer, whatever its name says
-        if named or isinstance(child, CONTAINERS) or is_torchs(child):
+        if named or not runs(child) or isinstance(child, nn.Sequential) or is_torchs(child):
             continue
         kinds = list(atoms_of(child).values())
         if wanted(kinds):

@@ -107,6 +107,8 @@ def kind_of(path: str, child: nn.Module) -> str:
     >>> kind_of("blocks.0.ln_1", nn.LayerNorm(3)), kind_of("mlp", nn.Identity()), kind_of("x", nn.Dropout())
     ('layer_norm', '', '')
     """
+    if not runs(child):
+        return ""  # it only holds what something else calls
     says_all = type(child).__module__.startswith("torch.") or OTHER_NORMS.search(type(child).__name__)
     attribute = "" if says_all else path.rpartition(".")[2]
     kind = guess_kind(child) or kind_of_name(attribute)
@@ -118,6 +120,15 @@ def kind_of(path: str, child: nn.Module) -> str:
         linears = sum(isinstance(m, nn.Linear | nn.Conv1d) for m in child.modules())
         return "feed_forward" if linears == 2 and "feed" in type(child).__name__.lower() else ""
     return kind
+
+
+def runs(child: nn.Module) -> bool:
+    """Whether a module can be called: a list cannot, nor a class without a forward.
+
+    >>> runs(nn.ReLU()), runs(nn.ModuleList())
+    (True, False)
+    """
+    return type(child).forward is not nn.Module.forward or type(child).__call__ is not nn.Module.__call__
 
 
 def _is_one_matrix(child: nn.Module) -> bool:

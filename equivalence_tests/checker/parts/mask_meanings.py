@@ -92,12 +92,12 @@ def _triangles(ahead: list[Tensor], plan: CallOfRoles, draws: Sequence[Drawn]) -
     if any(j.size(0) != j.size(1) for j in ahead):
         yield Meaning("causal, aligned at the end", [j <= j[-1, -1] for j in ahead])
     if plan.named("window"):
-        for window, share in (("a window", 1), ("half a window", 2)):
-            reach = [(j, d.window // share) for j, d in zip(ahead, draws, strict=True)]
-            yield Meaning(f"causal, {window} with the token itself", [(j <= 0) & (j > -w) for j, w in reach])
-            yield Meaning(f"causal, {window} and the token itself", [(j <= 0) & (j >= -w) for j, w in reach])
-            yield Meaning(f"{window} to both sides", [j.abs() <= w for j, w in reach])
-            yield Meaning(f"{window} to both sides, without its ends", [j.abs() < w for j, w in reach])
+        for (window, share), more in itertools.product((("a window", 1), ("half a window", 2)), (0, 1)):
+            near = [j.abs() < d.window // share + more for j, d in zip(ahead, draws, strict=True)]
+            causal = f"causal, {window} {'and' if more else 'with'} the token itself"
+            yield Meaning(causal, [(j <= 0) & n for j, n in zip(ahead, near, strict=True)])
+            yield Meaning(causal, [(j >= 0) & n for j, n in zip(ahead, near, strict=True)], ("causal_mask_inverted",))
+            yield Meaning(f"{window} to both sides{'' if more else ', without its ends'}", near)
     if plan.named("prefix"):
         seen = [(j, torch.arange(j.size(1)) < d.window) for j, d in zip(ahead, draws, strict=True)]
         yield Meaning("causal after a prefix that all see", [(j <= 0) | prefix for j, prefix in seen])

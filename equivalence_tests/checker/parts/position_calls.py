@@ -112,11 +112,11 @@ def _whole(subject: Subject) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def _role_lists(function: Callable[..., Any], subject: Subject) -> Iterator[tuple[str, ...]]:
-    """Say what the arguments may be: those of a function are a length, a width, positions or vectors, in any order."""
-    if isinstance(function, nn.Module):
+    """Say what the arguments may be: of a function, or of many, a length, a width, positions, vectors, in any order."""
+    required = [p for p in parameters_of(function) if p.default is p.empty]
+    if isinstance(function, nn.Module) and len(required) <= max(map(len, MODULE_ROLES)):
         yield from MODULE_ROLES
         return
-    required = [p for p in parameters_of(function) if p.default is p.empty]
     options: list[list[str]] = []
     for parameter in required[:MOST_REQUIRED]:
         known, value = value_for(parameter.name, subject.sizes)

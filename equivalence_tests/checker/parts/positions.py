@@ -35,6 +35,7 @@ EXPONENTS: dict[str, tuple[Exponents, tuple[str, ...]]] = {
     "4i / d": (lambda i, d: (4 * i / d, 4 * i / d), WRONG),
     "2i / d for the sine and (2i + 1) / d for the cosine": (lambda i, d: (2 * i / d, (2 * i + 1) / d), WRONG),
     "4i / d for the sine and 2(2i + 1) / d for the cosine": (lambda i, d: (4 * i / d, 2 * (2 * i + 1) / d), WRONG),
+    "0": (lambda i, d: (0 * i, 0 * i), WRONG),
     "i / (d / 2 - 1)": (
         lambda i, d: (i / max(d // 2 - 1, 1), i / max(d // 2 - 1, 1)),
         ("position_timescale_of_tensor2tensor",),
@@ -45,7 +46,7 @@ NUMBERINGS: dict[str, tuple[Map, tuple[str, ...]]] = {
     "from 0": (lambda p: p, ()),
     "from 1": (lambda p: p + 1, ("position_starts_at_one",)),
     "from 1, divided by the length": (
-        lambda p: 2 * math.pi * (p + 1) / (p[-1] + 1 + 1e-6),
+        lambda p: 2 * math.pi * (p + 1) / (p[-1] + 1 + 1e-6) if len(p) > 1 else p * math.nan,
         ("position_normalised",),
     ),
 }

@@ -54,6 +54,15 @@ def test_a_window_of_half_its_width_is_called_so() -> None:
     assert rows(half_a_window)[0] == "causal, half a window and the token itself"
 
 
+def mask_of_a_window_ahead(size: int, window: int) -> Tensor:
+    ahead = torch.arange(size) - torch.arange(size)[:, None]
+    return (ahead >= 0) & (ahead <= window)
+
+
+def test_a_window_the_wrong_way_round_is_named() -> None:
+    assert verify(mask_of_a_window_ahead).mistakes == ("causal_mask_inverted",)
+
+
 def test_several_masks_are_read_one_by_one() -> None:
     assert rows(builders.all_masks)[::2] == [
         "hides nothing",

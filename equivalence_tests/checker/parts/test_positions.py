@@ -251,3 +251,16 @@ def test_a_table_of_sines_tells_what_a_module_is() -> None:
 @pytest.mark.parametrize("name", ["PostNormEncoderLayer", "PosteriorEncoder", "PositionWiseFFN", "PositionalFF"])
 def test_other_names_are_left_alone(name: str) -> None:
     assert guess_kind(type(name, (nn.Module,), {})) != "positional_encoding"
+
+
+class WithoutFrequencies(nn.Module):
+    """Is told all in the call; its exponent is zero for every feature."""
+
+    def forward(self, seq_len: int, dim_model: int, device: str) -> Tensor:
+        feature = torch.arange(dim_model, device=device)
+        phase = torch.arange(seq_len, device=device)[:, None] / 10000.0 ** (feature // dim_model)
+        return torch.where(feature % 2 == 0, phase.sin(), phase.cos())
+
+
+def test_a_module_that_is_told_all_in_the_call_is_read() -> None:
+    assert verify(WithoutFrequencies, kind="positional_encoding").mistakes == ("position_exponent_wrong",)

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, told_by
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.instruments.weights import randomize_parameters
@@ -112,7 +114,7 @@ NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         r"scale$|is_\w+|use_\w+|causal|flash|mask|return|output_att|pre_?norm|norm_first|verbose|sdpa|cross|decoder|gradient_check",
         lambda s: False,
     ),
-    (r"theta|^base$", lambda s: 10000.0),
+    (r"theta|(^|_)base$", lambda s: 10000.0),
     (
         r"emb|dim|model|hid|width|channel|feature|units?$|size|state|^d$|^e$|^c$|^k$|^in$|^out$|d_?in$|d_?out$|n_?in$|n_?out$|shape",
         lambda s: s.embed_dim,
@@ -152,20 +154,23 @@ class ImitatedConfig:
     Args:
         sizes: What it answers.
         optional: Names to which it answers None where they say no size.
+        nested: Whether it answers itself to names that say nothing, as a section, and knows what is often absent.
     """
 
-    def __init__(self, sizes: Sizes, optional: Collection[str] = ()) -> None:
-        self._sizes, self._optional = sizes, optional
+    def __init__(self, sizes: Sizes, optional: Collection[str] = (), nested: bool = False) -> None:
+        self._sizes, self._optional, self._nested = sizes, optional, nested
 
     def __getattr__(self, name: str) -> Any:
         if SECTION.search(name.lower()):
             return self
-        absent = name.startswith("_") or ABSENT.search(name.lower())
+        absent = name.startswith("_") or (ABSENT.search(name.lower()) and not self._nested)
         known, value = (False, None) if absent else value_for(name, self._sizes)
         if not known and name in self._optional:
             return None
         if absent:
             raise AttributeError(name)
+        if not known and self._nested:
+            return self
         if not known:
             raise AttributeError(f"nothing is known about the config's {name!r}")
         return value
@@ -219,8 +224,19 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
             else:
                 yield instance, sizes
     yield from large
+    for instance in _as_it_stands(target, errors):
+        builds = True
+        yield instance, SIZES[0]
     if not builds:
         raise CannotCheckError(f"{errors[0] if errors else getattr(target, '__name__', target)}\n{_advice(errors)}")
+
+
+def _as_it_stands(target: Any, errors: list[str]) -> Iterator[Any]:
+    """What the class gives with its own defaults, which may fit only each other, and where its file calls it."""
+    plain = itertools.islice((ways[1:2] for ways in argument_lists(target, SIZES[0])), 1)
+    made = (_first_that_builds(target, proposals, errors) for proposals in plain)
+    yield from (instance for instance in made if instance is not None)
+    yield from (example.function for example in examples_of(target) if example.function is not target)
 
 
 def _advice(errors: list[str]) -> str:
@@ -243,26 +259,29 @@ def _sizes_to_try(target: Any) -> Iterator[Sizes]:
     """Give the most telling sizes, then what the file may fix, which is looked for only then, and the others."""
     first, *others = GROUPED_SIZES if asks_for_groups(target) or _rotates(target) else SIZES
     yield first
-    yield from _fixed_sizes(target, (first, others[0]))
+    yield from _fixed_sizes(target, (first, others[-2]))
     yield from others
 
 
-def _fixed_sizes(target: Any, tried: tuple[Sizes, ...]) -> list[Sizes]:
+def _fixed_sizes(target: Any, tried: tuple[Sizes, Sizes]) -> list[Sizes]:
     """Give sizes for a width that its matrices take in whatever the constructor is told: a constant of the file."""
-    widths = set.intersection(*(_widths_taken(target, sizes) for sizes in tried))
+    first, second = (_widths_taken(target, sizes) for sizes in tried)
+    widths = sorted(first & second, key=lambda width: (-first[width], width))
     heads = (3, 4, 6, 7, 8, 5, 2, 1)
     return [
         Sizes(num_heads=count, head_dim=width // count)
-        for width in sorted(widths)[:FIXED]
+        for width in widths[:FIXED]
         for count in itertools.islice((n for n in heads if width % n == 0 and width > n), 1)
     ]
 
 
-def _widths_taken(target: Any, sizes: Sizes) -> set[int]:
-    """The widths that the linears of a class take in, where it is built with these sizes."""
+def _widths_taken(target: Any, sizes: Sizes) -> Counter[int]:
+    """The widths that the linears of a class take in, built with these sizes, and how many parameters have each."""
     instance = built(target, sizes, ALTERNATIVES)
-    modules = instance.modules() if isinstance(instance, nn.Module) else ()
-    return {m.in_features for m in modules if isinstance(m, nn.Linear) and 1 < m.in_features <= WIDEST}
+    modules = list(instance.modules()) if isinstance(instance, nn.Module) else []
+    axes = Counter(n for m in modules for p in m.parameters(recurse=False) for n in p.shape)
+    taken = {m.in_features for m in modules if isinstance(m, nn.Linear)}
+    return Counter({n: axes[n] for n in taken if 1 < n <= WIDEST})
 
 
 def asks_for_groups(target: Any) -> bool:
@@ -377,7 +396,10 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
         of_annotation = is_config or (isinstance(asked, type) and asked is not parameter.empty)
         made += [built(asked, sizes) if of_annotation else None, ImitatedConfig(sizes, _may_be_none(target))]
         made += [] if of_annotation else _configs_beside(target)
+        made.append(ImitatedConfig(sizes, _may_be_none(target), nested=True))
         return [one for one in made if one is not None]
+    if asked in _classes_beside(target):
+        return [made for made in (built(asked, sizes),) if made is not None]
     if parameter.name in (scales := callers_scales(target)):
         return [sizes.head_dim ** scales[parameter.name]]
     known, value = value_for(name, sizes)

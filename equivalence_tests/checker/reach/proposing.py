@@ -23,9 +23,8 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
         target = target.forward  # some override __call__ instead
     if isinstance(target, torch.ScriptMethod):
         return list(scripted_signature(target.schema).parameters.values())[1:]
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):  # what is written in C may not say
+    signature = _signature(target, eval_str=True) or _signature(target, eval_str=False)
+    if signature is None:  # what is written in C may not say
         return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p for p in signature.parameters.values() if p.kind not in variadic]
@@ -60,6 +59,13 @@ def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
         elif isinstance(default, str):
             values = dict.fromkeys(x for x in compared.get(parameter.name, []) if isinstance(x, str))
             yield from ((parameter.name, value) for value in values if value != default)
+
+
+def _signature(target: Any, eval_str: bool) -> inspect.Signature | None:
+    try:
+        return inspect.signature(target, eval_str=eval_str)
+    except Exception:  # an annotation may be any text
+        return None
 
 
 def scales_of(target: Any) -> dict[str, float]:

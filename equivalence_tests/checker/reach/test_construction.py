@@ -145,6 +145,63 @@ class WantsOneOfTwo(FixedWidth):
         super().__init__(num_heads, WIDTH // num_heads)
 
 
+class Table(nn.Module):
+    """A part that an argument is annotated with."""
+
+    rows: Tensor
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(64, d_model))
+
+    def first(self, length: int) -> Tensor:
+        return self.rows[:length]
+
+
+class OfAnAnnotatedPart(FixedWidth):
+    """Wants an instance of another class of the file, as a text says."""
+
+    def __init__(self, num_heads: int, positions: "Table") -> None:
+        super().__init__(num_heads, WIDTH // num_heads)
+        self.packed, self.positions = nn.Linear(positions.rows.size(1), 3 * WIDTH), positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions.first(x.size(1)))
+
+
+class OfDefaultsThatFitEachOther(FixedWidth):
+    """Its default object fits no other width."""
+
+    def __init__(self, d_model: int = WIDTH, num_heads: int = 3, positions: Table = Table(WIDTH)) -> None:  # noqa: B008
+        super().__init__(num_heads, d_model // num_heads)
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions.first(x.size(1)))
+
+
+class OfASection(FixedWidth):
+    """Reads a section and a base that no other config has."""
+
+    def __init__(self, config) -> None:  # type: ignore[no-untyped-def]
+        near = config.near
+        super().__init__(near["num_heads"] if config.near_rope_base > 1 else 2, WIDTH // near["num_heads"])
+
+
+class OfManyWidths(nn.Module):
+    """The width of its heads stands in the file, as that of its tokens does."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, 5 * n_heads, bias=False) for _ in range(3))
+        self.out, self.n_heads = nn.Linear(5 * n_heads, WIDTH), n_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        context = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return x + self.out(context.flatten(2))
+
+
 class OfATemperature(nn.Module):
     """Divides by a number that only its caller knows."""
 
@@ -178,7 +235,11 @@ class OfATemperatureOverQueries(OfATemperature):
 
 
 @pytest.mark.parametrize(
-    "right", [OfGroups, OfAConfig, WantsOneOfTwo, OfATemperature, FixedWidth, Crossing, Windows, OfOneHead]
+    "right",
+    [
+        *(OfGroups, OfAConfig, OfASection, OfAnAnnotatedPart, OfDefaultsThatFitEachOther, OfManyWidths, WantsOneOfTwo),
+        *(OfATemperature, FixedWidth, Crossing, Windows, OfOneHead),
+    ],
 )
 def test_what_is_right_is_built_so_that_it_runs(right: type[nn.Module]) -> None:
     report = verify(right)
