@@ -101,9 +101,10 @@ def _prepared(function: Any, args: Any, kwargs: Any, dtype: torch.dtype | None) 
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         try:
-            copied = copy.deepcopy(owner).eval()
+            copied = copy.deepcopy(owner)
         except Exception as error:
             raise CannotCheckError(f"The model cannot be deep-copied: {type(error).__name__}: {error}") from error
+        copied.eval()  # a train() of the user's own may return nothing
         copied = copied if dtype is None else copied.to(dtype)
         function = copied if owner is function else MethodType(function.__func__, copied)
     return function, *in_dtype((args, kwargs), dtype)

@@ -190,6 +190,8 @@ def check_returned_weights(checked: Checked) -> str:
     words = _as_map(seen, used, checked.bound)
     if words:
         return words
+    if len(checked.situation.found.judgements) > 1:
+        raise SkippedError("several attentions run, and what comes back is not the map of the first")
     if torch.allclose(seen.sum(-1), torch.ones_like(seen.sum(-1)), atol=1e-6):
         raise FailedError("the maps that come back are not the weights that were used", "weights_not_those_used")
     if _as_map(seen.softmax(-1), used, checked.bound):

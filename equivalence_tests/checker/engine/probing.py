@@ -19,7 +19,7 @@ from equivalence_tests.checker.reach.calling import Inputs
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
 from equivalence_tests.checker.reach.tracing import layers_made
-from equivalence_tests.checker.reporting.lines import frames_of
+from equivalence_tests.checker.reporting.lines import frames_of, is_refusal
 
 LOUD, LOUDEST = 30.0, 1000.0
 
@@ -145,6 +145,8 @@ def other_length_departures(situation: Situation) -> list[Departure]:
         added = _residual_of_keys(situation)
         if added is not None:
             return [Departure("query_key_swapped", "project", added)]
+        if is_refusal(error):
+            return []
         frames = frames_of(error)
         return [Departure("other_lengths_crash", "project", None, {"said": said(error)}, frames=frames)]
     return []

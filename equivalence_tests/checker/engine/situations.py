@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import known, numbered, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
@@ -93,8 +93,15 @@ def likeliest(subject: Subject, trials: list[Trial]) -> Situation:
 
 
 def _alternatives(trials: list[Trial]) -> list[Trial]:
-    """The first way to call it, on all heads and on one, with each mask that may hide nothing if one is required."""
-    plan, sizes = trials[0].plan, trials[0].sizes
+    """The first way to call it, on all heads and on one, with each mask that may hide nothing if one is required.
+
+    Where torch's own attention runs in it, and takes the length first as it does by default, so may its caller.
+    """
+    plan, sizes, function = trials[0].plan, trials[0].sizes, trials[0].function
+    modules = function.modules() if isinstance(function, nn.Module) else ()
+    if any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in modules):
+        turned = [trial for trial in trials if trial.plan.layout == "l b e" and trial.plan.roles == plan.roles]
+        plan = next((one.plan for one in (trials[0], *turned) if one.keeps_samples_apart), plan)
     alike = [trial for trial in trials if replace(trial.plan, neutral=plan.neutral) == plan]
     return [trial for trial in alike if replace(trial.sizes, num_heads=sizes.num_heads) == sizes]
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.model_calls import run_model
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.verify import verify
@@ -1019,3 +1020,47 @@ def test_a_model_that_gives_nan_in_float64_alone_is_judged_in_its_own_precision(
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
     (report,) = verify(MakesItsMaskInSingle(12, 12, 3), inputs=(torch.randn(2, 5, 12), mask))
     assert (report.verdict, report.findings) == ("equal", []), str(report)
+
+
+class LengthFirst(nn.Module):
+    """Two of torch's own, which take the length first and say so; their maps come back side by side."""
+
+    def __init__(self, d_model: int, n_head: int) -> None:
+        super().__init__()
+        self.attns = nn.ModuleList(nn.MultiheadAttention(d_model, n_head) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        maps = list[Tensor]()
+        for attn in self.attns:
+            y, weights = attn(x, x, x)
+            x, maps = x + y, [*maps, weights]
+        return x, torch.stack(maps, 1)
+
+
+def test_what_wraps_torchs_own_attention_may_take_the_length_first() -> None:
+    report = verify(LengthFirst)
+    assert report.mistakes == (), str(report)
+    assert ("layout", "(len, batch, features)") in {row[:2] for row in report.conventions}
+
+
+def of_one_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    assert q.shape == k.shape
+    return (q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v
+
+
+def test_a_length_that_the_code_itself_refuses_is_no_crash() -> None:
+    assert verify(of_one_length).mistakes == ()
+
+
+def test_an_image_of_one_channel_is_another_when_it_is_turned() -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.image_size = nn.Conv2d(1, 6, 4, 4), 12
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.conv(images).flatten(2).mT[:, 0]
+
+    mistakes = list[str]()
+    run_model(Patches().double(), Sizes(), [], mistakes)
+    assert mistakes == []

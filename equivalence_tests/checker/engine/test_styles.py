@@ -1241,3 +1241,24 @@ def test_queries_are_not_held_against_what_another_attention_averaged() -> None:
         torch.manual_seed(0)
         found = diagnose_call(Cascaded().double().eval(), (torch.randn(2, 5, WIDTH).double(),))
     assert not any(finding.stage == "operand" for report in found for finding in report.findings)
+
+
+class CascadedHeads(nn.Module):
+    """What each head averages is added to what the next one projects; a ReLU stands before the last projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH // HEADS, 3 * WIDTH // HEADS) for _ in range(HEADS))
+        self.out = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = list[Tensor]()
+        for own, part in zip(self.qkv, x.chunk(HEADS, -1), strict=True):
+            q, k, v = own(part + found[-1] if found else part).chunk(3, -1)
+            found.append((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v)
+        out: Tensor = self.out(torch.cat(found, -1))
+        return out
+
+
+def test_what_goes_on_to_another_head_changes_nothing_of_what_comes_out() -> None:
+    assert judged(CascadedHeads).mistakes == ()

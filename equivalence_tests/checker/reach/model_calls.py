@@ -179,8 +179,11 @@ def _mixed_samples(run: ModelRun) -> str | None:
     Returns:
         "" if all is well; None if it does not run on the other sample.
     """
-    flipped = torch.cat([run.source[:1].flip(1), run.source[1:]])
-    others = flipped, None if run.target is None else torch.cat([run.target[:1].flip(1), run.target[1:]])
+
+    def flipped(x: Tensor) -> Tensor:  # on all axes: an image may have one channel
+        return torch.cat([x[:1].flip(*range(1, x.dim())), x[1:]])
+
+    others = flipped(run.source), None if run.target is None else flipped(run.target)
     ran = attempt(lambda: (run.call(run.source, run.target), run.call(*others)))
     if ran is None:
         return None

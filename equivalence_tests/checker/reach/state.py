@@ -1,6 +1,7 @@
 """Run the user's code, and leave the state of Python, of torch and of a module as it was found."""
 
 import contextlib
+import copy
 import io
 import os
 import random
@@ -23,6 +24,7 @@ from equivalence_tests.checker.reporting.lines import raised_at
 
 T = TypeVar("T")
 CACHE = re.compile(r"cache|past|(^|_)kv($|_)|memory", re.IGNORECASE)
+OF_ANY_MODULE = frozenset(vars(nn.Module()))
 _COPIES = WeakIdKeyDictionary()  # of each tensor: its version, and a copy
 _CHANGED: "WeakKeyDictionary[nn.Module, set[str]]" = WeakKeyDictionary()
 
@@ -110,7 +112,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeping_state(function: Any) -> Iterator[None]:
-    """Put back afterwards what a call changes of the tensors that a module holds; parameters are left alone.
+    """Put back afterwards what a call changes of the tensors, tables and counts of a module; parameters are left alone.
 
     >>> module = nn.Module()
     >>> module.cache = torch.zeros(2)
@@ -120,13 +122,21 @@ def keeping_state(function: Any) -> Iterator[None]:
     (tensor([0., 0.]), ['cache'])
     """
     held = [(*one, *_copied(one[-1])) for one in _held_by(function)]
+    plain = [(owner, name, value, copy.copy(value)) for owner, name, value in _plain_of(function)]
     try:
         yield
     finally:
-        for owner, name, value, version, copy in held:
+        for owner, name, value, version, before in held:
             if getattr(owner, name, None) is not value or _version(value) != version:
                 _CHANGED.setdefault(function, set()).add(name)
-                setattr(owner, name, copy)
+                setattr(owner, name, before)
+        for owner, name, value, before in plain:
+            if isinstance(value, dict | set):
+                value.clear()
+                value.update(before)
+            elif isinstance(value, list):
+                value[:] = before
+            setattr(owner, name, value)
 
 
 def changed_by_calls(function: Any) -> list[str]:
@@ -140,6 +150,14 @@ def _held_by(function: Any) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
         for name, value in [*vars(child).items(), *child.named_buffers(recurse=False)]:
             tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             if tensor or (value is None and CACHE.search(name)):
+                yield child, name, value
+
+
+def _plain_of(function: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+    """List the tables and counts that a module remembers: what one call puts there, the next would find."""
+    for child in function.modules() if isinstance(function, nn.Module) else ():
+        for name, value in vars(child).items():
+            if type(value) in (dict, list, set, int, bool) and name not in OF_ANY_MODULE:
                 yield child, name, value
 
 

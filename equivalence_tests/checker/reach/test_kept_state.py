@@ -64,3 +64,29 @@ def test_the_instance_is_left_as_it_was() -> None:
 
 def test_a_mistake_beside_a_cache_is_named() -> None:
     assert [finding.name for finding in verify(RemembersUnscaled).findings] == ["scale_missing"]
+
+
+class KeepsATable(RemembersUnscaled):
+    """Works a table out in the first call, and finds it in the next; its train() gives nothing back."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.known, self.count = dict[str, Tensor](), 0
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+
+    def remembered(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        if "" not in self.known:
+            self.known[""] = torch.arange(x.size(1)).to(x).exp().log()
+        return self.key(x) + 0 * self.known[""][:, None], self.value(x)
+
+
+def test_a_table_that_a_call_fills_is_empty_in_the_next() -> None:
+    module = KeepsATable(12, 2)
+    (report,) = verify(module, (torch.randn(2, 5, 12),))
+    assert report.mistakes == ("scale_missing",), str(report)
+    assert report.findings[0].proof is not None
+    assert report.findings[0].proof.holds
+    assert (module.known, module.count) == ({}, 0)

@@ -5,12 +5,12 @@ But some functions stand on none of these ways in any known model: an ``abs``, a
 wherever one is met.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import place_of, token_of
+from equivalence_tests.checker.engine.codes import place_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio, near
 from equivalence_tests.checker.engine.names import Attention, Run, Source, values_at
 from equivalence_tests.checker.engine.vocabulary import (
@@ -53,7 +53,12 @@ def adds_two(operation: Operation | None) -> bool:
 
 
 def first_change(
-    run: Run, sources: list[Source], after: int = -1, before: int | None = None, without: Tensor | None = None
+    run: Run,
+    sources: list[Source],
+    after: int = -1,
+    before: int | None = None,
+    without: Tensor | None = None,
+    way: Collection[int] | None = None,
 ) -> tuple[Operation, Tensor, Tensor] | None:
     """Give the first operation after which numbers are others than their sources have under the same names.
 
@@ -63,14 +68,35 @@ def first_change(
         after: The last operation that is not looked at.
         before: The first one that is not looked at again; None for the end of the run.
         without: Tokens whose numbers may be anything.
+        way: The operations that are looked at, by index; None for all.
 
     Returns:
         The operation, what it gives, and what its sources have; None where nothing changes.
     """
     for operation, codes, value in run.names.carrying((source.number for source in sources), after, before):
-        if (found := _differing(sources, value, codes, without)) is not None:
+        looked_at = way is None or operation.index in way
+        if looked_at and (found := _differing(sources, value, codes, without)) is not None:
             return operation, *found
     return None
+
+
+def way_to(run: Run, numbers: list[int], slot: Slot, until: int) -> set[int]:
+    """Give the operations that a tensor comes from, as far as they take what some sources gave.
+
+    Args:
+        run: The recorded run.
+        numbers: The sources.
+        slot: The tensor.
+        until: The first operation that comes too late to have made it.
+    """
+    way, left = set[int](), [(slot, until)]
+    while left:
+        operation = run.maker_of(*left.pop())
+        if operation is not None and operation.index not in way:
+            way.add(operation.index)
+            own = (taken for taken, codes in run.names.taken(operation) if set(numbers) & {*sources_in(codes)})
+            left += [(taken, operation.index) for taken in own]
+    return way
 
 
 def changed_on_the_way(
@@ -80,6 +106,7 @@ def changed_on_the_way(
     codes: Tensor,
     stage: str = "output",
     without: Tensor | None = None,
+    way: Collection[int] | None = None,
 ) -> Departure | None:
     """Name the first operation that changes what some sources gave; None where it arrives as it was.
 
@@ -90,10 +117,11 @@ def changed_on_the_way(
         codes: The names of that.
         stage: Where it does.
         without: Tokens whose numbers may be anything.
+        way: The operations that it comes from; None for all.
     """
     sources = [attention.run.names.sources[number] for number in numbers]
     differs = _differing(sources, value, codes, without) is not None
-    changed = first_change(attention.run, sources, without=without) if differs else None
+    changed = first_change(attention.run, sources, without=without, way=way) if differs else None
     if changed is None:
         return None
     departure = changed_by(changed[0], stage, stage)

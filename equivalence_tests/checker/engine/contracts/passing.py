@@ -15,6 +15,7 @@ from equivalence_tests.checker.engine.contracts.changing import (
     is_strange,
     shuffling,
     strange_operations,
+    way_to,
 )
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, as_it_was, changed_by, near
 from equivalence_tests.checker.engine.names import Attention, Source
@@ -46,8 +47,9 @@ def context_departures(attention: Attention, padding: Tensor) -> Iterator[Depart
     """
     if attention.names is None or attention.tiled:
         return
-    arrived, numbers = attention.end_slot.value, attention.context_sources
-    departure = changed_on_the_way(attention, numbers, arrived, attention.names, "context", padding)
+    arrived, numbers = attention.end_slot, attention.context_sources
+    way = way_to(attention.run, numbers, arrived, attention.end.index + 1)  # what else is made of it changes nothing
+    departure = changed_on_the_way(attention, numbers, arrived.value, attention.names, "context", padding, way)
     if departure is not None:
         operation = departure.operation
         if operation is not None and operation.inputs[0].value.shape == operation.outputs[0].value.shape:
