@@ -147,6 +147,25 @@ def test_keys_repeated_in_the_wrong_order_are_named(broken: Callable[..., Any]) 
     assert "x.repeat(1, self.groups, 1, 1)" in line_of(report.findings[0])
 
 
+class TiledByAnotherName(Tiled):
+    """The name of the third argument says nothing."""
+
+    def __init__(self, d: int, h: int, kv: int) -> None:
+        super().__init__(d, h, kv)
+
+
+class RightByAnotherName(Grouped):
+    def __init__(self, d: int, h: int, zebra: int) -> None:
+        super().__init__(d, h, zebra)
+
+
+def test_what_a_name_does_not_say_may_be_a_count_of_key_heads() -> None:
+    assert [finding.name for finding in verify(TiledByAnotherName).findings] == ["grouped_heads_tiled"]
+    report = verify(RightByAnotherName)
+    assert report.verdict == "equal", str(report)
+    assert ("heads", "6; keys and values have 2") in [(what, here) for what, here, _ in report.conventions]
+
+
 def test_groups_that_never_ran_are_listed() -> None:
     report = verify(NeverGroups)
     assert report.verdict == "partial"

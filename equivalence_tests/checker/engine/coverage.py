@@ -224,7 +224,7 @@ def cover_options(covered: Covered, subject: Subject, judge: Callable[..., Seque
         what, causal = f"{name}={value}", value is True and CAUSAL.search(name)
         if what in known or DROPS.search(name) or (causal and (hands_over or not trial.plan.self_attention)):
             continue
-        other = built_alike(partial(target, **{name: value}), subject)
+        other = built_alike(target, subject, **{name: value})
         if other is None:
             covered.leave_out(what, f"it could be built with {getattr(trial.function, name, 'its default')} only")
             continue
@@ -237,12 +237,12 @@ def cover_options(covered: Covered, subject: Subject, judge: Callable[..., Seque
     covered.trial = trial
 
 
-def built_alike(target: partial[Any], subject: Subject) -> nn.Module | None:
+def built_alike(target: Any, subject: Subject, **given: Any) -> nn.Module | None:
     """Build a class with more arguments, as the subject was where that can be: what both have is of the same shape."""
     shapes = {name: x.shape for name, x in _held_tensors(subject).items()}
     made: list[nn.Module] = []
     with contextlib.suppress(CannotCheckError):
-        for other, _ in itertools.islice(build(target), MOST_BUILDS):
+        for other, _ in itertools.islice(build(target, **given), MOST_BUILDS):
             made.append(other)
             if all(x.shape == shapes.get(name, x.shape) for name, x in other.state_dict().items()):
                 return other

@@ -10,12 +10,12 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
 from equivalence_tests.checker.engine.meaning import HIDDEN
@@ -118,7 +118,7 @@ def _with_options(report: Report, subject: Subject) -> Report:
     target: Any = type(subject.function)
     texts = [item for item in other_options(target) if isinstance(item[1], str) and subject.built]
     for name, value in texts if report.verdict in ("equal", "partial") else ():
-        what, other = f"{name}={value}", built_alike(partial(target, **{name: value}), subject)
+        what, other = f"{name}={value}", built_alike(target, subject, **{name: value})
         if other is None:
             report.coverage.append(Exercise(what, False, "no way to build it with that was found"))
             continue
@@ -228,6 +228,8 @@ def _add_inline(walk: Walk) -> None:
             walk.report.coverage.append(
                 Exercise(around, False, "it has no module of its own, so they were not followed")
             )
+            for trial in _ways_to_call(child, walk.sizes, [])[:1]:
+                _add_idle_arguments(walk, path or "layer", path, trial, ())
 
 
 def _is_attention_alone(module: nn.Module) -> bool:
@@ -245,7 +247,7 @@ def _concluded(report: Report, subject: Subject) -> Report:
         )
     unchecked = [c for c in report.checks if c.outcome == "skipped"]
     failed = [c for c in report.checks if c.outcome == "failed"]
-    least: Verdict = "partial" if report.coverage else "equal"
+    least: Verdict = "partial" if report.not_exercised else "equal"
     report.verdict = "deviates" if failed or report.findings else "unchecked" if unchecked else least
     if report.verdict == "unchecked":
         report.reason = "; ".join(f"{c.name}: {c.detail}" for c in unchecked)
@@ -364,15 +366,13 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     """Follow the wiring of one layer, and try its masks and the maps it returns."""
     label, sizes = path or "layer", sizes_of(layer, walk.sizes, Adapter())
     errors: list[str] = []
-    ways = list(trials_of(layer, sizes, torch.float64, errors))
-    found = next((way for way in ways if way.keeps_samples_apart), ways[0] if ways else None)
-    if found is None:
+    ways = _ways_to_call(layer, sizes, errors)
+    if not ways:
         said = f": {errors[0]}" if errors else ""
         walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
         return
-    roles = sorted(role for _, role in found.plan.roles)
-    exchanged = [way for way in ways if way != found and sorted(role for _, role in way.plan.roles) == roles]
-    trial, wiring = _followed(walk, [found, *exchanged], layer)
+    roles = sorted(role for _, role in ways[0].plan.roles)
+    trial, wiring = _followed(walk, [way for way in ways if sorted(role for _, role in way.plan.roles) == roles], layer)
     _add_fresh_parts(walk, path, trial)
     if wiring.mistakes or not wiring.unread:
         walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED)
@@ -382,6 +382,13 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         walk.report.conventions.append((f"{label}: wiring", wiring.order, "post-norm unless norm_first"))
     _add_layer_masks(walk, label, path, trial, wiring)
     _add_maps(walk, label, path, trial)
+
+
+def _ways_to_call(layer: nn.Module, sizes: Sizes, errors: list[str]) -> list[Trial]:
+    """The ways to call a layer, first the one that keeps samples apart."""
+    ways = list(trials_of(layer, sizes, torch.float64, errors))
+    first = next((way for way in ways if way.keeps_samples_apart), None)
+    return ways if first is None else [first, *(way for way in ways if way is not first)]
 
 
 def _followed(walk: Walk, ways: list[Trial], layer: nn.Module) -> tuple[Trial, Wiring]:
@@ -438,12 +445,16 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
         if mask.form is not None:
             row = (f"{label}: {mask.name}", f"hides {mask.hides}: {mask.form}", "True = may not look, or added")
             walk.report.conventions.append(row)
-    _add_idle_arguments(walk, label, trial, run.masks)
+    _add_idle_arguments(walk, label, path, trial, run.masks)
 
 
-def _add_idle_arguments(walk: Walk, label: str, trial: Trial, masks: Sequence[str]) -> None:
-    """List the arguments of a layer that no call has given."""
+def _add_idle_arguments(walk: Walk, label: str, path: str, trial: Trial, masks: Sequence[str]) -> None:
+    """Decode with the cache that a layer takes, and list the other arguments that no call has given."""
+    exercises, findings = exercised_cache(trial)
+    walk.report.coverage += [replace(one, what=f"{one.what} of {label}" if path else one.what) for one in exercises]
+    walk.report.findings += [replace(one, where=path) for one in findings]
     given = {name for name, role in trial.plan.roles if not role.startswith("=")} | set(masks)
+    given |= {exercise.what for exercise in exercises}
     for parameter in parameters_of(trial.function):
         default = parameter.default
         if parameter.name not in given and not isinstance(default, bool) and default is not parameter.empty:

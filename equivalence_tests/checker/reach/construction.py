@@ -74,7 +74,7 @@ SIZES = (Sizes(), Sizes(num_heads=3, head_dim=10), Sizes(num_heads=4, head_dim=1
 # Heads of even width; two of keys, each for three of queries, so that neither their order nor their counts mix up.
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
 ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
-COUNTS_KEY_HEADS = r"(kv|key_value|group|kv_n)_?\w*(head|group)|heads?_kv|query_groups|n_local_kv|n_kv"
+COUNTS_KEY_HEADS = r"(kv|key_value|group|kv_n)_?\w*(head|group)|heads?_kv|query_groups|n_local_kv|(n|num|h)_?kv(_?h)?$"
 
 # What a name asks for, the first pattern that matches the lower-cased name decides.
 NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
@@ -199,11 +199,12 @@ def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
     return value is not None, value(sizes) if value else None
 
 
-def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
+def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
     """Construct instances of a class or from a factory, the most telling sizes first.
 
     Args:
         target: A class, or a factory without required arguments.
+        **given: Arguments that are settled.
 
     Returns:
         Instances with the sizes that they were asked to have.
@@ -214,7 +215,8 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
     errors: list[str] = []
     builds, large = False, list[tuple[Any, Sizes]]()
     for sizes in _sizes_to_try(target):
-        made = (_first_that_builds(target, proposals, errors) for proposals in argument_lists(target, sizes))
+        lists = ([way | given for way in ways] for ways in argument_lists(target, sizes))
+        made = (_first_that_builds(target, proposals, errors) for proposals in lists)
         for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
             if isinstance(instance, nn.Module):
                 materialise(instance, sizes)
@@ -224,7 +226,7 @@ def build(target: Any) -> Iterator[tuple[Any, Sizes]]:
             else:
                 yield instance, sizes
     yield from large
-    for instance in _as_it_stands(target, errors):
+    for instance in _as_it_stands(target, errors) if not given else ():
         builds = True
         yield instance, SIZES[0]
     if not builds:
@@ -257,7 +259,7 @@ def _is_large(instance: Any) -> bool:
 
 def _sizes_to_try(target: Any) -> Iterator[Sizes]:
     """Give the most telling sizes, then what the file may fix, which is looked for only then, and the others."""
-    first, *others = GROUPED_SIZES if asks_for_groups(target) or _rotates(target) else SIZES
+    first, *others = GROUPED_SIZES if _may_ask_for_groups(target) or _rotates(target) else SIZES
     yield first
     yield from _fixed_sizes(target, (first, others[-2]))
     yield from others
@@ -295,6 +297,12 @@ def asks_for_groups(target: Any) -> bool:
     configs = [p.annotation for p in parameters_of(target) if hasattr(p.annotation, "__dataclass_fields__")]
     words += [name for config in configs for name in config.__dataclass_fields__]
     return any(isinstance(word, str) and re.search(COUNTS_KEY_HEADS, word.lower()) for word in words)
+
+
+def _may_ask_for_groups(target: Any) -> bool:
+    """Whether a constructor names a count of key heads, or wants something of which the name says nothing."""
+    unknown = (p for p in parameters_of(target) if p.default is p.empty and not value_for(p.name, Sizes())[0])
+    return asks_for_groups(target) or any(unknown)
 
 
 def _rotates(target: Any) -> bool:
@@ -403,7 +411,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     if parameter.name in (scales := callers_scales(target)):
         return [sizes.head_dim ** scales[parameter.name]]
     known, value = value_for(name, sizes)
-    guesses: list[Any] = [sizes.embed_dim, sizes.num_heads, sizes.head_dim, DROPOUT, False, None, ImitatedConfig(sizes)]
+    guesses: list[Any] = [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT]
+    guesses += [False, None, ImitatedConfig(sizes)]
     if ambiguous := told_by(name, AMBIGUOUS, None):
         guesses = ambiguous(sizes)
     elif known:

@@ -1,0 +1,94 @@
+"""verify on layers that decode with a cache."""
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.helpers_for_tests import line_of
+from equivalence_tests.checker.verify import verify
+
+Cache = tuple[Tensor, Tensor]
+
+
+class CachedAttention(nn.Module):
+    """Causal, with learnt positions for queries and keys, and a cache that comes back."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        hidden = torch.ones(k.size(2), k.size(2), dtype=torch.bool).triu(1)[-q.size(2) :]
+        scores = (q @ k.mT / q.size(-1) ** 0.5).masked_fill(hidden, -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), (k, v)
+
+
+class Block(nn.Module):
+    """Its attention is a module of its own."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__()
+        self.attention, self.norm1, self.norm2 = CachedAttention(dim, n_heads), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def attend(self, x: Tensor, past: Cache | None) -> tuple[Tensor, Cache]:
+        attended: tuple[Tensor, Cache] = self.attention(x, past)
+        return attended
+
+    def forward(self, x: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
+        attended, past = self.attend(self.norm1(x), past)
+        x = x + attended
+        return x + self.mlp(self.norm2(x)), past
+
+
+class Forgets(Block):
+    """Wrong: what the attention has kept is not handed on."""
+
+    def attend(self, x: Tensor, past: Cache | None) -> tuple[Tensor, Cache]:
+        attended: tuple[Tensor, Cache] = self.attention(x)
+        return attended
+
+
+class InlineBlock(Block):
+    """Attends in methods of its own."""
+
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__(dim, n_heads)
+        self.n_heads, self.qkv, self.out = n_heads, self.attention.qkv, self.attention.out
+        del self.attention
+
+    def attend(self, x: Tensor, past: Cache | None) -> tuple[Tensor, Cache]:
+        return CachedAttention.forward(self, x, self.kept(past))  # type: ignore[arg-type]
+
+    def kept(self, past: Cache | None) -> Cache | None:
+        return past
+
+
+class ReversedBlock(InlineBlock):
+    """Wrong: the values that were kept are turned round."""
+
+    def kept(self, past: Cache | None) -> Cache | None:
+        return past and (past[0], past[1].flip(2))
+
+
+def test_a_layer_decodes_with_its_cache() -> None:
+    report = verify(Block)
+    assert report.verdict == "equal", str(report)
+    assert "past" in [exercise.what for exercise in report.coverage if exercise.exercised]
+
+
+def test_a_cache_that_a_layer_does_not_hand_on_is_found() -> None:
+    (finding,) = verify(Forgets).findings
+    assert finding.name == "cache_differs_from_one_pass"
+
+
+def test_the_cache_of_an_attention_in_the_forward_of_a_layer_is_run() -> None:
+    report = verify(InlineBlock)
+    assert [exercise.what for exercise in report.not_exercised] == ["residuals and norms around the attention"]
+    assert not report.findings
+    (finding,) = verify(ReversedBlock).findings
+    assert finding.name == "cache_differs_from_one_pass"
+    assert "torch.cat" in line_of(finding)
