@@ -70,6 +70,9 @@ class Evidence:
         if own is not None and not own.evidence:
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
             yield Exercise(HIDDEN, False, why)
+        if self._favours_later_keys():
+            why = "the later a key is, the more it gets: right only where the mask that is handed over hides such keys"
+            yield Exercise("the bias of later keys", False, why)
 
     # ------------------------------------------------------------------------------------------ departures
     def of(self, departure: Departure) -> str:
@@ -436,18 +439,32 @@ class Evidence:
 
         What later keys get tells nothing where a mask that may be given hides them.
         """
-        query, key, queries, keys = ranks_of(part)
-        ahead = self.module is not None and not self._takes_a_mask(self.module)
-        for apart in (key - query - shift for shift in {0, keys - queries}):
-            sides = [apart <= 0, apart >= 0] if ahead else [apart <= 0]
-            if any(_rises(model, live & side, apart.abs()) for side in sides):
-                return True
-        return False
+        favoured = self._favoured(part, model, live)
+        return "earlier" in favoured or ("later" in favoured and not self._takes_a_mask())
 
-    def _takes_a_mask(self, module: nn.Module) -> bool:
-        """Whether the module that holds the attention, or one around it, has an argument for a mask."""
+    def _favoured(self, part: Part, model: WeightsModel, live: Tensor) -> list[str]:
+        """The keys of which the farthest get the most, in every row."""
+        query, key, queries, keys = ranks_of(part)
+        apart = [key - query - shift for shift in {0, keys - queries}]
+        sides = {"earlier": [(x <= 0, -x) for x in apart], "later": [(x >= 0, x) for x in apart]}
+        return [name for name, ways in sides.items() if any(_rises(model, live & own, far) for own, far in ways)]
+
+    def _favours_later_keys(self) -> bool:
+        """Whether a bias that nothing learnt and no argument makes gives the most to the last keys, which are seen."""
+        added = [bits for operation, _, bits, _ in self._beside_scores() if bits and operation.name in ADDS]
+        made = (name for bits in added for name in self.recorder.named(bits))
+        if not self.judgement.models or not all(name.startswith("buffer:") for name in made):
+            return False
+        part, model = self.judgement.attention.parts[0], self.judgement.models[0]
+        live = model.live & ~model.hidden & ~model.replaced
+        return bool(live.any()) and "later" in self._favoured(part, model, live)
+
+    def _takes_a_mask(self) -> bool:
+        """Whether the module that holds the attention, or one around it, may be given a mask."""
+        if self.module is None:
+            return True
         path = self.judgement.attention.first.place.split(".")
-        around = [module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
+        around = [self.module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
         return any(role_of_parameter(p.name) == "mask" for one in around for p in parameters_of(one))
 
     def _bent(self) -> Iterator[Departure]:

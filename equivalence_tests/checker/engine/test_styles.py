@@ -1200,7 +1200,10 @@ class FavoursTheFutureOfNobody(FavoursTheFuture):
     ],
 )
 def test_a_bias_by_position_falls_with_the_distance(target: type[nn.Module], names: tuple[str, ...]) -> None:
-    assert judged(target).mistakes == names
+    report = judged(target)
+    assert report.mistakes == names
+    left_to_the_caller = ["the bias of later keys"] if target is FavoursTheFutureOfNobody else []
+    assert names or [one.what for one in report.not_exercised] == left_to_the_caller
 
 
 class RollsAllThree(Base):
