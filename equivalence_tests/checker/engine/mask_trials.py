@@ -24,6 +24,7 @@ from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms
+from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import frames_of
@@ -70,7 +71,11 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     even = _even(situation) if found is None and not masks.takes_all else None
     if even is not None:
         return masked_departures(even, report)
-    return masks.nearest() if found is None else found
+    found = masks.nearest() if found is None else found
+    if role_of_parameter(masks.parameter) == "mask" or not any(one.name == "mask_never_used" for one in found):
+        return found
+    report.coverage.append(Exercise(masks.parameter, False, "taken for a mask, it hides nothing, and no name says so"))
+    return [one for one in found if one.name != "mask_never_used"]
 
 
 def _even(situation: Situation) -> Situation | None:

@@ -20,7 +20,7 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 # "b e l", "b e l 1": sounds and images, features first. Each group is tried where the ones before it cannot be called;
 # the one tensor that a module takes holds heads only where it can be nothing else, not even a film.
 HEADS = ("b h l d", "b l h d")
-OF_ONE = (("b e 1 l", "b e l 1 1"), HEADS)
+OF_ONE = (("b 1 l e",), ("b e 1 l", "b e l 1 1"), HEADS)
 LAYOUTS = (("b l e", "l b e", *HEADS), ("b e l", "b e l 1"), ("l e",), *OF_ONE)
 
 Extra = Mapping[str, Any] | None  # more arguments, by name
@@ -199,7 +199,9 @@ class Trial:
             tensor = form.build(may_attend, self.sizes.num_heads, self.dtype)
             return HeldMask(tensor) if form.held else tensor
         if role.startswith("="):
-            constants = {"=None": None, "=False": False, "=0": 0, "=height": inputs.query.size(1), "=width": 1}
+            length = inputs.query.size(1)
+            width = max(n for n in range(1, length + 1) if length % n == 0 and n * n <= length)
+            constants = {"=None": None, "=False": False, "=0": 0, "=2": 2, "=height": length // width, "=width": width}
             return constants[role] if role in constants else value_for(role[1:], self.sizes)[1]
         if role == "angles" and self.plan.angles is not None:
             return self.angles(name, self.plan.angles, inputs)
@@ -229,7 +231,7 @@ def from_layout(x: Tensor, layout: str) -> Tensor:
     """Turn the user's layout into (b, l, e); what has its heads merged is there already."""
     if "h" in layout and x.dim() != 4:
         return x
+    x = x[tuple(0 if name == "1" else slice(None) for name in layout.split())] if "1" in layout else x
     names = layout.replace(" 1", "").split()
-    x = x.flatten(2) if "1" in layout else x
     x, names = (x, names) if "b" in names else (x[None], ["b", *names])
     return x.permute([names.index(name) for name in "blhde" if name in names]).flatten(2)

@@ -46,6 +46,7 @@ SWITCH = re.compile(
 
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
 NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
+TILE = re.compile(r"(block|chunk|tile|segment)_?(size|len(gth)?)$")  # several fit into a sequence
 LETTER = re.compile(r"^[a-z]_?\d?$")
 POSITION = re.compile(
     r"^(start_?(pos|idx)|past_len\w*|offset|(input_|cache_)?pos(ition)?|cache_position|seqlen_offset|step)$"
@@ -200,6 +201,8 @@ def _role(parameter: inspect.Parameter) -> str:
         return "default"
     if switch:
         return "=None" if re.search("drop|cache|past", name) else "=0" if POSITION.search(name) else "=False"
+    if TILE.search(name):
+        return "=2"
     number = parameter.annotation in (int, float) or NUMBER.search(name)
     return f"={parameter.name}" if number and role != "angles" else role
 

@@ -1,10 +1,13 @@
 """How many calls are tried before it is said that there is no way."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.construction import Sizes
 from equivalence_tests.checker.reach.plans import trials_of
+from equivalence_tests.checker.verify import verify
 
 
 class OfOneQuery(nn.Module):
@@ -37,3 +40,101 @@ def test_a_mask_of_a_certain_form_is_found_though_others_are_refused_alike() -> 
     trial = next(trials_of(OfAMaskOfTwoAxes(), Sizes(), torch.float64, []))
     assert trial.plan.neutral is not None
     assert trial.plan.neutral.shape == "(query, key)"
+
+
+class InTiles(nn.Module):
+    """Is told the length of its tiles in the call."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_size: int) -> Tensor:
+        top = q.new_full((*q.shape[:2], 1), -torch.inf)
+        total, out = torch.zeros_like(top), torch.zeros_like(q)
+        for keys, values in zip(k.split(block_size, 1), v.split(block_size, 1), strict=True):
+            scores = q @ keys.mT / math.sqrt(q.size(-1))
+            new = torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights, rescale = (scores - new).exp(), (top - new).exp()
+            total = total * rescale + weights.sum(-1, keepdim=True)
+            out = self.rescaled(out, rescale) + weights @ values
+            top = new
+        return out / total
+
+    def rescaled(self, out: Tensor, rescale: Tensor) -> Tensor:
+        return out * rescale
+
+
+class InTilesNotRescaled(InTiles):
+    def rescaled(self, out: Tensor, rescale: Tensor) -> Tensor:
+        return out
+
+
+def test_the_length_of_tiles_is_less_than_that_of_the_sequence() -> None:
+    assert verify(InTiles).verdict == "equal"
+    assert verify(InTilesNotRescaled).mistakes == ("tiles_do_not_add_up",)
+
+
+class OfFewerKeys(nn.Module):
+    """Makes its keys of patches of an image, whose height and width have defaults, and norms them."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.fewer, self.norm, self.num_heads = nn.Conv2d(dim, dim, 2, 2), nn.LayerNorm(dim), num_heads
+
+    def forward(self, x: Tensor, H: int = 14, W: int = 14) -> Tensor:  # noqa: N803
+        patches = self.fewer(x.mT.unflatten(-1, (H, W))).flatten(2).mT
+        made = (self.q(x), *self.kv(self.norm(patches)).chunk(2, -1))
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in made)
+        context = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v
+        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
+        return out
+
+
+def test_height_and_width_fit_the_tokens_and_a_norm_of_other_keys_is_none_of_the_input() -> None:
+    report = verify(OfFewerKeys)
+    assert report.verdict == "equal", str(report)
+
+
+class AlongRows(nn.Module):
+    """Attends along the rows of (batch, rows, len, features)."""
+
+    axis = -1
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.packed, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, rows, length, width = x.shape
+        q, k, v = self.packed(x).view(batch, rows, length, 3, width).unbind(3)
+        context = (q @ k.mT / math.sqrt(width)).softmax(self.axis) @ v
+        out: Tensor = self.out(context)
+        return out
+
+
+class AlongRowsOverQueries(AlongRows):
+    axis = -2
+
+
+def test_rows_of_tokens_are_read_as_samples() -> None:
+    assert verify(AlongRows).verdict == "equal"
+    assert verify(AlongRowsOverQueries).mistakes == ("softmax_over_queries",)
+
+
+class Guided(nn.Module):
+    """Weighs its values by a map of its own size, which is no mask."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.packed, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, guide: Tensor) -> Tensor:
+        _, length, width = x.shape
+        if guide.size(-1) != length or length == width:
+            raise ValueError("want a map of all tokens")
+        q, k, v = self.packed(x).chunk(3, -1)
+        share = guide.float().sigmoid().mean()
+        out: Tensor = self.out((q @ k.mT / math.sqrt(x.size(-1))).softmax(-1) @ v * (1 + 0 * share))
+        return out
+
+
+def test_what_no_name_calls_a_mask_is_not_said_to_be_one_without_effect() -> None:
+    assert "mask_never_used" not in verify(Guided).mistakes

@@ -246,14 +246,16 @@ def _first_use(attention: Attention, operand: Operand) -> Operation:
 def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
     """Where queries and keys come from one tensor, both see it normalised, or neither does."""
     names = attention.run.names
-    inputs, given = [], set[int]()
+    inputs, given, before = [], set[int](), set[frozenset[int]]()
     for operand in operands:
         made_of = names.made_of((source.number for source in operand.sources), beyond=True)
         given |= {source.number for source in made_of if not source.parents}
         projected = [source for source in _made_of(attention, operand) if source.kind == "projection"]
         parents = [names.sources[n] for source in projected or operand.sources for n in source.parents]
         inputs.append({parent.kind in ("normed", "gain") for parent in parents})
-    if len(given) != 1 or any(len(found) != 1 for found in inputs):
+        behind = names.made_of((parent.number for parent in parents), beyond=True)
+        before.add(frozenset(source.number for source in behind if source.kind == "projection"))
+    if len(given) != 1 or len(before) != 1 or any(len(found) != 1 for found in inputs):
         return
     query, key, value = (found == {True} for found in inputs)
     if query == key == value:
