@@ -12,6 +12,7 @@ from equivalence_tests.checker.engine.contracts.scores_table import causal_patte
 from equivalence_tests.checker.engine.judgement import Judgement, Operand
 from equivalence_tests.checker.engine.names import Attention, Identities, Source
 from equivalence_tests.checker.engine.situations import Situation, output_codes
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.calling import CallPlan
 from equivalence_tests.checker.reach.state import changed_by_calls
 from equivalence_tests.checker.reporting.report import Report
@@ -98,12 +99,8 @@ IN_PROJ = "in_proj_weight: rows are [q; k; v]"
 
 def _packed(attention: Attention, operands: list[Operand]) -> str:
     """In which order the rows of one matrix give queries, keys and values."""
-    made = {operand.role: operand.sources[0].operation for operand in operands}
-    taken = {role: op.inputs[1] for role, op in made.items() if op is not None and len(op.inputs) > 1}
-    if len({id(slot) for slot in taken.values()}) == len(operands):  # each takes rows of its own
-        offsets = {role: slot.tensor.storage_offset() for role, slot in taken.items()}
-        return f"rows are [{'; '.join(role[0] for role in sorted(offsets, key=lambda role: offsets[role]))}]"
-    rows = {operand.role: feature_of(attention.run.names.plain(operand.codes)) for operand in operands}
+    names = attention.run.names
+    rows = {one.role: feature_of(names.plain(one.codes)) + _first_row(one.sources[0].operation) for one in operands}
     first, last = ({role: int(x) for role, x in ((r, f(rows[r])) for r in rows)} for f in (torch.amin, torch.amax))
     order = sorted(rows, key=lambda role: first[role])
     letters = ", ".join(role[0] for role in order)
@@ -112,6 +109,12 @@ def _packed(attention: Attention, operands: list[Operand]) -> str:
     head = {role: x[0, 0] for role, x in rows.items() if role != "value"}
     together = all(int(x.max() - x.min()) == len(x) - 1 for x in head.values())
     return f"rows are {f'[{letters}] for each head' if together else f'{letters} for each element'} in turn"
+
+
+def _first_row(operation: Operation | None) -> int:
+    """Where in a matrix the rows begin that a projection takes of it."""
+    matrix = operation.inputs[1].tensor if operation is not None and len(operation.inputs) > 1 else torch.zeros(1)
+    return int(matrix.storage_offset()) // max(1, *matrix.stride())
 
 
 def module_of(parameter: str) -> str:

@@ -1064,3 +1064,20 @@ def test_an_image_of_one_channel_is_another_when_it_is_turned() -> None:
     mistakes = list[str]()
     run_model(Patches().double(), Sizes(), [], mistakes)
     assert mistakes == []
+
+
+class Crossing(nn.Module):
+    """Torch's own attention, on a context: queries take the first rows of its matrix, keys and values the others."""
+
+    def __init__(self, d_model: int, n_head: int) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(d_model, n_head, batch_first=True)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        out: Tensor = self.attn(x, context, context, need_weights=False)[0]
+        return out
+
+
+def test_the_rows_of_one_matrix_are_told_as_they_lie() -> None:
+    rows = {what: here for what, here, _ in verify(Crossing).conventions}
+    assert rows["projections"] == "attn.in_proj_weight: rows are [q; k; v]"

@@ -32,7 +32,7 @@ from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, 
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.construction import Sizes, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.model_calls import OF_SOURCE, ModelRun, run_layer, run_model
+from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, ModelRun, run_layer, run_model
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.subject import Adapter, Subject, sizes_of, subjects
@@ -44,6 +44,7 @@ from equivalence_tests.checker.reporting.report import Report
 MOST_SIZES = 2
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
 MOST_PROJECTIONS = 4
+OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
 
@@ -432,7 +433,7 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
     read = _read_masks(walk, path, run, trial.sizes.num_heads)
     called = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
     found = list(read.mistakes())
-    wrong = {name: called[-1 if OF_SOURCE.search(mask.lower()) else 0] for name, mask, _ in found}
+    wrong = {name: _attention_of(mask.lower(), name, called) for name, mask, _ in found}
     unused = "".join(f" {mask}" for name, mask, _ in found if name == "mask_never_used")
     evidence = "a mask that hides one token was given in every form"
     if read.opposite:
@@ -446,6 +447,12 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
             row = (f"{label}: {mask.name}", f"hides {mask.hides}: {mask.form}", "True = may not look, or added")
             walk.report.conventions.append(row)
     _add_idle_arguments(walk, label, path, trial, run.masks)
+
+
+def _attention_of(mask: str, mistake: str, called: Sequence[Frames]) -> Frames:
+    """The call of the attention that a mask belongs to; none where nothing tells which of several it was meant for."""
+    idle = mistake == "mask_never_used" and not (OF_SOURCE.search(mask) or OF_QUERIES.search(mask))
+    return () if idle and len(set(called)) > 1 else called[-1 if OF_SOURCE.search(mask) else 0]
 
 
 def _add_idle_arguments(walk: Walk, label: str, path: str, trial: Trial, masks: Sequence[str]) -> None:
