@@ -22,7 +22,7 @@ from equivalence_tests.checker.engine.contracts.changing import has_twin, shuffl
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.names import Attention, Context, Part, Product, Source, numbered_rows
 from equivalence_tests.checker.engine.products import contraction_of
-from equivalence_tests.checker.engine.vocabulary import MOVES, words
+from equivalence_tests.checker.engine.vocabulary import ADDS, MOVES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
 REPEATS = words("repeat expand tile repeat_interleave cat getitem expand_as")
@@ -177,10 +177,22 @@ def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
     if moved is None:
         return None
     alike = len({(one.name, one.frames[:1]) for one in found.values() if one is not None}) == 1
-    if len(alone) == len(found) == 3 and alike and not has_twin(attention, moved):
+    if (
+        len(alone) == len(found) == 3
+        and alike
+        and not (has_twin(attention, moved) or _is_half_a_turn(attention, moved))
+    ):
         return changed_by(moved, "split", "order of queries, keys and values")
     both = alone == ["query", "key"] and (_turns_whole(moved) or _before_a_norm(attention, part, moved))
     return changed_by(moved, "split", alone[0], blocks=True) if both or len(alone) == 1 else None
+
+
+def _is_half_a_turn(attention: Attention, moved: Operation) -> bool:
+    """Whether what is moved is added to what was not, as a rotation does."""
+    names = attention.run.names
+    own = {number for _, codes in names.taken(moved) for number in sources_in(codes)}
+    sums = (names.taken(op) for op in attention.run.operations[moved.index + 1 :] if op.name in ADDS)
+    return any(len(taken) > 1 and all(own & {*sources_in(codes)} for _, codes in taken) for taken in sums)
 
 
 def _turns_whole(moved: Operation) -> bool:
