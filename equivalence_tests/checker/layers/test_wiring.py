@@ -180,6 +180,16 @@ def test_a_layer_that_requires_two_masks_is_called() -> None:
     assert report.verdict == "equal", str(report)
 
 
+class IdleMaskDecoderLayer(layers.TwoMaskDecoderLayer):
+    def forward(self, x: Tensor, memory: Tensor, pad_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, memory)
+
+
+def test_an_idle_mask_has_no_line_where_it_may_be_of_either_attention() -> None:
+    (finding,) = verify(IdleMaskDecoderLayer).findings
+    assert (finding.name, finding.line) == ("mask_never_used", None)
+
+
 def test_a_norm_that_holds_others_is_no_norm() -> None:
     class AddNorm(nn.Module):
         def __init__(self) -> None:
