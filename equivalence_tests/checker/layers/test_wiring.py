@@ -1037,3 +1037,32 @@ class StackOfPartsWrongly(StackOfParts):
 def test_parts_without_a_forward_are_read_where_their_owner_calls_them() -> None:
     assert verify(StackOfParts).verdict == "partial"
     assert verify(StackOfPartsWrongly).mistakes == ("softmax_over_queries",)
+
+
+class PositionalEncoding(nn.Module):
+    """More than its name says: a learnt token comes before the others."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.first, self.table = nn.Parameter(torch.randn(1, 1, d_model)), nn.Embedding(64, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.first.expand(x.size(0), -1, -1), x], 1)
+        return x + self.table(torch.arange(x.size(1)))
+
+
+class ReadsItsFirstToken(nn.Module):
+    def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
+        super().__init__()
+        self.positions = PositionalEncoding(d_model)
+        self.layer = layers.SequentialFeedForwardLayer(d_model, n_heads, d_ff)
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded: Tensor = self.layer(self.positions(x))
+        return encoded[:, 0]
+
+
+def test_a_part_that_cannot_be_read_is_listed_beside_what_was_checked() -> None:
+    report = verify(ReadsItsFirstToken)
+    assert (report.verdict, report.mistakes) == ("partial", ()), str(report)
+    assert [exercise.what for exercise in report.not_exercised] == ["positions (positional_encoding)"]

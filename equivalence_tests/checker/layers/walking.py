@@ -42,6 +42,7 @@ from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
 
 MOST_SIZES = 2
+NEEDED = ("(attention)", "(multi-head attention)", "(wiring)", "wiring", "the whole model")
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
 MOST_PROJECTIONS = 4
 OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
@@ -107,9 +108,8 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
             break
         if subject.sizes not in tried:
             tried[subject.sizes] = report = _examine_subject(subject, name)
-            if (
-                report.verdict != "unchecked"
-            ):  # some classes take only heads of even width, and no other sizes tell more
+            # Some classes take only heads of even width, and no other sizes tell more.
+            if all(check.outcome != "skipped" for check in report.checks):
                 return _with_options(report, subject)
     return min(tried.values(), key=lambda report: sum(check.outcome == "skipped" for check in report.checks))
 
@@ -248,6 +248,9 @@ def _concluded(report: Report, subject: Subject) -> Report:
         )
     unchecked = [c for c in report.checks if c.outcome == "skipped"]
     failed = [c for c in report.checks if c.outcome == "failed"]
+    if any(c.outcome == "passed" for c in report.checks) and not any(c.name.endswith(NEEDED) for c in unchecked):
+        report.coverage += [Exercise(c.name, False, c.detail) for c in unchecked]
+        unchecked = []
     least: Verdict = "partial" if report.not_exercised else "equal"
     report.verdict = "deviates" if failed or report.findings else "unchecked" if unchecked else least
     if report.verdict == "unchecked":
