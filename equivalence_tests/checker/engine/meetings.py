@@ -126,7 +126,7 @@ class Meetings:
             tokens = self._seeded(contraction, slot, codes)
         elif codes is not None:
             tokens = self._told_apart(tokens, source_of(contraction.rows(codes)[..., 0]), slot.tensor)
-        parents = tuple(sources_in(codes))
+        parents = tuple(sources_in(self.codes.get(slot.key)))
         _, column = contraction.right[:, :, 0].unique(return_inverse=True)
         feature = column[:, None, :] + _parts_of_rows(contraction, codes)[:, :, None] * (int(column.max()) + 1)
         names = coded(0, tokens[:, :, None].expand(feature.shape), feature)

@@ -150,3 +150,38 @@ class InBlocksAllRolled(InBlocks):
 def test_what_stands_beside_or_behind_is_found_too(target: type[nn.Module], names: tuple[str, ...]) -> None:
     report = judged(target)
     assert report.mistakes == names, str(report)
+
+
+class Normed(Base):
+    """Projects tokens that have no names yet, queries first."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(torch.cat([x, x], 1))
+        return F.layer_norm(q, q.shape[-1:]), F.layer_norm(k, k.shape[-1:]), v
+
+
+class OnlyKeysNormed(Normed):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Base.operands(self, torch.cat([x, x], 1))
+        return q, F.layer_norm(k, k.shape[-1:]), v
+
+
+class KeysOfAPooledImage(Base):
+    """Queries are of all tokens, keys and values of fewer ones, which a norm follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced, self.norm = nn.Conv1d(WIDTH, WIDTH, 1), nn.LayerNorm(WIDTH)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, fewer = self.split(self.q_proj(x)), self.norm(self.reduced(x.mT).mT)
+        return q, self.split(self.k_proj(fewer)), self.split(self.v_proj(fewer))
+
+
+def test_a_norm_of_what_was_projected_before_asks_for_no_norm_of_the_input() -> None:
+    assert judged(KeysOfAPooledImage).mistakes == ()
+
+
+def test_one_norm_alone_is_told_where_the_projection_of_queries_names_the_tokens() -> None:
+    assert judged(Normed).mistakes == ()
+    assert judged(OnlyKeysNormed).mistakes == ("key_changed_by_layer_norm",)
