@@ -23,7 +23,7 @@ from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.construction import build, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.plans import role_of_parameter
+from equivalence_tests.checker.reach.plans import role_of_parameter, trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
@@ -259,13 +259,17 @@ def never_asked(finding: Finding) -> bool:
 
 
 def _option(what: str, covered: Covered, subject: Subject) -> None:
-    """Only what no option asks for is a mistake then."""
-    trial, inputs, module = covered.trial, covered.trial.inputs(), covered.trial.function
+    """Only what no option asks for is a mistake then; batch_first is called in another layout."""
+    module, plan = covered.trial.function, covered.trial.plan
     assert isinstance(module, nn.Module)
 
     def look() -> tuple[list[Finding], str]:
-        if not trial.keeps_samples_apart:
-            raise CannotCheckError("with it other arguments are taken, or in another layout")
+        others = (one for one in trials_of(module, subject.sizes, subject.dtype, []) if one.plan.roles == plan.roles)
+        ways = itertools.chain([covered.trial], itertools.islice(others, MOST_BUILDS))
+        trial = next((one for one in ways if one.keeps_samples_apart), None)
+        if trial is None:
+            raise CannotCheckError("with it other arguments are taken")
+        covered.trial, inputs = trial, trial.inputs()
         before, known = trial.output(inputs), _held_tensors(subject)
         added = {name: x for name, x in module.named_parameters() if name not in known}
         for parameter in added.values():
