@@ -37,13 +37,14 @@ WRAPS = {
     ("none", True): "+ LayerNorm on the input (pre-norm)",
     ("residual", True): "+ LayerNorm on the input (pre-norm), + residual",
 }
+LENGTH_FIRST = "(len, batch, features) unless batch_first"
 ROLES = ("query", "key", "value")
 
 
 def reading_of(situation: Situation, report: Report) -> Iterator[Row]:
     """List how the code is called and laid out, beside torch's way: (what, in this code, in torch.nn)."""
     yield "arguments", _arguments(situation.plan), "forward(query, key, value, ...)"
-    yield "layout", LAYOUTS[situation.plan.layout], "(len, batch, features) unless batch_first"
+    yield "layout", LAYOUTS[situation.plan.layout], LENGTH_FIRST
     judgement = situation.judgement
     if judgement is None or judgement.blocked():
         return

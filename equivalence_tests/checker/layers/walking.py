@@ -20,6 +20,7 @@ from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
 from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.ran import frames_where
+from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.subjects import examine_attention
 from equivalence_tests.checker.layers.masks import Masks, read_masks
@@ -376,6 +377,7 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
         walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
         return
     roles = sorted(role for _, role in ways[0].plan.roles)
+    walk.report.conventions.append((f"{label}: layout", LAYOUTS[ways[0].plan.layout], LENGTH_FIRST))
     trial, wiring = _followed(walk, [way for way in ways if sorted(role for _, role in way.plan.roles) == roles], layer)
     _add_fresh_parts(walk, path, trial)
     if wiring.mistakes or not wiring.unread:
