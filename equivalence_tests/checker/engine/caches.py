@@ -27,7 +27,7 @@ from equivalence_tests.checker.reporting.lines import code_lines, frames_of, rai
 TOKENS = 6
 ROUNDS = 6  # operations of one step that may depart beside one another
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
-NO_CACHE = re.compile(r"mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
+NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
 SWITCHES = re.compile(
     r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.IGNORECASE
