@@ -305,11 +305,11 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
 
 
 def _as_called_here(walk: Walk, path: str, child: nn.Module, alone: Report) -> Report:
-    """Add what goes wrong only with the arguments that the whole gives: a context that is the input itself."""
+    """Add what goes wrong only with what the whole hands over: a context that is the input, angles of other pairs."""
     for call in [call for call in walk.calls if call.path == path][:1]:
         found = diagnose_call(child, call.args, call.kwargs, module=child, meant=walk.meant, features_last=True)
         for finding in (finding for report in found for finding in report.findings):
-            if finding.stage == "project" and finding.name not in alone.mistakes:
+            if finding.stage in ("project", "rotary") and finding.name not in alone.mistakes:
                 alone = replace(alone, verdict="deviates", findings=[*alone.findings, finding])
     return alone
 
@@ -558,7 +558,7 @@ def _say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Seque
         evidence = "seen when one sample of the batch is changed, in every way in which the model runs"
         walk.check("samples are independent", {mistakes[0]: ()}, "", evidence)
         return
-    said = f"; it said {errors[-1]}" if errors else ""
+    said = f"; it said {errors[0]}" if errors else ""
     why = f"no way to run it was found: its parts and layers were checked, not their order{said}"
     walk.report.coverage.append(Exercise("the whole model", False, why))
 

@@ -5,6 +5,7 @@ size for.
 """
 
 import contextlib
+import copy
 import inspect
 import itertools
 import re
@@ -21,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, told_by
+from equivalence_tests.checker.reach.state import OF_ANY_MODULE
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.instruments.weights import randomize_parameters
 
@@ -362,7 +364,7 @@ def materialise(module: nn.Module, sizes: Sizes) -> None:
 
 
 def retype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Turn all numbers of a module to this precision, complex ones and those of plain attributes too."""
+    """Turn all numbers of a module to this precision, complex ones, those of plain attributes and what it casts to."""
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype.to_complex() if x.is_complex() else dtype) if x.is_floating_point() or x.is_complex() else x
@@ -372,6 +374,21 @@ def retype(module: nn.Module, dtype: torch.dtype) -> None:
         for name, value in vars(child).items():
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                 setattr(child, name, turned(value))
+            elif name not in OF_ANY_MODULE:
+                setattr(child, name, _casting_to(value, dtype))
+
+
+def _casting_to(held: Any, dtype: torch.dtype) -> Any:
+    """A dtype of floats, or a copy of a config that names some, with this one instead; anything else as it is."""
+    if isinstance(held, torch.dtype):
+        return dtype if held.is_floating_point else held
+    named = held if isinstance(held, dict) else getattr(held, "__dict__", {})
+    floats = [key for key, x in named.items() if isinstance(x, torch.dtype) and x.is_floating_point]
+    if not floats or callable(held):
+        return held
+    changed = copy.copy(held)
+    (changed if isinstance(changed, dict) else vars(changed)).update(dict.fromkeys(floats, dtype))
+    return changed
 
 
 def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
