@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.test_styles import WIDTH, Base, judged
+from equivalence_tests.checker.verify import verify
 
 
 class HeadsInside(Base):
@@ -185,3 +186,21 @@ def test_a_norm_of_what_was_projected_before_asks_for_no_norm_of_the_input() -> 
 def test_one_norm_alone_is_told_where_the_projection_of_queries_names_the_tokens() -> None:
     assert judged(Normed).mistakes == ()
     assert judged(OnlyKeysNormed).mistakes == ("key_changed_by_layer_norm",)
+
+
+def in_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Right: one softmax in tiles of three keys, kept from a division by 0."""
+    largest, total = torch.full_like(query[..., :1], -torch.inf), torch.zeros_like(query[..., :1])
+    output = torch.zeros(*query.shape[:-1], value.size(-1), dtype=value.dtype)
+    for some, values in zip(key.split(3, -2), value.split(3, -2), strict=True):
+        scores = query @ some.mT / query.size(-1) ** 0.5
+        before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
+        shares = (scores - largest).exp()
+        total = (before - largest).exp() * total + shares.sum(-1, keepdim=True)
+        output = (before - largest).exp() * output + shares @ values
+    return output / (total + 1e-10)
+
+
+def test_a_number_against_a_division_by_zero_changes_nothing() -> None:
+    report = verify(in_tiles)
+    assert report.verdict == "equal", str(report)
