@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from equivalence_tests.checker.reach.state import attempt
@@ -122,12 +122,23 @@ def _makes(statement: ast.AST, names: Names) -> bool:
 def _is_known(function: ast.expr, names: Names) -> bool:
     path = ast.unparse(function).split(".")
     found = names.get(path[0])
-    if isinstance(found, ModuleType):
-        return found.__name__.partition(".")[0] in PACKAGES and OUTSIDE.isdisjoint(path)
-    if len(path) > 1 or found is None:  # a method of what was made there, or a built-in function
-        return OUTSIDE.isdisjoint(path) and (len(path) > 1 or path[0] in BUILT_IN or path[0] not in vars(builtins))
+    if not OUTSIDE.isdisjoint(path) or not _is_near(found, names):
+        return False
+    if isinstance(found, ModuleType) or len(path) > 1:  # a function of a package, or a method of what was made there
+        return True
+    if found is None:
+        return path[0] in BUILT_IN or path[0] not in vars(builtins)
     inside = getattr(getattr(found, "__init__", found), "__code__", None) or getattr(found, "__code__", None)
     return inside is None or OUTSIDE.isdisjoint(inside.co_names)
+
+
+def _is_near(found: Any, names: Names) -> bool:
+    """Whether something belongs to the file or to a package of numbers; what else is imported may do anything."""
+    if found is None:
+        return True  # made in the lines above
+    named = isinstance(found, type | FunctionType | BuiltinFunctionType)
+    owner = found.__name__ if isinstance(found, ModuleType) else (found if named else type(found)).__module__
+    return owner in (None, names["__name__"], "builtins") or owner.partition(".")[0] in PACKAGES  # torch's C says none
 
 
 def _value(node: ast.expr, names: Names) -> Any:

@@ -9,8 +9,12 @@ from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.verify import verify
 
 CODE = '''
+from os import remove
+
 import torch
 from torch import nn
+
+from equivalence_tests.checker.verify import verify
 
 
 class Odd(nn.Module):
@@ -64,7 +68,18 @@ def test_a_mistake_shows_in_the_call_of_the_file(tmp_path: Path) -> None:
     assert verify(written(tmp_path, "torch.randn(2, 4, width)", code)).mistakes == ("softmax_over_queries",)
 
 
-@pytest.mark.parametrize("x", ["load_batch()", "torch.load('batch')", "open('batch')", "odd.undefined", "str(width)"])
+@pytest.mark.parametrize(
+    "x",
+    [
+        "load_batch()",
+        "torch.load('batch')",
+        "open('batch')",
+        "odd.undefined",
+        "str(width)",
+        "remove('batch')",
+        "verify(Odd)",
+    ],
+)
 def test_what_does_more_than_to_make_a_tensor_is_not_run(tmp_path: Path, x: str) -> None:
     (tmp_path / "batch").touch()
     lines = [example.line for example in examples_of(load(written(tmp_path, x)))]
