@@ -204,3 +204,16 @@ def in_tiles(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_a_number_against_a_division_by_zero_changes_nothing() -> None:
     report = verify(in_tiles)
     assert report.verdict == "equal", str(report)
+
+
+class AnotherQuery(Base):
+    """Holds a projection for a way that this call does not take, as LUKE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entity_query = nn.Linear(WIDTH, WIDTH)
+
+
+def test_a_projection_of_another_way_is_no_output_projection() -> None:
+    assert verify(AnotherQuery).mistakes == ("weight_never_used", "bias_never_used")
+    assert judged(AnotherQuery).mistakes == ()  # one call may not reach all
