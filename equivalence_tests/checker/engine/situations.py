@@ -203,7 +203,10 @@ def _outside(situation: Situation, roles: dict[int, str]) -> Iterator[Departure]
     yield from norm_departures(attention, module)
     read = output_codes(situation)
     if read is not None and not judgement.blocked():
-        yield from ending_departures(attention, *read)
+        ending = list(ending_departures(attention, *read))
+        moved = {departure.operation for departure in ending if departure.name == "output_tokens_moved"}
+        found.departures[-1][:] = [one for one in found.departures[-1] if one.operation not in moved]
+        yield from ending
 
 
 def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -1,6 +1,7 @@
 """What libraries do that torch's attention does not, each style in a small class of our own, judged by one call."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from equivalence_tests.checker.reporting.report import Report
 WIDTH, HEADS = 12, 3
 
 
-def judged(target: type[nn.Module], *more: Tensor, length: int = 5) -> Report:
+def judged(target: Callable[[], nn.Module], *more: Tensor, length: int = 5) -> Report:
     """Judge one call of a class with parameters off their first values."""
     with preserved_global_state():
         torch.manual_seed(0)

@@ -22,7 +22,7 @@ from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.taking_part import live_operations
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
-from equivalence_tests.checker.engine.watching import Operation, Slot
+from equivalence_tests.checker.engine.watching import Operation, Slot, tensors_of
 
 EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
 
@@ -98,7 +98,8 @@ def side_departures(attention: Attention) -> Iterator[Departure]:
     run = attention.run
     merging = {operation for operation, _, _ in run.names.carrying(attention.context_sources)}
     inside = live_operations(run, [context.operation.outputs[0].tensor for context in run.names.contexts])
-    rest = [run.operations[index] for index in sorted(live_operations(run) - inside)]
+    first = list(tensors_of(run.output))[:1]  # maps that come back beside it are judged by themselves
+    rest = [run.operations[index] for index in sorted(live_operations(run, first) - inside)]
     last = max((operation.index for operation in rest if operation.name in CONTRACTIONS), default=attention.last.index)
     for operation in rest:
         own = operation.place == attention.first.place and operation not in merging

@@ -325,11 +325,11 @@ def _missed(attention: Attention, module: nn.Module, name: str, worked: Operatio
             yield _norm_never_used(attention, name)
     elif worked is not None:
         yield Departure(f"{kind}_never_used", "project", worked, facts)
-    elif any(said.search(stem.rpartition(".")[2]) for said in SAID.values()):
-        yield Departure(f"{kind}_never_used", "project", None, facts)  # no call says where; one alone may not reach it
     elif last == "weight" or not stem:
         if parameter.dim() >= 2 and kind == "weight" and not any(_projections_of_context(attention)):
-            yield Departure("output_projection_skipped", "output", attention.end, facts)
+            named = any(said.search(stem.rpartition(".")[2]) for said in SAID.values())  # for a way not taken here
+            skipped = Departure("output_projection_skipped", "output", attention.end, facts)
+            yield Departure("weight_never_used", "project", None, facts) if named else skipped
         elif f"{attention.first.place}.".startswith(f"{stem}." if stem else ""):
             yield Departure(f"{kind}_never_used", "project", _could_take(attention, parameter), facts)
 
