@@ -134,8 +134,9 @@ class Evidence:
         if departure.stage != "operand" and (told := self._factor_asked_for(operation)):
             return told
         kinds = [name for name in ("add", "mul") if name in operation.name]
-        if departure.stage == "operand" and kinds == ["add"] and (argument := self._argument_for_values(operation)):
-            return f"the argument {argument} is added, which has no other use"
+        if departure.stage == "operand" and kinds and (argument := self._argument_for(departure, operation, kinds[0])):
+            how = "is added" if kinds == ["add"] else "is its factor"
+            return f"the argument {argument} {how} and has no other use"
         if not kinds or departure.stage == "operand":
             return self._activation(operation)
         return self._by_a_parameter(departure, operation, "added" if kinds == ["add"] else "multiplied")
@@ -171,13 +172,14 @@ class Evidence:
                 _blame(departure, strange, "summand" if how == "added" else "factor")
         return ""
 
-    def _argument_for_values(self, operation: Operation) -> str:
-        """The argument that is added to the values and reaches neither queries nor keys; "" if there is none."""
-        part, kept = self.judgement.attention.parts[0], self.recorder.origins_of
-        others = [kept(slot.tensor) for slot in part.product.operands]
-        for _, bits in self._names.beside(operation):
+    def _argument_for(self, departure: Departure, operation: Operation, kind: str) -> str:
+        """The argument that is added to values, or gives each row a factor, and reaches no other operand."""
+        role, kept = departure.facts["what"], self.recorder.origins_of
+        others = [kept(operand.slot.tensor) for operand in self.judgement.first_operands if operand.role != role]
+        for slot, bits in self._names.beside(operation):
             names = self.recorder.named(bits)
-            if [name.startswith("arg:") for name in names] == [True] and not any(bits & other for other in others):
+            fits = role == "value" if kind == "add" else slot.value.size(-1) == 1 and bool((slot.value > 0).all())
+            if fits and [name.startswith("arg:") for name in names] == [True] and not any(bits & x for x in others):
                 return names[0].partition(":")[2]
         return ""
 

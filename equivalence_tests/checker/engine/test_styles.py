@@ -476,6 +476,15 @@ class ScaledByPosition(Base):
         return self.scaling(q), k, v
 
 
+class ScaledByArgument(Base):
+    """Multiplies queries by what it is given, in single precision."""
+
+    def forward(self, x: Tensor, growth: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        scores = (q.float() * growth).to(q.dtype) @ k.mT * self.scale
+        return self.o_proj((self.weigh(scores) @ v).transpose(1, 2).flatten(2))
+
+
 class BentOnPurpose(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -532,6 +541,13 @@ class Indexed(Base):
 def test_what_a_configuration_or_a_part_says_is_meant_so(target: type[nn.Module], meant: list[str]) -> None:
     report = judged(target)
     assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", meant)
+
+
+def test_a_factor_of_each_query_that_is_given_is_no_rotation() -> None:
+    growth = (1 + torch.arange(5).float() / 2048).pow(0.1)[:, None]
+    report = judged(ScaledByArgument, growth)
+    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["query_changed_by_mul"])
+    assert judged(ScaledByArgument, growth - 1).mistakes[:1] == ("query_changed_by_mul",)
 
 
 @pytest.mark.parametrize(("target", "name"), [(Unscaled, "scale_missing"), (SquaredLearntQuery, "scale_wrong")])

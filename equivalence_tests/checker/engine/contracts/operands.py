@@ -48,13 +48,14 @@ def read_operands(attention: Attention, part: Part) -> list[Operand]:
 def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, until: Operation) -> Operand:
     numbers = sources_in(codes)
     operand = Operand(role, [run.names.sources[n] for n in numbers], slot, codes, places, until)
-    operand.single = any(
-        s.value.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    dtypes = {
+        s.value.dtype
         for op, _, _ in run.names.carrying(numbers, before=until.index + 1)
         for s in (*op.outputs, *op.inputs)
-        if s.value.is_floating_point()
-    )
-    operand.tolerance = 5e-4 if operand.single else 1e-7
+    }
+    halves = dtypes & {torch.bfloat16, torch.float16}
+    operand.single = bool(halves) or torch.float32 in dtypes
+    operand.tolerance = 5e-4 if halves else 1e-5 if operand.single else 1e-7
     want = values_at(operand.sources, codes)
     have = slot.value.double().reshape(-1)[places]
     missing = want.isnan()
