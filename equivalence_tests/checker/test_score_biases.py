@@ -94,6 +94,48 @@ class Backwards(Table):
         return scores.masked_fill(future, -math.inf).softmax(-1)
 
 
+class WrongSide(Distant):
+    """ALiBi that counts distances in the future, which is hidden."""
+
+    def bias(self, x: Tensor) -> Tensor:
+        position = torch.arange(x.size(1), dtype=x.dtype)
+        slopes = 2.0 ** -torch.arange(1, self.heads + 1, dtype=x.dtype)
+        return -slopes[:, None, None] * (position - position[:, None]).clamp(min=0)
+
+    def future(self, x: Tensor) -> Tensor:
+        return torch.ones(x.size(1), x.size(1), dtype=torch.bool).triu(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
+        scores = q @ k.mT * self.scale(q)
+        weights = self.hidden(scores, self.bias(x), self.future(x)).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+    def hidden(self, scores: Tensor, bias: Tensor, future: Tensor) -> Tensor:
+        return (scores + bias).masked_fill(future, -math.inf)
+
+
+class WrongSideOfTheMask(WrongSide):
+    """The same, added together with the mask."""
+
+    def hidden(self, scores: Tensor, bias: Tensor, future: Tensor) -> Tensor:
+        return scores + bias.masked_fill(future, -1e9)
+
+
+class RightSide(WrongSideOfTheMask):
+    """Right: distances of the past."""
+
+    def bias(self, x: Tensor) -> Tensor:
+        return super().bias(x).mT
+
+
+class OfTheQuery(Distant):
+    """A number for each query, which the softmax takes away."""
+
+    def bias(self, x: Tensor) -> Tensor:
+        return super().bias(x)[..., :1]
+
+
 class KeptSlopesOfTheWrongSign(Distant):
     """Far keys are favoured; first query beside first key, however many there are of each."""
 
@@ -119,7 +161,7 @@ class Near(Distant):
         return torch.zeros_like(far, dtype=x.dtype).masked_fill(far, -math.inf)
 
 
-@pytest.mark.parametrize("right", [Distant, Table, Fused])
+@pytest.mark.parametrize("right", [Distant, Table, Fused, RightSide])
 def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
@@ -132,6 +174,9 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
         (Unscaled, "scale_missing"),
         (OverQueries, "softmax_over_queries"),
         (Backwards, "bias_never_used"),
+        (WrongSide, "bias_without_effect"),
+        (WrongSideOfTheMask, "bias_without_effect"),
+        (OfTheQuery, "bias_without_effect"),
         (KeptSlopesOfTheWrongSign, "bias_grows_with_distance"),
     ],
 )

@@ -762,6 +762,14 @@ MEANT = (
         (SOFTMAX_LINE, "(scores + (torch.arange(x.size(1)) - torch.arange(x.size(1))[:, None]).abs()).softmax(-1)"),
         of="itself",
     ),
+    _bias(
+        "bias_without_effect",
+        "A bias is added to the scores that changes nothing: to all keys that a query sees it adds one number.",
+        ("softmax(scores + bias), where bias differs between no two keys that a query sees", "a bias that differs"),
+        "Take the distances of the keys that a query sees: i - j for those before it. Or leave the bias out.",
+        (SOFTMAX_LINE, "(scores + torch.arange(x.size(1), dtype=x.dtype)[:, None]).softmax(-1)"),
+        of="itself",
+    ),
     _softmax(
         "attention_sink",
         "A learnt share of every row goes to no key.",

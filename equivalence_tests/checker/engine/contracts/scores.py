@@ -25,13 +25,14 @@ from equivalence_tests.checker.engine.contracts.scores_table import (
 from equivalence_tests.checker.engine.judgement import Expectation, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.products import contraction_of
-from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MULTIPLIES, SOFTMAXES
-from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MULTIPLIES, SOFTMAXES, words
+from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 
 LOOSE = 1e-3
 PLAIN = 1e-6
 HIDING = 1e3  # a score is never as large
 SOFT = -700.0  # what is below is hidden for good
+LAID_OVER = ADDS | FILLS | words("unsqueeze to")  # a bias and a mask, before both are added as one
 OTHER_AXES = {"queries": "queries", "heads": "heads", "samples": "batch"}
 
 
@@ -46,10 +47,16 @@ class _Step:
     ratio: float | None = None  # to what it took, where that is constant
 
     def laid(self, count: int) -> Tensor:
-        """Its numbers at the places of the scores; NaN where it has none, or no real ones."""
+        """Its numbers at the places of the scores."""
+        return self.met_by(self.values, count)
+
+    def met_by(self, taken: Tensor, count: int) -> Tensor:
+        """The numbers of what the scores meet, at their places; NaN where it meets none, or is no real number."""
         flat = torch.full((count,), torch.nan, dtype=torch.float64)
-        mine = (self.places >= 0) & self.values.is_floating_point()
-        flat[self.places[mine]] = self.values[mine].double()
+        sizes = self.places.shape[-taken.dim() :] if taken.dim() else ()
+        if len(sizes) == taken.dim() and all(have in (1, size) for have, size in zip(taken.shape, sizes, strict=True)):
+            mine = (self.places >= 0) & taken.is_floating_point()
+            flat[self.places[mine]] = taken.expand(self.places.shape)[mine].double()
         return flat
 
 
@@ -109,7 +116,7 @@ class Scores:
         yield from filter(None, (after, None if late else self._scale()))
         if after is None or late:
             yield from self._mask()
-        yield from self._hidden_biases()
+        yield from self._idle_biases()
 
     @property
     def total(self) -> float:
@@ -311,21 +318,34 @@ class Scores:
             prefix = "" if self.expected.masked else "causal_"
             yield self._put_right(f"{prefix}mask_added_as_01", "mask", operation, causal=True)
 
-    def _hidden_biases(self) -> Iterator[Departure]:
-        """Parameters that add different numbers only where keys are hidden, and do nothing among the others."""
-        hidden, rows, names = self.model.hidden, self.model.rows, self.attention.run.names
-        seen = self.model.live & ~hidden
-        recorder = self.attention.run.recorder
+    def _idle_biases(self) -> Iterator[Departure]:
+        """What is added to the scores and is one number for all keys that a query sees: the softmax takes it away."""
+        rows, recorder = self.model.rows, self.attention.run.recorder
+        seen = self.model.live & ~self.model.hidden
+        if not bool(seen.any()) or spread(self.part.table.rank_key.double()[seen], rows[seen]) == 0:
+            return
         own = recorder.origins_of(self.part.product.operation.outputs[0].tensor)
-        for step in self.steps if bool(hidden.any()) and bool(seen.any()) else ():
-            beside = (bits for _, bits in names.beside(step.operation) if not bits & own)
-            learnt = [name for bits in beside for name in recorder.parameters(bits)]
-            if not learnt or step.taken is None or step.operation.name not in ADDS:
-                continue
-            added = (step.values.double() - step.taken.double()).reshape(-1)[step.places.reshape(-1).argsort()]
-            whole = added.shape == rows.shape and bool((added > SOFT).all())
-            if whole and spread(added, rows) > PLAIN > spread(added[seen], rows[seen]):
-                yield Departure("bias_never_used", "project", step.operation, {"parameter": learnt[0]})
+        for step in self.steps:
+            beside = self.attention.run.names.beside(step.operation) if step.operation.name in ADDS else []
+            for slot, bits in beside:
+                names = recorder.named(bits)
+                given = bool(bits & own) or any(name.startswith("arg:") for name in names)
+                summands = [] if given else self._summands(slot, step.operation.index)
+                if any(self._changes_nothing(step.met_by(x, len(rows)), seen) for x in summands):
+                    yield _idle_bias(step.operation, recorder.parameters(bits))
+
+    def _summands(self, slot: Slot, before: int) -> list[Tensor]:
+        """What is added to the scores, and what that is the sum of, or was before some of it was filled."""
+        found, maker = [slot.value], self.attention.run.maker_of(slot, before)
+        if maker is not None and maker.name in LAID_OVER:
+            alike = [taken for taken in maker.inputs if taken.value.shape[-2:] == slot.value.shape[-2:]]
+            found += [x for taken in alike for x in self._summands(taken, maker.index)]
+        return found
+
+    def _changes_nothing(self, added: Tensor, seen: Tensor) -> bool:
+        """Whether what hides nothing differs among scores, and not among those of the keys that a query sees."""
+        graded = bool((added > SOFT).all()) and len((added / PLAIN).round().unique()) > 2  # a mask in the making is not
+        return graded and spread(added[seen], self.model.rows[seen]) < PLAIN
 
     def _adding(self) -> Operation | None:
         """The first sum of scores with what hides some of them; without one, the first sum."""
@@ -411,6 +431,12 @@ class Scores:
             if maker is not None and names is not None:
                 patches[maker.index] = right_weights(part, names, hidden, factor)
         return patches
+
+
+def _idle_bias(operation: Operation, learnt: list[str]) -> Departure:
+    if learnt:
+        return Departure("bias_never_used", "project", operation, {"parameter": learnt[0]})
+    return Departure("bias_without_effect", "bias", operation)
 
 
 def _same(operation: Operation) -> bool:
