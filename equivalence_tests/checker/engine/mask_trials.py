@@ -152,11 +152,11 @@ class _Masks:
                 return self._understood(form)
         return None
 
-    def _output(self, form: MaskForm) -> Tensor | None:
-        """What comes back with a mask in this form; None if the code does not take it."""
+    def _output(self, form: MaskForm, of: MaskForm | None = None) -> Tensor | None:
+        """What comes back with a mask in this form, or what this form keeps of another; None if it is not taken."""
         trial, subject = self.situation.trial, self.situation.subject
         try:
-            args, kwargs = trial.arguments(replace(self.situation.inputs, may_attend=self._may(form)), mask=form)
+            args, kwargs = trial.arguments(replace(self.situation.inputs, may_attend=self._may(of or form)), mask=form)
             return _output(Call(trial.called, args, kwargs, subject.module).run(read=False), self.situation)
         except Exception as error:
             self.errors.append(error)
@@ -216,7 +216,17 @@ class _Masks:
         if form.pattern != "full" and general:
             return general[0]
         self.report.coverage.append(Exercise(self.parameter, True, str(form)))
+        if form.pattern == "keys" and any(self._takes_its_first_row(form, other) for _, other, _ in self.tried):
+            why = "all queries get its first row: right only if nobody hands over a mask that differs by query"
+            self.report.coverage.append(Exercise(f"{self.parameter} with a row for each query", False, why))
         return []
+
+    def _takes_its_first_row(self, keys: MaskForm, full: MaskForm) -> bool:
+        """Whether a mask that has a row for each query is taken, and does what its first row does alone."""
+        if full.pattern != "full" or full.encoding != keys.encoding:
+            return False
+        whole, first = self._output(full), self._output(keys, full)
+        return whole is not None and first is not None and _same(whole, first)
 
     def _tell(self, form: MaskForm) -> None:
         theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"

@@ -85,6 +85,18 @@ def test_what_does_nothing_to_the_output_is_told(
     assert report.mistakes == names, str(report)
 
 
+class ForgetsTwoNorms(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(12), nn.LayerNorm(12)
+
+
+def test_norms_that_do_nothing_are_told_together_and_by_name() -> None:
+    (finding,) = judged(ForgetsTwoNorms).findings
+    assert finding.name == "norm_never_used"
+    assert finding.sentence.endswith(": first, second.")
+
+
 class TakesItsBiasThroughNumpy(nn.Module):
     """What numpy does to the bias on its way is hidden; the bias is used all the same."""
 

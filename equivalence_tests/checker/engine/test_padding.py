@@ -48,6 +48,20 @@ class HidesPaddedRowsAlone(Padded):
         return scores.masked_fill(~keep[:, None, :, None], -1e9)
 
 
+class TakesTheFirstRow(Padded):
+    """Takes a mask with a row for each query, and gives them all the first."""
+
+    def hide(self, scores: Tensor, keep: Tensor) -> Tensor:
+        rows = [scores[:, :, i : i + 1].masked_fill(~keep[:, :, :1], -math.inf) for i in range(scores.size(2))]
+        return torch.cat(rows, 2)
+
+
+class TakesEachRow(TakesTheFirstRow):
+    def hide(self, scores: Tensor, keep: Tensor) -> Tensor:
+        assert keep.dim() == 4
+        return scores.masked_fill(~keep, -math.inf)
+
+
 class ZeroesAnotherRow(Padded):
     def finished(self, context: Tensor, keep: Tensor) -> Tensor:
         return context.masked_fill(~keep.roll(1, -1)[:, None, :, None], 0.0)
@@ -68,3 +82,9 @@ def test_padding_that_is_hidden_as_queries_alone_is_named() -> None:
 
 def test_a_row_that_is_no_padding_is_not_excused() -> None:
     assert verify(ZeroesAnotherRow).mistakes == ("changed_by_masked_fill",)
+
+
+def test_a_mask_by_query_of_which_one_row_is_taken_is_told() -> None:
+    report = verify(TakesTheFirstRow)
+    assert [exercise.what for exercise in report.not_exercised] == ["mask with a row for each query"], str(report)
+    assert verify(TakesEachRow).verdict == "equal"

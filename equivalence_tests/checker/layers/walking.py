@@ -381,7 +381,7 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     trial, wiring = _followed(walk, [way for way in ways if sorted(role for _, role in way.plan.roles) == roles], layer)
     _add_fresh_parts(walk, path, trial)
     if wiring.mistakes or not wiring.unread:
-        walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED)
+        walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, norms=", ".join(wiring.idle_norms))
     else:
         walk.skip(f"{label} (wiring)", "; ".join(wiring.unread))
     if wiring.order and not wiring.mistakes:

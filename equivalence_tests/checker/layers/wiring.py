@@ -53,6 +53,7 @@ class Wiring:
     """What was read: mistakes with their lines, what could not be read, the steps, what nothing uses, and the order."""
 
     mistakes: dict[str, Frames] = field(default_factory=dict)
+    idle_norms: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     unused: set[str] = field(default_factory=set)
@@ -216,12 +217,13 @@ def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool)
         if step is not None and step.output not in read:  # else what reads it is told
             wiring.unused.add(step.output)
             wiring.blame("norm_never_used" if kind == "layer_norm" else "sublayer_unused", step.frames)
-        if step is not None:
-            continue
-        if kind == "layer_norm" and normed:
+        elif step is None and kind == "layer_norm" and normed:
             wiring.blame("norm_never_used", ())
-        if kind == "attention" and not self_attention:
+        elif step is None and kind == "attention" and not self_attention:
             wiring.blame("cross_attention_left_out", ())
+        else:
+            continue
+        wiring.idle_norms += [path] if kind == "layer_norm" else []
 
 
 class _LostError(Exception):

@@ -460,7 +460,7 @@ WRAPS = (
     ),
     _ended(
         "norm_never_used",
-        "A LayerNorm exists but is never called, or its result is not used.",
+        "A LayerNorm exists but is never called, or its result is not used: {norms}.",
         "x + f(x)",
         "Call the LayerNorm and use what it gives, or remove it.",
     ),

@@ -274,18 +274,27 @@ def _bent_biases(attention: Attention, operands: list[Operand]) -> Iterator[Depa
 
 
 def unused_departures(attention: Attention, module: nn.Module | None, found: list[Departure]) -> Iterator[Departure]:
-    """Weights that exist and take no part: biases, output projections, norms.
+    """Weights that exist and take no part: biases, output projections, norms; those that no line shows together.
 
     Args:
         attention: Of the call.
         module: Holds the weights.
         found: What departs already; a weight whose idleness that explains is not told again.
     """
+    missed = list(_unused(attention, module, found)) if module is not None else []
+    norms = [one.facts["norms"] for one in missed if one.name == "norm_never_used" and one.operation is None]
+    for one in missed:
+        if one.facts.get("norms") in norms[:1]:
+            one.facts = {**one.facts, "norms": ", ".join(norms)}
+        if one.facts.get("norms") not in norms[1:]:
+            yield one
+
+
+def _unused(attention: Attention, module: nn.Module, found: list[Departure]) -> Iterator[Departure]:
+    """The same, each weight by itself."""
     explained = {name for departure in found for name in departure.facts.get("unused", ())}
     stems = {name.rpartition(".")[0] for name in explained}
     idle, seen = unused_parameters(attention.run, module), list[Operation | None]()
-    if module is None:
-        return
     for name in idle:
         stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name, idle_modules(attention.run, module))
         unreached = worked is None and _of_idle_part(stem, idle, module)
@@ -367,7 +376,7 @@ def _worked_in_vain(attention: Attention, parameter: str, idle: set[str]) -> Ope
 def _norm_never_used(attention: Attention, weight: str) -> Departure:
     """A norm by whose name it should follow the projection of queries or keys: what comes where the other's is."""
     part, names = attention.parts[0], attention.run.names
-    facts = {"unused": [weight]}
+    facts = {"unused": [weight], "norms": weight.removesuffix(".weight")}
     role = next((role for role in ("query", "key") if SAID_NORM[role].search(weight.rpartition(".")[0])), "")
     if not role:
         return Departure("norm_never_used", "wrap", None, facts)
