@@ -92,7 +92,7 @@ class ForgetsTwoNorms(Base):
 
 
 def test_norms_that_do_nothing_are_told_together_and_by_name() -> None:
-    (finding,) = judged(ForgetsTwoNorms).findings
+    (finding,) = verify(ForgetsTwoNorms).findings
     assert finding.name == "norm_never_used"
     assert finding.sentence.endswith(": first, second.")
 
