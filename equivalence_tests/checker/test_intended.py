@@ -4,6 +4,7 @@ import pytest
 from torch import Tensor, nn
 
 from equivalence_tests import verify
+from equivalence_tests.checker.zoo.layers import ParallelLayer
 from equivalence_tests.checker.zoo.parts import TanhGeluFeedForward
 
 
@@ -18,8 +19,33 @@ class Unscaled(nn.Module):
         q = self.qkv(x).chunk(3, -1)[0]
         _, k, v = self.qkv(context).chunk(3, -1)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
-        out: Tensor = self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        out: Tensor = self.out((self.scores(q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
         return out
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT
+
+
+class T5Attention(Unscaled):
+    """No scale, and a name that says why."""
+
+
+class T5WithAnotherScale(T5Attention):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return 3 * super().scores(q, k)
+
+
+class T5OverQueries(T5Attention):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k).softmax(-2)
+
+
+class GPT2FeedForward(TanhGeluFeedForward):
+    """The approximation by tanh."""
+
+
+class GPTJBlock(ParallelLayer):
+    """Both sub-layers beside one another."""
 
 
 class Layer(nn.Module):
@@ -47,6 +73,22 @@ def test_what_is_meant_so_is_told_once(target: type[nn.Module], name: str) -> No
     assert [(finding.name, finding.meant) for finding in report.meant] == [(name, "as the paper has it")]
     assert str(report).startswith("EQUAL, but for what is meant so")
     assert bool(report)
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [(T5Attention, "scale_missing"), (GPT2FeedForward, "gelu_approximated"), (GPTJBlock, "sublayers_side_by_side")],
+)
+def test_the_name_of_a_model_that_does_so_says_that_it_is_meant_so(target: type[nn.Module], name: str) -> None:
+    report = verify(target)
+    assert report, str(report)
+    told = [(finding.name, finding.meant.partition(",")[0].split()[0]) for finding in report.meant]
+    assert (name, target.__name__) in told
+
+
+@pytest.mark.parametrize("target", [T5WithAnotherScale, T5OverQueries])
+def test_the_name_of_a_model_excuses_nothing_else(target: type[nn.Module]) -> None:
+    assert verify(target).verdict == "deviates"
 
 
 def test_what_is_meant_excuses_nothing_else() -> None:

@@ -22,6 +22,7 @@ from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES, MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation, Slot
+from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -53,7 +54,7 @@ class Evidence:
     def added_to(self, departures: list[Departure]) -> list[Departure]:
         """Say which departures are meant so, and add what is meant so and no mistake at all."""
         for departure in departures:
-            departure.evidence = departure.evidence or self.of(departure)
+            departure.evidence = departure.evidence or self.of(departure) or self._as_named(departure)
         return [*departures, *self.conventions(departures)]
 
     def untold(self) -> Iterator[Exercise]:
@@ -92,6 +93,12 @@ class Evidence:
                 departure.name = "attention_sink"
                 return f"the parameter {names[0]} takes a share of every row"
         return ""
+
+    def _as_named(self, departure: Departure) -> str:
+        """What the class in which it stands, or one around that, is named after."""
+        mistake, first = MISTAKES.get(departure.name), self.judgement.attention.first
+        around = modules_around(self.module, (departure.operation or first).place)
+        return "" if mistake is None else mistake.as_named([type(module).__name__ for module in around])
 
     def _is_of_wide_weights(self, departure: Departure) -> bool:
         """Whether every projection is divided by the root of its inputs, and this departure is no more than that."""
@@ -463,11 +470,8 @@ class Evidence:
 
     def _takes_a_mask(self) -> bool:
         """Whether the module that holds the attention, or one around it, may be given a mask."""
-        if self.module is None:
-            return True
-        path = self.judgement.attention.first.place.split(".")
-        around = [self.module.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
-        return any(role_of_parameter(p.name) == "mask" for one in around for p in parameters_of(one))
+        around = modules_around(self.module, self.judgement.attention.first.place)
+        return not around or any(role_of_parameter(p.name) == "mask" for one in around for p in parameters_of(one))
 
     def _bent(self) -> Iterator[Departure]:
         """What no known model does to what is added to the scores, or says which of them are hidden."""
@@ -495,6 +499,12 @@ NORMED = ("normed", "gain")
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat hstack")
 SINKS = ("mask_after_softmax", "causal_mask_after_softmax", "weights_scaled", "changed_by_getitem", "changed_by_narrow")
+
+
+def modules_around(module: nn.Module | None, place: str) -> list[nn.Module]:
+    """Give what holds the module at a path, and that itself, the outermost first; nothing of a function."""
+    held = module.named_modules() if module is not None else ()
+    return [own for path, own in held if not path or f"{place}.".startswith(f"{path}.")]
 
 
 def _blame(departure: Departure, operation: Operation, what: str) -> None:

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
-from equivalence_tests.checker.engine.meaning import HIDDEN
+from equivalence_tests.checker.engine.meaning import HIDDEN, modules_around
 from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
 from equivalence_tests.checker.engine.running import Call
@@ -76,13 +76,15 @@ class Walk:
 
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:
         """Add a row, and a finding for each mistake, with its lines and the facts of its words."""
-        outcome: Literal["passed", "failed"] = "failed" if mistakes else "passed"
-        self.report.checks.append(CheckResult(name, outcome, ", ".join(mistakes)))
+        owners = [type(module).__name__ for module in modules_around(self.module, place)]
+        meant = {mistake: named_mistake(mistake).as_named(owners) for mistake in mistakes}
+        wrong = [mistake for mistake in mistakes if not meant[mistake]]
+        self.report.checks.append(CheckResult(name, "failed" if wrong else "passed", ", ".join(wrong)))
         for mistake, frames in mistakes.items():
-            if (mistake, place) not in [(f.name, f.where) for f in self.report.findings]:
-                shown = {"stack": code_lines(frames), "evidence": evidence, "where": place}
-                finding = told(named_mistake(mistake), facts, **shown)
-                self.report.findings.append(finding)
+            kept = self.report.meant if meant[mistake] else self.report.findings
+            if (mistake, place) not in [(f.name, f.where) for f in kept]:
+                shown = {"stack": code_lines(frames), "evidence": evidence, "where": place, "meant": meant[mistake]}
+                kept.append(told(named_mistake(mistake), facts, **shown))
 
     def skip(self, name: str, reason: str) -> None:
         """Say what could not be looked at."""

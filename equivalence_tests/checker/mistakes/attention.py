@@ -662,6 +662,7 @@ MASKS = (
         "Assign what masked_fill returns (scores = scores.masked_fill(...)), or pass is_causal=True.",
         (CAUSAL_LINE, "scores.masked_fill(future, -math.inf)"),
         on_purpose_in="Right where every token may see all (BERT, ViT); the unused mask, or the name, then misleads.",
+        named=False,
     ),
 )
 
@@ -753,6 +754,7 @@ MEANT = (
         "scores = q kᵀ / sqrt(head_dim) + bias",
         "Leave the bias out, or hand it over as a mask.",
         on_purpose_in="ALiBi, T5 and Swin add a bias by position.",
+        named=False,
     ),
     _bias(
         "bias_grows_with_distance",

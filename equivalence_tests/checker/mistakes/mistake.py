@@ -1,10 +1,12 @@
 """A mistake: its words, where its line is found, and what makes it of right code."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 Change = tuple[str, str]
+MODEL = re.compile(r"\b[A-Z]\w*(?: v?\d|-\w+|(?<=\w[A-Z0-9])\w*)")  # more than a word that begins a sentence
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Mistake:
         want: The formula that it should compute.
         fix: What to change.
         on_purpose_in: Which well-known models do this on purpose, and why; "" if none does.
+        named: Whether a class that is named after one of them means it so.
         ran: What runs at its line, the likeliest first, where the output shows the mistake and no single operation
             does: "std", "last mul", "end" for the line that gives the output, "call" for that which calls the part.
         right: The right code of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it.
@@ -32,9 +35,27 @@ class Mistake:
     want: str
     fix: str
     on_purpose_in: str = ""
+    named: bool = True
     ran: str = ""
     right: str = ""
     changes: tuple[Change, ...] = ()
+
+    def as_named(self, owners: Iterable[str]) -> str:
+        """Say which class is named after a model that does this on purpose; "" if none is.
+
+        Args:
+            owners: The names of the classes that it stands in.
+
+        >>> Mistake("scale_missing", "scale", "", "", "", "", on_purpose_in="T5 has none.").as_named(["T5Attention"])
+        'T5Attention is named after T5, which does so'
+        """
+        for model in MODEL.findall(self.on_purpose_in) if self.named else ():
+            spelt = re.sub(r"[ -]", "[ _-]?", model)
+            named = re.compile(rf"(?:^|_|(?<=[a-z0-9]))(?i:{spelt})(?![a-z])")
+            owner = next(filter(named.search, owners), None)
+            if owner is not None:
+                return f"{owner} is named after {model}, which does so"
+        return ""
 
     def made_of(self, right: str, *changes: Change) -> "Mistake":
         """Say which changes make this mistake."""

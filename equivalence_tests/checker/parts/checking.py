@@ -96,7 +96,7 @@ def _examine_module(module: nn.Module, width: int, subject: Subject, kind: str, 
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
     readings = (reading.beside(rows) for reading in readings)
     words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
-    report = judge(subject.name, words, where, readings, observations, [lambda: module(given())])
+    report = judge(subject.name, words, where, readings, observations, [lambda: module(given())], type(module).__name__)
     seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
     if report.verdict == "unchecked" and seen > 1:
         report.reason = f"A convolution in it looks at {seen} tokens at once: it is no position-wise feed-forward."

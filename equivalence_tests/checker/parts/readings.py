@@ -81,6 +81,7 @@ def judge(
     readings: Iterable[PartReading],
     observations: Sequence[Observation],
     calls: Sequence[Call],
+    owner: str = "",
 ) -> Report:
     """Take the reading with the fewest mistakes that gives the output, to rounding or to float32.
 
@@ -93,6 +94,7 @@ def judge(
         readings: All that are known.
         observations: What was fed to it, or what the formulas want to know of that, and what came back.
         calls: Run it, to see which lines do.
+        owner: Its class.
 
     Returns:
         The report.
@@ -102,12 +104,14 @@ def judge(
     tried = _Tried([(_error(reading, *observations[0]), reading) for reading in ranked], observations)
     for bound in (EXACT, FLOAT32_INSIDE):
         if matching := tried.matching(bound):
-            return _matched(report, tried, matching[0], calls, where)
+            return _matched(report, tried, matching[0], calls, where, owner)
     report.reason = f"No known form reproduces its output; {len(ranked)} readings were tried. This is not a verdict."
     return report
 
 
-def _matched(report: Report, tried: _Tried, chosen: PartReading, calls: Sequence[Call], where: str) -> Report:
+def _matched(
+    report: Report, tried: _Tried, chosen: PartReading, calls: Sequence[Call], where: str, owner: str
+) -> Report:
     report.conventions, report.notes = list(chosen.words), list(chosen.notes)
     ran = operations_of(*calls) if chosen.mistakes else []
     found = [
@@ -117,7 +121,7 @@ def _matched(report: Report, tried: _Tried, chosen: PartReading, calls: Sequence
             stack=code_lines(frames_where(named_mistake(name).ran, ran)),
             evidence=_evidence(name, tried, chosen),
             where=where,
-            meant=_asked_for(name, ran),
+            meant=_asked_for(name, ran) or named_mistake(name).as_named([owner]),
         )
         for name in chosen.mistakes
     ]

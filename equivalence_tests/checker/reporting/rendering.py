@@ -83,12 +83,11 @@ def finding_view(finding: Finding) -> Group:
 
 def meant_view(meant: Iterable[Finding]) -> Group:
     """List what deviates from torch's formula on purpose, with the evidence."""
-    rows = []
+    told = {}  # of several parts alike, once
     for finding in meant:
         difference = f" Without it, the difference from torch is {finding.proof.without:.2g}." if finding.proof else ""
-        said = Text(f"{finding.sentence} Meant so: {finding.meant}{difference}")
-        rows.append((Text(finding.name, style="bold"), said))
-    return _under(Text("Meant so", style="bold"), rows)
+        told[finding.name, f"{finding.sentence} Meant so: {finding.meant}{difference}"] = None
+    return _under(Text("Meant so", style="bold"), ((Text(name, style="bold"), Text(said)) for name, said in told))
 
 
 def coverage_view(not_exercised: Iterable[Exercise]) -> Group:
@@ -160,9 +159,9 @@ def _proof(proof: Proof | None) -> str:
     if proof is None:
         return ""
     if proof.error > proof.without * ROUNDED:
-        return f"None: with this put right, the output still differs from torch's by {proof.error:.2g}."
+        return f"Not proven: with this put right, the output still differs from torch's by {proof.error:.2g}."
     if proof.without < ABOVE_ROUNDING:
-        return "None: the output is the same with this put right and without."
+        return "Not proven: the output is the same with this put right and without."
     exactly = f"to {proof.error:.0e}" if proof.error else "exactly"
     return (
         f"With this put right, your own code returns torch's numbers {exactly} on {proof.inputs} fresh "
