@@ -76,13 +76,23 @@ def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterat
     if isinstance(back, Departure):
         yield back
     elif not back:
-        masks = ((part, expected[part.number].may) for part in attention.parts if part.number in expected)
-        padding = [padded_queries(part, may) for part, may in masks if may is not None]
-        yield from context_departures(attention, torch.cat([*padding, torch.zeros(0, dtype=torch.long)]))
+        yield from context_departures(attention, padding_of(attention, expected))
     if back:
         found.turned = True
         for departure in turned:
             departure.evidence = "values turn as keys do, and what they are averaged to turns back"
+
+
+def padding_of(attention: Attention, expected: Mapping[int, Expectation]) -> Tensor:
+    """Give the tokens that are padding, as far as the masks are known.
+
+    Args:
+        attention: As it was found.
+        expected: What is known about the mask of each part, by its number.
+    """
+    masks = ((part, expected[part.number].may) for part in attention.parts if part.number in expected)
+    padding = [padded_queries(part, may) for part, may in masks if may is not None]
+    return torch.cat([*padding, torch.zeros(0, dtype=torch.long)])
 
 
 def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> None:

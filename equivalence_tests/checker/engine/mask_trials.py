@@ -22,15 +22,18 @@ from equivalence_tests.checker.engine.situations import (
 from equivalence_tests.checker.engine.taking_part import live_operations
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.reach.calling import Inputs
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms
+from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
 from equivalence_tests.checker.reach.plans import role_of_parameter
+from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import frames_of
 from equivalence_tests.checker.reporting.report import Report
 
 OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
+OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)$")  # what leaves "y" of "y_mask"
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
 CODE_ERRORS = (AttributeError, NameError)
 TELLING = {"mask_of_first_sample", "mask_repeated_in_wrong_order", "mask_transposed"}
@@ -66,6 +69,8 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     adapted = situation.subject.adapter.call is not None
     masks = _Masks(situation, report)
     found = masks.read([MaskForm("(batch, query, key)", "look")] if adapted else mask_forms())
+    if found is None and masks.says_which_queries():
+        return []
     if found is None and not adapted and not (masks.tried or masks.idle or masks.broken):
         found = masks.read(replace(form, held=True) for form in mask_forms())
     even = _even(situation) if found is None and not masks.takes_all else None
@@ -152,11 +157,32 @@ class _Masks:
                 return self._understood(form)
         return None
 
-    def _output(self, form: MaskForm, of: MaskForm | None = None) -> Tensor | None:
+    def says_which_queries(self) -> bool:
+        """Whether it is no mask of keys: nothing of the keys comes out for the queries that it leaves out."""
+        inputs = self.situation.inputs
+        if inputs.query.size(1) == inputs.key.size(1):
+            return False
+        turned = {id(x): -1.7 * x for x in (inputs.key, inputs.value)}
+        others = replace(inputs, key=turned[id(inputs.key)], value=turned[id(inputs.value)])
+        plain = _output(self.situation.found.run, self.situation)
+        for form in query_mask_forms():
+            one, two = self._output(form), self._output(form, inputs=others)
+            there = self._may(form)[..., 0]
+            if one is None or two is None or one.shape[:2] != there.shape:
+                continue
+            if torch.equal(one[there], plain[there]) and torch.equal(one[~there], two[~there]):
+                self._tell(form)
+                self.report.coverage.append(Exercise(self.parameter, True, f"{form}: what is left out gets nothing"))
+                return True
+        return False
+
+    def _output(self, form: MaskForm, of: MaskForm | None = None, inputs: Inputs | None = None) -> Tensor | None:
         """What comes back with a mask in this form, or what this form keeps of another; None if it is not taken."""
         trial, subject = self.situation.trial, self.situation.subject
         try:
-            args, kwargs = trial.arguments(replace(self.situation.inputs, may_attend=self._may(of or form)), mask=form)
+            args, kwargs = trial.arguments(
+                replace(inputs or self.situation.inputs, may_attend=self._may(of or form)), mask=form
+            )
             return _output(Call(trial.called, args, kwargs, subject.module).run(read=False), self.situation)
         except Exception as error:
             self.errors.append(error)
@@ -230,7 +256,8 @@ class _Masks:
 
     def _tell(self, form: MaskForm) -> None:
         theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"
-        row = (f"mask ({self.parameter})", str(form), f"{theirs}: True = may not look, or added")
+        told = "none: what comes out for padding is nobody's" if form.pattern == "queries" else ""
+        row = (f"mask ({self.parameter})", str(form), told or f"{theirs}: True = may not look, or added")
         self.report.conventions.append(row)
 
     def nearest(self) -> list[Departure]:
@@ -257,12 +284,26 @@ class _Masks:
         if switch:
             self.report.coverage.append(Exercise(self.parameter, False, f"it has no effect: {switch} is False"))
             return []
-        if self.situation.plan.self_attention and OF_MEMORY.search(self.parameter):
-            self.report.coverage.append(Exercise(self.parameter, False, "no second tensor is given that it could hide"))
+        why = self._speaks_of_others()
+        if why:
+            self.report.coverage.append(Exercise(self.parameter, False, why))
             return []
         judgement = self.situation.judgement
         first = judgement.attention.first if judgement is not None else None
         return [Departure("mask_never_used", "mask", self._dropped() or first, {"argument": f" {self.parameter}"})]
+
+    def _speaks_of_others(self) -> str:
+        """Say why no key of this call need be hidden by a mask of this name; "" if nothing says that."""
+        plan, stem = self.situation.plan, OF_WHAT.sub("", self.parameter)
+        given = dict(plan.roles)
+        if given.get(stem) == "query" and not plan.self_attention:
+            return "it speaks of the queries, and has no effect on them"
+        own = parameters_of(self.situation.trial.function) if stem not in ("", self.parameter) else []
+        others = (p.name for p in own if p.name not in given and p.name.startswith(stem))
+        missing = next((name for name in others if role_of_parameter(name) != "mask"), "")
+        if not missing and plan.self_attention and OF_MEMORY.search(self.parameter):
+            missing = "second tensor"
+        return f"no {missing} is given that it could hide" if missing else ""
 
     def _dropped(self) -> Operation | None:
         """The last operation that makes something of the mask and the scores, of which nothing comes back."""

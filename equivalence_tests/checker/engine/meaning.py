@@ -82,6 +82,8 @@ class Evidence:
             return "each projection is divided by the root of the features that it takes, whose weights are drawn so"
         if departure.stage == "scale":
             return self._of_scale(departure)
+        if departure.operation is not None and not self._is_of_this_run(departure.operation):
+            return ""
         if "changed_by" in departure.name and departure.stage in CHANGED and departure.operation is not None:
             return self._of_part(departure, departure.operation)
         if departure.name == "changed_by_mul" and departure.stage == "scores" and departure.operation is not None:
@@ -99,6 +101,10 @@ class Evidence:
         mistake, first = MISTAKES.get(departure.name), self.judgement.attention.first
         around = modules_around(self.module, (departure.operation or first).place)
         return "" if mistake is None else mistake.as_named([type(module).__name__ for module in around])
+
+    def _is_of_this_run(self, operation: Operation) -> bool:
+        """Whether it ran in the call that is judged, and not in another one, with a mask or a second tensor."""
+        return any(operation is one for one in self._names.operations[operation.index : operation.index + 1])
 
     def _is_of_wide_weights(self, departure: Departure) -> bool:
         """Whether every projection is divided by the root of its inputs, and this departure is no more than that."""
@@ -194,7 +200,7 @@ class Evidence:
         """A function that stands in the module as a part."""
         wanted = operation.name.replace("_", "")
         for name, child in self.module.named_modules() if self.module is not None else ():
-            if type(child).__name__.lower() == wanted:
+            if name and type(child).__name__.lower() == wanted:
                 return f"the module holds it as its part {name}"
         return ""
 

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.contracts.ending import ending_departures
 from equivalence_tests.checker.engine.contracts.norming import norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
 from equivalence_tests.checker.engine.judgement import Expecting, Judgement
-from equivalence_tests.checker.engine.judging import examine
+from equivalence_tests.checker.engine.judging import examine, padding_of
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs, Trial, from_layout
@@ -145,7 +145,7 @@ def situation_of(
     call = Call(trial.called, args, kwargs, subject.module, seeds)
     found = examine(call, expecting)
     situation = Situation(subject, trial, inputs, call, found)
-    situation.extra = list(_outside(situation, roles))
+    situation.extra = list(_outside(situation, roles, expecting))
     for departure in situation.departures:
         _name_by_heads(departure, situation)
     return situation
@@ -187,7 +187,7 @@ def named_inputs(
     return seeds, roles
 
 
-def _outside(situation: Situation, roles: dict[int, str]) -> Iterator[Departure]:
+def _outside(situation: Situation, roles: dict[int, str], expecting: Expecting | None) -> Iterator[Departure]:
     """What departs before the projections and after the merge."""
     found = situation.found
     if not found.judgements:
@@ -203,7 +203,8 @@ def _outside(situation: Situation, roles: dict[int, str]) -> Iterator[Departure]
     yield from norm_departures(attention, module)
     read = output_codes(situation)
     if read is not None and not judgement.blocked():
-        ending = list(ending_departures(attention, *read))
+        padding = padding_of(attention, expecting(attention)) if expecting is not None else None
+        ending = list(ending_departures(attention, *read, padding))
         moved = {departure.operation for departure in ending if departure.name == "output_tokens_moved"}
         found.departures[-1][:] = [one for one in found.departures[-1] if one.operation not in moved]
         yield from ending

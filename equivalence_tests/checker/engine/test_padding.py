@@ -67,7 +67,66 @@ class ZeroesAnotherRow(Padded):
         return context.masked_fill(~keep.roll(1, -1)[:, None, :, None], 0.0)
 
 
-@pytest.mark.parametrize("right", [Padded, HidesPaddedRowsToo, ZeroesPaddedRows])
+class ZeroesPaddedOutputs(Padded):
+    """Sets what comes back to zero, by the class's name also where a part of it would be called so."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = super().forward(x, mask)
+        return out if mask is None else self.without(out, mask)
+
+    def without(self, out: Tensor, keep: Tensor) -> Tensor:
+        return out.masked_fill(~keep[..., None], 0.0)
+
+
+class Mul(ZeroesPaddedOutputs):
+    def without(self, out: Tensor, keep: Tensor) -> Tensor:
+        return out * keep[..., None]
+
+
+class ZeroesOtherOutputs(ZeroesPaddedOutputs):
+    def without(self, out: Tensor, keep: Tensor) -> Tensor:
+        return out * keep.roll(1, -1)[..., None]
+
+
+class TwoMasks(nn.Module):
+    """Attends to y: what comes out for padding in x is nothing but the residual."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(dim, heads, batch_first=True)
+
+    def without(self, out: Tensor, x_mask: Tensor) -> Tensor:
+        return out * x_mask[..., None]
+
+    def forward(self, x: Tensor, y: Tensor, x_mask: Tensor | None = None, y_mask: Tensor | None = None) -> Tensor:
+        out = self.attn(x, y, y, key_padding_mask=None if y_mask is None else ~y_mask, need_weights=False)[0]
+        return x + (out if x_mask is None else self.without(out, x_mask))
+
+
+class MovesPaddedRows(TwoMasks):
+    def without(self, out: Tensor, x_mask: Tensor) -> Tensor:
+        return out + (~x_mask)[..., None].to(out.dtype)
+
+
+class TakesNoMaskOfQueries(TwoMasks):
+    def without(self, out: Tensor, x_mask: Tensor) -> Tensor:
+        return out
+
+
+class MoreKeys(TwoMasks):
+    """Takes a bank of further keys, with a mask for these."""
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, bank: Tensor | None = None, bank_mask: Tensor | None = None
+    ) -> Tensor:
+        keep = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
+        if bank is not None:
+            more = torch.ones(bank.shape[:2], dtype=torch.bool) if bank_mask is None else bank_mask
+            return super().forward(x, torch.cat([bank, x], 1), None, torch.cat([more, keep], 1))
+        return super().forward(x, x, None, keep)
+
+
+@pytest.mark.parametrize("right", [Padded, ZeroesPaddedOutputs, Mul, TwoMasks, HidesPaddedRowsToo, ZeroesPaddedRows])
 def test_what_comes_out_for_padding_is_nobodys(right: type[nn.Module]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
@@ -80,8 +139,22 @@ def test_padding_that_is_hidden_as_queries_alone_is_named() -> None:
     assert "keep[:, None, :, None]" in report.findings[0].line.text
 
 
+def test_a_mask_of_queries_is_told() -> None:
+    rows = {row[0]: row[1] for row in verify(TwoMasks).conventions}
+    assert rows["mask (x_mask)"] == "(batch, query), True = may look"
+    assert verify(MovesPaddedRows).verdict == "deviates"
+
+
+@pytest.mark.parametrize(("right", "mask"), [(TakesNoMaskOfQueries, "x_mask"), (MoreKeys, "bank_mask")])
+def test_a_mask_of_what_is_not_looked_at_is_no_mistake(right: type[nn.Module], mask: str) -> None:
+    report = verify(right)
+    assert report.verdict == "partial", str(report)
+    assert mask in [exercise.what for exercise in report.not_exercised]
+
+
 def test_a_row_that_is_no_padding_is_not_excused() -> None:
     assert verify(ZeroesAnotherRow).mistakes == ("changed_by_masked_fill",)
+    assert verify(ZeroesOtherOutputs).mistakes == ("changed_by_mul",)
 
 
 def test_a_mask_by_query_of_which_one_row_is_taken_is_told() -> None:

@@ -130,7 +130,8 @@ LAYOUTS = (
         "Use repeat_interleave on the head axis.",
         ("x.repeat_interleave(self.groups, dim=1)", "x.repeat(1, self.groups, 1, 1)"),
         of="grouped",
-        on_purpose_in="Differential attention (DiffLlama), where the two halves of the heads share their values.",
+        on_purpose_in="x-transformers, with `kv_heads`; differential attention (DiffLlama), where the two halves of "
+        "the heads share their values.",
     ),
     _product(
         "key_tokens_missing",

@@ -23,9 +23,11 @@ SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "(batch, 1, 1, key)": lambda m, h: m[:, None, :1],
     "(1, key, batch)": lambda m, h: m[:, :1].permute(1, 2, 0).contiguous(),
     "(batch, key, 1)": lambda m, h: m[:, 0, :, None],
+    "(batch, query)": lambda m, h: m[:, :, -1],
     "lengths (batch,)": lambda m, h: m[:, 0].sum(-1),
     "lengths (batch, query)": lambda m, h: m.sum(-1),
 }
+OF_QUERIES = "(batch, query)"
 ENCODINGS = {
     "look": "True = may look",
     "block": "True = may not look",
@@ -60,7 +62,9 @@ class MaskForm:
 
     @property
     def pattern(self) -> str:
-        """Which masks it can express: full, shared (all samples alike), keys (all queries alike) or lengths."""
+        """Which masks it can express: full, shared (by all samples), keys, queries (alike for the others), lengths."""
+        if self.shape == OF_QUERIES:
+            return "queries"
         if self.encoding == "lengths":
             return "query_lengths" if self.shape.endswith("query)") else "lengths"
         return "keys" if "query" not in self.shape else "full" if "batch" in self.shape else "shared"
@@ -93,11 +97,18 @@ class MaskForm:
 def mask_forms() -> Iterator[MaskForm]:
     """List every form, bool before numbers, per-sample masks before shared ones."""
     for encoding, shape in itertools.product(
-        [e for e in ENCODINGS if e != "lengths"], [s for s in SHAPES if not s.startswith("len")]
+        [e for e in ENCODINGS if e != "lengths"], [s for s in SHAPES if not s.startswith(("len", OF_QUERIES))]
     ):
         yield MaskForm(shape, encoding)
     yield MaskForm("lengths (batch,)", "lengths")
     yield MaskForm("lengths (batch, query)", "lengths")
+
+
+def query_mask_forms() -> Iterator[MaskForm]:
+    """List the forms of a mask that says which queries are there."""
+    for encoding in ENCODINGS:
+        if encoding not in ("additive", "lengths"):
+            yield MaskForm(OF_QUERIES, encoding)
 
 
 def draw_masks(pattern: str, batch: int, query_len: int, key_len: int, seed: int = 3) -> Tensor:
@@ -112,6 +123,10 @@ def draw_masks(pattern: str, batch: int, query_len: int, key_len: int, seed: int
         rows = torch.arange(query_len) if pattern == "query_lengths" else torch.zeros(query_len, dtype=torch.long)
         lengths = 2 + (torch.arange(batch)[:, None] + rows) % max(key_len - 2, 1)
         return torch.arange(key_len) < lengths[..., None]
+    if pattern == "queries":
+        may = may[..., -1:].expand(-1, -1, key_len).clone()
+        may[:, 0], may[:, -1] = True, False
+        return may
     if pattern == "keys":
         may = may[:, :1].expand(-1, query_len, -1).clone()
         may[:, :, 1 + torch.arange(batch).remainder(max(key_len - 2, 1))] = True

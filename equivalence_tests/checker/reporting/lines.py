@@ -1,5 +1,6 @@
 """The user's lines: which frames of a stack are theirs, and what stands there."""
 
+import itertools
 import linecache
 import os
 import re
@@ -14,7 +15,7 @@ CHECKER = str(Path(__file__).parents[1])
 ENGINE = str(Path(__file__).parents[1] / "engine")
 # Where torch is, without importing it: the command has its first line on the screen before that.
 TORCH = str(Path(getattr(find_spec("torch"), "origin", "")).parent)
-NOT_THE_USERS = ("<frozen", "/einops/", "/jaxtyping/", "/beartype/")
+NOT_THE_USERS = ("<frozen", "/einops/", "/einx/", "/jaxtyping/", "/beartype/")
 REFUSAL = re.compile(r"(^|:\s*)(assert|raise)\b")
 STANDARD = sysconfig.get_path("stdlib")
 # Path, number and function of each line, the innermost first.
@@ -42,12 +43,13 @@ class CodeLine:
 
 
 def code_lines(frames: Frames) -> tuple[CodeLine, ...]:
-    """Turn frames into lines, the outermost first.
+    """Turn frames into lines, the outermost first; a comprehension and the line it stands in are one.
 
     Args:
         frames: The innermost first.
     """
-    lines = (CodeLine(_shown(path), n, linecache.getline(path, n).strip(), name) for path, n, name in frames)
+    last = (next(same) for _, same in itertools.groupby(frames, key=lambda frame: frame[:2]))
+    lines = (CodeLine(_shown(path), n, linecache.getline(path, n).strip(), name) for path, n, name in last)
     return tuple(reversed(list(lines)))
 
 

@@ -31,7 +31,9 @@ RESIDUALS = {
 WRAPS = {"out": "none", "input + out": "residual", "norm(input + out)": "post_norm"}
 
 
-def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wanted: Tensor) -> Iterator[Departure]:
+def ending_departures(
+    attention: Attention, output: Tensor, codes: Tensor, wanted: Tensor, padding: Tensor | None = None
+) -> Iterator[Departure]:
     """Hold what comes back against the attention, with a residual and a LayerNorm around it or not.
 
     Args:
@@ -39,6 +41,7 @@ def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wante
         output: What the call gave back.
         codes: Its names.
         wanted: The tokens that should lie there, in its shape.
+        padding: Tokens that are padding: what comes out for them may be anything.
     """
     if not bool(torch.isin(token_of(codes), wanted).all()):
         return
@@ -49,7 +52,8 @@ def ending_departures(attention: Attention, output: Tensor, codes: Tensor, wante
     if source is None:
         return
     judged = source.number in attention.context_sources  # as far as the end of the attention, divided or not
-    changed = None if judged else changed_on_the_way(attention, [source.number], output, codes)
+    numbers = [source.number]
+    changed = None if judged else changed_on_the_way(attention, numbers, output, codes, without=padding)
     if changed is not None:
         yield changed
         return
