@@ -21,7 +21,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.construction import build, prepare
+from equivalence_tests.checker.reach.construction import build, inner_widths, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import role_of_parameter, trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
@@ -41,6 +41,7 @@ OTHER_SCALE = 0.7
 MOST_BUILDS = 12
 LIMITED = re.compile(r"block|tile|chunk|window|span|segment|bucket|local|sliding", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local_?(size|span|attention)?$", re.IGNORECASE)
+SLIDES = re.compile(r"slid", re.IGNORECASE)
 CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
@@ -57,12 +58,14 @@ class Covered:
         judge: Judges a call by its arguments, as the one before was.
         exercises: What was run, or not.
         findings: What deviates.
+        meant: What is meant so.
     """
 
     trial: Trial
     judge: Judge
     exercises: list[Exercise] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    meant: list[Finding] = field(default_factory=list)
 
     def add(self, what: str, findings: Sequence[Finding], detail: str = "") -> None:
         """Note that something was run, with a verdict."""
@@ -235,6 +238,22 @@ def cover_options(covered: Covered, subject: Subject, judge: Callable[..., Seque
         else:
             _option(what, covered, subject)
     covered.trial = trial
+    for name in inner_widths(target):
+        _other_width(name, covered, subject, judge)
+    covered.trial = trial
+
+
+def _other_width(name: str, covered: Covered, subject: Subject, judge: Callable[..., Sequence[Report]]) -> None:
+    """Build a class with another width inside than outside: where both are alike, one may stand for the other."""
+    width, trial = subject.sizes.num_heads * (subject.sizes.head_dim + 2), covered.trial
+    with contextlib.suppress(CannotCheckError):
+        ways = itertools.islice(build(type(subject.function), **{name: width}), MOST_BUILDS)
+        other = next((made for made, sizes in ways if sizes.embed_dim == subject.sizes.embed_dim), None)
+        if isinstance(other, nn.Module):
+            prepare(other, subject.dtype)
+            covered.trial, covered.judge = replace(trial, function=other), partial(judge, other, module=other)
+            what = f"{name} = {width} beside {subject.sizes.embed_dim} features"
+            covered.run(what, lambda: covered.judged(trial.inputs(), {}), lambda _, e: covered.leave_out(what, said(e)))
 
 
 def built_alike(target: Any, subject: Subject, **given: Any) -> nn.Module | None:
@@ -370,6 +389,9 @@ def _long_lengths(covered: Covered) -> None:
             continue
         failed = ended if trial.sizes.whole or _ends_at(trial.function, limit) else None
         ran = covered.run(what, partial(covered.judged, trial.inputs(length, length), {}), failed)
+        if ran and LIMITED.search(name) and trial.plan.self_attention and _is_in_blocks(trial, limit, length):
+            _tell_blocks(covered, name, limit)
+            continue
         if ran and WINDOW.search(name) and trial.plan.self_attention:
             without = list(_without_effect(trial, name, limit, length))
             if without and not _is_read(trial, name) and bool(trial.reach(limit, {}).triu(1).any()):
@@ -379,6 +401,22 @@ def _long_lengths(covered: Covered) -> None:
         elif ran and not LIMITED.search(name) and _is_cut_off(trial, length):
             why = f"of {length} tokens the last no longer sees the first: only its author knows whether that is meant"
             covered.leave_out(what, why)
+
+
+def _is_in_blocks(trial: Trial, limit: int, length: int) -> bool:
+    """Whether the tokens on both sides of an edge between blocks are seen on their own side only."""
+    reached = trial.reach(length, {}, [0, limit - 1, limit])
+    across = reached[limit:, [0, limit - 1]].any() or reached[:limit, limit].any()
+    return bool(reached[1:limit, 0].any()) and not bool(across)
+
+
+def _tell_blocks(covered: Covered, name: str, limit: int) -> None:
+    """Blocks side by side are meant so where a setting has their width, unless a name says that they slide."""
+    if any(SLIDES.search(one) for one in (name, type(covered.trial.function).__name__)):
+        why = f"blocks of {limit} tokens side by side do not slide: only its author knows whether they are meant"
+        covered.leave_out(name, why)
+    else:
+        covered.meant.append(told(named_mistake("own_mask"), meant=f"its blocks are as wide as {name} says ({limit})"))
 
 
 def _is_read(trial: Trial, name: str) -> bool:

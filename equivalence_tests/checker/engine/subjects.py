@@ -253,6 +253,7 @@ def _cover(report: Report, situation: Situation) -> None:
         why = "residuals, norms and layers of the same forward are not followed: this is about the attention alone"
         report.coverage.append(Exercise("what stands around the attention", False, why))
     report.findings += covered.findings
+    report.meant += covered.meant
     if report.findings:
         report.verdict = "deviates"
     elif report.not_exercised:

@@ -508,6 +508,54 @@ def test_each_option_of_the_constructor_is_built() -> None:
     assert (wrong.name, wrong.evidence) == ("heads_merged_without_transpose", "built with order=tokens first")
 
 
+class Inside(nn.Module):
+    """Works in blocks side by side, at a width of its own."""
+
+    def __init__(self, input_size: int, window_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.window_size = window_size
+        self.qkv, self.out = nn.Linear(input_size, 3 * hidden_size), nn.Linear(hidden_size, input_size)
+
+    def divisor(self, x: Tensor, q: Tensor) -> float:
+        return float(q.size(-1)) ** 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = []
+        for block in x.split(self.window_size, 1):
+            q, k, v = self.qkv(block).chunk(3, -1)
+            blocks.append((q @ k.mT / self.divisor(x, q)).softmax(-1) @ v)
+        return self.finished(x, torch.cat(blocks, 1))
+
+    def finished(self, x: Tensor, context: Tensor) -> Tensor:
+        out: Tensor = self.out(context)
+        return out
+
+
+class SlidingInside(Inside):
+    """Not so: its blocks do not slide."""
+
+
+class ScaledByTheOutside(Inside):
+    def divisor(self, x: Tensor, q: Tensor) -> float:
+        return float(x.size(-1)) ** 0.5
+
+
+class KeptAtTheWidthOutside(Inside):
+    def finished(self, x: Tensor, context: Tensor) -> Tensor:
+        kept = torch.zeros_like(x)
+        kept[:] = context
+        return super().finished(x, kept)
+
+
+def test_blocks_and_widths_that_are_alike_at_first_are_told_apart() -> None:
+    report = verify(Inside)
+    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["own_mask"]), str(report)
+    assert [one.what for one in verify(SlidingInside).not_exercised] == ["window_size"]
+    assert verify(ScaledByTheOutside).mistakes == ("scale_wrong",)
+    (crash,) = verify(KeptAtTheWidthOutside).not_exercised
+    assert crash.what.startswith("hidden_size = ")
+
+
 class Masked(nn.Module):
     """A model of features beside a table of positions; one of its masks is of nobody's."""
 

@@ -301,6 +301,19 @@ def asks_for_groups(target: Any) -> bool:
     return any(isinstance(word, str) and re.search(COUNTS_KEY_HEADS, word.lower()) for word in words)
 
 
+def inner_widths(target: Any) -> list[str]:
+    """Name the required widths of what is hidden, where a constructor asks for that of what comes in as well.
+
+    >>> def attention(input_size, hidden_size, window): ...
+    >>> inner_widths(attention)
+    ['hidden_size']
+    """
+    required = [p.name for p in parameters_of(target) if p.default is p.empty]
+    widths = [name for name in required if value_for(name, SIZES[0])[1] == SIZES[0].embed_dim]
+    hidden = [name for name in widths if "hid" in name.lower()]
+    return hidden if len(hidden) < len(widths) else []
+
+
 def _may_ask_for_groups(target: Any) -> bool:
     """Whether a constructor names a count of key heads, or wants something of which the name says nothing."""
     unknown = (p for p in parameters_of(target) if p.default is p.empty and not value_for(p.name, Sizes())[0])
