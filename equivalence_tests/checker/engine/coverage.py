@@ -478,17 +478,20 @@ def _whole_numbers(held: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _without_effect(trial: Trial, name: str, limit: int, length: int) -> Iterator[Finding]:
-    """A window hides what is further away than it is wide: the last query does not see the first key."""
+    """A window hides what is further away than it is wide, and no more: the last query does not see the first key."""
     inputs = trial.inputs(length)
     args, kwargs = trial.arguments(inputs, {})
     seeds, _ = named_inputs(trial, inputs, None, args, kwargs)
     for judgement in examine(Call(trial.function, args, kwargs, seeds=seeds)).judgements:
-        for part, hidden in zip(judgement.attention.parts, judgement.hidden, strict=False):
+        for part, model, hidden in zip(judgement.attention.parts, judgement.models, judgement.hidden, strict=False):
             query, key = part.table.query, part.table.key
             own = query.max(key) < inputs.query.size(0) * length  # what is padded, or made of several, comes behind
             if bool((own & ((query - key).abs() == length - 1) & ~hidden).any()):
                 facts = {"limit": limit, "argument": name, "length": length}
+                unseen = query[own & (query == key) & (hidden | model.dead[model.rows])].tolist()
+                wrong = "window_hides_near_keys" if unseen else "window_without_effect"
                 evidence = f"query {length - 1} of {length} tokens gives key 0 a weight"
+                evidence = f"query {unseen[0]} of {length} tokens does not see its own" if unseen else evidence
                 stack = code_lines(part.product.operation.frames)
-                yield told(named_mistake("window_without_effect"), facts, evidence=evidence, stack=stack)
+                yield told(named_mistake(wrong), facts, evidence=evidence, stack=stack)
                 return

@@ -267,6 +267,18 @@ class WindowTooWide(Windowed):
         return self.attend(*self.project(x), (places[:, None] - places).abs() >= 99 * self.window)
 
 
+class WindowTurnedRound(Windowed):
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.size(1))
+        return self.attend(*self.project(x), (places[:, None] - places).abs() < self.window)
+
+
+class WindowHidesAll(Windowed):
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.size(1))
+        return self.attend(*self.project(x), (places[:, None] - places).abs() >= -self.window)
+
+
 class WindowsCutByTheCaller(Windowed):
     """One window of an image in each sample."""
 
@@ -373,6 +385,8 @@ def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Modu
         (SwitchCrashes, "fails_with_what_it_offers"),
         (WindowWithoutEffect, "window_without_effect"),
         (WindowTooWide, "window_without_effect"),
+        (WindowTurnedRound, "window_hides_near_keys"),
+        (WindowHidesAll, "window_hides_near_keys"),
         (BlocksCrash, "fails_with_what_it_offers"),
     ],
 )

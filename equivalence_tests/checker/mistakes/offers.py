@@ -26,6 +26,14 @@ ROWS = (
         "Use {argument} where the mask is made.",
     ),
     Mistake(
+        "window_hides_near_keys",
+        "mask",
+        "The window of {limit} tokens ({argument}) is the wrong way round: it hides a query's own token.",
+        "a query that sees no key, or far ones alone",
+        "a query sees the keys less than {limit} tokens away",
+        "Hide the keys that are {limit} tokens away and more, and no others.",
+    ),
+    Mistake(
         "fails_with_what_it_offers",
         "call",
         "It fails with {what}: {said}.",
