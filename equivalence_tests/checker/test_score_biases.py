@@ -195,3 +195,20 @@ def test_a_mask_of_its_own_is_not_called_right() -> None:
     report = verify(Near)
     assert report.verdict == "partial"
     assert "the keys that it hides by itself" in {exercise.what for exercise in report.not_exercised}
+
+
+class OfTwoProducts(Distant):
+    """Scores of two products side by side, of which more are biased than either has."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (self.split(project(x)) for project in (self.query, self.key, self.value))
+        more, of_more = self.split(self.key(y)), self.split(self.value(y))
+        scores = torch.cat([q @ k.mT, q @ more.mT], -1) * self.scale(q)
+        bias = torch.arange(scores.size(-1), dtype=x.dtype)
+        first, second = (scores - bias).softmax(-1).split([k.size(2), more.size(2)], -1)
+        return self.out((first @ v + second @ of_more).transpose(1, 2).flatten(2))
+
+
+def test_a_bias_of_two_products_side_by_side_is_followed_to_each() -> None:
+    reports = verify(OfTwoProducts(12, 3), inputs=(torch.randn(2, 5, 12), torch.randn(2, 3, 12)))
+    assert all("broke off" not in report.reason for report in reports), reports

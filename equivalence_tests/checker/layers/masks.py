@@ -180,7 +180,9 @@ class _Reader:
             if not torch.allclose(before, after, equal_nan=True):
                 mask = replace(mask, used=True, reached=self._reached(hiding, form))
             if mask.reached:
-                return replace(mask, form=form, of_keys=self._is_of_keys(name, form, after))
+                own = {"target" if site.reads == "target" else "source" for site in mask.reached}
+                side = mask.side or ("" if len(own) > 1 else own.pop())
+                return replace(mask, form=form, of_keys=self._is_of_keys(name, form, mask.reached), side=side)
         return mask
 
     def _given(self, name: str, form: MaskForm, hidden: int | None) -> Given:
@@ -201,11 +203,11 @@ class _Reader:
         before = {site: _keys(pairs) for site, pairs in self.plain.items()}
         return [site for site, pairs in seen.items() if place in before.get(site, ()) and place not in _keys(pairs)]
 
-    def _is_of_keys(self, name: str, form: MaskForm, hidden: Tensor) -> bool:
-        """Whether a mask that has no axis for queries does the same."""
+    def _is_of_keys(self, name: str, form: MaskForm, reached: Collection[Site]) -> bool:
+        """Whether a mask that has no axis for queries hides the token in the same attentions."""
         alike = [other for other in mask_forms() if other.pattern == "keys" and other.encoding == form.encoding]
-        outputs = (self._output(self._given(name, other, HIDDEN)) for other in alike)
-        return any(x is not None and torch.allclose(x, hidden, equal_nan=True) for x in outputs)
+        given = [self._given(name, other, HIDDEN) for other in alike]
+        return any(self._output(one) is not None and self._reached(one, form) == reached for one in given)
 
     def padding(self, side: str) -> Iterator[Mask]:
         """Let tokens become padding: what changes in the attentions is a mask that the model makes."""

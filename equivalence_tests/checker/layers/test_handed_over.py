@@ -119,3 +119,43 @@ def test_what_a_module_casts_to_is_turned_in_a_copy() -> None:
         torch.float64,
     )
     assert (settings.dtype, table["dtype"]) == (torch.float32, torch.bfloat16)
+
+
+class Taught(nn.Module):
+    """Runs on labels alone, and on its source with a mask whose name does not say whose it is."""
+
+    def __init__(self, vocab_size: int = 29, d_model: int = 24) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocab_size, d_model), nn.Embedding(64, d_model)
+        self.encoder = nn.TransformerEncoderLayer(d_model, 3, 40, batch_first=True)
+        self.decoder = nn.TransformerDecoderLayer(d_model, 3, 40, batch_first=True)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(ids) + self.places(torch.arange(ids.size(1)))
+        return embedded
+
+    def of_memory(self, padding: Tensor | None) -> Tensor | None:
+        return padding
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            raise ValueError("labels are required")
+        padding = None if attention_mask is None else attention_mask == 0
+        memory = self.encoder(self.embedded(input_ids), src_key_padding_mask=padding)
+        future = torch.ones(labels.size(1), labels.size(1), dtype=torch.bool).triu(1)
+        decoded: Tensor = self.decoder(
+            self.embedded(labels), memory, tgt_mask=future, memory_key_padding_mask=self.of_memory(padding)
+        )
+        return decoded
+
+
+class ForgetsItsPadding(Taught):
+    def of_memory(self, padding: Tensor | None) -> Tensor | None:
+        return None
+
+
+def test_a_model_that_wants_labels_is_run_on_some_and_its_mask_followed() -> None:
+    right = verify(Taught, kind="layers")
+    assert right.mistakes == (), str(right)
+    assert "the whole model" not in [exercise.what for exercise in right.not_exercised]
+    assert verify(ForgetsItsPadding, kind="layers").mistakes == ("model_mask_dropped",)

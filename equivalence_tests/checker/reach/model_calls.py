@@ -21,6 +21,7 @@ from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
+AIM = re.compile(r"label|tgt|trg|target|decoder_input")
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 SEGMENTS = re.compile(r"seg|token_type|^types?$")
 IMAGE_SIZE = re.compile(r"(im(g|age)|input)_?(size|height)|resolution", re.IGNORECASE)
@@ -125,10 +126,21 @@ def run_layer(trial: Trial) -> ModelRun:
 
 
 def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:
-    """Give what it may take to its arguments in every way, and say whether with a mask that is to hide nothing."""
+    """Run it on what it requires; where it does not run on that, on what it may be trained to give as well."""
     parameters = parameters_of(module)
-    roles = {p.name: _role(p) for p in parameters if p.default is p.empty}
-    given = tuple(p.name for p in parameters if _role(p) == "mask")
+    required = {p.name: _role(p) for p in parameters if p.default is p.empty}
+    aims = [p.name for p in parameters if p.default is None and not _role(p) and AIM.search(p.name)]
+    for roles in (required, *({**required, aim: ""} for aim in aims)):
+        runs = _runs_of(module, roles, errors)
+        first = next(runs, None)
+        if first is not None:
+            yield from itertools.chain([first], runs)
+            return
+
+
+def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:
+    """Give what it may take to its arguments in every way, and say whether with a mask that is to hide nothing."""
+    given = tuple(p.name for p in parameters_of(module) if _role(p) == "mask")
     names = sorted((n for n, role in roles.items() if not role), key=lambda name: bool(TARGET.search(name.lower())))
     if len(names) not in (1, 2):
         return

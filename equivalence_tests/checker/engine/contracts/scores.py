@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import known, place_of
+from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by, constant_ratio
 from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_in_words
 from equivalence_tests.checker.engine.contracts.scores_table import (
@@ -93,7 +93,8 @@ class Scores:
         found: list[_Step] = []
         for operation, codes, value in self.part.steps(self.attention.run):
             taken = next((slot.value for slot, _ in names.taken(operation)), None)
-            step = _Step(operation, place_of(codes).masked_fill(~known(codes), -1), value, taken)
+            own = known(codes) & (source_of(codes) == self.part.number)  # another product may stand beside it
+            step = _Step(operation, place_of(codes).masked_fill(~own, -1), value, taken)
             if taken is not None and value.is_floating_point():
                 step.ratio = _ratio(value, operation.inputs[0].value if operation.inplace else taken)
             found.append(step)
