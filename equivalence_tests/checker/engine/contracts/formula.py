@@ -133,7 +133,9 @@ def right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> P
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
         scores = recorder.operations[index].outputs[0].value.double().reshape(-1) * factor
         weights = weights_by_formula(scores, part.table.row, hidden)
-        return weights[place_of(names).clamp_min(0)].masked_fill(~known(names), 0.0)
+        own = known(names) & (source_of(names) == part.number)  # what stands beside them stays
+        right = weights[place_of(names).masked_fill(~own, 0)]
+        return torch.where(own | ~known(names), right.masked_fill(~own, 0.0), operation.outputs[0].value.double())
 
     return patch
 
