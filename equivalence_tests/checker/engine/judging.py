@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure
 from equivalence_tests.checker.engine.contracts.formula import tile_departures
 from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
 from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
@@ -99,10 +99,24 @@ def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> None:
     """Parts that add up to the weights of one query are judged by what comes out."""
     attention = found.attention
     for part in attention.parts:
-        _judge_operands(found, part)
-    if not found.departures:
-        found.departures += tile_departures(attention, found.operands, expected)
+        operands = _judge_operands(found, part)
+        if attention.beside:
+            _judge_beside(found, part, operands, expected.get(part.number, Expectation()))
+    biased = any(bool((model.bias[model.live & ~model.hidden].abs() > SINGLE).any()) for model in found.models)
+    if not found.departures and not biased:
+        found.departures += tile_departures(attention, found.operands, expected, found.hidden)
     found.departures += merge_departures(attention)
+
+
+def _judge_beside(found: Judgement, part: Part, operands: list[Operand], expected: Expectation) -> None:
+    """A part whose scores lie beside those of others in one softmax: its scale and its mask can be told."""
+    model = read_weights(found.attention.run, part, part.contexts[0])
+    found.models.append(model)
+    for departure in Scores(found.attention, part, operands, model, expected).beside_others():
+        same = next((one for one in found.departures if one.name == departure.name), departure)
+        same.patches.update(departure.patches)
+        found.departures += [departure] if same is departure else []
+    found.hidden.append(hidden_by_formula(part, model.hidden, expected.may, ""))
 
 
 def _judge_operands(found: Judgement, part: Part) -> list[Operand]:

@@ -342,9 +342,10 @@ class Evidence:
 
     def _beside_scores(self) -> Iterator[tuple[Operation, Slot, int, Part]]:
         """What the scores meet between the two products: the operation, the tensor, and what that was made of."""
+        own = {part.number for part in self.judgement.attention.parts}
         for operation, part in self._between():
             pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
-            yield from ((operation, slot, bits, part) for slot, bits, x in pairs if not _is_of(x, {part.number}))
+            yield from ((operation, slot, bits, part) for slot, bits, x in pairs if not _is_of(x, own))
 
     # ------------------------------------------------------------------------------------------ conventions
     def conventions(self, departures: list[Departure]) -> Iterator[Departure]:

@@ -25,7 +25,7 @@ from equivalence_tests.checker.engine.codes import (
 )
 from equivalence_tests.checker.engine.names import Context, Identities, Product, ScoreTable, Source
 from equivalence_tests.checker.engine.products import contraction_of, contraction_of_sum
-from equivalence_tests.checker.engine.vocabulary import words
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
 
 POOLS = words("max amax mean min amin")
@@ -342,7 +342,8 @@ class Meetings:
         first = row.amax(-1, keepdim=True)
         if not bool(((row == first) | ~has).all()):  # what is summed belongs to several queries or heads
             return None
-        meeting = tuple(sources_in(context.values)), tuple(sources_in(product.left))
+        together = self._weighed_with(product) or tuple(sources_in(context.values))
+        meeting = together, tuple(sources_in(product.left))
         if product.channels:
             return self._exchanged_back(product, context), meeting
         rank = _by_appearance(columns).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
@@ -352,6 +353,14 @@ class Meetings:
         shape = (*head.shape, rank.size(-1))
         combined = head[:, :, None] * width + rank[:, None, :]
         return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), meeting
+
+    def _weighed_with(self, product: Product) -> tuple[int, ...]:
+        """The products whose scores lie beside its own in one softmax, as those of keys of two kinds do."""
+        number = product.source.number if product.source is not None else -1
+        pairs = zip(self.found.operations, self.found.after, strict=False)  # as far as it is named
+        given = (after[0] for operation, after in pairs if operation.name in SOFTMAXES)
+        sets = (sources_in(codes) for codes in given if codes is not None and not codes.is_complex())
+        return next((tuple(numbers) for numbers in sets if number in numbers and len(numbers) > 1), ())
 
     def _exchanged_back(self, product: Product, context: Context) -> Tensor:
         """Name what averaged features give: the tokens of the values, and the features of the queries."""

@@ -17,7 +17,7 @@ from equivalence_tests.checker.engine.codes import (
     token_of,
     unified,
 )
-from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, WEIGHS, words
+from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, SOFTMAXES, WEIGHS, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
 # What makes features of queries and keys, for an attention that is meant to be linear.
@@ -360,6 +360,13 @@ class Attention:
         """Whether several parts add up to the weights of one query: tiles, or keys of two kinds."""
         rows = torch.cat([part.rows.unique() for part in self.parts])
         return len(rows.unique()) < len(rows)
+
+    @cached_property
+    def beside(self) -> bool:
+        """Whether the scores of several parts lie beside one another in one softmax."""
+        numbers = {part.number for part in self.parts}
+        carried = self.run.names.carrying(numbers)
+        return any(len(numbers & {*sources_in(codes)}) > 1 for op, codes, _ in carried if op.name in SOFTMAXES)
 
     @property
     def context_sources(self) -> list[int]:

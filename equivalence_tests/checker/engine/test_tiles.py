@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
+from equivalence_tests.checker.engine.calls import diagnose_call
 
 
 class Flash(nn.Module):
@@ -186,3 +187,61 @@ def test_heads_with_projections_of_their_own_are_no_tiles() -> None:
     assert report.verdict == "equal", str(report)
     assert ("heads", "3", "num_heads") in report.conventions
     assert verify(UnscaledHeads).mistakes == ("scale_missing",)
+
+
+class Beside(nn.Module):
+    """Scores of tokens in the same block beside those of tokens that all see, in one softmax."""
+
+    scale = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(12, 12) for _ in range(4))
+
+    def hidden(self, scores: Tensor) -> Tensor:
+        return scores
+
+    def forward(self, x: Tensor, seen_by_all: Tensor) -> Tensor:
+        q, k, v = (
+            f(x).unflatten(-1, (3, 4)).unflatten(1, (-1, 4)).permute(0, 3, 1, 2, 4) for f in (self.q, self.k, self.v)
+        )
+        own_k, own_v = (f(seen_by_all).unflatten(-1, (3, 4)).transpose(1, 2) for f in (self.k, self.v))
+        q = q * self.scale
+        to_all, in_block = torch.einsum("bhnkd,bhgd->bhnkg", q, own_k), torch.einsum("bhnkd,bhnxd->bhnkx", q, k)
+        weights = self.hidden(torch.cat([to_all, in_block], -1)).softmax(-1)
+        one, two = weights.split([own_k.size(2), 4], -1)
+        context = torch.einsum("bhnkg,bhgd->bhnkd", one, own_v) + torch.einsum("bhnkx,bhnxd->bhnkd", two, v)
+        return self.out(context.flatten(2, 3).transpose(1, 2).flatten(2))
+
+
+class BesideUnscaled(Beside):
+    scale = 1.0
+
+
+class BesideHidden(Beside):
+    def hidden(self, scores: Tensor) -> Tensor:
+        places = torch.arange(scores.size(-1)) == scores.size(-1) - 1
+        return scores.masked_fill(places, -torch.inf)
+
+
+class BesideTwice(Beside):
+    def hidden(self, scores: Tensor) -> Tensor:
+        return torch.cat([scores[..., :3].softmax(-1).log(), scores[..., 3:]], -1)
+
+
+@pytest.mark.parametrize(
+    ("target", "verdict", "names"),
+    [
+        (Beside, "equal", ()),
+        (BesideUnscaled, "deviates", ("scale_missing",)),
+        (BesideHidden, "partial", ()),
+        (BesideTwice, "deviates", ("tiles_do_not_add_up",)),
+    ],
+)
+def test_keys_of_two_kinds_share_a_softmax(target: type[nn.Module], verdict: str, names: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    (report,) = diagnose_call(
+        target().double().eval(), (torch.randn(2, 8, 12).double(), torch.randn(2, 3, 12).double())
+    )
+    assert (report.verdict, report.mistakes) == (verdict, names), str(report)
+    assert all(finding.proof is None or finding.proof.error < 1e-9 for finding in report.findings)

@@ -61,7 +61,13 @@ def context_by_formula(
                 value = context.contraction.columns(_operand(recorder, context, 1).to(dtype)) / own[2]
                 values.append(torch.einsum("nik,nfk->nif", _used(part, context, mine), value).reshape(-1))
                 names.append(context.contraction.result(context.codes).reshape(-1))
-    return torch.cat(names), torch.cat(values)
+    return _added_up(torch.cat(names), torch.cat(values)) if attention.tiled else (torch.cat(names), torch.cat(values))
+
+
+def _added_up(names: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """What tiles give to the same element."""
+    names, place = names.unique(return_inverse=True)
+    return names, torch.zeros(len(names), dtype=shares.dtype).index_add_(0, place, shares)
 
 
 def _rows(attention: Attention) -> Tensor:
@@ -94,18 +100,27 @@ def _operand(recorder: Recorder, product: Product, side: int) -> Tensor:
 
 
 def tile_departures(
-    attention: Attention, operands: list[list[Operand]], expected: Mapping[int, Expectation]
+    attention: Attention,
+    operands: list[list[Operand]],
+    expected: Mapping[int, Expectation],
+    own: Sequence[Tensor] = (),
 ) -> Iterator[Departure]:
-    """Compare what comes out of all tiles with torch's formula on all keys, with a causal mask or without."""
+    """Compare what comes out of all tiles with torch's formula on all keys, with a causal mask or without.
+
+    Args:
+        attention: Whose parts are tiles.
+        operands: The queries, keys and values of each.
+        expected: What is known about the mask of each, by its number.
+        own: What each hides, where that can be told.
+    """
     if attention.names is None:
         return
     factors = [[operand.factor for operand in own] for own in operands]
     have = attention.end_slot.value.double()
-    for causal in (False, True):
-        hidden = [_hidden(part, expected.get(part.number, Expectation()), causal) for part in attention.parts]
-        names, shares = context_by_formula(attention.run.recorder, attention, factors, hidden)
-        names, place = names.unique(return_inverse=True)
-        sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, place, shares)
+    told = [expected.get(part.number, Expectation()) for part in attention.parts]
+    ways = ([*map(_hidden, attention.parts, told, itertools.repeat(causal))] for causal in (False, True))
+    for hidden in [list(own)] if own else ways:
+        names, sums = context_by_formula(attention.run.recorder, attention, factors, hidden)
         want = looked_up(attention.names, names, sums)
         mine = torch.isin(attention.names, names)
         if near(have[mine], want[mine], 2e-4 if attention.end_slot.value.dtype != torch.float64 else 1e-7):
