@@ -19,6 +19,7 @@ from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
+from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.construction import build, inner_widths, prepare
@@ -167,6 +168,8 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         covered.add(name, (), "left at its default, which drops nothing")
     elif type(parameter.default) is int and _as_tile(name, parameter.default, covered):
         return
+    elif (numbered := numbers_exercised(trial, name)) is not None:
+        covered.exercises.append(numbered)
     else:
         covered.leave_out(name, "its name does not say what it does")
 

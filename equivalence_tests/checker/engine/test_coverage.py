@@ -340,6 +340,41 @@ class SetTheWrongWayRound(SetCausal):
         return super().hidden(length) if not self.causal else torch.zeros(length, length).bool()
 
 
+class Packed(Attention):
+    def forward(self, x: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+        apart = None if segment_ids is None else self.apart(segment_ids)
+        return self.attend(*self.project(x), apart)
+
+    def apart(self, ids: Tensor) -> Tensor:
+        return (ids[:, :, None] != ids[:, None])[:, None]
+
+
+class PackedInverted(Packed):
+    def apart(self, ids: Tensor) -> Tensor:
+        return ~super().apart(ids)
+
+
+class Placed(Attention):
+    """Adds a table of positions, unless others are given."""
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        places = torch.arange(x.size(1)) if position_ids is None else self.counted(position_ids)
+        return self.attend(*self.project(x + places[..., None].sin()))
+
+    def counted(self, ids: Tensor) -> Tensor:
+        return ids
+
+
+class PlacedFromOne(Placed):
+    def counted(self, ids: Tensor) -> Tensor:
+        return ids + 1
+
+
+class PlacedInVain(Placed):
+    def counted(self, ids: Tensor) -> Tensor:
+        return torch.arange(ids.size(-1))
+
+
 def covered(module: nn.Module) -> Covered:
     module = module.double().eval()
     trial = next(trials_of(module, Sizes(num_heads=HEADS, head_dim=WIDTH // HEADS), torch.float64, []))
@@ -363,6 +398,8 @@ def covered(module: nn.Module) -> Covered:
         (SetInWindows, "causal=True"),
         (CausalCache, "past"),
         (Windowed, "lengths beyond window = 4"),
+        (Packed, "segment_ids"),
+        (Placed, "position_ids"),
     ],
 )
 def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Module], what: str) -> None:
@@ -406,6 +443,9 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
         (CacheKeepsTheLastToken, "several tokens at a step, what comes back is handed to past_key_value"),
         (CacheWithALimit, "a cache of more than cache_size = 33 tokens"),
         (WindowsCutByTheCaller, "window"),
+        (PackedInverted, "segment_ids"),
+        (PlacedFromOne, "position_ids"),
+        (PlacedInVain, "position_ids"),
     ],
 )
 def test_what_was_not_run_is_listed(made: Callable[[], nn.Module], what: str) -> None:

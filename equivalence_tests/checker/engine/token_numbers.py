@@ -1,0 +1,73 @@
+"""Optional arguments that number the tokens: their positions, or the sequences that are packed into one."""
+
+import re
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.contracts.departure import near
+from equivalence_tests.checker.reach.calling import Trial
+from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reporting.findings import Exercise
+
+POSITIONS = re.compile(r"^(input_)?pos(ition)?s?(_?(ids?|idx|indices))?$", re.IGNORECASE)
+PACKED = re.compile(
+    r"(seg(ment)?|doc(ument)?|seq(uence)?|sample|pack(ed)?|example)s?_?(ids?|idx|indices)$", re.IGNORECASE
+)
+LENGTH = 6
+
+
+def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
+    """Hand over the numbers that such an argument takes.
+
+    Args:
+        trial: A way to call it that was judged, without the argument.
+        name: The argument.
+
+    Returns:
+        Whether it does what its name says; None if that is something else, or if it takes no such numbers.
+    """
+    if not trial.plan.self_attention or trial.plan.positional:
+        return None
+    if POSITIONS.search(name):
+        return _positions(trial, name)
+    return _packed(trial, name) if PACKED.search(name) else None
+
+
+def _positions(trial: Trial, name: str) -> Exercise | None:
+    """The positions that are counted where none are given are 0, 1, 2, ..."""
+    inputs = trial.inputs(LENGTH, LENGTH)
+    plain = trial.output(inputs)
+    for counted in _for_each_layout(torch.arange(LENGTH), len(inputs.query)):
+        given = attempt(partial(trial.output, inputs, {name: counted}))
+        others = attempt(partial(trial.output, inputs, {name: counted**2}))
+        if given is None or others is None:
+            continue
+        if not near(given, plain, 1e-6):
+            return Exercise(name, False, "0, 1, 2, ... give something else than no positions do")
+        if torch.equal(others, plain):
+            return Exercise(name, False, "other positions than 0, 1, 2, ... give the same")
+        return Exercise(name, True, "0, 1, 2, ... give what comes out without it")
+    return None
+
+
+def _packed(trial: Trial, name: str) -> Exercise | None:
+    """Of two sequences in one, each token sees those of its own."""
+    numbers = torch.arange(LENGTH) // (LENGTH // 2)
+    alone = numbers[:, None] == numbers
+    for ids in _for_each_layout(numbers, len(trial.inputs(LENGTH, LENGTH).query)):
+        seen = attempt(partial(trial.reach, LENGTH, {name: ids}))
+        if seen is None:
+            continue
+        plain = trial.reach(LENGTH, {})
+        if torch.equal(seen, plain & alone):
+            return Exercise(name, True, "of two sequences in one, each token sees those of its own")
+        effect = "has no effect on what is seen" if torch.equal(seen, plain) else "does not keep two sequences apart"
+        return Exercise(name, False, f"it {effect}")
+    return None
+
+
+def _for_each_layout(numbers: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """The same for each sample, and once for all."""
+    return numbers.expand(batch, -1).clone(), numbers
