@@ -311,6 +311,13 @@ ROTARY = (
         "Rotate queries and keys alike.",
     ),
     _rotary(
+        "rotary_without_positions",
+        "Queries and keys are rotated by the same angles at all positions, so that their product knows of none.",
+        ("scores = rotate(q, angle) rotate(k, angle)ᵀ = q kᵀ", "scores = rotate(q, i) rotate(k, j)ᵀ"),
+        "Count the positions along the axis of the tokens, which is another one before the heads are moved.",
+        ("torch.arange(x.size(-2), dtype=x.dtype)", "torch.ones(x.size(-2), dtype=x.dtype)"),
+    ),
+    _rotary(
         "rotary_of_another",
         "What is added to turn the {role} is made of the {other}.",
         ("{role} cos + turned({other}) sin", "{role} cos + turned({role}) sin"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import sources_in, token_of
+from equivalence_tests.checker.engine.codes import feature_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import (
     USUAL,
     adds_two,
@@ -201,14 +201,17 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
             elif departure is not None and (step is operand or _is_own(attention, departure)):
                 yield _of_another(attention.run, operand, operands) or _named(attention.run, departure, step)
     query, key = operands[0], operands[1]
-    if query.change == key.change == "rotated" and not _turn_alike(attention.run, query, key):
+    both = query.change == key.change == "rotated"
+    if both and not _turn_alike(attention.run, query, key):
         backwards = query.turn is not None and query.turn.forward and key.turn is not None and not key.turn.forward
         yield Departure("rotations_differ", "rotary", _last_sum(attention.run, key if backwards else query))
-    if {query.change, key.change} == {"rotated", ""}:
+    if both and all(_turned_everywhere_alike(attention.run, operand) for operand in (query, key)):
+        yield Departure("rotary_without_positions", "rotary", _last_sum(attention.run, query))
+    elif {query.change, key.change} == {"rotated", ""}:
         name = "rotary_queries" if query.change else "rotary_keys"
         turned = query if query.change else key
         yield Departure(name, "rotary", _first_change(attention.run, turned))
-    elif query.change == key.change == "rotated" and all(o.turn and not o.turn.forward for o in (query, key)):
+    elif both and all(o.turn and not o.turn.forward for o in (query, key)):
         total = _last_sum(attention.run, query)
         subtracts = total is not None and total.name == "sub"
         yield Departure("rotary_reversed", "rotary", total if subtracts else _first_change(attention.run, query))
@@ -304,6 +307,21 @@ def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
     k, plain_k = (torch.einsum("nij,njd->nid", beside.to(x.dtype), x) for x in (k, plain_k))
     factor = query.factor * key.factor
     return near((q * k).sum(-1), factor * (plain_q * plain_k).sum(-1), max(query.tolerance, 1e-6))
+
+
+def _turned_everywhere_alike(run: Run, operand: Operand) -> bool:
+    """Whether the same numbers are turned by the same angles at all tokens, though no argument brings the angles."""
+    made = (bits for operation, _, _ in operand.steps(run) for _, bits in run.names.beside(operation))
+    given = any(name.startswith("arg:") for bits in made for name in run.recorder.named(bits))
+    several = bool((token_of(operand.codes)[..., 0].diff(dim=1) != 0).any())
+    if operand.turn is None or given or not several:
+        return False
+    generator = torch.Generator().manual_seed(5)
+    widest = max(int(feature_of(source.codes).max()) for source in operand.sources)
+    noise = torch.randn(widest + 1, generator=generator, dtype=torch.float64)
+    drawn = {s.slot.key: noise[feature_of(s.codes)].to(s.slot.value.dtype) for s in operand.sources}
+    rows = _rows(run, operand, drawn)[0].reshape(operand.codes.shape)
+    return near(rows, rows[:, :1].expand_as(rows), max(operand.tolerance, ROUNDED))
 
 
 def _last_sum(run: Run, operand: Operand) -> Operation | None:
