@@ -122,6 +122,13 @@ ROWS = (
         on_purpose_in="The bilinear variant in the paper on gated feed-forwards does this on purpose.",
     ),
     _gate(
+        "gate_gates_itself",
+        "One matrix makes both the gate and what it gates: {parameter} is never used.",
+        "down(activation(gate(x)) * gate(x))",
+        "Use the other matrix for one of them.",
+        ran="mul",
+    ),
+    _gate(
         "activation_of_gated_product",
         "The activation is applied to the product of gate and values, not to the gate alone.",
         "down(activation(gate(x) * up(x)))",

@@ -167,6 +167,9 @@ def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[Part
             yield from _gated(gate, up, last, f"{names}, {last.name}")
     elif len(first) == 1:
         yield from _plain(first[0], last, idle)
+        for unused in (name for name, p in idle.items() if p.shape == first[0].weight.shape):
+            for gated in _gated(first[0], first[0], last, f"{first[0].name} (gate and values), {last.name}"):
+                yield replace(gated, mistakes=(*gated.mistakes, "gate_gates_itself"), facts={"parameter": unused})
     elif not first:
         for unused in (name.removesuffix(".weight") for name, p in idle.items() if p.dim() > 1):
             for name, activation in ACTIVATIONS.items():

@@ -45,6 +45,11 @@ class HandWrittenSwiGluFeedForward(Gated):
         return self.down(self.gate(x) * torch.sigmoid(self.gate(x)) * self.up(x))
 
 
+class GatesItselfFeedForward(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.gate(x))
+
+
 class BilinearFeedForward(Gated):
     def activated(self, x: Tensor) -> Tensor:
         return x
@@ -403,6 +408,7 @@ def test_what_is_right_is_read(name: str) -> None:
         (CentringRMSNorm, {"norm_subtracts_mean"}),
         (EarlyActivationFeedForward, {"activation_misplaced"}),
         (BilinearFeedForward, {"gate_without_activation"}),
+        (GatesItselfFeedForward, {"gate_gates_itself"}),
         (ProductFeedForward, {"activation_of_gated_product"}),
         (LinearConvFeedForward, {"activation_missing"}),
         (feed_forward_of_rows, {"activation_missing"}),
