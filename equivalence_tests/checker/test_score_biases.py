@@ -73,6 +73,12 @@ class OverQueries(Distant):
         return (q @ k.mT * self.scale(q) + self.bias(x)).softmax(-2)
 
 
+class AfterTheSoftmax(Distant):
+    def weights(self, x: Tensor) -> Tensor:
+        q, k = self.split(self.query(x)), self.split(self.key(x))
+        return (q @ k.mT * self.scale(q)).softmax(-1) + self.bias(x)
+
+
 class AddsItsMask(Distant):
     """A causal mask of ones and zeros, added: no bias that anybody would want."""
 
@@ -173,6 +179,7 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
     [
         (Unscaled, "scale_missing"),
         (OverQueries, "softmax_over_queries"),
+        (AfterTheSoftmax, "changed_by_add"),
         (Backwards, "bias_never_used"),
         (WrongSide, "bias_without_effect"),
         (WrongSideOfTheMask, "bias_without_effect"),
@@ -183,6 +190,12 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
 def test_mistakes_beside_a_bias_are_named(broken: Callable[..., Any], name: str) -> None:
     report = verify(broken)
     assert [finding.name for finding in report.findings] == [name], str(report)
+
+
+def test_what_is_added_to_weights_has_its_line() -> None:
+    (finding,) = verify(AfterTheSoftmax).findings
+    assert finding.line is not None
+    assert "+ self.bias(x)" in finding.line.text
 
 
 def test_a_mask_that_is_added_is_no_bias() -> None:
