@@ -262,7 +262,10 @@ class _Follower(Meetings):
         rest = [other for _, other in fitting[1:] if not torch.equal(other, codes)]
         if self._rank(codes) == 0 or codes.is_complex():
             return codes
-        return self._mixed(operation, slot, place, codes, rest)
+        named, second = self._mixed(operation, slot, place, codes, rest), self.others.get(operation.inputs[place].key)
+        if named is codes and second is not None and second.shape == shape:
+            self.others.setdefault(slot.key, second)
+        return named
 
     def _in_one_role(self, before: list[Tensor | None]) -> list[Tensor | None]:
         """Names of what is put together: where tokens are features in some of it alone, they are tokens again."""

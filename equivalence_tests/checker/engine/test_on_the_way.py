@@ -529,9 +529,171 @@ class AmongSamples(nn.Module):
         return ((q @ k.mT).softmax(-1) @ v)[..., None]
 
 
+class NormsOfBoth(nn.Module):
+    """Normalises queries and keys, and learns how large keys are."""
+
+    axis = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = nn.Parameter(torch.ones(HEADS, 1, 1))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q = q * (2 / q.norm(dim=self.axis, keepdim=True))
+        k = k * (2 / k.norm(dim=-1, keepdim=True)) * self.size
+        return q, k
+
+
+class NormsOfBothOverHeads(NormsOfBoth):
+    axis = -3
+
+
+class NormedTogether(Base):
+    norm: type[nn.Module] = NormsOfBoth
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = self.norm()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return *self.norms(q, k), v
+
+
+class NormedTogetherOverHeads(NormedTogether):
+    norm = NormsOfBothOverHeads
+
+
+class NormedBarelyAndScaled(NormedBarely):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k * 1.3, v
+
+
+class KeysAndValuesFlipped(Base):
+    """A helper for keys and values flips both."""
+
+    def repeated(self, x: Tensor) -> Tensor:
+        return x.flip(-1)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, self.repeated(k), self.repeated(v)
+
+
+class ValuesOfTwoProjections(Base):
+    """Four heads of queries share two of keys, and two of values that come from projections of their own."""
+
+    scale = (WIDTH // 4) ** -0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_proj = nn.Linear(WIDTH, WIDTH // 2)
+        self.v_proj, self.v_late = (nn.Linear(WIDTH, WIDTH // 4) for _ in range(2))
+
+    def grouped(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(2, 1)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = (y.unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for y in (self.q_proj(x), self.k_proj(x)))
+        v = torch.stack((self.v_proj(x), self.v_late(x)), 1)
+        return q, k.repeat_interleave(2, 1), self.grouped(v)
+
+
+class ValuesOfTwoProjectionsTiled(ValuesOfTwoProjections):
+    def grouped(self, x: Tensor) -> Tensor:
+        return x.repeat(1, 2, 1, 1)
+
+
+class TurnedAndEnlarged(TurnedInAPlane):
+    def turned(self, x: Tensor) -> Tensor:
+        return super().turned(x).mul(1.3)
+
+
+class SharesWithASink(Base):
+    """A learnt score takes a share of every row; what a mask hides is the smallest number that there is."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(HEADS))
+
+    def hide(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        return scores + attention_mask
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        scores = self.hide(q @ k.mT * self.scale, attention_mask)
+        scores = torch.cat((scores, self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        scores = (scores - scores.amax(-1, keepdim=True)) * self.factor
+        return self.o_proj((scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2))
+
+
+class SharesWithASinkUnmasked(SharesWithASink):
+    def hide(self, scores: Tensor, attention_mask: Tensor) -> Tensor:
+        return scores
+
+
+class SharesWithASinkSharper(SharesWithASink):
+    factor = 1.3
+
+
+@pytest.mark.parametrize(
+    ("target", "names", "text"),
+    [
+        (SharesWithASink, (), ""),
+        (SharesWithASinkUnmasked, ("mask_never_used",), "return self.o_proj("),
+        (SharesWithASinkSharper, ("scale_wrong",), "scores = (scores - scores.amax("),
+    ],
+)
+def test_a_sink_hides_no_other_mistake(target: type[nn.Module], names: tuple[str, ...], text: str) -> None:
+    mask = torch.zeros(2, 1, 5, 5).double().masked_fill(torch.ones(5, 5).triu(1) > 0, torch.finfo(torch.float64).min)
+    report = judged(target, mask)
+    assert report.mistakes == names
+    assert [finding.line.text.startswith(text) for finding in report.findings if finding.line] == [True] * len(names)
+
+
+class TurnedByLearntAngles(Base):
+    """Angles that are learnt, some of which fall: pairs are put together again behind a cast."""
+
+    steps = (-0.3, 0.4, -0.2, 0.1)
+
+    def turned(self, x: Tensor) -> Tensor:
+        steps = torch.tensor(self.steps[: x.size(-1) // 2], dtype=x.dtype)
+        angle = torch.arange(x.size(2), dtype=x.dtype)[:, None] * steps
+        even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+        one = (even * angle.cos() - odd * angle.sin()).to(x.dtype)
+        two = (even * angle.sin() + odd * angle.cos()).to(x.dtype)
+        return torch.stack((one, two), -1).flatten(-2)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return self.turned(q), self.turned(k), v
+
+
+class TurnedBackByAll(TurnedByLearntAngles):
+    steps = (-0.3, -0.4, -0.2, -0.1)
+
+
+def test_angles_of_which_some_fall_are_not_turned_round() -> None:
+    assert judged(TurnedByLearntAngles).mistakes == ()
+    assert judged(TurnedBackByAll).mistakes == ("rotary_reversed",)
+
+
+@pytest.mark.parametrize("target", [NormedTogether, ValuesOfTwoProjections])
+def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(target: type[nn.Module]) -> None:
+    assert judged(target).mistakes == ()
+
+
 @pytest.mark.parametrize(
     ("target", "name", "line"),
     [
+        (NormedTogetherOverHeads, "norm_leaves_different_sizes", "q = q * (2 / q.norm("),
+        (NormedBarelyAndScaled, "scale_wrong", "return q, k * 1.3, v"),
+        (KeysAndValuesFlipped, "key_changed_by_flip", "return x.flip(-1)"),
+        (ValuesOfTwoProjectionsTiled, "grouped_heads_tiled", "return x.repeat(1, 2, 1, 1)"),
+        (TurnedAndEnlarged, "scale_wrong", "return super().turned(x).mul(1.3)"),
         (BiasRolled, "changed_by_roll", "return bias.roll(1, -1)"),
         (BiasClampedToAConstant, "changed_by_clamp", "return bias.clamp(-0.2, 0.2)"),
         (BiasForgotten, "bias_never_used", "return (self.weigh(q @ k.mT * self.scale) @ v)"),

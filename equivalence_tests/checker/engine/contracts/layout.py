@@ -184,7 +184,8 @@ def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
     ):
         return changed_by(moved, "split", "order of queries, keys and values")
     both = alone == ["query", "key"] and (_turns_whole(moved) or _before_a_norm(attention, part, moved))
-    return changed_by(moved, "split", alone[0], blocks=True) if both or len(alone) == 1 else None
+    one_side = len(alone) == 1 or (len(alone) == 2 and "value" in alone and alike)
+    return changed_by(moved, "split", alone[0], blocks=True) if both or one_side else None
 
 
 def _is_half_a_turn(attention: Attention, moved: Operation) -> bool:
@@ -334,10 +335,9 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
     features = _within(context.values).amax(-1)  # (n, f)
     value_heads, value_head = numbered_rows(features)
     apart = len(features.unique()) == len(value_heads) * features.size(-1)
-    if not apart or len(sources_in(unified(context.values))) > 1:
-        return
-    pairing = _pairing(head, value_head[:, None].expand(head.shape))
-    if pairing in ("tiled", "wrong"):
+    pairing = _pairing(head, value_head[:, None].expand(head.shape)) if apart else ""
+    several = len(sources_in(unified(context.values))) > 1  # in no order
+    if pairing == "tiled" or (pairing == "wrong" and not several):
         name = "grouped_heads_tiled" if pairing == "tiled" else "heads_of_values_paired_wrongly"
         moved = None if pairing == "tiled" else _shuffled(attention, part, context)
         yield _exchange(name, "context", moved, _laying(attention, context.values, context.operation, True), False)

@@ -1,6 +1,5 @@
 """Norms that are written out: whatever their gain, each token comes out as large as the others."""
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -43,15 +42,19 @@ def _uneven(attention: Attention, lines: set[tuple[str, int]]) -> Iterator[Opera
 
 
 def _uneven_without_gains(attention: Attention, module: nn.Module | None) -> Iterator[Operation]:
-    """What comes out of norms that hold no parameter, where it leaves tokens of different sizes."""
-    parts = module.named_modules() if module is not None else ()
-    bare = {path for path, part in parts if path and _is_a_norm(part) and next(part.parameters(), None) is None}
-    run = attention.run
-    for operation, later in itertools.zip_longest(run.operations, run.operations[1:]):
-        last = operation.place in bare and (later is None or later.place != operation.place)
-        codes = run.names.after[operation.index][0] if last and operation.outputs else None
-        if codes is not None and not codes.is_complex() and _sizes_differ(operation.outputs[0].value, codes):
-            yield operation
+    """What norms give and no tensor of theirs takes part in, where it leaves tokens of different sizes."""
+    run, parts = attention.run, module.named_modules() if module is not None else ()
+    norms = {path for path, part in parts if path and _is_a_norm(part)}
+    takers = {slot.key: operation.place for operation in run.operations for slot in operation.inputs}
+    for operation in run.operations:
+        slot = operation.outputs[0] if operation.place in norms and operation.frames and operation.outputs else None
+        codes = run.names.after[operation.index][0] if slot is not None else None
+        if slot is None or codes is None or codes.is_complex() or takers.get(slot.key) == operation.place:
+            continue
+        made_of = run.recorder.named(run.recorder.origins_of(slot.tensor))
+        own = any(name.partition(":")[2].startswith(f"{operation.place}.") for name in made_of)
+        if not own and _sizes_differ(slot.value, codes):
+            yield _guilty(attention, operation, slot.value)
 
 
 def _is_a_norm(part: nn.Module) -> bool:

@@ -30,6 +30,8 @@ MADE = ("normed", "gain", "added", "gated", "pooled", "projection")
 NORMED = ("normed", "gain", "added")
 
 ROUNDED = 1e-6
+PAIRS = 8
+UNCLEAR = 0.15  # a share of the steps that is nearer to a half says nothing
 
 
 def read_operands(attention: Attention, part: Part) -> list[Operand]:
@@ -109,7 +111,17 @@ def _experiment(run: Run, operand: Operand) -> None:
         operand.across = ratio is None and _keeps_tokens(operand, have1, want1) and _keeps_tokens(operand, have2, want2)
         return
     if operand.role != "value" and is_normed(run, operand) and _in_one_plane(have3, have1, have2):
-        operand.change = "normed"
+        operand.change, operand.factor = "normed", _factor_behind_norm(run, operand)
+
+
+def _factor_behind_norm(run: Run, operand: Operand) -> float:
+    """What multiplies an operand behind the part that normalises it."""
+    factor, normed = 1.0, False
+    for operation, _, value in operand.steps(run):
+        inside, taken = operation.place != operand.until.place, operation.inputs[0].value
+        ratio = constant_ratio(value, taken, operand.tolerance) if value.shape == taken.shape else None
+        factor, normed = (1.0 if inside else factor * (ratio or 1.0)), normed or inside
+    return factor if normed else 1.0
 
 
 def _keeps_tokens(operand: Operand, have: Tensor, want: Tensor) -> bool:
@@ -152,7 +164,7 @@ def _turn(run: Run, operand: Operand) -> Turn | None:
             slow = _share_of(run, operand, slowest)
             turned = slow if slowest + apart < width and bool((slow[:, slowest + apart].abs() > 1e-6).any()) else have
             at = slowest if turned is slow else place
-            return Turn(apart, _grows(operand, turned[:, at], turned[:, at + apart]))
+            return Turn(apart, not _rising(operand, turned[:, at], turned[:, at + apart]) < 0.5)
     return None
 
 
@@ -163,16 +175,29 @@ def _share_of(run: Run, operand: Operand, place: int) -> Tensor:
     return _rows(run, operand, given)[0].reshape(-1, operand.codes.size(-1))
 
 
-def _grows(operand: Operand, cosine: Tensor, sine: Tensor) -> bool:
-    """Whether the angle mostly grows from each token to the next; what cannot be told does."""
+def _rising(operand: Operand, cosine: Tensor, sine: Tensor) -> float:
+    """The share of the steps from one token to the next at which the angle grows; NaN where it stays."""
     token = token_of(operand.codes)[..., 0].reshape(-1)
     shown = (cosine.abs() + sine.abs() > 1e-6).nonzero().flatten()
     order = shown[token[shown].argsort(stable=True)]
     first = torch.cat([torch.ones(min(len(order), 1), dtype=torch.bool), token[order].diff() != 0])
     angle = torch.atan2(sine, cosine)[order[first]]
     step = torch.remainder(angle.diff() + torch.pi, 2 * torch.pi) - torch.pi
-    moved = step[step.abs() > 1e-9]
-    return not len(moved) or bool((moved < 0).sum() * 2 <= len(moved))
+    return float((step[step.abs() > 1e-9] > 0).double().mean())
+
+
+def _turns_back(run: Run, operand: Operand) -> bool:
+    """Whether all of some pairs that clearly turn one way turn back: learnt angles turn each its own way."""
+    turn = operand.turn
+    if turn is None or turn.forward:
+        return False
+    pairs = range(0, operand.codes.size(-1) - turn.apart, 2 if turn.apart == 1 else 1)
+    rising = []
+    for place in pairs[:: max(len(pairs) // PAIRS, 1)]:
+        shares = _share_of(run, operand, place)
+        rising.append(_rising(operand, shares[:, place], shares[:, place + turn.apart]))
+    clear = [share for share in rising if abs(share - 0.5) > UNCLEAR]
+    return bool(clear) and max(clear) < 0.5
 
 
 def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor]) -> bool:
@@ -211,7 +236,7 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
         name = "rotary_queries" if query.change else "rotary_keys"
         turned = query if query.change else key
         yield Departure(name, "rotary", _first_change(attention.run, turned))
-    elif both and all(o.turn and not o.turn.forward for o in (query, key)):
+    elif both and all(_turns_back(attention.run, o) for o in (query, key)):
         total = _last_sum(attention.run, query)
         subtracts = total is not None and total.name == "sub"
         yield Departure("rotary_reversed", "rotary", total if subtracts else _first_change(attention.run, query))

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
-from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by, constant_ratio
+from equivalence_tests.checker.engine.contracts.departure import (
+    TOLERANCE,
+    Departure,
+    as_it_was,
+    changed_by,
+    constant_ratio,
+)
 from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_in_words
 from equivalence_tests.checker.engine.contracts.scores_table import (
     causal_pattern,
@@ -27,9 +33,11 @@ from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MULTIPLIES, SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
+from equivalence_tests.checker.reporting.lines import Frames
 
 LOOSE = 1e-3
 PLAIN = 1e-6
+HIDDEN = 1e30  # larger numbers stand for infinity
 HIDING = 1e3  # a score is never as large
 SOFT = -700.0  # what is below is hidden for good
 LAID_OVER = ADDS | FILLS | words("unsqueeze to")  # a bias and a mask, before both are added as one
@@ -62,10 +70,10 @@ class _Step:
 
 def _ratio(value: Tensor, taken: Tensor) -> float | None:
     """What an operation multiplied by, where it is one number; what is hidden already stays so."""
-    seen = taken.isfinite()
-    if taken.shape != value.shape or not taken.is_floating_point() or not torch.equal(seen, value.isfinite()):
+    seen = taken.abs() < HIDDEN
+    if taken.shape != value.shape or not taken.is_floating_point() or not torch.equal(seen, value.abs() < HIDDEN):
         return None
-    return constant_ratio(value[seen], taken[seen])
+    return constant_ratio(value[seen], taken[seen], PLAIN if value.dtype == torch.float32 else TOLERANCE)
 
 
 @dataclass(eq=False)
@@ -115,8 +123,7 @@ class Scores:
         after = self._after_softmax()
         late = after is not None and after.name == "scale_after_softmax"
         yield from filter(None, (after, None if late else self._scale()))
-        if after is None or late:
-            yield from self._mask()
+        yield from self._mask()
         yield from self._idle_biases()
 
     def beside_others(self) -> Iterator[Departure]:
@@ -290,9 +297,12 @@ class Scores:
         ways = [(op, value) for operand in self.operands[:2] for op, _, value in operand.steps(run)]
         beside = [(op, _ratio(value, op.inputs[0].value)) for op, value in ways if op.name in MULTIPLIES]
         before, operands = ([(op, r) for op, r in own if r and abs(r - 1) > PLAIN] for own in (found, beside))
-        too_many = [operation for operation, ratio in (*before, *operands) if abs(self.total / ratio - 1) < LOOSE]
-        if too_many and len(before) + len(operands) > 1:
-            return too_many[0]
+        lines: dict[Frames, list[tuple[Operation, float]]] = {}
+        for operation, ratio in (*before, *operands):
+            lines.setdefault(operation.frames[:1], []).append((operation, ratio))
+        for line in lines.values():
+            if len(lines) > 1 and abs(self.total / math.prod(ratio for _, ratio in line) - 1) < LOOSE:
+                return line[0][0]
         return next((operation for operation, _ in (*before[-1:], *operands[:1])), None)
 
     def _outside_a_cap(self) -> list[_Step]:
