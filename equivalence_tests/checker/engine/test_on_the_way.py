@@ -210,7 +210,7 @@ class PackedAndTurned(TurnedByMatrices):
 class TurnedInAPlane(Base):
     """A token without a place, then those of an image, turned by row and column, from the middle on."""
 
-    sign = 1
+    sign: float | Tensor = 1
 
     def turned(self, x: Tensor) -> Tensor:
         place = torch.arange(-1, x.size(2) - 1, dtype=x.dtype)
@@ -228,8 +228,15 @@ class TurnedBackwardsInAPlane(TurnedInAPlane):
     sign = -1
 
 
+class TurnedByEachHeadItsOwnWay(TurnedInAPlane):
+    """Frequencies that are learnt have any sign."""
+
+    sign = torch.tensor([-1.0, 0.7] + [-0.8] * (HEADS - 2))[:, None, None]
+
+
 def test_positions_of_an_image_turn_forwards_too() -> None:
     assert judged(TurnedInAPlane, length=9).mistakes == ()
+    assert judged(TurnedByEachHeadItsOwnWay, length=9).mistakes == ()
     assert judged(TurnedBackwardsInAPlane, length=9).mistakes == ("rotary_reversed",)
 
 

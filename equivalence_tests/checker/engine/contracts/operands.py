@@ -164,7 +164,7 @@ def _turn(run: Run, operand: Operand) -> Turn | None:
             slow = _share_of(run, operand, slowest)
             turned = slow if slowest + apart < width and bool((slow[:, slowest + apart].abs() > 1e-6).any()) else have
             at = slowest if turned is slow else place
-            return Turn(apart, not _rising(operand, turned[:, at], turned[:, at + apart]) < 0.5)
+            return Turn(apart, max(_rising(operand, turned[:, at], turned[:, at + apart]), default=1.0) >= 0.5)
     return None
 
 
@@ -175,15 +175,19 @@ def _share_of(run: Run, operand: Operand, place: int) -> Tensor:
     return _rows(run, operand, given)[0].reshape(-1, operand.codes.size(-1))
 
 
-def _rising(operand: Operand, cosine: Tensor, sine: Tensor) -> float:
-    """The share of the steps from one token to the next at which the angle grows; NaN where it stays."""
-    token = token_of(operand.codes)[..., 0].reshape(-1)
+def _rising(operand: Operand, cosine: Tensor, sine: Tensor) -> list[float]:
+    """The share of the steps from one token to the next at which the angle grows, in each head where it moves."""
+    token, head = (codes[..., 0].reshape(-1) for codes in (token_of(operand.codes), feature_of(operand.codes)))
     shown = (cosine.abs() + sine.abs() > 1e-6).nonzero().flatten()
-    order = shown[token[shown].argsort(stable=True)]
-    first = torch.cat([torch.ones(min(len(order), 1), dtype=torch.bool), token[order].diff() != 0])
-    angle = torch.atan2(sine, cosine)[order[first]]
-    step = torch.remainder(angle.diff() + torch.pi, 2 * torch.pi) - torch.pi
-    return float((step[step.abs() > 1e-9] > 0).double().mean())
+    shares = []
+    for own in (shown[head[shown] == number] for number in head.unique()):
+        order = own[token[own].argsort(stable=True)]
+        first = torch.cat([torch.ones(min(len(order), 1), dtype=torch.bool), token[order].diff() != 0])
+        angle = torch.atan2(sine, cosine)[order[first]]
+        step = torch.remainder(angle.diff() + torch.pi, 2 * torch.pi) - torch.pi
+        moved = step[step.abs() > 1e-9]
+        shares += [float((moved > 0).double().mean())] if len(moved) else []
+    return shares
 
 
 def _turns_back(run: Run, operand: Operand) -> bool:
@@ -192,10 +196,10 @@ def _turns_back(run: Run, operand: Operand) -> bool:
     if turn is None or turn.forward:
         return False
     pairs = range(0, operand.codes.size(-1) - turn.apart, 2 if turn.apart == 1 else 1)
-    rising = []
+    rising = list[float]()
     for place in pairs[:: max(len(pairs) // PAIRS, 1)]:
         shares = _share_of(run, operand, place)
-        rising.append(_rising(operand, shares[:, place], shares[:, place + turn.apart]))
+        rising += _rising(operand, shares[:, place], shares[:, place + turn.apart])
     clear = [share for share in rising if abs(share - 0.5) > UNCLEAR]
     return bool(clear) and max(clear) < 0.5
 
