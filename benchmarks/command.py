@@ -19,7 +19,7 @@ from benchmarks.readme import goals, renewed
 from benchmarks.regressions import change_table, changes_between
 from benchmarks.results import read_rows
 from benchmarks.screen import command_errors, console
-from benchmarks.session import Plan, begun, measure, write_report
+from benchmarks.session import Plan, begun, make_folder, measure, write_report
 from scratch import validation
 
 __all__ = ["app"]
@@ -164,13 +164,14 @@ def report(
         Path | None, typer.Option(help="Folder to write to; by default the folder of the results.")
     ] = None,
 ) -> None:
-    """Recommend what to use in each case; write a table, plots and an HTML page.
+    """Say what to use in each case; write a table, plots and a page.
 
-    The page is a single file.
+    The page is a single HTML file.
     """
     with command_errors():
         rows = read_rows(results)
         folder = results.parent if output is None else output
+        make_folder(folder)
         validation.check_writable(folder / "report.html")
         screen = console()
         for advice in advice_by_case(rows):
@@ -180,7 +181,10 @@ def report(
 
 @app.command()
 def readme() -> None:
-    """Update the figures in README and in benchmarks/results, and say which goals they meet."""
+    """Update the figures in README and in benchmarks/results.
+
+    Then say which goals they meet.
+    """
     with command_errors():
         for path, text in renewed().items():
             path.write_text(text, encoding="utf-8")

@@ -89,7 +89,7 @@ def save_pictures(rows: Sequence[Row], folder: Path) -> int:
 
     Args:
         rows: Results.
-        folder: Where to write the SVGs; it is made. What an earlier run has drawn is removed.
+        folder: Where to write the SVGs; made if there are any. What an earlier run has drawn is removed.
 
     Returns:
         How many were drawn.
@@ -99,7 +99,8 @@ def save_pictures(rows: Sequence[Row], folder: Path) -> int:
         OSError: If they cannot be written.
     """
     drawn = dict(_pictures(rows))
-    folder.mkdir(exist_ok=True)
+    if drawn:
+        folder.mkdir(exist_ok=True)
     for old in folder.glob("*.svg"):
         old.unlink()
     for name, svg in drawn.items():

@@ -25,7 +25,7 @@ from benchmarks.screen import FAILED, INTERRUPTED, console, show_error
 from benchmarks.tables import result_tables
 from scratch.validation import ArgumentValueError, check_writable
 
-__all__ = ["RESULTS", "Plan", "begun", "measure", "write_report"]
+__all__ = ["RESULTS", "Plan", "begun", "make_folder", "measure", "write_report"]
 
 RESULTS = "results.jsonl"
 
@@ -86,10 +86,7 @@ def begun(output: Path | None, resume: bool) -> list[Row]:
         if resume:
             raise ArgumentValueError("--resume needs --output, the folder of the run that it continues")
         return []
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentValueError(f"output must be a folder that can be made, got {output}: {error}") from error
+    make_folder(output)
     path = output / RESULTS
     check_writable(path)
     if not path.exists():
@@ -186,6 +183,14 @@ def _show_end(plan: Plan, run: _Run, screen: Console) -> None:
     elif count and (run.error is not None or run.status == INTERRUPTED):
         results = escape(shlex.quote(str(plan.output / RESULTS)))
         screen.print(f"All rows are kept; sidebyside-bench report {results} writes the rest.", soft_wrap=True)
+
+
+def make_folder(output: Path) -> None:
+    """Make the folder that --output names, unless it is there."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentValueError(f"output must be a folder that can be made, got {output}: {error}") from error
 
 
 def write_report(rows: Sequence[Row], folder: Path, screen: Console) -> None:

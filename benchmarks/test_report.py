@@ -144,9 +144,12 @@ def test_the_command_writes_it_beside_the_results(tmp_path: Path) -> None:
     assert {x.name for x in tmp_path.iterdir()} == {"results.jsonl", "results.csv", "report.html", "plots"}
     with (tmp_path / "results.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == len(grown())
-    elsewhere = CliRunner().invoke(app, ["report", str(path), "--output", str(tmp_path / "nowhere" / "deep")])
-    assert elsewhere.exit_code == 2
-    assert "must be in a folder that exists" in elsewhere.output
+    elsewhere = tmp_path / "made" / "deep"
+    assert CliRunner().invoke(app, ["report", str(path), "--output", str(elsewhere)]).exit_code == 0
+    assert {x.name for x in elsewhere.iterdir()} == {"results.csv", "report.html", "plots"}
+    onto = CliRunner().invoke(app, ["report", str(path), "--output", str(path)])
+    assert onto.exit_code == 2
+    assert "output must be a folder that can be made" in onto.output
 
 
 def test_without_matplotlib_it_has_no_plots_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

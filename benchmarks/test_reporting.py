@@ -230,6 +230,10 @@ class TestPlots:
         assert {"builtin", "scratch", "64", "256", "1024", "time, ms", "peak memory, MiB"} <= set(shown)
         assert "flash" not in shown
 
+    def test_no_empty_folder_is_left_where_nothing_can_be_drawn(self, tmp_path: Path) -> None:
+        assert save_pictures(grown()[:4], tmp_path / "plots") == 0
+        assert not (tmp_path / "plots").exists()
+
     def test_what_is_drawn(self) -> None:
         series = list(series_by_length(grown()))
         figure = plots._plot("", series, (plots.TIME, plots.RATIO, plots.MEMORY), (9, 3), short_names(CONTENDERS))

@@ -176,7 +176,9 @@ def _alike(report: Report) -> Any:
 def _in_short(report: Report) -> str:
     if report.verdict == "partial":
         return "not run: " + ", ".join(exercise.what for exercise in report.not_exercised)
-    told = ", ".join(report.mistakes) or report.reason.partition("\n")[0]
+    first, *rest = report.reason.splitlines() or [""]
+    reason = f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
+    told = ", ".join(report.mistakes) or reason
     meant = ", ".join(finding.name for finding in report.meant)
     return told or (f"meant so: {meant}" if meant else "")
 

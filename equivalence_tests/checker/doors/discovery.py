@@ -19,6 +19,7 @@ MASK_BUILDER = re.compile(r"(^|_)masks?($|_)", re.IGNORECASE)
 NO_BUILDER = re.compile(r"^(apply|check|plot|draw|show|test|print|load|save|use)_|^_", re.IGNORECASE)
 # What an attention calls: the weights are made by one of these.
 WEIGHING = {"softmax", "Softmax", "scaled_dot_product_attention", "MultiheadAttention", "multi_head_attention_forward"}
+TORCHS_LAYER = re.compile(r"Transformer((En|De)coder(Layer)?)?")
 MAKES_MASKS = {"tril", "triu", "masked_fill", "arange", "ones", "ne", "eq", "full"}
 NO_MODULES = {"Exception", "Enum", "NamedTuple", "Protocol", "TestCase", "Dataset", "object"}
 
@@ -144,12 +145,13 @@ def _statements(path: Path) -> Iterator[ast.stmt]:
 
 
 def _holds(node: ast.stmt, kinds: Mapping[str, str]) -> bool:
-    """Whether a class builds attentions or layers of the same file, and calls them."""
+    """Whether a class builds attentions or layers, torch's or those of the same file, and calls them."""
     if not isinstance(node, ast.ClassDef):
         return False
     methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
     parts = {name for name, kind in kinds.items() if kind in ("attention", "layers")}
-    return {"__init__", "forward"} <= methods and bool(_words(node) & parts)
+    held = (word for word in _words(node) if word in parts or TORCHS_LAYER.fullmatch(word))
+    return {"__init__", "forward"} <= methods and any(held)
 
 
 def _class_kind(node: ast.ClassDef) -> str:

@@ -39,7 +39,7 @@ def report(target: str, verdict: Verdict) -> Report:
     made = Report(target, "multi-head attention", verdict, seconds=0.5)
     made.findings = [SCALE] if verdict == "deviates" else []
     made.coverage = [CACHE] if verdict == "partial" else [Exercise("mask", True)]
-    made.reason = "It cannot be built." if verdict == "unchecked" else ""
+    made.reason = "Its forward answered:\n  KeyError: 'k'" if verdict == "unchecked" else ""
     made.checks = [CheckResult("check_gradients", "failed" if verdict == "deviates" else "passed", "they differ")]
     return made
 
@@ -109,6 +109,20 @@ def test_of_several_the_table_comes_first(answered: Callable[..., Result]) -> No
     assert "a.py:A" not in rest
 
 
+def test_the_table_says_what_the_code_answered(answered: Callable[..., Result]) -> None:
+    table = answered("a.py:A", "b.py:B", verdicts=["equal", "unchecked"]).stdout
+    assert "Its forward answered: KeyError: 'k'" in " ".join(table.split())
+
+
+def test_a_proof_among_several_says_that_the_others_are_put_right_too() -> None:
+    made = report("a.py:A", "deviates")
+    assert "With the right value on this line" in str(made)
+    made.findings *= 2
+    assert str(made).count("here and at the other findings") == 2
+    made.findings = [SCALE, replace(SCALE, where="layers.0")]  # another attention
+    assert "here and at the other findings" not in str(made)
+
+
 def test_reports_are_written_in_every_form(tmp_path: Path, answered: Callable[..., Result]) -> None:
     names = {option: tmp_path / f"report.{option}" for option in ("json", "junit", "sarif")}
     options = [word for option, path in names.items() for word in (f"--{option}", str(path))]
@@ -125,7 +139,7 @@ def test_reports_are_written_in_every_form(tmp_path: Path, answered: Callable[..
     assert place["physicalLocation"]["region"]["startLine"] == 12
     assert run["results"][0]["ruleId"] == run["tool"]["driver"]["rules"][0]["id"] == "scale_missing"
     assert "::error file=model.py,line=12,title=scale_missing::The scores are not scaled." in printed
-    assert "::warning title=could not be checked::b.py:B: It cannot be built." in printed
+    assert "::warning title=could not be checked::b.py:B: Its forward answered:%0A  KeyError: 'k'" in printed
 
 
 @pytest.mark.parametrize(("option", "starts"), [("--json", "[\n"), ("--junit", "<testsuites>"), ("--sarif", "{\n")])

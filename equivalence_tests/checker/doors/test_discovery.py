@@ -33,6 +33,11 @@ class Tower(nn.Module):
         self.steps = nn.ModuleList(EncoderLayer() for _ in range(2))
     def forward(self, x): ...
 
+class LanguageModel(nn.Module):
+    def __init__(self):
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3), 2)
+    def forward(self, ids): ...
+
 class Settings:
     layer = EncoderLayer
 
@@ -61,6 +66,7 @@ FOUND = {
     "EncoderLayer": "layers",
     "InlineBlock": "layers",
     "Tower": "layers",
+    "LanguageModel": "layers",
     "attend": "attention",
     "make_mask": "mask_builder",
 }

@@ -1,6 +1,6 @@
 """How findings look on a terminal: what is wrong and the proof of it, then how the code was read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 
 from rich.console import Console, Group, RenderableType
@@ -66,15 +66,20 @@ def headline(verdict: Verdict, target: str, kind: str, meant: Sequence[Finding])
     return Text.assemble((word, style), f"  {target}", (f"  ({kind})" if kind else "", "dim"))
 
 
-def finding_view(finding: Finding) -> Group:
-    """Lay out one mistake: the sentence, the line that ran, have and want, the fix and the proof."""
+def findings_view(findings: Sequence[Finding]) -> Iterator[Group]:
+    """Lay out each mistake: the sentence, the line that ran, have and want, the fix and the proof."""
+    for finding in findings:
+        yield _finding_view(finding, alone=[other.where for other in findings].count(finding.where) == 1)
+
+
+def _finding_view(finding: Finding, alone: bool) -> Group:
     sentence = (f"{finding.where}: " if finding.where else "") + finding.sentence
     told = (
         ("line", _lines(finding.stack)),
         ("have", _formula(finding.have, finding.example, "have")),
         ("want", _formula(finding.want, finding.example, "want")),
         ("fix", Text(finding.fix)),
-        ("proof", Text(_proof(finding.proof))),
+        ("proof", Text(_proof(finding.proof, alone))),
         ("evidence", Text(finding.evidence)),
         ("on purpose in", Text(finding.on_purpose_in)),
     )
@@ -83,7 +88,7 @@ def finding_view(finding: Finding) -> Group:
 
 def meant_view(meant: Iterable[Finding]) -> Group:
     """List what deviates from torch's formula on purpose, with the evidence."""
-    told = {}  # of several parts alike, once
+    told: dict[tuple[str, str], None] = {}  # of several parts alike, once
     for finding in meant:
         difference = f" Without it, the difference from torch is {finding.proof.without:.2g}." if finding.proof else ""
         told[finding.name, f"{finding.sentence} Meant so: {finding.meant}{difference}"] = None
@@ -105,7 +110,7 @@ def checks_view(checks: Sequence[CheckResult], explained: bool) -> RenderableTyp
     """Count the checks, and list those that failed, unless a finding explains them."""
     counted = [check for check in checks if check.outcome != "skipped"]
     passed = [check for check in counted if check.outcome == "passed"]
-    heading = f"{len(passed)} of {len(counted)} checks passed"
+    heading = f"{len(passed)} of {len(counted)} checks passed" if counted else "No check could be run"
     if explained and len(passed) < len(counted):
         return Text(f"{heading}; the others fail because of the above" if passed else "", style="dim")
     styles = {"failed": "red", "expected": "yellow"}
@@ -155,7 +160,7 @@ def _formula(formula: str, example: Example | None, side: str) -> Text:
     return Text(f"{formula}\n{numbers}" if formula else numbers)
 
 
-def _proof(proof: Proof | None) -> str:
+def _proof(proof: Proof | None, alone: bool) -> str:
     if proof is None:
         return ""
     if proof.error > proof.without * ROUNDED:
@@ -163,7 +168,8 @@ def _proof(proof: Proof | None) -> str:
     if proof.without < ABOVE_ROUNDING:
         return "Not proven: the output is the same with this put right and without."
     exactly = f"to {proof.error:.0e}" if proof.error else "exactly"
+    right, left = ("value on this line", "it") if alone else ("values here and at the other findings", "this one")
     return (
-        f"With this put right, your own code returns torch's numbers {exactly} on {proof.inputs} fresh "
-        f"inputs; without it the difference is {proof.without:.2g}."
+        f"With the right {right}, your own code returns torch's numbers {exactly} on {proof.inputs} fresh inputs; "
+        f"without {left} the difference is {proof.without:.2g}."
     )

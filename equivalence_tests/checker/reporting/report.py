@@ -13,7 +13,7 @@ from equivalence_tests.checker.reporting.rendering import (
     Shown,
     checks_view,
     coverage_view,
-    finding_view,
+    findings_view,
     headline,
     meant_view,
     reading_view,
@@ -87,7 +87,7 @@ class Report(Shown):
         return Group(*head, *reason, *(Padding(part, (1, 0, 0, 2)) for part in self._parts()))
 
     def _parts(self) -> Iterator[RenderableType]:
-        yield from map(finding_view, self.findings)
+        yield from findings_view(self.findings)
         if self.meant:
             yield meant_view(self.meant)
         if self.not_exercised:
