@@ -903,6 +903,11 @@ class OfAnImageInNameOnly(OfAnImage):
         return x.reshape(shape)
 
 
+def test_what_meets_tokens_that_a_view_moved_is_not_told_too() -> None:
+    report = verify(OfAnImageInNameOnly)
+    assert [finding.line.text for finding in report.findings if finding.line] == ["return x.reshape(shape)"]
+
+
 class NormedBehind(Base):
     """Tokens come first; the norm stands behind the sum."""
 

@@ -129,6 +129,7 @@ def met_departures(attention: Attention) -> Iterator[Departure]:
                 yield changed_by(moved, "output", "output")
         elif operation.name in VIEWS and given and given[0] is not None and _mixed(taken[0], given[0]):
             yield Departure("output_tokens_moved", "output", operation)
+            return  # what meets it then follows from it
 
 
 def _meet_others(one: Tensor, other: Tensor) -> bool:
