@@ -129,6 +129,13 @@ ROWS = (
         ran="mul",
     ),
     _gate(
+        "activation_of_gate_and_gated",
+        "The activation is applied to what is gated too, not to the gate alone.",
+        "down(activation(gate(x)) * activation(up(x)))",
+        "Apply the activation to the gate alone.",
+        ran="last mul",
+    ),
+    _gate(
         "activation_of_gated_product",
         "The activation is applied to the product of gate and values, not to the gate alone.",
         "down(activation(gate(x) * up(x)))",

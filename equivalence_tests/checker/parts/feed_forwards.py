@@ -232,6 +232,8 @@ def _gated(gate: Projection, up: Projection, down: Projection, linears: str) -> 
         yield PartReading(_gated_by(f, gate, up, down), rows, (), (note,))
         product = _chain(lambda x: gate(x) * up(x), f, down)
         yield PartReading(product, rows, ("activation_of_gated_product",), (note,))
+        both = _gated_by(f, gate, _chain(up, f), down)
+        yield PartReading(both, rows, ("activation_of_gate_and_gated",), (note,))
 
 
 def _gated_by(f: Map, gate: Map, up: Map, down: Map) -> Map:

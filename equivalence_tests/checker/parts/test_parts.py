@@ -50,6 +50,11 @@ class GatesItselfFeedForward(Gated):
         return self.down(F.silu(self.gate(x)) * self.gate(x))
 
 
+class ActivatesBothFeedForward(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * F.silu(self.up(x)))
+
+
 class BilinearFeedForward(Gated):
     def activated(self, x: Tensor) -> Tensor:
         return x
@@ -409,6 +414,7 @@ def test_what_is_right_is_read(name: str) -> None:
         (EarlyActivationFeedForward, {"activation_misplaced"}),
         (BilinearFeedForward, {"gate_without_activation"}),
         (GatesItselfFeedForward, {"gate_gates_itself"}),
+        (ActivatesBothFeedForward, {"activation_of_gate_and_gated"}),
         (ProductFeedForward, {"activation_of_gated_product"}),
         (LinearConvFeedForward, {"activation_missing"}),
         (feed_forward_of_rows, {"activation_missing"}),
