@@ -35,6 +35,12 @@ class T5WithAnotherScale(T5Attention):
         return 3 * super().scores(q, k)
 
 
+class T5WithAScaleThatIsLeftOut(T5Attention):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.scaling = (dim // heads) ** -0.5
+
+
 class T5OverQueries(T5Attention):
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return super().scores(q, k).softmax(-2)
@@ -86,7 +92,7 @@ def test_the_name_of_a_model_that_does_so_says_that_it_is_meant_so(target: type[
     assert (name, target.__name__) in told
 
 
-@pytest.mark.parametrize("target", [T5WithAnotherScale, T5OverQueries])
+@pytest.mark.parametrize("target", [T5WithAnotherScale, T5WithAScaleThatIsLeftOut, T5OverQueries])
 def test_the_name_of_a_model_excuses_nothing_else(target: type[nn.Module]) -> None:
     assert verify(target).verdict == "deviates"
 

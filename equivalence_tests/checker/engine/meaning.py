@@ -97,8 +97,10 @@ class Evidence:
         return ""
 
     def _as_named(self, departure: Departure) -> str:
-        """What the class in which it stands, or one around that, is named after."""
+        """What the class in which it stands, or one around that, is named after; a scale that is stated says more."""
         mistake, first = MISTAKES.get(departure.name), self.judgement.attention.first
+        if departure.name == "scale_missing" and self._stated_scale():
+            return ""
         around = modules_around(self.module, (departure.operation or first).place)
         return "" if mistake is None else mistake.as_named([type(module).__name__ for module in around])
 
