@@ -617,6 +617,20 @@ class TurnedAndEnlarged(TurnedInAPlane):
         return super().turned(x).mul(1.3)
 
 
+class PackedWithLargerKeys(Base):
+    """Queries, keys and values are of one matrix, and split behind the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        k = k.transpose(1, 2).mul(1.3)
+        context = F.scaled_dot_product_attention(q.transpose(1, 2), k, v.transpose(1, 2))
+        return context.transpose(1, 2).flatten(2)
+
+
 class SharesWithASink(Base):
     """A learnt score takes a share of every row; what a mask hides is the smallest number that there is."""
 
@@ -700,6 +714,7 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
         (NormedBarelyAndScaled, "scale_wrong", "return q, k * 1.3, v"),
         (KeysAndValuesFlipped, "key_changed_by_flip", "return x.flip(-1)"),
         (ValuesOfTwoProjectionsTiled, "grouped_heads_tiled", "return x.repeat(1, 2, 1, 1)"),
+        (PackedWithLargerKeys, "scale_wrong", "k = k.transpose(1, 2).mul(1.3)"),
         (TurnedAndEnlarged, "scale_wrong", "return super().turned(x).mul(1.3)"),
         (BiasRolled, "changed_by_roll", "return bias.roll(1, -1)"),
         (BiasClampedToAConstant, "changed_by_clamp", "return bias.clamp(-0.2, 0.2)"),

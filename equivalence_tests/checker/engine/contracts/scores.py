@@ -297,12 +297,12 @@ class Scores:
         ways = [(op, value) for operand in self.operands[:2] for op, _, value in operand.steps(run)]
         beside = [(op, _ratio(value, op.inputs[0].value)) for op, value in ways if op.name in MULTIPLIES]
         before, operands = ([(op, r) for op, r in own if r and abs(r - 1) > PLAIN] for own in (found, beside))
-        lines: dict[Frames, list[tuple[Operation, float]]] = {}
+        lines: dict[Frames, dict[Operation, float]] = {}
         for operation, ratio in (*before, *operands):
-            lines.setdefault(operation.frames[:1], []).append((operation, ratio))
+            lines.setdefault(operation.frames[:1], {})[operation] = ratio
         for line in lines.values():
-            if len(lines) > 1 and abs(self.total / math.prod(ratio for _, ratio in line) - 1) < LOOSE:
-                return line[0][0]
+            if len(lines) > 1 and abs(self.total / math.prod(line.values()) - 1) < LOOSE:
+                return next(iter(line))
         return next((operation for operation, _ in (*before[-1:], *operands[:1])), None)
 
     def _outside_a_cap(self) -> list[_Step]:
