@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.departure import near
 from equivalence_tests.checker.engine.departing import Against
+from equivalence_tests.checker.engine.taking_part import unread_arguments
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, Trial
@@ -25,6 +26,7 @@ from equivalence_tests.checker.reporting.findings import Example, Exercise, Find
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
 
 TOKENS = 6
+NEVER_READ = "no line of its forward reads it"
 ROUNDS = 6  # operations of one step that may depart beside one another
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
@@ -70,8 +72,8 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     """Decode with every cache that the code offers, in every way that can be told from its arguments."""
     given = {name for name, role in trial.plan.roles if not role.startswith("=")}
     names = [name for name in cache_arguments(trial.function) if name not in given]
-    if not names:
-        return [], []
+    if not names or unread_arguments(trial.function).issuperset(names):
+        return [Exercise(name, True, NEVER_READ) for name in names], []
     if not _attends_to_itself(trial) or trial.plan.positional:
         return [Exercise(name, False, "what is kept is not told from its call") for name in names], []
     reasons: list[str] = []

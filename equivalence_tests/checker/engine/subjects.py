@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from equivalence_tests.checker.engine.caches import exercised_cache
+from equivalence_tests.checker.engine.caches import NEVER_READ, exercised_cache
 from equivalence_tests.checker.engine.calls import conclude, diagnose_call
 from equivalence_tests.checker.engine.checks import Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
@@ -244,6 +244,7 @@ def _cover(report: Report, situation: Situation) -> None:
     if subject.built and subject.module is not None:
         cover_options(covered, subject, judge)
     report.coverage += covered.exercises
+    report.notes += [f"{x.what}: {NEVER_READ}" for x in covered.exercises if x.detail == NEVER_READ]
     if situation.judgement is not None:
         report.coverage += Evidence(situation.judgement, situation.subject.module).untold()
         report.coverage += _ungrouped(situation.subject, situation.judgement)

@@ -84,7 +84,7 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
     for tensor in tensors_of(run.output):
         used |= run.recorder.origins_of(tensor)
     in_vain = _taken_by(run, {operation.index for operation in run.operations} - live)
-    unread = _unread(function)
+    unread = unread_arguments(function)
     for place, (name, slot) in enumerate(zip(run.recorder.names, run.recorder.given, strict=True)):
         bit, argument = 1 << place, argument_name(name, function)
         mask = slot.value.dtype == torch.bool and bool(slot.value.any()) and not bool(slot.value.all())
@@ -125,7 +125,7 @@ def _code_of(function: Callable[..., Any]) -> tuple[list[str], CodeType | None]:
     return names[names[:1] == ["self"] :], code
 
 
-def _unread(function: Callable[..., Any]) -> set[str]:
+def unread_arguments(function: Callable[..., Any]) -> set[str]:
     """The arguments that no line of a function reads."""
     names, code = _code_of(function)
     if code is None:

@@ -47,6 +47,17 @@ class Attention(Parts):
         return self.attend(*self.project(x))
 
 
+class TakesACacheInVain(Attention):
+    def forward(self, x: Tensor, kv_cache: object = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_cache_that_no_line_reads_is_told_and_leaves_nothing_to_run() -> None:
+    report = verify(TakesACacheInVain)
+    assert report.verdict == "equal", str(report)
+    assert "kv_cache: no line of its forward reads it" in report.notes
+
+
 def above(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys).triu(1 + keys - queries).bool()
 

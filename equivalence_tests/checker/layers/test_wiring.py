@@ -42,6 +42,25 @@ def test_the_masks_of_a_layer_are_described() -> None:
     assert rows["layer: src_mask"].startswith("hides tokens of the memory: ")
 
 
+class ShiftedLayer(layers.SequentialFeedForwardLayer):
+    back = -1
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = self.ln_1(x).roll(1, dims=1)
+        x = x + self.attn(y, y, y)[0].roll(self.back, dims=1)
+        return x + self.mlp(self.ln_2(x))
+
+
+class NotShiftedBackLayer(ShiftedLayer):
+    back = 0
+
+
+def test_tokens_that_are_moved_before_an_attention_and_back_after_it_are_followed() -> None:
+    report = verify(ShiftedLayer)
+    assert report.verdict == "equal", str(report)
+    assert verify(NotShiftedBackLayer).verdict != "equal"
+
+
 class ReZeroLayer(layers.SequentialFeedForwardLayer):
     def __init__(self, d_model: int, n_heads: int, d_ff: int) -> None:
         super().__init__(d_model, n_heads, d_ff)

@@ -92,6 +92,20 @@ class Values:
             return None
         return tuple(sorted(label for (label, _), n in zip(terms, counts, strict=True) for _ in range(int(n))))
 
+    def moved(self, x: Tensor) -> tuple[Tensor, torch.Size] | None:
+        """Say where the tokens of a labelled tensor stand in one that holds the same in another order, as windows do.
+
+        Returns:
+            For each token of the labelled tensor its place, and the shape of that tensor; None if there is none.
+        """
+        rows = x.flatten(0, -2)
+        for _, value in self.known:
+            if value.numel() == x.numel() and value.size(-1) == x.size(-1):
+                places = torch.cdist(value.flatten(0, -2), rows).argmin(1)
+                if len(places.unique()) == len(rows) and _equal(rows[places], value.flatten(0, -2)):
+                    return places, value.shape
+        return None
+
     def tensor(self, label: str) -> Tensor:
         """Give the tensor of a label."""
         return dict(self.known)[label]
@@ -164,6 +178,13 @@ def _steps(
             continue
         given = [x for x in tensors_in((call.args, call.kwargs)) if x.dim() == 3 and width in x.shape]
         inputs = tuple(values.as_sum(x) for x in given)
+        apart = bool(given) and not any(inputs) and output.shape == given[0].shape
+        moved = values.moved(given[0]) if apart else None
+        if moved is not None:
+            places, shape = moved
+            alike = [x for x in (*given, output) if x.shape == given[0].shape]
+            *entered, output = (x.flatten(0, -2)[places].view(shape) for x in alike)
+            inputs = tuple(values.as_sum(x) for x in entered)
         if len(values.as_sum(output) or ()) == 1:
             continue  # it hands on what it gets, or what another call gave
         values.add(label, output)
