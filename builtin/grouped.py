@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from builtin import masks
 from builtin.norms import RMSNorm
-from scratch import grouped, validation
+from scratch import grouped, score_functions, validation
 from scratch.grouped import who_may_attend
 
 __all__ = [
@@ -80,9 +80,6 @@ def _with_sink_key(
 def _capped_attention(
     q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor | None, scale: float, soft_cap: float, sinks: Tensor | None
 ) -> Tensor:
-    def cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001  torch's signature
-        return soft_cap * torch.tanh(score / soft_cap)
-
     block_mask = None
     if may_attend is not None:
         visible = may_attend.expand(*q.shape[:3], k.size(2))
@@ -92,6 +89,7 @@ def _capped_attention(
 
         batch, num_heads, query_len, key_len = visible.shape
         block_mask = create_block_mask(mask_mod, batch, num_heads, query_len, key_len, device=q.device.type)
+    cap = score_functions.soft_cap(soft_cap)
     context, aux = flex_attention(q, k, v, cap, block_mask, scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
     if sinks is None:
         return context

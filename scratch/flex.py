@@ -651,20 +651,33 @@ class BlockMask:
         return (*by_row, self.q_num_blocks, self.q_indices, self.full_q_num_blocks, self.full_q_indices)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Self:
-        """Take samples, heads or rows of blocks. What is left needs a ``mask_mod`` for its own indices: set one."""
+        """Take samples, heads or rows of blocks. What is left needs a ``mask_mod`` for its own indices: set one.
+
+        In torch.nn: before 2.15 the number of queries stays that of all rows.
+        """
         given = index if isinstance(index, tuple) else (index,)
         # A single number keeps its axis: a block mask has always three.
         kept = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in given)
+        kv_num_blocks = self.kv_num_blocks[kept]
+        query_len = self._queries_in(kept[2], kv_num_blocks.size(-1)) if len(kept) == 3 else self.seq_lengths[0]
         return self.from_kv_blocks(
-            self.kv_num_blocks[kept],
+            kv_num_blocks,
             self.kv_indices[kept],
             self.full_kv_num_blocks[kept] if self.full_kv_num_blocks is not None else None,
             self.full_kv_indices[kept] if self.full_kv_indices is not None else None,
             self.BLOCK_SIZE,
             validation.sliced_mask_mod,
-            self.seq_lengths,
+            (query_len, self.seq_lengths[1]),
             self.q_indices is not None,
         )
+
+    def _queries_in(self, rows: Index, count: int) -> int:
+        """Count the queries in rows of blocks. Those of a tensor count as whole: its numbers are not read."""
+        height = self.BLOCK_SIZE[0]
+        if not isinstance(rows, slice):
+            return count * height
+        starts = (height * row for row in range(self.kv_num_blocks.size(-1))[rows])
+        return sum(min(height, self.seq_lengths[0] - start) for start in starts)
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """Draw the blocks of each sample and head: black where they are computed, grey where only some of several are.

@@ -264,7 +264,7 @@ def soft_cap(cap: float) -> ScoreMod:
         A score function.
 
     Raises:
-        ValueError: For a cap that is not positive.
+        ValueError: For a cap that is not positive and finite.
 
     In torch.nn: written out in each program.
 
@@ -274,7 +274,9 @@ def soft_cap(cap: float) -> ScoreMod:
     tensor([-19.9982,   0.0000,   0.9992,  15.2319,  19.9982])
     """
     validation.check_cap(cap)
-    return lambda score, batch, head, q_idx, kv_idx: cap * torch.tanh(score / cap)
+    # Torch 2.15 refuses a score function around which a number is another than in the call before, unless it is whole.
+    above, below = float(cap).as_integer_ratio()
+    return lambda score, batch, head, q_idx, kv_idx: above / below * torch.tanh(score / (above / below))
 
 
 def relative_bias(table: Float[Tensor, "num_heads distances"]) -> ScoreMod:

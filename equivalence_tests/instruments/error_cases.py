@@ -1555,8 +1555,13 @@ SCORE_FUNCTION_CASES = [
         "num_heads must be greater than 0, got num_heads=0",
     ),
     *(
-        bad_call("score_functions.soft_cap", f"cap {cap}", {"cap": cap}, f"cap must be greater than 0, got {cap}")
-        for cap in (0.0, -1.0, float("nan"))
+        bad_call(
+            "score_functions.soft_cap",
+            f"cap {cap}",
+            {"cap": cap},
+            f"cap must be greater than 0 and finite, got {cap}",
+        )
+        for cap in (0.0, -1.0, float("nan"), float("inf"))
     ),
     bad_call(
         "score_functions.relative_bias",

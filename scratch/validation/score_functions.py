@@ -8,7 +8,7 @@ from scratch.validation.basics import (
     check_dim,
     check_integer,
     check_not_negative,
-    check_number,
+    check_positive_number,
     check_tensor,
     shape,
 )
@@ -49,10 +49,8 @@ def check_slopes(slopes: Tensor) -> None:
 
 
 def check_cap(cap: float) -> None:
-    """Require a bound above 0."""
-    check_number(cap=cap)
-    if not cap > 0:
-        raise ArgumentValueError(f"cap must be greater than 0, got {cap}")
+    """Require a finite bound above 0."""
+    check_positive_number("cap", cap)
 
 
 def check_relative_bias(table: Tensor) -> None:
