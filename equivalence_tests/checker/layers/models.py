@@ -30,7 +30,7 @@ def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
         What was looked at, the name of the mistake ("" if there is none), and where.
     """
     stacks = list(_stacks(module))
-    yield from _unused(module, run)
+    yield from _unused(module, run, stacks)
     with torch.no_grad():
         yield from _judge_stacks(module, run, stacks)
         if bool(run.call(run.source, run.target).isfinite().all()):
@@ -51,9 +51,14 @@ def _traced(module: nn.Module, run: ModelRun, changed: int | None = None) -> lis
     return trace(module, lambda: run.call(run.source, run.target), changed)
 
 
-def _unused(module: nn.Module, run: ModelRun) -> Iterator[Row]:
-    """Name the norms and embeddings that take no part, where what stands beside them does."""
+def _unused(module: nn.Module, run: ModelRun, stacks: list[Stack]) -> Iterator[Row]:
+    """Name the norms, the embeddings and the layers that take no part, where what stands beside them does."""
     idle = idle_modules(Call(run.call, (run.source, run.target), module=module).run(read=False), module)
+    called = {call.path for call in _traced(module, run)}
+    for stack, layers in stacks:
+        left_out = [path for path in (f"{stack}.{i}" for i in range(len(layers))) if path not in called]
+        if 0 < len(left_out) < len(layers) and left_out[0] in idle:
+            yield "all parts take part", "part_never_used", left_out[0]
     for path in [path for path, _ in module.named_modules() if path in idle]:
         child, owner = module.get_submodule(path), path.rpartition(".")[0]
         while owner and isinstance(module.get_submodule(owner), nn.ModuleDict | nn.ModuleList):
@@ -75,6 +80,9 @@ def reads_later_tokens(run: ModelRun) -> bool | None:
 
 
 def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterator[Row]:
+    if run.kind == "image" and stacks:
+        mixed = any(_patches_are_mixed(module, run, path) for path in stacks)
+        yield "a token for each patch", "patches_mixed" if mixed else "", _owner_of_patches(module)
     moved = _moved_with_its_place(module, run)
     yield "samples in any order", "position_indexed_by_batch" if moved is not None else "", moved or ""
     later = None if run.masked or run.kind == "stack" else reads_later_tokens(run)
@@ -92,6 +100,25 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
         "no_positions" if _order_is_lost(module, run, stacks) else "",
         "target" * (run.target is not None),
     )
+
+
+def _patches_are_mixed(module: nn.Module, run: ModelRun, stack: str) -> bool:
+    """Whether another patch changes more tokens than its own and one of the whole, where patches do not overlap."""
+    patches = [child for child in module.modules() if isinstance(child, nn.Conv2d)]
+    if len(patches) != 1 or patches[0].kernel_size != patches[0].stride:
+        return False
+    other = run.source.clone()
+    other[..., : run.patch, : run.patch] *= -1.7
+    before, after = (_inputs(trace(module, partial(run.call, x, None)), f"{stack}.0") for x in (run.source, other))
+    if not before or not after or before[0].shape != after[0].shape:
+        return False
+    return int((before[0] != after[0]).any(-1).sum()) > 2 * len(other)
+
+
+def _owner_of_patches(module: nn.Module) -> str:
+    """The module that holds what cuts an image into patches."""
+    held = (path for path, child in module.named_modules() if isinstance(child, nn.Conv2d))
+    return next(held).rpartition(".")[0]
 
 
 def _moved_with_its_place(module: nn.Module, run: ModelRun) -> str | None:

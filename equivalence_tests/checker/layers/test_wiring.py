@@ -290,9 +290,45 @@ class OneBlockImageModel(ImageModel):
         return 2 * [layers.SequentialFeedForwardLayer(d_model, 4, 40)]
 
 
+class MixesPatches(ImageModel):
+    """Takes height and width for the last axes, which they are not."""
+
+    def place(self, x: Tensor) -> Tensor:
+        return super().place(x.mT.reshape(len(x), -1, x.size(-1)))
+
+
+class CutsPatches(nn.Module):
+    """Has no convolution: the features of a patch are projected together."""
+
+    def __init__(self, image_size: int, patch_size: int, channels: int, d_model: int) -> None:
+        super().__init__()
+        self.patches, self.side = nn.Linear(channels * patch_size**2, d_model), patch_size
+        self.pos_embedding = nn.Parameter(torch.randn((image_size // patch_size) ** 2, d_model))
+        self.block, self.head = layers.SequentialFeedForwardLayer(d_model, 3, 40), nn.Linear(d_model, 7)
+
+    def forward(self, img: Tensor) -> Tensor:
+        patches = img.unfold(2, self.side, self.side).unfold(3, self.side, self.side).permute(0, 2, 3, 1, 4, 5)
+        x = self.patches(patches.flatten(3).flatten(1, 2)) + self.pos_embedding
+        return self.head(self.block(x).mean(1))
+
+
+class ForgetsABlock(ImageModel):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.place(self.patches(x).flatten(2).mT)).mean(1))
+
+
+class DropsBlocksInEval(SeriesModel):
+    def place(self, x: Tensor) -> Tensor:
+        return super().place(x) * (1 + torch.rand(()))
+
+
 @pytest.mark.parametrize(
     ("model", "names"),
     [
+        (MixesPatches(), ("patches_mixed",)),
+        (CutsPatches, ()),
+        (ForgetsABlock(), ("part_never_used",)),
+        (DropsBlocksInEval(6, 24, 4), ("random_in_eval",)),
         (SeriesModel(6, 24, 4), ()),
         (MixedSeriesModel(6, 24, 4), ("samples_mixed",)),
         (UnorderedSeriesModel(6, 24, 4), ("no_positions",)),
@@ -302,7 +338,7 @@ class OneBlockImageModel(ImageModel):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_models_of_features_and_images_are_run(model: nn.Module, names: tuple[str, ...]) -> None:
+def test_models_of_features_and_images_are_run(model: nn.Module | type[nn.Module], names: tuple[str, ...]) -> None:
     report = verify(model)
     assert report.mistakes == names, str(report)
     assert report.verdict == ("deviates" if names else "equal"), str(report)

@@ -549,7 +549,7 @@ def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames
 
 def _ran_at(walk: Walk, run: ModelRun, mistake: str, where: str) -> Frames:
     """The lines of a sub-module at which what shows a mistake ran."""
-    if not where or not named_mistake(mistake).ran:
+    if named_mistake(mistake).ran in ("", "call"):
         return ()
     ran = Call(run.call, (run.source, run.target), module=walk.module).run(read=False).operations
     return frames_where(named_mistake(mistake).ran, [op for op in ran if op.frames and op.place == where])
@@ -557,7 +557,8 @@ def _ran_at(walk: Walk, run: ModelRun, mistake: str, where: str) -> Frames:
 
 def _say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequence[str]) -> None:
     if mistakes:
-        evidence = "seen when one sample of the batch is changed, in every way in which the model runs"
+        seen = "it is called twice" if mistakes[0] == "random_in_eval" else "one sample of the batch is changed"
+        evidence = f"seen when {seen}, in every way in which the model runs"
         walk.check("samples are independent", {mistakes[0]: ()}, "", evidence)
         return
     said = f"; it said {errors[0]}" if errors else ""

@@ -158,6 +158,19 @@ ROWS = (
         on_purpose_in="Decoders with a causal mask can do without (NoPE).",
     ),
     _layer(
+        "random_in_eval",
+        "In eval, two calls of the model with the same input differ.",
+        ("something random, in eval too", "nothing random in eval"),
+        "Ask self.training before anything is dropped or drawn.",
+    ),
+    _layer(
+        "patches_mixed",
+        "The tokens of the first layer are no patches: each holds numbers of several.",
+        ("patches.reshape(batch, -1, features)", "patches.flatten(2).transpose(1, 2)"),
+        "Flatten height and width, and bring the features to the end by a transpose: a reshape alone leaves the order.",
+        ran="last reshape, last view, last flatten",
+    ),
+    _layer(
         "part_never_used",
         "A module exists but takes no part in the forward pass.",
         ("the part is constructed and not called", "the part is called, or not there"),

@@ -40,7 +40,8 @@ def guess_kind(found: Any) -> str:
     if isinstance(found, nn.Module) and BY_DATA_FLOW in vars(found):
         return str(vars(found)[BY_DATA_FLOW])
     if isinstance(found, nn.Sequential):
-        known = [m for m in found.modules() if isinstance(m, nn.Linear | nn.LayerNorm)]
+        inside = [m for m in found.modules() if not isinstance(m, nn.Sequential)]
+        known = [m for m in inside if isinstance(m, nn.Linear) or guess_kind(m) == "layer_norm"]
         ours = sum(len(list(m.parameters(recurse=False))) for m in known) == len(list(found.parameters()))
         return "feed_forward" if ours and there_and_back(found) else ""
     if builds_masks(found):

@@ -101,6 +101,8 @@ NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
         r"ff|feed_?forward|inner|interm|mlp_?(dim|hidden)|hidden_?(features|units)|dim_?hid|pf_dim|ffn|d_?hid|mult",
         lambda s: s.ff_dim,
     ),
+    (r"^(image|img)_?(size|res(olution)?|side|h(eight)?|w(idth)?)$", lambda s: IMAGE_SIDE),
+    (r"^patch_?(size|len(gth)?|h(eight)?|w(idth)?)?$", lambda s: PATCH_SIDE),
     (r"relative\w*buckets", lambda s: 32),
     (r"bias|^scale_(attn|attention|scores?|weights)(_weights)?$", lambda s: True),
     (r"^scale_\w+|^reorder_", lambda s: False),
@@ -132,6 +134,7 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"window", lambda s: [MAX_LEN, (2, 3), 4]),  # the length of a window, or the side of one
 )
 ALTERNATIVES = 3
+IMAGE_SIDE, PATCH_SIDE = 8, 2
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
 # Parts that an argument may want handed over, by its name, and how classes of such parts are called.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.construction import Sizes, exact_lengths
+from equivalence_tests.checker.reach.construction import IMAGE_SIDE, PATCH_SIDE, Sizes, exact_lengths
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import role_of_parameter, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of
@@ -25,6 +25,8 @@ AIM = re.compile(r"label|tgt|trg|target|decoder_input")
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 SEGMENTS = re.compile(r"seg|token_type|^types?$")
 IMAGE_SIZE = re.compile(r"(im(g|age)|input)_?(size|height)|resolution", re.IGNORECASE)
+IMAGE = re.compile(r"^(im(g|age)s?|pixel(_values|s)?|pictures?)$", re.IGNORECASE)
+PATCHES = (16, 8, 4)  # sides of patches that are usual
 LENGTHS = ((7, 5), (6, 6))  # code that mixes up two masks may run on equal lengths only
 BATCH = 2
 FIRST_ID = 4  # lower ones are often padding, start and end
@@ -188,6 +190,8 @@ def _run(
 def _mixed_samples(run: ModelRun) -> str | None:
     """Name the mistake that shows when sample 0 becomes another: sample 1 changes, or sample 0 does not.
 
+    What changes when nothing does says nothing about samples.
+
     Returns:
         "" if all is well; None if it does not run on the other sample.
     """
@@ -196,10 +200,12 @@ def _mixed_samples(run: ModelRun) -> str | None:
         return torch.cat([x[:1].flip(*range(1, x.dim())), x[1:]])
 
     others = flipped(run.source), None if run.target is None else flipped(run.target)
-    ran = attempt(lambda: (run.call(run.source, run.target), run.call(*others)))
+    ran = attempt(lambda: [run.call(*given) for given in ((run.source, run.target), (run.source, run.target), others)])
     if ran is None:
         return None
-    before, after = ran
+    before, again, after = ran
+    if not torch.allclose(before, again, rtol=1e-9, atol=1e-11, equal_nan=True):
+        return "random_in_eval"
     same = [torch.allclose(x, y, rtol=1e-9, atol=1e-11, equal_nan=True) for x, y in zip(before, after, strict=True)]
     if not same[1]:
         return "samples_mixed"
@@ -220,24 +226,33 @@ def _drawn(module: nn.Module, count: int) -> Iterator[tuple[str, list[Tensor], i
         for source, target in LENGTHS:
             memory = torch.randn(BATCH, source, width, generator=generator)
             yield "memory", [memory, _distinct(min(sizes), target, generator)], 1
-    patches = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
-    if patches is not None:
-        for size in _image_sizes(module):
-            image = torch.randn(BATCH, patches.in_channels, size, size, generator=generator)
-            yield "image", [image], int(patches.kernel_size[0])
-    else:  # a table may hold positions alone
+    for told, (channels, patch) in itertools.product((True, False), _patches(module)):
+        for side in _image_sides(module, patch, told):
+            yield "image", [torch.randn(BATCH, channels, side, side, generator=generator)], patch
+    if not any(isinstance(m, nn.Conv2d) for m in module.modules()):  # a table may hold positions alone
         widths = list(dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear)))
         for one, width in itertools.product(lengths, widths[:MOST_WIDTHS]):
             yield "features", [torch.randn(BATCH, length, width, generator=generator) for length in one[:count]], 1
 
 
-def _image_sizes(module: nn.Module) -> list[int]:
+def _patches(module: nn.Module) -> list[tuple[int, int]]:
+    """The channels and the side of the patches that an image is cut into, by a convolution or before a projection."""
+    found = [(m.in_channels, int(m.kernel_size[0])) for m in module.modules() if isinstance(m, nn.Conv2d)]
+    if found or not any(IMAGE.search(parameter.name) for parameter in parameters_of(module)):
+        return found[:1]
+    widths = dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
+    cut = itertools.product(list(widths)[:MOST_WIDTHS], (PATCH_SIDE, *PATCHES))
+    return [(width // side**2, side) for width, side in cut if width % side**2 == 0]
+
+
+def _image_sides(module: nn.Module, patch: int, told: bool) -> list[int]:
+    """How large images may be: as the module says, or as many do."""
     named = [v for m in module.modules() for name, v in vars(m).items() if IMAGE_SIZE.search(name)]
-    told = [v[0] if isinstance(v, tuple | list) and v else v for v in named]
-    conv = next(m for m in module.modules() if isinstance(m, nn.Conv2d))
-    sides = [math.isqrt(n) * int(conv.kernel_size[0]) for length in exact_lengths(module) for n in (length, length - 1)]
-    fewest = 2 * int(conv.kernel_size[0])  # two patches can be exchanged
-    return [n for n in dict.fromkeys([*told, *sides, 32, 28, 64, 224]) if isinstance(n, int) and n >= fewest]
+    sides = [v[0] if isinstance(v, tuple | list) and v else v for v in named]
+    sides += [math.isqrt(n) * patch for length in exact_lengths(module) for n in (length, length - 1)]
+    usual = (IMAGE_SIDE, 32, 28, 64, 224)
+    whole = [n for n in dict.fromkeys(sides if told else usual) if isinstance(n, int)]
+    return [n for n in whole if n >= 2 * patch]  # two patches can be exchanged
 
 
 def _distinct(size: int, length: int, generator: torch.Generator) -> Tensor:
@@ -252,7 +267,8 @@ def _output(returned: Any, ids: Tensor, turned: bool) -> Tensor:
     batch, length = ids.shape[:2]
     axes = (length, batch) if turned else (batch, length)
     all_tokens = [x.unflatten(0, axes) for x in found if x.dim() == 2 and len(x) == batch * length]
-    of_whole = [x for x in found if x.dim() in (2, 3) and len(x) == batch and x.size(1) != length]
+    image = ids.dim() == 4  # whose second axis holds no tokens
+    of_whole = [x for x in found if x.dim() in (2, 3) and len(x) == batch and (image or x.size(1) != length)]
     picked = [x for x in found if x.dim() == 3 and x.shape[:2] == ids.shape[:2]]
     picked += [x.transpose(0, 1) if turned else x for x in all_tokens]
     picked += [x if x.dim() == 3 else x[:, None] for x in of_whole]
