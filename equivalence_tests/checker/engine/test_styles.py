@@ -550,6 +550,20 @@ def test_a_factor_of_each_query_that_is_given_is_no_rotation() -> None:
     assert judged(ScaledByArgument, growth - 1).mistakes[:1] == ("query_changed_by_mul",)
 
 
+class ScoresAlone(Base):
+    scale = 1.0
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+def test_without_a_softmax_the_scale_is_asked_for_too() -> None:
+    report = judged(ScoresAlone)
+    assert report.mistakes == ("softmax_missing", "scale_missing"), str(report)
+    assert report.findings[0].proof is not None
+    assert report.findings[0].proof.error < 1e-9
+
+
 @pytest.mark.parametrize(("target", "name"), [(Unscaled, "scale_missing"), (SquaredLearntQuery, "scale_wrong")])
 def test_what_nothing_says_deviates(target: type[nn.Module], name: str) -> None:
     assert judged(target).mistakes[:1] == (name,)
