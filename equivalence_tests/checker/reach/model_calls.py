@@ -25,7 +25,6 @@ AIM = re.compile(r"label|tgt|trg|target|decoder_input")
 OF_SOURCE = re.compile(r"src|source|mem|enc|cross")
 SEGMENTS = re.compile(r"seg|token_type|^types?$")
 IMAGE_SIZE = re.compile(r"(im(g|age)|input)_?(size|height)|resolution", re.IGNORECASE)
-IMAGE = re.compile(r"^(im(g|age)s?|pixel(_values|s)?|pictures?)$", re.IGNORECASE)
 PATCHES = (16, 8, 4)  # sides of patches that are usual
 LENGTHS = ((7, 5), (6, 6))  # code that mixes up two masks may run on equal lengths only
 BATCH = 2
@@ -226,19 +225,20 @@ def _drawn(module: nn.Module, count: int) -> Iterator[tuple[str, list[Tensor], i
         for source, target in LENGTHS:
             memory = torch.randn(BATCH, source, width, generator=generator)
             yield "memory", [memory, _distinct(min(sizes), target, generator)], 1
-    for told, (channels, patch) in itertools.product((True, False), _patches(module)):
-        for side in _image_sides(module, patch, told):
-            yield "image", [torch.randn(BATCH, channels, side, side, generator=generator)], patch
-    if not any(isinstance(m, nn.Conv2d) for m in module.modules()):  # a table may hold positions alone
+    convolved = any(isinstance(m, nn.Conv2d) for m in module.modules())
+    if not convolved:  # a table may hold positions alone
         widths = list(dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear)))
         for one, width in itertools.product(lengths, widths[:MOST_WIDTHS]):
             yield "features", [torch.randn(BATCH, length, width, generator=generator) for length in one[:count]], 1
+    for told, (channels, patch) in itertools.product((True, False), _patches(module) if convolved or not sizes else ()):
+        for side in _image_sides(module, patch, told):
+            yield "image", [torch.randn(BATCH, channels, side, side, generator=generator)], patch
 
 
 def _patches(module: nn.Module) -> list[tuple[int, int]]:
     """The channels and the side of the patches that an image is cut into, by a convolution or before a projection."""
     found = [(m.in_channels, int(m.kernel_size[0])) for m in module.modules() if isinstance(m, nn.Conv2d)]
-    if found or not any(IMAGE.search(parameter.name) for parameter in parameters_of(module)):
+    if found:
         return found[:1]
     widths = dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     cut = itertools.product(list(widths)[:MOST_WIDTHS], (PATCH_SIDE, *PATCHES))
