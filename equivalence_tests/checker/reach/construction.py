@@ -78,6 +78,8 @@ GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
 ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
 COUNTS_KEY_HEADS = r"(kv|key_value|group|kv_n)_?\w*(head|group)|heads?_kv|query_groups|n_local_kv|(n|num|h)_?kv(_?h)?$"
 
+IMAGE_SIDE, PATCH_SIDE = 8, 2
+
 # What a name asks for, the first pattern that matches the lower-cased name decides.
 NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
     (r"drop|(^|_)p(drop)?$|attn_pd|resid_pd|prob", lambda s: DROPOUT),
@@ -134,7 +136,6 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"window", lambda s: [MAX_LEN, (2, 3), 4]),  # the length of a window, or the side of one
 )
 ALTERNATIVES = 3
-IMAGE_SIDE, PATCH_SIDE = 8, 2
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
 # Parts that an argument may want handed over, by its name, and how classes of such parts are called.
