@@ -50,41 +50,42 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
     """
     if kind == "mask_builder":
         return examine_mask_builder(found, name)
-    observed = list[Report]()
+    observed, errors = list[Report](), list[str]()
     for subject in subjects(found, name, adapter):
         # What fits nothing at two small widths fits nothing at a large one.
         if observed and (len(observed) == MOST_OBSERVED or subject.sizes.embed_dim >= LARGE):
             break
-        report = _examine_instance(subject, kind, where)
+        report = _examine_instance(subject, kind, where, errors)
         if report is not None and report.verdict != "unchecked":
             return report
         observed += [report] if report is not None else []
     if not observed:
         if kind == "positional_encoding":
             raise CannotCheckError(f"no call of {name} gave a table of positions, or vectors plus one")
-        raise CannotCheckError(f"no call {name}(x) with x of (batch, len, features) gave a tensor of that shape")
+        said = f"; it said {errors[0]}" if errors else ""
+        raise CannotCheckError(f"no call {name}(x) with x of (batch, len, features) gave a tensor of that shape{said}")
     return observed[0]
 
 
-def _examine_instance(subject: Subject, kind: str, where: str) -> Report | None:
+def _examine_instance(subject: Subject, kind: str, where: str, errors: list[str]) -> Report | None:
     torch.set_default_dtype(torch.float64)
     if kind == "positional_encoding":
         return _examine_positions(subject, where)
     width = subject.sizes.embed_dim
     if subject.module is not None:
-        return _examine_module(subject.copied(), width, subject, kind, where)
+        return _examine_module(subject.copied(), subject, kind, where, errors)
     made = function_modules(subject.function, kind, width, subject.sizes.ff_dim)
-    reports = [r for one in made if (r := _examine_module(one, width, subject, kind, where)) is not None]
+    reports = [r for one in made if (r := _examine_module(one, subject, kind, where, errors)) is not None]
     return next((report for report in reports if report.verdict != "unchecked"), (*reports, None)[0])
 
 
-def _examine_module(module: nn.Module, width: int, subject: Subject, kind: str, where: str) -> Report | None:
+def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, errors: list[str]) -> Report | None:
     prepare(module)
-    norm = kind == "layer_norm"
+    norm, width = kind == "layer_norm", subject.sizes.embed_dim
     if norm and all(p.numel() == 1 for p in module.parameters()):
         width = SIZES[0].embed_dim  # one gain for all features says nothing about their number
     # Beside convolutions, features and tokens may be in each other's place.
-    fed = ((turned, list(_observe(module, width, norm, turned))) for turned in (False, True))
+    fed = ((turned, list(_observe(module, width, norm, turned, errors))) for turned in (False, True))
     turned, observations = next((found for found in fed if found[1]), (False, []))
     if not observations:
         return None
@@ -147,12 +148,12 @@ def _as_given(x: Tensor, turned: bool) -> Tensor:
     return x.mT.contiguous() if turned else x.clone()
 
 
-def _observe(module: nn.Module, width: int, norm: bool, turned: bool) -> Iterator[Observation]:
-    """Feed it tokens of a normal and, where eps counts, of a small size."""
+def _observe(module: nn.Module, width: int, norm: bool, turned: bool, errors: list[str]) -> Iterator[Observation]:
+    """Feed it tokens of a normal and, where eps counts, of a small size; ``errors`` receives what it said."""
     generator = torch.Generator().manual_seed(0)
     for (batch, length), size in itertools.product(SHAPES, (1.0, 0.02) if norm else (1.0,)):
         x = size * (torch.randn(batch, length, width, generator=generator) + (0.3 if norm else 0.0))
-        output = next(tensors_in(attempt(partial(module, _as_given(x, turned)))), None)
+        output = next(tensors_in(attempt(partial(module, _as_given(x, turned)), errors)), None)
         output = output.mT if turned and output is not None and output.dim() == 3 else output
         if output is not None and output.shape == x.shape:
             yield x, output

@@ -1,5 +1,6 @@
 """LayerNorms and feed-forwards by themselves: what is right in another form, what is wrong, and how it is said."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -437,6 +438,16 @@ def test_what_torch_has_an_argument_for_is_told_and_not_blamed() -> None:
     report = verify(nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)))
     assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
     assert "The activation is SiLU" in report.meant[0].sentence
+
+
+class FeedForwardOnNoDevice(PaperFeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to("mlu"))
+
+
+def test_what_the_code_said_to_the_calls_of_a_part_is_told() -> None:
+    reason = verify(FeedForwardOnNoDevice).reason
+    assert re.search(r"it said RuntimeError: Expected one of cpu.*\(\S*test_parts.py:\d+\)", reason), reason
 
 
 @pytest.mark.parametrize("found", [ShuffledFeedForward, CubedLayerNorm, lambda: ShuffledFeedForward(8, 32)])

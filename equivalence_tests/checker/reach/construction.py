@@ -23,7 +23,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, told_by
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
-from equivalence_tests.checker.reporting.lines import raised_at
+from equivalence_tests.checker.reporting.lines import raised_in
 from equivalence_tests.instruments.weights import randomize_parameters
 
 DROPOUT = 0.25
@@ -343,7 +343,7 @@ def _first_that_builds(target: Any, proposals: Iterable[dict[str, Any]], errors:
         try:
             return target(**arguments)
         except Exception as error:  # the user's constructor may raise anything
-            errors.append(f"{_call_text(target, arguments)} raised {type(error).__name__}: {error}{raised_at(error)}")
+            errors.append(f"{_call_text(target, arguments)} raised {type(error).__name__}: {error}{raised_in(error)}")
     return None
 
 

@@ -1,5 +1,6 @@
 """What a constructor is told: by names, by widths that the file fixes, and by what one head needs."""
 
+import inspect
 import math
 from dataclasses import dataclass
 
@@ -279,11 +280,16 @@ class RaisesItself(nn.Module):
 
     def __init__(self, d_model: int, n_heads: int) -> None:
         super().__init__()
-        self.act = nn.Relu()  # type: ignore[attr-defined]
+        self.act = self.made()
+
+    def made(self) -> nn.Module:
+        return nn.Relu()  # type: ignore[attr-defined]
 
 
-def test_a_constructor_that_fails_by_itself_is_told_its_line() -> None:
+def test_a_constructor_that_fails_by_itself_is_told_its_lines() -> None:
+    first, entry = (inspect.getsourcelines(found)[1] for found in (RaisesItself.made, RaisesItself.__init__))
+    where = rf"\(\S+:{first + 1}, called from \S+:{entry + 2}\)"
     with pytest.raises(
-        CannotCheckError, match=r"no attribute 'Relu' \(.*\)\n\d+ of the \d+ constructions .* end there"
+        CannotCheckError, match=rf"no attribute 'Relu' {where}\n\d+ of the \d+ constructions .* end there"
     ):
         list(build(RaisesItself))

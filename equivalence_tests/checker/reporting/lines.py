@@ -72,6 +72,13 @@ def raised_at(error: BaseException) -> str:
     return f" ({lines[0]})" if lines else ""
 
 
+def raised_in(error: BaseException) -> str:
+    """Name the user's line in which an error came up, and the one that their code was entered by and that led there."""
+    lines = code_lines(frames_of(error))
+    places = dict.fromkeys(str(line) for line in (*lines[-1:], *lines[:1]))
+    return f" ({', called from '.join(places)})" if places else ""
+
+
 def frames_here() -> Frames:
     """The user's lines that led here: what stands between the engine that called and this operation."""
     found: list[tuple[str, int, str]] = []
