@@ -6,6 +6,7 @@ Each is a function ``check_*(checked)`` that returns what it saw, raises ``Faile
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,7 @@ from equivalence_tests.instruments.differences import compare_errors
 Check = Callable[["Checked"], str]
 FRESH = range(201, 204)
 DRAWS = 200
+SINGLE = 1e-7
 PLAIN = ("rotary_positions", "queries_and_keys_normalised")  # what the formula is held against has these too
 NO_GRADIENT = "the output carries no gradient: it is detached, or computed under no_grad"
 
@@ -78,7 +80,19 @@ class Checked:
     @property
     def bound(self) -> float:
         """What differs by more is no rounding."""
-        return 1e-10 if self.exact else 2e-5
+        return max(1e-10, 100 * self.off) if self.exact else 2e-5
+
+    @property
+    def off(self) -> float:
+        """How far the scale is from the right one, where that passes for rounding: a root that was taken in float32."""
+        found = [
+            model.factor * operands[0].factor * operands[1].factor * math.sqrt(part.product.width) - 1
+            for judgement in self.situation.found.judgements
+            for part, model, operands in zip(
+                judgement.attention.parts, judgement.models, judgement.operands, strict=False
+            )
+        ]
+        return max((abs(x) for x in found if abs(x) < SINGLE), default=0.0)
 
     def inputs(self, seed: int) -> Inputs:
         """Draw inputs."""

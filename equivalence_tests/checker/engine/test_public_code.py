@@ -1081,3 +1081,29 @@ class Crossing(nn.Module):
 def test_the_rows_of_one_matrix_are_told_as_they_lie() -> None:
     rows = {what: here for what, here, _ in verify(Crossing).conventions}
     assert rows["projections"] == "attn.in_proj_weight: rows are [q; k; v]"
+
+
+class RootInSinglePrecision(nn.Module):
+    """Right: the root of the width of a head is a tensor in float32, off by a rounding."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads, self.root = n_heads, torch.sqrt(torch.tensor(d_model // n_heads, dtype=torch.float32))
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (
+            f(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for f, x in ((self.q, q), (self.k, k), (self.v, v))
+        )
+        return self.o(((q @ k.mT / self.root).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class RootOfAnotherWidth(RootInSinglePrecision):
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__(d_model, n_heads)
+        self.root = self.root * (1 + 1e-4)
+
+
+def test_a_root_in_single_precision_is_right() -> None:
+    assert verify(RootInSinglePrecision).verdict == "equal", str(verify(RootInSinglePrecision))
+    assert verify(RootOfAnotherWidth).mistakes == ("scale_wrong",)

@@ -168,7 +168,7 @@ ROWS = (
         "The tokens of the first layer are no patches: each holds numbers of several.",
         ("patches.reshape(batch, -1, features)", "patches.flatten(2).transpose(1, 2)"),
         "Flatten height and width, and bring the features to the end by a transpose: a reshape alone leaves the order.",
-        ran="last reshape, last view, last flatten",
+        ran="last reshape, last flatten",
     ),
     _layer(
         "part_never_used",
