@@ -129,6 +129,13 @@ ROWS = (
         ran="mul",
     ),
     _gate(
+        "gate_added",
+        "The gate is added to the values, which it should multiply.",
+        "down(activation(gate(x)) + up(x))",
+        "Multiply the two.",
+        ran="last add",
+    ),
+    _gate(
         "activation_of_gate_and_gated",
         "The activation is applied to what is gated too, not to the gate alone.",
         "down(activation(gate(x)) * activation(up(x)))",

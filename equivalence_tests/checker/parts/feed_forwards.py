@@ -232,8 +232,14 @@ def _gated(gate: Projection, up: Projection, down: Projection, linears: str) -> 
         yield PartReading(_gated_by(f, gate, up, down), rows, (), (note,))
         product = _chain(lambda x: gate(x) * up(x), f, down)
         yield PartReading(product, rows, ("activation_of_gated_product",), (note,))
+        added = _chain(functools.partial(_sum, _chain(gate, f), up), down)
+        yield PartReading(added, rows, ("gate_added",), (note,))
         both = _gated_by(f, gate, _chain(up, f), down)
         yield PartReading(both, rows, ("activation_of_gate_and_gated",), (note,))
+
+
+def _sum(one: Map, two: Map, x: Tensor) -> Tensor:
+    return one(x) + two(x)
 
 
 def _gated_by(f: Map, gate: Map, up: Map, down: Map) -> Map:

@@ -51,6 +51,11 @@ class GatesItselfFeedForward(Gated):
         return self.down(F.silu(self.gate(x)) * self.gate(x))
 
 
+class AddsItsGateFeedForward(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) + self.up(x))
+
+
 class ActivatesBothFeedForward(Gated):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * F.silu(self.up(x)))
@@ -415,6 +420,7 @@ def test_what_is_right_is_read(name: str) -> None:
         (EarlyActivationFeedForward, {"activation_misplaced"}),
         (BilinearFeedForward, {"gate_without_activation"}),
         (GatesItselfFeedForward, {"gate_gates_itself"}),
+        (AddsItsGateFeedForward, {"gate_added"}),
         (ActivatesBothFeedForward, {"activation_of_gate_and_gated"}),
         (ProductFeedForward, {"activation_of_gated_product"}),
         (LinearConvFeedForward, {"activation_missing"}),
