@@ -30,6 +30,7 @@ from equivalence_tests.checker.reporting.findings import Exercise
 Names = Callable[[str], object]  # whether it is the name of what is meant
 
 HIDDEN = "the keys that it hides by itself"
+FACTORS = re.compile(r"scal|factor|multiplier|temperature", re.IGNORECASE)
 CAP = re.compile(r"cap|clip", re.IGNORECASE)
 WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
 SIZES = re.compile(
@@ -289,6 +290,8 @@ class Evidence:
         """A value of a configuration that is the scale, its root, or one over either."""
         ways: list[tuple[str, float, Names]] = [("", value, _is_no_size), ("1 / ", 1 / value, DIVISORS.search)]
         ways.append(("1 / sqrt of ", value**-2, _is_no_count))
+        width = self.judgement.attention.parts[0].product.width
+        ways.append(("1 / sqrt(head_dim) times ", value * math.sqrt(width), FACTORS.search))
         for word, number, named in ways:
             if told := self._setting(number, SCALES.fullmatch if abs(number - 1) < 1e-4 else named):
                 return f"the scale is {word}what {told}"

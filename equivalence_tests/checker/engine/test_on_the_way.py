@@ -577,6 +577,31 @@ class NormedBarelyAndScaled(NormedBarely):
         return q, k * 1.3, v
 
 
+class NormedBarelyAndScaledAsAsked(NormedBarely):
+    """The configuration holds what multiplies the scores beside their scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Configuration(query_pre_attn_scalar=4, qk_scale_factor=1.3)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q * vars(self.config)["qk_scale_factor"], k, v
+
+
+class NormedBarelyAndTurned(NormedBarely):
+    """The half that a rotation takes with a minus is no factor of all."""
+
+    def turned(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.size(2), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=x.dtype).repeat(2)
+        one, two = x.chunk(2, -1)
+        return x * angle.cos() + torch.cat([-two, one], -1) * angle.sin()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return self.turned(q), self.turned(k), v
+
+
 class KeysAndValuesFlipped(Base):
     """A helper for keys and values flips both."""
 
@@ -798,6 +823,8 @@ def test_a_mask_of_numbers_shows_what_is_there(
         Locally,
         Normed,
         NormedBarely,
+        NormedBarelyAndScaledAsAsked,
+        NormedBarelyAndTurned,
         PaddedWindows,
         Upsampled,
         PackedWithNorms,

@@ -117,9 +117,10 @@ def _experiment(run: Run, operand: Operand) -> None:
 def _factor_behind_norm(run: Run, operand: Operand) -> float:
     """What multiplies an operand behind the part that normalises it."""
     factor, normed = 1.0, False
-    for operation, _, value in operand.steps(run):
+    for operation, codes, value in operand.steps(run):
         inside, taken = operation.place != operand.until.place, operation.inputs[0].value
-        ratio = constant_ratio(value, taken, operand.tolerance) if value.shape == taken.shape else None
+        whole = value.shape == taken.shape and bool(torch.isin(operand.codes, codes).all())  # no half of a rotation
+        ratio = constant_ratio(value, taken, operand.tolerance) if whole else None
         factor, normed = (1.0 if inside else factor * (ratio or 1.0)), normed or inside
     return factor if normed else 1.0
 
