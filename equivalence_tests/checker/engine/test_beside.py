@@ -172,15 +172,23 @@ class KeysOfAPooledImage(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reduced, self.norm = nn.Conv1d(WIDTH, WIDTH, 1), nn.LayerNorm(WIDTH)
+        self.reduced: nn.Module = nn.Conv1d(WIDTH, WIDTH, 1)
+        self.norm = nn.LayerNorm(WIDTH)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, fewer = self.split(self.q_proj(x)), self.norm(self.reduced(x.mT).mT)
         return q, self.split(self.k_proj(fewer)), self.split(self.v_proj(fewer))
 
 
-def test_a_norm_of_what_was_projected_before_asks_for_no_norm_of_the_input() -> None:
-    assert judged(KeysOfAPooledImage).mistakes == ()
+class KeysOfAveragedTokens(KeysOfAPooledImage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced = nn.AvgPool1d(2)
+
+
+@pytest.mark.parametrize("target", [KeysOfAPooledImage, KeysOfAveragedTokens])
+def test_a_norm_of_what_was_made_fewer_before_asks_for_no_norm_of_the_input(target: type[nn.Module]) -> None:
+    assert judged(target).mistakes == ()
 
 
 def test_one_norm_alone_is_told_where_the_projection_of_queries_names_the_tokens() -> None:

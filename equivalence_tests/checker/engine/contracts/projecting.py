@@ -245,6 +245,8 @@ def _first_use(attention: Attention, operand: Operand) -> Operation:
 
 def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
     """Where queries and keys come from one tensor, both see it normalised, or neither does."""
+    if operands[0].codes.size(1) != operands[1].codes.size(1):
+        return  # what makes fewer keys of the tokens may normalise what it makes
     names = attention.run.names
     inputs, given, before = [], set[int](), set[frozenset[int]]()
     for operand in operands:
