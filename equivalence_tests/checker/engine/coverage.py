@@ -46,7 +46,8 @@ SLIDES = re.compile(r"slid", re.IGNORECASE)
 CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
-# Stages in which no option of a constructor asks for anything but torch's formula.
+SHOWS = re.compile(r"return|need|output|average|verbose", re.IGNORECASE)
+# Stages in which no option asks for anything but torch's formula.
 NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary")
 
 
@@ -156,8 +157,7 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
     elif CAUSAL.search(name) and _is_bool(parameter):
         _causal_switch(f"{name}=True", {name: True}, covered)
     elif _is_bool(parameter):
-        value = parameter.default is not True
-        covered.run(f"{name}={value}", lambda: covered.judged(trial.inputs(), {name: value}))
+        _call_switch(name, parameter.default is not True, covered)
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(name, covered)
     elif LIMITED.search(name) and type(parameter.default) is int:
@@ -195,6 +195,17 @@ def _as_tile(name: str, default: int, covered: Covered) -> bool:
     return bool(findings) or (wrong is None and bool(more))
 
 
+def _call_switch(name: str, value: bool, covered: Covered) -> None:
+    """What a switch asks for is no mistake, unless it only says what comes back beside the output."""
+    inputs, what = covered.trial.inputs(), f"{name}={value}"
+
+    def look() -> tuple[list[Finding], str]:
+        findings, _ = covered.judged(inputs, {name: value})
+        return (findings, "") if SHOWS.search(name) else _asked_for(findings, f"called with {what}")
+
+    covered.run(what, look)
+
+
 def _is_bool(parameter: inspect.Parameter) -> bool:
     return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool", "bool | None")
 
@@ -226,8 +237,10 @@ def cover_options(covered: Covered, subject: Subject, judge: Callable[..., Seque
     trial, known = covered.trial, {exercise.what for exercise in covered.exercises}
     hands_over = [p for p in parameters_of(trial.function) if p.name == trial.plan.mask_parameter and p.default]
     target: Any = type(subject.function)
-    for name, value in other_options(target):
-        what, causal = f"{name}={value}", value is True and CAUSAL.search(name)
+    options = list(other_options(target))
+    for name, value in options:
+        more = any(CAUSAL.search(other) and other != name and other in name for other, _ in options)
+        what, causal = f"{name}={value}", value is True and CAUSAL.search(name) and not more
         if what in known or DROPS.search(name) or (causal and (hands_over or not trial.plan.self_attention)):
             continue
         other = built_alike(target, subject, **{name: value})
@@ -276,8 +289,14 @@ def _held_tensors(subject: Subject) -> dict[str, Tensor]:
 
 
 def never_asked(finding: Finding) -> bool:
-    """Whether no option of a constructor asks for this."""
+    """Whether no option of a call or a constructor asks for this."""
     return finding.stage in NEVER_ASKED and "changed_by" not in finding.name
+
+
+def _asked_for(findings: Sequence[Finding], evidence: str) -> tuple[list[Finding], str]:
+    """Those that no option asks for, and the names of the others."""
+    asked = ", ".join(one.name for one in findings if not never_asked(one))
+    return [replace(one, evidence=evidence) for one in findings if never_asked(one)], asked
 
 
 def _option(what: str, covered: Covered, subject: Subject) -> None:
@@ -299,8 +318,7 @@ def _option(what: str, covered: Covered, subject: Subject) -> None:
         if added and torch.equal(before, trial.output(inputs)):
             raise CannotCheckError(f"what it adds takes no part in the call: {', '.join(added)}")
         findings, _ = covered.judged(inputs, {})
-        asked = ", ".join(one.name for one in findings if not never_asked(one))
-        return [replace(one, evidence=f"built with {what}") for one in findings if never_asked(one)], asked
+        return _asked_for(findings, f"built with {what}")
 
     covered.run(what, look, lambda _, error: covered.leave_out(what, said(error)))
 

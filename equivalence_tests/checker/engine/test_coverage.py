@@ -527,8 +527,47 @@ class RefusesToBeCausal(CausalByChoice):
         super().__init__()
 
 
+class LeavesTheMaskToTheCaller(CausalByChoice):
+    """A second switch says that the mask handed over is causal already."""
+
+    def __init__(self, causal: bool = False, use_custom_causal_mask: bool = False) -> None:
+        super().__init__(causal and not use_custom_causal_mask)
+
+
+class Inverts(Parts):
+    """A switch of the call lets queries compete for keys, or returns what was seen on the way."""
+
+    def forward(self, x: Tensor, inverted: bool = False, return_weights: bool = False) -> Tensor:
+        q, k, v = self.project(x)
+        weights = (q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(-2 if inverted or self.always(return_weights) else -1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+    def always(self, returned: bool) -> bool:
+        return False
+
+
+class InvertsToShowIt(Inverts):
+    def always(self, returned: bool) -> bool:
+        return returned
+
+
+class InvertsAndMergesWrongly(Parts):
+    def forward(self, x: Tensor, inverted: bool = False) -> Tensor:
+        q, k, v = self.project(x)
+        context = (q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(-1) @ v
+        return self.o((context if inverted else context.transpose(1, 2)).reshape(x.shape))
+
+
+def test_what_a_switch_of_the_call_asks_for_is_no_mistake_but_a_shape_that_nobody_asks_for_is() -> None:
+    assert verify(Inverts).verdict == "equal"
+    assert verify(InvertsToShowIt).mistakes == ("softmax_over_queries",)
+    (wrong,) = verify(InvertsAndMergesWrongly).findings
+    assert (wrong.name, wrong.evidence) == ("heads_merged_without_transpose", "called with inverted=True")
+
+
 def test_a_causal_switch_of_the_constructor_is_built_both_ways() -> None:
     assert verify(CausalByChoice).verdict == "equal"
+    assert verify(LeavesTheMaskToTheCaller).verdict == "equal"
     assert verify(HidesItselfByChoice).mistakes == ("causal_switch_wrong",)
     refused = verify(RefusesToBeCausal)
     assert (refused.verdict, [one.what for one in refused.not_exercised]) == ("partial", ["causal=True"])

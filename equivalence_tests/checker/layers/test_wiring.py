@@ -583,6 +583,27 @@ def test_a_branch_that_is_left_out_whole_misses_no_norm() -> None:
     assert [exercise.what for exercise in report.not_exercised] == ["memory"]
 
 
+class CrossesByChoice(layers.TwoMaskDecoderLayer):
+    """Right: it leaves its memory out unless it is built to read one."""
+
+    def __init__(self, d_model: int, n_heads: int, d_ff: int, is_cross_attention: bool = False) -> None:
+        super().__init__(d_model, n_heads, d_ff)
+        self.is_cross_attention = is_cross_attention
+
+    def cross(self, x: Tensor, memory: Tensor, src_mask: Tensor | None) -> Tensor:
+        return super().cross(x, memory if self.is_cross_attention else x, src_mask)
+
+
+class CrossesItselfByChoice(CrossesByChoice):
+    def cross(self, x: Tensor, memory: Tensor, src_mask: Tensor | None) -> Tensor:
+        return super().cross(x, x, src_mask)
+
+
+def test_a_memory_that_is_left_out_is_tried_with_the_option_that_asks_for_it() -> None:
+    assert verify(CrossesByChoice).mistakes == ()
+    assert verify(CrossesItselfByChoice).mistakes == ("cross_attention_from_decoder",)
+
+
 class CrossesItself(layers.TwoMaskDecoderLayer):
     def cross(self, x: Tensor, memory: Tensor, src_mask: Tensor | None) -> Tensor:
         return self.cross_attn(x, x, x)[0]

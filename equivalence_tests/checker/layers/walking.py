@@ -47,6 +47,8 @@ NEEDED = ("(attention)", "(multi-head attention)", "(wiring)", "wiring", "the wh
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
 MOST_PROJECTIONS = 4
 OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
+CROSS = re.compile(r"cross|memory|context|encoder")
+NO_MEMORY = "cross_attention_from_decoder"
 WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
 
 
@@ -113,8 +115,20 @@ def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
             tried[subject.sizes] = report = _examine_subject(subject, name)
             # Some classes take only heads of even width, and no other sizes tell more.
             if all(check.outcome != "skipped" for check in report.checks):
-                return _with_options(report, subject)
+                return _with_options(_with_memory(report, subject), subject)
     return min(tried.values(), key=lambda report: sum(check.outcome == "skipped" for check in report.checks))
+
+
+def _with_memory(report: Report, subject: Subject) -> Report:
+    """Check a class that takes no keys from its memory once more with the option that asks for them."""
+    target: Any = type(subject.function)
+    options = other_options(target) if subject.built and NO_MEMORY in {one.name for one in report.findings} else ()
+    for name in (name for name, value in options if value is True and CROSS.search(name)):
+        other = built_alike(target, subject, **{name: True})
+        found = _examine_subject(replace(subject, function=other), report.target) if other is not None else report
+        if NO_MEMORY not in {one.name for one in found.findings}:
+            return found
+    return report
 
 
 def _with_options(report: Report, subject: Subject) -> Report:
