@@ -20,6 +20,7 @@ from equivalence_tests.checker.engine.contracts.scores_table import causal_patte
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.products import contraction_of
+from equivalence_tests.checker.engine.taking_part import waiting_parameters
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES, MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation, Slot
 from equivalence_tests.checker.mistakes import MISTAKES
@@ -66,6 +67,8 @@ class Evidence:
             )
         if any(model.kind == "other" for model in self.judgement.models) and self._parameters_between(MULTIPLIES):
             yield Exercise("the weights", False, "a parameter mixes them with others: they are no softmax of scores")
+        for name in waiting_parameters(self.judgement.attention.run, self.module):
+            yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
         if not are_followed(self.judgement.attention):
             yield Exercise("heads put together", False, "queries or keys come from where tokens are not followed")
         own = self.own_mask()

@@ -1,7 +1,10 @@
 """Which operations, and which parameters, take part in what comes back."""
 
+import ast
 import dis
 import inspect
+import itertools
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
@@ -50,6 +53,40 @@ def unused_parameters(run: Run, module: nn.Module | None) -> list[str]:
     idle = [(name, x) for name, x in named if f"param:{name}" not in used]
     kept = _of_no_origin(run, live) if idle else []
     return [name for name, x in idle if not any(bool(torch.isin(own, x.detach().to(own.dtype)).all()) for own in kept)]
+
+
+def waiting_parameters(run: Run, module: nn.Module | None) -> list[str]:
+    """Name the idle parameters with which a function that ran computes, in a line that did not."""
+    idle, held = unused_parameters(run, module), dict(module.named_modules()) if module is not None else {}
+    taken = set(run.recorder.named(_taken_by(run, {operation.index for operation in run.operations})))
+    ran = {(path, name) for operation in run.operations for path, _, name in operation.frames}
+    waiting = []
+    for name in (name for name in idle if f"param:{name}" not in taken):
+        path, _, last = name.rpartition(".")
+        own = itertools.takewhile(lambda made: made is not nn.Module, type(held[path]).__mro__)
+        if any(last in _computed_with(made, ran) for made in own):
+            waiting.append(name)
+    return waiting
+
+
+def _computed_with(target: type, ran: set[tuple[str, str]]) -> set[str]:
+    """The attributes with which these functions of a class compute, or which they hand to others."""
+    try:
+        path, tree = inspect.getsourcefile(target), ast.parse(textwrap.dedent(inspect.getsource(target)))
+    except (OSError, TypeError, SyntaxError):
+        return set()
+    functions = (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and (path, x.name) in ran)
+    parts = [part for function in functions for x in ast.walk(function) for part in _computing(x)]
+    return {part.attr for part in parts if isinstance(part, ast.Attribute)}
+
+
+def _computing(node: ast.AST) -> list[ast.expr]:
+    match node:
+        case ast.BinOp(left=left, right=right):
+            return [left, right]
+        case ast.Call(args=args, keywords=keywords):
+            return [*args, *(keyword.value for keyword in keywords)]
+    return []
 
 
 def _taken_by(run: Run, live: set[int]) -> int:

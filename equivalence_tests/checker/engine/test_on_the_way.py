@@ -65,6 +65,22 @@ class BiasUsed(BiasForgotten):
         return q + self.own_bias, k, v
 
 
+class BiasOfAnotherCall(BiasForgotten):
+    """What another call adds is not run in this one."""
+
+    wanted = False
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q + self.own_bias if self.wanted else q, k, v
+
+
+class BiasReadAndForgotten(BiasForgotten):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _ = self.own_bias
+        return super().operands(x)
+
+
 class TableKept(Base):
     """A table that is laid out once and kept."""
 
@@ -744,6 +760,7 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
         (BiasRolled, "changed_by_roll", "return bias.roll(1, -1)"),
         (BiasClampedToAConstant, "changed_by_clamp", "return bias.clamp(-0.2, 0.2)"),
         (BiasForgotten, "bias_never_used", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
+        (BiasReadAndForgotten, "bias_never_used", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
         (LocallyRolled, "changed_by_roll", "return x.roll(1, 1)"),
         (FoldedHeadsRolled, "changed_by_roll", "return scores.roll(1, 1)"),
         (NormedAndFlippedBehind, "query_changed_by_flip", "return q.flip(-1), k.flip(-1), v"),
@@ -840,6 +857,12 @@ def test_a_mask_of_numbers_shows_what_is_there(
 )
 def test_what_goes_its_own_way_unchanged_is_right(target: type[nn.Module]) -> None:
     assert judged(target).mistakes == ()
+
+
+def test_a_parameter_of_a_line_that_did_not_run_is_listed() -> None:
+    report = judged(BiasOfAnotherCall)
+    assert report.mistakes == ()
+    assert [exercise.what for exercise in report.not_exercised] == ["the parameter own_bias"]
 
 
 @pytest.mark.parametrize(

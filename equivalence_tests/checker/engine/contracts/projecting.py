@@ -23,6 +23,7 @@ from equivalence_tests.checker.engine.taking_part import (
     matrix_in,
     place_of_matrix,
     unused_parameters,
+    waiting_parameters,
 )
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
@@ -297,7 +298,8 @@ def _unused(attention: Attention, module: nn.Module, found: list[Departure]) -> 
     explained = {name for departure in found for name in departure.facts.get("unused", ())}
     stems = {name.rpartition(".")[0] for name in explained}
     idle, seen = unused_parameters(attention.run, module), list[Operation | None]()
-    for name in idle:
+    waiting = waiting_parameters(attention.run, module)
+    for name in (name for name in idle if name not in waiting):
         stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name, idle_modules(attention.run, module))
         unreached = worked is None and _of_idle_part(stem, idle, module)
         if name in explained or (stem and stem in stems) or unreached or worked in seen:
