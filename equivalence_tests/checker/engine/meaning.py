@@ -166,15 +166,20 @@ class Evidence:
         asked = {p.name for child in self.modules for p in parameters_of(type(child))}
         asked |= {name for holder in self._holders() for name in vars(holder)}
 
+        def written(name: str) -> bool:
+            is_size = SIZES.search(name) or SCALES.fullmatch(name)
+            return not is_size and re.search(rf"\b{re.escape(name)}\b", line) is not None
+
         def named(name: str) -> bool:
-            taken = name in asked and not SIZES.search(name) and not SCALES.fullmatch(name)
-            return taken and re.search(rf"\b{re.escape(name)}\b", line) is not None
+            return name in asked and written(name)
 
         out = operation.outputs[0].value
         same = (slot.value for slot in operation.inputs if slot.value.shape == out.shape)
-        ratios = [ratio for x in same if (ratio := constant_ratio(out, x))]
-        told = (self._setting(number, named, own=True) for ratio in ratios for number in (ratio, 1 / ratio))
-        return next((f"its number is what {setting}" for setting in told if setting), "")
+        for ratio in (ratio for x in same if (ratio := constant_ratio(out, x))):
+            for form, number, fits in (("", ratio, named), ("", 1 / ratio, named), ("1 - ", 1 - ratio, written)):
+                if told := self._setting(number, fits, own=True):
+                    return f"its number is {form}what {told}"
+        return ""
 
     def _by_a_parameter(self, departure: Departure, operation: Operation, how: str) -> str:
         """What a parameter takes part in may be added or multiplied, unless something strange happens to it before."""

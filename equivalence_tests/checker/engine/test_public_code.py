@@ -948,7 +948,19 @@ class WithAFactorNobodyChose(WithABranchFactor):
         return x + 0.3 * branch
 
 
+class WithTheRestOfAStart(WithABranchFactor):
+    """Keeps what a starting value of its own leaves, as differential attention does."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads, 1.0)
+        self.lambda_init = 0.8 - 0.6 * 0.4
+
+    def joined(self, x: Tensor, branch: Tensor) -> Tensor:
+        return x + branch * (1 - self.lambda_init)
+
+
 def test_a_factor_that_the_constructor_demands_is_meant_so() -> None:
+    assert "1 - what lambda_init says" in verify(WithTheRestOfAStart).meant[0].meant
     report = verify(WithABranchFactor)
     assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["changed_by_mul"])
     assert "what alpha says" in report.meant[0].meant
