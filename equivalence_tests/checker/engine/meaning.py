@@ -94,7 +94,8 @@ class Evidence:
             gates = self._parameters_beside(departure.operation)
             return f"the parameter {gates[0]} says how much is taken of them" if gates else ""
         if departure.operation is not None and departure.name in SINKS:
-            names = self._parameters_between(JOINS)
+            joined = [bits for one, _, bits, _ in self._beside_scores() if one.name in JOINS]
+            names = [name for bits in joined for name in self.recorder.parameters(bits)]
             if names:
                 departure.name = "attention_sink"
                 return f"the parameter {names[0]} takes a share of every row"
@@ -156,6 +157,8 @@ class Evidence:
         if departure.stage == "operand" and kinds and (argument := self._argument_for(departure, operation, kinds[0])):
             how = "is added" if kinds == ["add"] else "is its factor"
             return f"the argument {argument} {how} and has no other use"
+        if departure.stage == "operand" and kinds == ["add"] and (names := self._own_parameters(operation)):
+            return f"a part of its own adds what it makes with {names[0]}"
         if not kinds or departure.stage == "operand":
             return self._activation(operation)
         return self._by_a_parameter(departure, operation, "added" if kinds == ["add"] else "multiplied")
@@ -195,6 +198,12 @@ class Evidence:
             if names and strange is not None:
                 _blame(departure, strange, "summand" if how == "added" else "factor")
         return ""
+
+    def _own_parameters(self, operation: Operation) -> list[str]:
+        """The parameters of the part inside in which an operation runs, as far as it takes something of them."""
+        inside = operation.place != self.judgement.attention.first.place
+        names = [name for bits in operation.origins for name in self.recorder.parameters(bits)]
+        return [name for name in names if inside and name.startswith(f"{operation.place}.")]
 
     def _argument_for(self, departure: Departure, operation: Operation, kind: str) -> str:
         """The argument that is added to values, or gives each row a factor, and reaches no other operand."""

@@ -618,6 +618,41 @@ class NormedBarelyAndTurned(NormedBarely):
         return self.turned(q), self.turned(k), v
 
 
+class Neighbours(nn.Module):
+    """Adds to each token what a convolution makes of those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bent(x) + self.conv(x.mT)[..., : x.size(1)].mT
+
+    def bent(self, x: Tensor) -> Tensor:
+        return x
+
+
+class ValuesBesideTheirNeighbours(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside: nn.Module = Neighbours()
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, _ = super().operands(x)
+        return q, k, self.split(self.beside(self.v_proj(x)))
+
+
+class NeighboursOfClamped(Neighbours):
+    def bent(self, x: Tensor) -> Tensor:
+        return x.clamp(-0.2, 0.2)
+
+
+class ValuesClampedBesideTheirNeighbours(ValuesBesideTheirNeighbours):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = NeighboursOfClamped()
+
+
 class KeysAndValuesFlipped(Base):
     """A helper for keys and values flips both."""
 
@@ -761,6 +796,7 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
         (BiasClampedToAConstant, "changed_by_clamp", "return bias.clamp(-0.2, 0.2)"),
         (BiasForgotten, "bias_never_used", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
         (BiasReadAndForgotten, "bias_never_used", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
+        (ValuesClampedBesideTheirNeighbours, "value_changed_by_clamp", "return x.clamp(-0.2, 0.2)"),
         (LocallyRolled, "changed_by_roll", "return x.roll(1, 1)"),
         (FoldedHeadsRolled, "changed_by_roll", "return scores.roll(1, 1)"),
         (NormedAndFlippedBehind, "query_changed_by_flip", "return q.flip(-1), k.flip(-1), v"),
@@ -842,6 +878,7 @@ def test_a_mask_of_numbers_shows_what_is_there(
         NormedBarely,
         NormedBarelyAndScaledAsAsked,
         NormedBarelyAndTurned,
+        ValuesBesideTheirNeighbours,
         PaddedWindows,
         Upsampled,
         PackedWithNorms,
