@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import is_strange, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, constant_ratio
-from equivalence_tests.checker.engine.contracts.layout import are_followed
+from equivalence_tests.checker.engine.contracts.layout import are_followed, ways_back
 from equivalence_tests.checker.engine.contracts.operands import earlier, is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
@@ -67,6 +67,8 @@ class Evidence:
             )
         if any(model.kind == "other" for model in self.judgement.models) and self._parameters_between(MULTIPLIES):
             yield Exercise("the weights", False, "a parameter mixes them with others: they are no softmax of scores")
+        if any(ways_back(part) for part in self.judgement.attention.parts):
+            yield Exercise("the way back", False, "keys attend to queries by the same scores, which is not judged")
         for name in waiting_parameters(self.judgement.attention.run, self.module):
             yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
         if not are_followed(self.judgement.attention):

@@ -352,8 +352,10 @@ class Attention:
 
     @property
     def last(self) -> Operation:
-        """The last product of weights and values."""
-        return max((c.operation for p in self.parts for c in p.contexts), key=lambda operation: operation.index)
+        """The last product of weights and values; of those that are read, where some are."""
+        made = [c for p in self.parts for c in p.contexts]
+        read = [c for c in made if c.source is not None]
+        return max((c.operation for c in read or made), key=lambda operation: operation.index)
 
     @cached_property
     def tiled(self) -> bool:

@@ -896,6 +896,31 @@ def test_what_goes_its_own_way_unchanged_is_right(target: type[nn.Module]) -> No
     assert judged(target).mistakes == ()
 
 
+class BothWays(Base):
+    """A text attends to an image, and the image to the text by the same scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text_v, self.text_o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(text)), self.split(self.text_v(text))
+        scores = q @ k.mT * self.scale
+        context, back = scores.softmax(-1) @ v, scores.mT.softmax(-1) @ self.split(self.v_proj(x))
+        return self.o_proj(context.transpose(1, 2).flatten(2)), self.text_o(back.transpose(1, 2).flatten(2))
+
+
+class BothWaysUnscaled(BothWays):
+    scale = 1.0
+
+
+def test_keys_may_attend_to_queries_beside_the_way_that_is_judged() -> None:
+    text = torch.randn(2, 7, WIDTH).double()
+    report = judged(BothWays, text)
+    assert (report.verdict, [exercise.what for exercise in report.not_exercised]) == ("partial", ["the way back"])
+    assert judged(BothWaysUnscaled, text).mistakes == ("scale_missing",)
+
+
 def test_a_parameter_of_a_line_that_did_not_run_is_listed() -> None:
     report = judged(BiasOfAnotherCall)
     assert report.mistakes == ()

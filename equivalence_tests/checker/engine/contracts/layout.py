@@ -59,7 +59,8 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
         yield from paired
         if any(departure.blocks for departure in paired):
             return
-        for context in part.contexts:
+        back = ways_back(part)
+        for context in (context for context in part.contexts if context not in back):
             if context.source is None:
                 yield from _unread_context(attention, part, context)
                 return
@@ -292,14 +293,27 @@ def _are_apart(codes: Tensor, heads: int) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- weights and values
-def _unread_context(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
+def ways_back(part: Part) -> list[Context]:
+    """Give the contexts in which keys attend to queries, by scores by which queries attend to keys as well.
+
+    Args:
+        part: Of an attention.
+    """
+    read = any(context.source is not None for context in part.contexts)
+    return [c for c in part.contexts if read and c.source is None and _sums_over_queries(part, c)]
+
+
+def _sums_over_queries(part: Part, context: Context) -> bool:
     place = place_of(context.weights).clamp_min(0)
     has = known(context.weights)
     query = part.table.query[place].masked_fill(~has, -1)
     key = part.table.key[place].masked_fill(~has, -1)
     across = not bool((query == query.amax(-1, keepdim=True)).all())
-    same_key = bool(((key == key.amax(-1, keepdim=True)) | ~has).all())
-    name = "context_sums_over_queries" if across and same_key else "context_mixes_tokens"
+    return across and bool(((key == key.amax(-1, keepdim=True)) | ~has).all())
+
+
+def _unread_context(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
+    name = "context_sums_over_queries" if _sums_over_queries(part, context) else "context_mixes_tokens"
     yield _or_turned(attention, part, Departure(name, "context", context.operation, blocks=True))
 
 
