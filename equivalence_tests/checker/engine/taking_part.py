@@ -59,10 +59,11 @@ def waiting_parameters(run: Run, module: nn.Module | None) -> list[str]:
     """Name the idle parameters with which a function that ran computes, in a line that did not."""
     idle, held = unused_parameters(run, module), dict(module.named_modules()) if module is not None else {}
     taken = set(run.recorder.named(_taken_by(run, {operation.index for operation in run.operations})))
-    ran = {(path, name) for operation in run.operations for path, _, name in operation.frames}
     waiting = []
     for name in (name for name in idle if f"param:{name}" not in taken):
-        path, _, last = name.rpartition(".")
+        path, dot, last = name.rpartition(".")
+        inside = [operation for operation in run.operations if f"{operation.place}.".startswith(f"{path}{dot}")]
+        ran = {(file, function) for operation in inside for file, _, function in operation.frames}
         own = itertools.takewhile(lambda made: made is not nn.Module, type(held[path]).__mro__)
         if any(last in _computed_with(made, ran) for made in own):
             waiting.append(name)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import feature_of, sources_in, token_of
+from equivalence_tests.checker.engine.codes import feature_of, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import (
     USUAL,
     adds_two,
@@ -48,6 +48,7 @@ def read_operands(attention: Attention, part: Part) -> list[Operand]:
 
 
 def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, until: Operation) -> Operand:
+    codes, places = _followed(run, codes, places)
     numbers = sources_in(codes)
     operand = Operand(role, [run.names.sources[n] for n in numbers], slot, codes, places, until)
     dtypes = {
@@ -69,6 +70,13 @@ def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, unt
         operand.change = "other"
         _experiment(run, operand)
     return operand
+
+
+def _followed(run: Run, codes: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Names and places of the rows that come from somewhere, beside others that are named where they are used."""
+    given = [n for n in sources_in(codes) if run.names.sources[n].kind == "given"]
+    rows = ~torch.isin(source_of(codes), torch.tensor(given)).any(-1)
+    return (codes[rows][None], places[rows][None]) if bool(rows.any()) and not bool(rows.all()) else (codes, places)
 
 
 def _drawn(operand: Operand, seed: int) -> dict[int, Tensor]:
