@@ -383,7 +383,7 @@ def _not_projected(role: str, plural: str) -> Mistake:
 
 SHARING = {
     ("key", "query"): "Reformer makes queries and keys with one matrix.",
-    ("value", "key"): "Gemma 4 can take its keys for values (attention_k_eq_v); DeepSeek-V4 has one projection for both.",
+    ("value", "key"): "Gemma 4 can take its keys for values (attention_k_eq_v); DeepSeek-V4 always does.",
 }
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
 SWAPS = (
