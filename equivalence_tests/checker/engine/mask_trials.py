@@ -22,7 +22,7 @@ from equivalence_tests.checker.engine.situations import (
 from equivalence_tests.checker.engine.taking_part import live_operations
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.calling import Inputs
+from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
 from equivalence_tests.checker.reach.plans import role_of_parameter
@@ -284,26 +284,13 @@ class _Masks:
         if switch:
             self.report.coverage.append(Exercise(self.parameter, False, f"it has no effect: {switch} is False"))
             return []
-        why = self._speaks_of_others()
+        why = has_nothing_to_hide(self.parameter, self.situation.trial)
         if why:
             self.report.coverage.append(Exercise(self.parameter, False, why))
             return []
         judgement = self.situation.judgement
         first = judgement.attention.first if judgement is not None else None
         return [Departure("mask_never_used", "mask", self._dropped() or first, {"argument": f" {self.parameter}"})]
-
-    def _speaks_of_others(self) -> str:
-        """Say why no key of this call need be hidden by a mask of this name; "" if nothing says that."""
-        plan, stem = self.situation.plan, OF_WHAT.sub("", self.parameter)
-        given = dict(plan.roles)
-        if given.get(stem) == "query" and not plan.self_attention:
-            return "it speaks of the queries, and has no effect on them"
-        own = parameters_of(self.situation.trial.function) if stem not in ("", self.parameter) else []
-        others = (p.name for p in own if p.name not in given and p.name.startswith(stem))
-        missing = next((name for name in others if role_of_parameter(name) != "mask"), "")
-        if not missing and plan.self_attention and OF_MEMORY.search(self.parameter):
-            missing = "second tensor"
-        return f"no {missing} is given that it could hide" if missing else ""
 
     def _dropped(self) -> Operation | None:
         """The last operation that makes something of the mask and the scores, of which nothing comes back."""
@@ -376,6 +363,25 @@ def _infinite_weights(attempt: Situation) -> Iterator[Departure]:
             yield Departure("mask_after_softmax", "mask", operation)
             return
         after = after or operation.name in SOFTMAXES
+
+
+def has_nothing_to_hide(mask: str, trial: Trial) -> str:
+    """Say why no key of a call need be hidden by a mask of this name; "" if nothing says that.
+
+    Args:
+        mask: Its argument.
+        trial: A way to call.
+    """
+    plan, stem = trial.plan, OF_WHAT.sub("", mask)
+    given = dict(plan.roles)
+    if given.get(stem) == "query" and not plan.self_attention:
+        return "it speaks of the queries, and has no effect on them"
+    own = parameters_of(trial.function) if stem not in ("", mask) else []
+    others = (p.name for p in own if p.name not in given and stem in p.name and p.name != mask)
+    missing = next((name for name in others if role_of_parameter(name) != "mask"), "")
+    if not missing and plan.self_attention and OF_MEMORY.search(mask):
+        missing = "second tensor"
+    return f"no {missing} is given that it could hide" if missing else ""
 
 
 def _switched_off(module: nn.Module | None) -> str:

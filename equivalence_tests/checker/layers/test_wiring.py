@@ -583,6 +583,27 @@ def test_a_branch_that_is_left_out_whole_misses_no_norm() -> None:
     assert [exercise.what for exercise in report.not_exercised] == ["memory"]
 
 
+class WithMoreKeys(layers.SequentialFeedForwardLayer):
+    """A mask of more keys has nothing to hide where none are given."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, more_kv: Tensor | None = None, more_kv_mask: Tensor | None = None
+    ) -> Tensor:
+        y = self.ln_1(x)
+        keys = y if more_kv is None else torch.cat([more_kv, y], 1)
+        hidden = None if more_kv is None or more_kv_mask is None else nn.functional.pad(more_kv_mask, (0, y.size(1)))
+        x = x + self.attn(y, keys, keys, key_padding_mask=hidden)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+def test_a_mask_of_what_is_not_given_has_nothing_to_hide() -> None:
+    report = verify(WithMoreKeys)
+    assert report.mistakes == (), str(report)
+    assert ("more_kv_mask", "no more_kv is given that it could hide") in [
+        (exercise.what, exercise.detail) for exercise in report.not_exercised
+    ]
+
+
 class CrossesByChoice(layers.TwoMaskDecoderLayer):
     """Right: it leaves its memory out unless it is built to read one."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
+from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
 from equivalence_tests.checker.engine.meaning import HIDDEN, modules_around
 from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
@@ -453,6 +454,9 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
     run = run_layer(trial)
     read = _read_masks(walk, path, run, trial.sizes.num_heads)
     called = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
+    whys = {mask.name: has_nothing_to_hide(mask.name, trial) for mask in read.masks if not mask.used}
+    walk.report.coverage += [Exercise(name, False, why) for name, why in whys.items() if why]
+    read = replace(read, masks=[mask for mask in read.masks if not whys.get(mask.name)])
     found = list(read.mistakes())
     wrong = {name: _attention_of(mask.lower(), name, called) for name, mask, _ in found}
     unused = "".join(f" {mask}" for name, mask, _ in found if name == "mask_never_used")
