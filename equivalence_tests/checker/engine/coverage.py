@@ -305,7 +305,7 @@ def _option(what: str, covered: Covered, subject: Subject) -> None:
     assert isinstance(module, nn.Module)
 
     def look() -> tuple[list[Finding], str]:
-        others = (one for one in trials_of(module, subject.sizes, subject.dtype, []) if one.plan.roles == plan.roles)
+        others = (one for one in trials_of(module, subject.sizes, subject.dtype) if one.plan.roles == plan.roles)
         ways = itertools.chain([covered.trial], itertools.islice(others, MOST_BUILDS))
         trial = next((one for one in ways if one.keeps_samples_apart), None)
         if trial is None:

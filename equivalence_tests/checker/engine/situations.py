@@ -19,7 +19,7 @@ from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs, Trial, from_layout
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.plans import trials_of
+from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
 
@@ -65,7 +65,7 @@ class Situation:
         return not self.found.judgements or any(j.blocked() for j in self.found.judgements)
 
 
-def trials_for(subject: Subject, errors: list[str]) -> list[Trial]:
+def trials_for(subject: Subject, errors: Errors) -> list[Trial]:
     """List the ways to call it; those whose names say what each argument is are believed."""
     if subject.adapter.call is not None:
         plan = CallPlan(tuple((role, role) for role in ("query", "key", "value", "mask")), "b l e", positional=True)
@@ -74,7 +74,7 @@ def trials_for(subject: Subject, errors: list[str]) -> list[Trial]:
     named = [trial for trial in found if trial.plan.named]
     if found and not named:  # names that say what each argument is are believed, even where lengths must be equal then
         even = replace(subject.sizes, key_len=subject.sizes.query_len)
-        trials = itertools.islice(trials_of(subject.function, even, subject.dtype, []), 4)
+        trials = itertools.islice(trials_of(subject.function, even, subject.dtype), 4)
         named = [trial for trial in trials if trial.plan.named and not trial.plan.self_attention]
     return named or found
 

@@ -36,7 +36,7 @@ from equivalence_tests.checker.engine.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.plans import other_masks
+from equivalence_tests.checker.reach.plans import Errors, other_masks
 from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
@@ -68,7 +68,7 @@ def examine_attention(
     Raises:
         CannotCheckError: If it cannot be built, or called as an attention.
     """
-    errors: list[str] = []
+    errors = Errors()
     unread: list[Report] = []
     for subject in subjects(found, name, adapter or Adapter()):
         progress(f"built {name} with {subject.sizes.num_heads} heads of {subject.sizes.head_dim}")
@@ -90,7 +90,7 @@ def examine_attention(
     return unread[0]
 
 
-def _watched(subject: Subject, errors: list[str]) -> Report | None:
+def _watched(subject: Subject, errors: Errors) -> Report | None:
     """Watch one built subject run, in float64; in float32 where float64 cannot be called."""
     subject.function = subject.copied()
     for dtype in (torch.float64, torch.float32):
@@ -116,7 +116,7 @@ def _cannot_call(errors: list[str]) -> str:
     )
 
 
-def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Report | None:
+def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report | None:
     """Check one built class or function.
 
     Args:
@@ -127,7 +127,7 @@ def diagnose_subject(subject: Subject, errors: list[str] | None = None) -> Repor
         The report; None if it cannot be called as an attention.
     """
     started = time.process_time()
-    errors = [] if errors is None else errors
+    errors = Errors() if errors is None else errors
     trials = trials_for(subject, errors)
     if not trials:
         return None

@@ -388,7 +388,7 @@ class PlacedInVain(Placed):
 
 def covered(module: nn.Module) -> Covered:
     module = module.double().eval()
-    trial = next(trials_of(module, Sizes(num_heads=HEADS, head_dim=WIDTH // HEADS), torch.float64, []))
+    trial = next(trials_of(module, Sizes(num_heads=HEADS, head_dim=WIDTH // HEADS), torch.float64))
 
     def judge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Report]:
         with torch.no_grad():

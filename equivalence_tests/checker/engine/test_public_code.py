@@ -345,7 +345,7 @@ def test_a_cache_is_exercised_where_the_positions_are_handed_over() -> None:
     assert (right.verdict, right.mistakes) == ("equal", ())
     assert ("start_pos", True) in [(exercise.what, exercise.exercised) for exercise in right.coverage]
     module = WritesAtTheBeginning(12, 3).double().eval()
-    _, (wrong,) = exercised_cache(next(trials_of(module, Sizes(num_heads=3, head_dim=4), torch.float64, [])))
+    _, (wrong,) = exercised_cache(next(trials_of(module, Sizes(num_heads=3, head_dim=4), torch.float64)))
     assert wrong.name == "cache_differs_from_one_pass"
     assert wrong.line is not None
     assert wrong.line.text.startswith("self.cache_v[")

@@ -35,7 +35,7 @@ from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.construction import Sizes, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, ModelRun, run_layer, run_model
-from equivalence_tests.checker.reach.plans import trials_of
+from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.subject import Adapter, Subject, sizes_of, subjects
 from equivalence_tests.checker.reach.tracing import ModuleCall, layers_made, tensors_in, trace
@@ -247,7 +247,7 @@ def _add_inline(walk: Walk) -> None:
             walk.report.coverage.append(
                 Exercise(around, False, "it has no module of its own, so they were not followed")
             )
-            for trial in _ways_to_call(child, walk.sizes, [])[:1]:
+            for trial in _ways_to_call(child, walk.sizes, Errors())[:1]:
                 _add_idle_arguments(walk, path or "layer", path, trial, ())
 
 
@@ -387,7 +387,7 @@ def _holding(module: nn.Module, wanted: Any) -> Iterator[tuple[str, nn.Module]]:
 def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     """Follow the wiring of one layer, and try its masks and the maps it returns."""
     label, sizes = path or "layer", sizes_of(layer, walk.sizes, Adapter())
-    errors: list[str] = []
+    errors = Errors()
     ways = _ways_to_call(layer, sizes, errors)
     if not ways:
         said = f": {errors[0]}" if errors else ""
@@ -407,7 +407,7 @@ def _add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
     _add_maps(walk, label, path, trial)
 
 
-def _ways_to_call(layer: nn.Module, sizes: Sizes, errors: list[str]) -> list[Trial]:
+def _ways_to_call(layer: nn.Module, sizes: Sizes, errors: Errors) -> list[Trial]:
     """The ways to call a layer, first the one that keeps samples apart."""
     ways = list(trials_of(layer, sizes, torch.float64, errors))
     first = next((way for way in ways if way.keeps_samples_apart), None)

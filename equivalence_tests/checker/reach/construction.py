@@ -8,6 +8,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import math
 import re
 import sys
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.examples import examples_of
@@ -137,6 +139,7 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
 )
 ALTERNATIVES = 3
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
+HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
 # Parts that an argument may want handed over, by its name, and how classes of such parts are called.
 PARTS = (
@@ -219,17 +222,22 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
         CannotCheckError: If no attempt succeeds, with the last error of the constructor.
     """
     errors: list[str] = []
-    builds, large = False, list[tuple[Any, Sizes]]()
+    builds, small, making = False, False, _Making()
+    large = list[tuple[Any, Sizes]]()
     for sizes in _sizes_to_try(target):
         lists = ([way | given for way in ways] for ways in argument_lists(target, sizes))
-        made = (_first_that_builds(target, proposals, errors) for proposals in lists)
+        made = (_first_that_builds(target, proposals, errors, making) for proposals in lists)
         for instance in itertools.islice((x for x in made if x is not None), ALTERNATIVES):
             if isinstance(instance, nn.Module):
                 materialise(instance, sizes)
             builds = True
-            if _is_large(instance):
+            parameters, tables = _sizes_of_tensors(instance)
+            if small and parameters > LARGE:  # what fits nothing in small sizes fits nothing in this one
+                break
+            if tables > LARGE:  # anything smaller is tried first
                 large = large or [(instance, sizes)]
             else:
+                small = True
                 yield instance, sizes
     yield from large
     for instance in _as_it_stands(target, errors) if not given else ():
@@ -258,9 +266,11 @@ def _advice(errors: list[str]) -> str:
     )
 
 
-def _is_large(instance: Any) -> bool:
-    """Whether it holds a table of so many entries that anything smaller is tried first."""
-    return isinstance(instance, nn.Module) and any(table.numel() > LARGE for table in instance.buffers())
+def _sizes_of_tensors(instance: Any) -> tuple[int, int]:
+    """How many entries its largest parameter has, and its largest table."""
+    held = (instance.parameters(), instance.buffers()) if isinstance(instance, nn.Module) else ((), ())
+    parameters, tables = (max((x.numel() for x in tensors), default=0) for tensors in held)
+    return parameters, tables
 
 
 def _sizes_to_try(target: Any) -> Iterator[Sizes]:
@@ -338,11 +348,32 @@ def built(target: Any, sizes: Sizes, most: int | None = None) -> Any:
     return _first_that_builds(target, itertools.islice(proposals, most), [])
 
 
-def _first_that_builds(target: Any, proposals: Iterable[dict[str, Any]], errors: list[str]) -> Any:
-    for arguments in proposals:
+class _Making(TorchFunctionMode):
+    """Counts the entries that constructors fill in vain, and stops them before one that no small size asks for."""
+
+    entries = in_vain = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = args[0] if args and isinstance(args[0], tuple | list) else args
+        sized = func in (torch.empty, torch.zeros, torch.ones, torch.randn, torch.rand)
+        if sized and all(isinstance(size, int) for size in asked) and math.prod(asked) > HUGE:
+            raise MemoryError(f"a tensor of {tuple(asked)} is more than the check makes")
+        made = func(*args, **(kwargs or {}))
+        self.entries += made.numel() if isinstance(made, torch.Tensor) else 0
+        return made
+
+
+def _first_that_builds(
+    target: Any, proposals: Iterable[dict[str, Any]], errors: list[str], making: _Making | None = None
+) -> Any:
+    making = making or _Making()
+    for arguments in proposals if making.in_vain < MOST_IN_VAIN else ():
+        before = making.entries
         try:
-            return target(**arguments)
+            with making:
+                return target(**arguments)
         except Exception as error:  # the user's constructor may raise anything
+            making.in_vain += making.entries - before
             errors.append(f"{_call_text(target, arguments)} raised {type(error).__name__}: {error}{raised_in(error)}")
     return None
 

@@ -96,7 +96,7 @@ def run_model(module: nn.Module, sizes: Sizes, errors: list[str], mistakes: list
         How; None if no way was found that is right.
     """
     embeds = any(isinstance(m, nn.Embedding | nn.Conv2d) for m in module.modules())
-    trials = () if embeds else itertools.islice(trials_of(module, sizes, torch.float64, []), MOST_TRIALS)
+    trials = () if embeds else itertools.islice(trials_of(module, sizes, torch.float64), MOST_TRIALS)
     blind: ModelRun | None = None  # a required mask was given in a form that hides everything
     for run, masked in itertools.chain(((run_layer(trial), False) for trial in trials), _runs(module, errors)):
         wrong = _mixed_samples(run)

@@ -62,7 +62,21 @@ def role_of_parameter(name: str) -> str:
     return told_by(name, ROLE_NAMES, "")
 
 
-def trials_of(function: Callable[..., Any], sizes: Sizes, dtype: torch.dtype, errors: list[str]) -> Iterator[Trial]:
+class Errors(list[str]):
+    """What the code said to calls that failed.
+
+    Attributes:
+        in_vain: The ways to call it that failed with every mask and angles, and for each answer the first call it met.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_vain: dict[tuple[CallPlan, Sizes], dict[str, Trial]] = {}
+
+
+def trials_of(
+    function: Callable[..., Any], sizes: Sizes, dtype: torch.dtype, errors: Errors | None = None
+) -> Iterator[Trial]:
     """Give the ways in which the code can be called, the likeliest first.
 
     Args:
@@ -74,6 +88,7 @@ def trials_of(function: Callable[..., Any], sizes: Sizes, dtype: torch.dtype, er
     Yields:
         Those that ran and gave an output of the query's length. Equal lengths are tried only where different ones fail.
     """
+    errors = Errors() if errors is None else errors
     exact = exact_lengths(function) if isinstance(function, nn.Module) else []
     alike = [replace(sizes, query_len=n, key_len=n) for n in (sizes.query_len, MAX_LEN, *exact)]
     heads_of_keys = dict.fromkeys((sizes.key_heads % sizes.num_heads, 0))  # 0: as many as of queries
@@ -90,7 +105,7 @@ def trials_of(function: Callable[..., Any], sizes: Sizes, dtype: torch.dtype, er
                 found = True
                 yield working
                 if _may_take_one_head(working):
-                    yield from _working(replace(working, sizes=replace(lengths, num_heads=1)), [])
+                    yield from _working(replace(working, sizes=replace(lengths, num_heads=1)), Errors())
         if found:
             return
 
@@ -119,7 +134,7 @@ def crossed(trial: Trial) -> Trial | None:
     plan = CallPlan(tuple(kept.items()), trial.plan.layout, trial.plan.positional)
     equal = replace(trial.sizes, key_len=trial.sizes.query_len)
     tried = (replace(trial, plan=plan, sizes=sizes) for sizes in (trial.sizes, equal))
-    return next((working for one in tried for working in _working(one, [])), None)
+    return next((working for one in tried for working in _working(one, Errors())), None)
 
 
 def other_masks(trial: Trial) -> Iterator[Trial]:
@@ -207,36 +222,72 @@ def _role(parameter: inspect.Parameter) -> str:
     return f"={parameter.name}" if number and role != "angles" else role
 
 
-def _working(trial: Trial, errors: list[str]) -> Iterator[Trial]:
+def _working(trial: Trial, errors: Errors) -> Iterator[Trial]:
+    """Try it in all forms of masks and angles, unless another instance or precision met the same answers in vain."""
+    key, met, found = (trial.plan, trial.sizes), dict[str, Trial](), False
+    known = errors.in_vain.get(key, {})
+    again = (replace(one, function=trial.function, dtype=trial.dtype) for one in known.values())
+    if known and all(_answer(one) == text for text, one in zip(known, again, strict=True)):
+        return
+    for working in _in_all_forms(trial, errors, met):
+        found = True
+        yield working
+    if not found:
+        errors.in_vain[key] = met
+
+
+def _in_all_forms(trial: Trial, errors: list[str], met: dict[str, Trial]) -> Iterator[Trial]:
     """Try it without a mask, or None where one is required, then each mask that might hide nothing; with all angles."""
+
+    def tried(plan: CallPlan) -> Trial | None:
+        one = replace(trial, plan=plan)
+        done = _tried(one, errors)
+        if done is None:
+            met.setdefault(errors[-1], one)
+        return done
+
     plan, required = trial.plan, _required(parameters_of(trial.function))
     without = tuple((name, "mask?" if role == "mask" and name in required else role) for name, role in plan.roles)
     none_masks = {name for name, role in plan.roles if role == "=None" and role_of_parameter(name) == "mask"}
     all_neutral = tuple((name, "neutral" if name in none_masks else role) for name, role in plan.roles)
     masked = MaskForm.neutral_forms() if plan.mask_parameter else []
-    for angles in AngleForm.all() if "angles" in dict(plan.roles).values() else (None,):
-        done = _tried(replace(trial, plan=replace(plan, roles=without, angles=angles)), errors)
+    before_the_mask = set[str]()
+    for angles in _angles_to_try(replace(trial, plan=replace(plan, roles=without))):
+        done = tried(replace(plan, roles=without, angles=angles))
         if done is not None:
             yield done
             masked = []  # it asks for none
             continue
-        if masked and _fails_before_the_mask(
-            replace(trial, plan=replace(plan, roles=all_neutral, angles=angles)), errors
-        ):
+        neutral = replace(trial, plan=replace(plan, roles=all_neutral, angles=angles))
+        if masked and (errors[-1] in before_the_mask or _fails_before_the_mask(neutral, errors)):
+            before_the_mask.add(errors[-1])
             continue
-        for neutral in masked:
-            plans = [replace(plan, roles=r, angles=angles, neutral=neutral) for r in {plan.roles: 0, all_neutral: 0}]
-            tried = (_tried(replace(trial, plan=one), errors) for one in plans)
-            yield from itertools.islice((done for done in tried if done is not None), 1)
+        for form in masked:
+            plans = [replace(plan, roles=r, angles=angles, neutral=form) for r in {plan.roles: 0, all_neutral: 0}]
+            yield from itertools.islice((done for done in map(tried, plans) if done is not None), 1)
+
+
+def _angles_to_try(trial: Trial) -> list[AngleForm] | list[None]:
+    """List the forms of angles; one will do where it meets the same words at the same line as None in its place."""
+    roles = trial.plan.roles
+    if "angles" not in dict(roles).values():
+        return [None]
+    forms = list(AngleForm.all())
+    without = replace(trial.plan, roles=tuple((name, "=None" if role == "angles" else role) for name, role in roles))
+    first, none = (_answer(replace(trial, plan=plan)) for plan in (replace(trial.plan, angles=forms[0]), without))
+    return forms[:1] if first and first == none else forms
+
+
+def _answer(trial: Trial) -> str:
+    """Say what the code says to a call that fails; "" where it runs."""
+    answers: list[str] = []
+    return "" if _tried(trial, answers) else answers[-1]
 
 
 def _fails_before_the_mask(trial: Trial, errors: list[str]) -> bool:
     """Whether masks of all ranks and encodings meet the same words at the same line as the call without one."""
-    for form in MaskForm.neutral_forms()[::SOME]:
-        answers: list[str] = []
-        if _tried(replace(trial, plan=replace(trial.plan, neutral=form)), answers) or answers != errors[-1:]:
-            return False
-    return True
+    forms = MaskForm.neutral_forms()[::SOME]
+    return all(_answer(replace(trial, plan=replace(trial.plan, neutral=form))) == errors[-1] for form in forms)
 
 
 def _tried(trial: Trial, errors: list[str]) -> Trial | None:

@@ -293,3 +293,33 @@ def test_a_constructor_that_fails_by_itself_is_told_its_lines() -> None:
         CannotCheckError, match=rf"no attribute 'Relu' {where}\n\d+ of the \d+ constructions .* end there"
     ):
         list(build(RaisesItself))
+
+
+class OfPowers(nn.Module):
+    """Makes a table whose length is a power of a width that may be left to its default."""
+
+    def __init__(self, d_model: int, channels: int = 3) -> None:
+        super().__init__()
+        self.table = torch.empty(channels**6)
+
+
+class InVain(nn.Module):
+    """Makes a large table before it refuses whatever it is told."""
+
+    built = 0
+
+    def __init__(self, zebra: int, okapi: int) -> None:
+        super().__init__()
+        type(self).built += 1
+        self.table = torch.empty(2**25)
+        raise ValueError("want something else")
+
+
+def test_no_huge_tensor_is_made_where_a_default_makes_a_small_one() -> None:
+    assert next(build(OfPowers))[0].table.numel() == 3**6
+
+
+def test_constructors_that_fail_late_are_called_less_often() -> None:
+    with pytest.raises(CannotCheckError, match="want something else"):
+        next(build(InVain))
+    assert 10 < InVain.built < 60

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.construction import Sizes
-from equivalence_tests.checker.reach.plans import trials_of
+from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.verify import verify
 
 
@@ -32,14 +32,79 @@ class OfAMaskOfTwoAxes(nn.Module):
 
 
 def test_other_masks_are_not_tried_where_no_mask_is_reached() -> None:
-    assert not list(trials_of(OfOneQuery(), Sizes(), torch.float64, []))
+    assert not list(trials_of(OfOneQuery(), Sizes(), torch.float64))
     assert 0 < OfOneQuery.calls < 600
 
 
 def test_a_mask_of_a_certain_form_is_found_though_others_are_refused_alike() -> None:
-    trial = next(trials_of(OfAMaskOfTwoAxes(), Sizes(), torch.float64, []))
+    trial = next(trials_of(OfAMaskOfTwoAxes(), Sizes(), torch.float64))
     assert trial.plan.neutral is not None
     assert trial.plan.neutral.shape == "(query, key)"
+
+
+class OfSomeCalls(nn.Module):
+    """Counts its calls, and refuses all that are not as it wants them."""
+
+    calls = 0
+
+    def _count(self) -> None:
+        OfSomeCalls.calls += 1
+
+
+class BeforeItsAngles(OfSomeCalls):
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        self._count()
+        raise ValueError(f"no features of {x.size(-1)}")
+
+
+class OfCertainAngles(nn.Module):
+    """Refuses all angles but those of a certain shape in the same words."""
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        if rope.shape != (1, x.size(1), 1, 12):
+            raise ValueError("want other angles")
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class InSinglePrecision(OfSomeCalls):
+    """Wants a mask of two axes first, then float32."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self._count()
+        if mask.dim() != 2:
+            raise ValueError("want a mask of two axes")
+        if x.dtype != torch.float32:
+            raise ValueError("want float32")
+        return (x @ x.mT).masked_fill(~mask, float("-inf")).softmax(-1) @ x
+
+
+class OfAnotherMask(InSinglePrecision):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x, mask[None, None, None, None])
+
+
+def test_other_angles_are_not_tried_where_none_are_reached() -> None:
+    OfSomeCalls.calls = 0
+    assert not list(trials_of(BeforeItsAngles(), Sizes(), torch.float64))
+    assert 0 < OfSomeCalls.calls < 400
+
+
+def test_angles_of_a_certain_shape_are_found_though_others_are_refused_alike() -> None:
+    trial = next(trials_of(OfCertainAngles(), Sizes(), torch.float64))
+    assert trial.plan.angles is not None
+    assert trial.plan.angles.axes == "1 l 1 c"
+
+
+def test_what_failed_is_tried_again_in_another_precision_only_where_that_changes_an_answer() -> None:
+    errors = Errors()
+    OfSomeCalls.calls = 0
+    assert not list(trials_of(OfAnotherMask(), Sizes(), torch.float64, errors))
+    first = OfSomeCalls.calls
+    assert not list(trials_of(OfAnotherMask(), Sizes(), torch.float32, errors))
+    assert first < OfSomeCalls.calls < 1.3 * first
+    errors = Errors()
+    assert not list(trials_of(InSinglePrecision(), Sizes(), torch.float64, errors))
+    assert next(trials_of(InSinglePrecision(), Sizes(), torch.float32, errors)).plan.neutral is not None
 
 
 class InTiles(nn.Module):
