@@ -440,6 +440,37 @@ def test_a_model_that_does_not_read_its_input_is_named() -> None:
     assert verify(DeafModel).mistakes == ("input_never_read",), str(verify(DeafModel))
 
 
+class PaddedByItsIds(CausalModel):
+    """Right, on torch's encoder, which packs tokens without their padding where its heads are even in number."""
+
+    def __init__(self, vocab_size: int, max_len: int, pad_id: int = 0) -> None:
+        super().__init__(vocab_size, 12, 2, max_len)
+        layer = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+        self.encoder, self.pad_id = nn.TransformerEncoder(layer, 2), pad_id
+        self.positions = nn.Embedding(max_len, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = self.embedding(x) + self.positions.weight[: x.size(1)]
+        return self.read_out(self.encoder(embedded, src_key_padding_mask=x == self.pad_id))
+
+    def read_out(self, x: Tensor) -> Tensor:
+        return x @ self.embedding.weight.T
+
+
+class LacksItsHead(PaddedByItsIds):
+    def read_out(self, x: Tensor) -> Tensor:
+        return self.head(x)  # type: ignore[operator]
+
+
+def test_padding_that_torch_packs_is_seen() -> None:
+    report = verify(PaddedByItsIds)
+    assert report.verdict == "equal", str(report)
+
+
+def test_a_model_of_torchs_parts_that_does_not_run_says_why() -> None:
+    assert "No way to run it was found; it said" in verify(LacksItsHead).reason
+
+
 class OuterMasksModel(layers.TranslationModel):
     """Takes a mask for the source and one for the target, True = may not look."""
 
@@ -586,9 +617,7 @@ def test_a_branch_that_is_left_out_whole_misses_no_norm() -> None:
 class WithMoreKeys(layers.SequentialFeedForwardLayer):
     """A mask of more keys has nothing to hide where none are given."""
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, more_kv: Tensor | None = None, more_kv_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, more_kv: Tensor | None = None, more_kv_mask: Tensor | None = None) -> Tensor:
         y = self.ln_1(x)
         keys = y if more_kv is None else torch.cat([more_kv, y], 1)
         hidden = None if more_kv is None or more_kv_mask is None else nn.functional.pad(more_kv_mask, (0, y.size(1)))

@@ -580,6 +580,8 @@ def _say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Seque
         walk.check("samples are independent", {mistakes[0]: ()}, "", evidence)
         return
     said = f"; it said {errors[0]}" if errors else ""
+    if not walk.report.checks:
+        raise CannotCheckError(f"No way to run it was found{said}. Pass an instance and a call: verify(model, inputs).")
     why = f"no way to run it was found: its parts and layers were checked, not their order{said}"
     walk.report.coverage.append(Exercise("the whole model", False, why))
 

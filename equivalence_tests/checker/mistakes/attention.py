@@ -512,7 +512,7 @@ WRAPS = (
         "norm_leaves_different_sizes",
         "What is called a norm leaves tokens of different sizes.",
         ("the tokens keep different means or squares", "every token has the same size before the gain"),
-        "Take mean and square over the features of one token, with keepdim=True.",
+        "Take the mean, and the mean of the squares, over the features of one token, with keepdim=True.",
     ),
 )
 

@@ -159,9 +159,10 @@ ROWS = (
     ),
     _layer(
         "random_in_eval",
-        "In eval, two calls of the model with the same input differ.",
+        "In eval, two calls with the same input differ.",
         ("something random, in eval too", "nothing random in eval"),
         "Ask self.training before anything is dropped or drawn.",
+        ran="dropout",
     ),
     _layer(
         "patches_mixed",

@@ -4,6 +4,7 @@ A layer or a model is checked by walking its sub-modules (``walking``), code tha
 """
 
 import contextlib
+import copy
 import itertools
 import re
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.ran import frames_where, operations_of
+from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.parts.feed_forwards import feed_forward_readings
 from equivalence_tests.checker.parts.functions import function_modules
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder
-from equivalence_tests.checker.parts.norms import is_rms_norm, norm_readings
+from equivalence_tests.checker.parts.norms import GAIN_NAME, is_rms_norm, norm_readings
 from equivalence_tests.checker.parts.position_calls import placements
 from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
 from equivalence_tests.checker.parts.readings import Observation, judge
@@ -25,6 +28,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
 SHAPES = ((2, 5), (4, 6), (1, 8))
@@ -98,16 +102,49 @@ def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, 
     readings = (reading.beside(rows) for reading in readings)
     words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
     report = judge(subject.name, words, where, readings, observations, [lambda: module(given())], type(module).__name__)
+    if report.verdict == "unchecked":
+        _explain(report, module, observations[0][0], turned, words)
+    return report
+
+
+def _explain(report: Report, module: nn.Module, x: Tensor, turned: bool, words: str) -> None:
+    """Say why no reading fits, as far as that can be told."""
+    given = _as_given(x, turned)
+    named = words != "feed forward" and re.search("layer_?norm|rms_?norm", type(module).__name__, re.IGNORECASE)
     seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
-    if report.verdict == "unchecked" and seen > 1:
+    if seen > 1:
         report.reason = f"A convolution in it looks at {seen} tokens at once: it is no position-wise feed-forward."
-    elif report.verdict == "unchecked" and _mixes_tokens(module, observations[0][0], turned):
-        named = norm and re.search("layer_?norm|rms_?norm", type(module).__name__, re.IGNORECASE)
+    elif _is_random(module, given):
+        stack = code_lines(frames_where("dropout", operations_of(lambda: module(given))))
+        report.verdict, report.reason = "deviates", ""
+        report.findings = [told(named_mistake("random_in_eval"), stack=stack, evidence="it was called twice")]
+    elif _mixes_tokens(module, x, turned):
         report.verdict = "deviates" if named else "unchecked"
         report.reason = (
             f"It mixes tokens: what it gives for one changes with another, while a {words} has each by itself."
         )
-    return report
+    elif named and _leaves_sizes(module, given):
+        evidence = "called on random tokens, with all gains one and all biases zero"
+        report.verdict, report.reason = "deviates", ""
+        report.findings = [told(named_mistake("norm_leaves_different_sizes"), evidence=evidence)]
+
+
+def _is_random(module: nn.Module, x: Tensor) -> bool:
+    """Whether two calls with the same input differ."""
+    before, after = (next(tensors_in(attempt(partial(module, x))), torch.zeros(1)) for _ in range(2))
+    return not torch.equal(before, after)
+
+
+def _leaves_sizes(module: nn.Module, x: Tensor) -> bool:
+    """Whether tokens of different sizes still have different sizes behind a norm without its gain and bias."""
+    plain = copy.deepcopy(module)
+    for name, parameter in plain.named_parameters():
+        parameter.data.fill_(float(bool(GAIN_NAME.search(name.rpartition(".")[2]))))
+    given = next(tensors_in(attempt(partial(plain, 100 * x))), None)  # beside which any eps is nothing
+    if given is None or given.shape != x.shape:
+        return False
+    sizes = given.square().mean(-1)
+    return bool(sizes.max() > 1.1 * sizes.min())
 
 
 def _mixes_tokens(module: nn.Module, x: Tensor, turned: bool) -> bool:

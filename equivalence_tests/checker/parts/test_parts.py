@@ -112,7 +112,7 @@ class ShuffledFeedForward(PaperFeedForward):
         return self.w_2(self.w_1(x).relu().cumsum(-1))
 
 
-class CubedLayerNorm(GainBiasLayerNorm):
+class CubedNorm(GainBiasLayerNorm):
     """Nothing that is known."""
 
     def normalised(self, x: Tensor) -> Tensor:
@@ -456,7 +456,7 @@ def test_what_the_code_said_to_the_calls_of_a_part_is_told() -> None:
     assert re.search(r"it said RuntimeError: Expected one of cpu.*\(\S*test_parts.py:\d+\)", reason), reason
 
 
-@pytest.mark.parametrize("found", [ShuffledFeedForward, CubedLayerNorm, lambda: ShuffledFeedForward(8, 32)])
+@pytest.mark.parametrize("found", [ShuffledFeedForward, CubedNorm, lambda: ShuffledFeedForward(8, 32)])
 def test_what_fits_nothing_is_given_up_soon(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
 
@@ -539,3 +539,21 @@ def test_an_instance_keeps_its_weights() -> None:
     before = module.w_1.weight.detach().clone()
     assert verify(module).verdict == "equal"
     assert torch.equal(module.w_1.weight, before)
+
+
+class DropsInEval(nn.Module):
+    """Drops by a function, which is not told that it is in eval."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w_1, self.w_2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(nn.functional.dropout(self.w_1(x).relu(), 0.1))
+
+
+def test_a_feed_forward_that_drops_in_eval_is_told_its_line() -> None:
+    (finding,) = verify(DropsInEval, kind="feed_forward").findings
+    assert finding.name == "random_in_eval"
+    assert finding.line is not None
+    assert "functional.dropout" in finding.line.text

@@ -463,7 +463,8 @@ def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
 def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any]:
     """List what a required argument may want: a part, a config, or what its name says; every guess if it says none."""
     name, asked = parameter.name.lower(), parameter.annotation
-    made = [built(found, sizes) for found in _parts_beside(target, name)[:2]]
+    known, value = value_for(name, sizes)
+    made = [] if type(value) is int else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
     is_config = hasattr(asked, "__dataclass_fields__")
     if CONFIG.search(name) or is_config:
         of_annotation = is_config or (isinstance(asked, type) and asked is not parameter.empty)
@@ -475,7 +476,6 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
         return [made for made in (built(asked, sizes),) if made is not None]
     if parameter.name in (scales := callers_scales(target)):
         return [sizes.head_dim ** scales[parameter.name]]
-    known, value = value_for(name, sizes)
     guesses: list[Any] = [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT]
     guesses += [False, None, ImitatedConfig(sizes)]
     if ambiguous := told_by(name, AMBIGUOUS, None):

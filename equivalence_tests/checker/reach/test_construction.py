@@ -1,5 +1,6 @@
 """What a constructor is told: by names, by widths that the file fixes, and by what one head needs."""
 
+import contextlib
 import inspect
 import math
 from dataclasses import dataclass
@@ -273,6 +274,32 @@ def test_a_switch_and_a_width_may_share_a_word() -> None:
         assert value_for(width, sizes) == (True, sizes.embed_dim)
     for switch in ("cross_attention", "is_decoder", "use_cross"):
         assert value_for(switch, sizes) == (True, False)
+
+
+class CountsItsBuilds(FixedWidth):
+    """Asks for no part, though the file has others for which "attention" stands."""
+
+    builds = 0
+
+    def __init__(self, num_attention_heads: int, attention_width: int) -> None:
+        CountsItsBuilds.builds += 1
+        if CountsItsBuilds.builds > 100:
+            pytest.fail("it is built again and again")
+        super().__init__(num_attention_heads, attention_width)
+
+
+class OneAttention(CountsItsBuilds):
+    pass
+
+
+class AnotherAttention(CountsItsBuilds):
+    pass
+
+
+def test_a_number_asks_for_no_part_of_the_same_file() -> None:
+    with contextlib.suppress(CannotCheckError):
+        next(build(OneAttention))
+    assert OneAttention.builds <= 100
 
 
 class RaisesItself(nn.Module):
