@@ -158,6 +158,8 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         _causal_switch(f"{name}=True", {name: True}, covered)
     elif _is_bool(parameter):
         _call_switch(name, parameter.default is not True, covered)
+    elif (numbered := numbers_exercised(trial, name)) is not None:
+        covered.exercises.append(numbered)
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(name, covered)
     elif LIMITED.search(name) and type(parameter.default) is int:
@@ -168,8 +170,6 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         covered.add(name, (), "left at its default, which drops nothing")
     elif type(parameter.default) is int and _as_tile(name, parameter.default, covered):
         return
-    elif (numbered := numbers_exercised(trial, name)) is not None:
-        covered.exercises.append(numbered)
     else:
         covered.leave_out(name, "its name does not say what it does")
 

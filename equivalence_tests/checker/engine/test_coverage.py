@@ -386,6 +386,28 @@ class PlacedInVain(Placed):
         return torch.arange(ids.size(-1))
 
 
+class Turned(Parts):
+    """Turns queries and keys by their positions, which begin where an argument says."""
+
+    def forward(self, x: Tensor, seq_len_offset: int = 0, token_positions: Tensor | None = None) -> Tensor:
+        places = torch.arange(x.size(1)) if token_positions is None else token_positions
+        angle = self.counted(places, seq_len_offset)[..., None].to(x.dtype) * torch.tensor([1.0, 0.3, 1.0, 0.3]).to(x)
+        q, k, v = self.project(x)
+        return self.attend(self.turned(q, angle), self.turned(k, angle), v)
+
+    def counted(self, places: Tensor, offset: int) -> Tensor:
+        return places + offset
+
+    def turned(self, x: Tensor, angle: Tensor) -> Tensor:
+        one, two = x.chunk(2, -1)
+        return x * angle.cos() + torch.cat([-two, one], -1) * angle.sin()
+
+
+class TurnedWithoutItsOffset(Turned):
+    def counted(self, places: Tensor, offset: int) -> Tensor:
+        return places
+
+
 def covered(module: nn.Module) -> Covered:
     module = module.double().eval()
     trial = next(trials_of(module, Sizes(num_heads=HEADS, head_dim=WIDTH // HEADS), torch.float64))
@@ -411,6 +433,8 @@ def covered(module: nn.Module) -> Covered:
         (Windowed, "lengths beyond window = 4"),
         (Packed, "segment_ids"),
         (Placed, "position_ids"),
+        (Turned, "seq_len_offset"),
+        (Turned, "token_positions"),
     ],
 )
 def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Module], what: str) -> None:
@@ -457,6 +481,7 @@ def test_what_breaks_where_nobody_looked_is_found(made: Callable[[], nn.Module],
         (PackedInverted, "segment_ids"),
         (PlacedFromOne, "position_ids"),
         (PlacedInVain, "position_ids"),
+        (TurnedWithoutItsOffset, "seq_len_offset"),
     ],
 )
 def test_what_was_not_run_is_listed(made: Callable[[], nn.Module], what: str) -> None:

@@ -11,11 +11,12 @@ from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import Exercise
 
-POSITIONS = re.compile(r"^(input_)?pos(ition)?s?(_?(ids?|idx|indices))?$", re.IGNORECASE)
+POSITIONS = re.compile(r"^(input_|token_)?pos(ition)?s?(_?(ids?|idx|indices))?$", re.IGNORECASE)
 PACKED = re.compile(
     r"(seg(ment)?|doc(ument)?|seq(uence)?|sample|pack(ed)?|example)s?_?(ids?|idx|indices)$", re.IGNORECASE
 )
-LENGTH = 6
+OFFSET = re.compile(r"(^|_)offset$|^start_?pos(ition)?$", re.IGNORECASE)
+LENGTH, LATER = 6, 3
 
 
 def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
@@ -32,6 +33,8 @@ def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
         return None
     if POSITIONS.search(name):
         return _positions(trial, name)
+    if OFFSET.search(name):
+        return _offset(trial, name)
     return _packed(trial, name) if PACKED.search(name) else None
 
 
@@ -50,6 +53,17 @@ def _positions(trial: Trial, name: str) -> Exercise | None:
             return Exercise(name, False, "other positions than 0, 1, 2, ... give the same")
         return Exercise(name, True, "0, 1, 2, ... give what comes out without it")
     return None
+
+
+def _offset(trial: Trial, name: str) -> Exercise | None:
+    """Where all tokens stand later by the same number, their distances are as before."""
+    inputs = trial.inputs(LENGTH, LENGTH)
+    plain, later = trial.output(inputs), attempt(partial(trial.output, inputs, {name: LATER}))
+    if later is None or not near(later, plain, 1e-6):
+        return None
+    if torch.equal(later, plain):
+        return Exercise(name, False, f"{LATER} gives the same as 0, to the last bit")
+    return Exercise(name, True, f"tokens that begin at {LATER} give what those from 0 on give")
 
 
 def _packed(trial: Trial, name: str) -> Exercise | None:

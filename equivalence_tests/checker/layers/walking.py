@@ -24,6 +24,7 @@ from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.subjects import examine_attention
+from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.layers.masks import Masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
@@ -491,7 +492,9 @@ def _add_idle_arguments(walk: Walk, label: str, path: str, trial: Trial, masks: 
         default = parameter.default
         if parameter.name not in given and not isinstance(default, bool) and default is not parameter.empty:
             what = f"{parameter.name} of {label}" if label != "layer" else parameter.name
-            walk.report.coverage.append(Exercise(what, False, "its name does not say what it does"))
+            said = Exercise(what, False, "its name does not say what it does")
+            numbered = numbers_exercised(trial, parameter.name)
+            walk.report.coverage.append(said if numbered is None else replace(numbered, what=what))
 
 
 def _add_maps(walk: Walk, label: str, path: str, trial: Trial) -> None:
