@@ -1,6 +1,6 @@
 """Layers and models: what is put together rightly is followed to its end, what is not is named, the rest is said."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -1192,3 +1192,31 @@ def test_a_part_that_cannot_be_read_is_listed_beside_what_was_checked() -> None:
     report = verify(ReadsItsFirstToken)
     assert (report.verdict, report.mistakes) == ("partial", ()), str(report)
     assert [exercise.what for exercise in report.not_exercised] == ["positions (positional_encoding)"]
+
+
+class TiedByALambda(nn.Module):
+    """Its last function reads the weights of the instance that made it."""
+
+    is_masked = True
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(64, d_model)
+        self.layer = nn.TransformerEncoderLayer(d_model, n_heads, 2 * d_model, batch_first=True, norm_first=True)
+        self.norm = nn.LayerNorm(d_model)
+        self.head: Callable[[Tensor], Tensor] = lambda x: F.linear(x, self.embedding.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = torch.full((ids.size(1), ids.size(1)), float("-inf")).triu(1)
+        x = self.embedding(ids) + self.positions.weight[: ids.size(1)]
+        logits: Tensor = self.head(self.norm(self.layer(x, src_mask=mask if self.is_masked else None)))
+        return logits
+
+
+class TiedByALambdaWithoutItsMask(TiedByALambda):
+    is_masked = False
+
+
+def test_a_model_whose_lambda_reads_its_own_weights_is_run_whole() -> None:
+    assert verify(TiedByALambda).verdict == "equal", str(verify(TiedByALambda))
+    assert verify(TiedByALambdaWithoutItsMask).mistakes == ("future_is_seen",)

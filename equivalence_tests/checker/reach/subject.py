@@ -64,7 +64,7 @@ class Subject:
 
     def copied(self) -> Any:
         """Leave the user's own instance alone, and what a factory hands out, which may be one."""
-        if self.module is None:
+        if self.module is None or self.built:  # a lambda in a copy would still read the weights of the original
             return self.function
         try:
             return copy.deepcopy(self.module)
