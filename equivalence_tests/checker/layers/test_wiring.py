@@ -854,7 +854,19 @@ class ExchangingEmbeddingDecoder(EmbeddingDecoder):
         return src_mask, tgt_mask
 
 
+class ReadsFeatures(EmbeddingDecoder):
+    """Projects what it reads from a width of its own."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int, d_ff: int, num_layers: int) -> None:
+        super().__init__(vocab_size, d_model, n_heads, d_ff, num_layers)
+        self.projected = nn.Linear(11, d_model)
+
+    def forward(self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor, src_mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tgt, self.projected(memory), tgt_mask, src_mask)
+
+
 def test_a_decoder_that_embeds_its_own_ids_is_run_on_a_memory() -> None:
+    assert verify(ReadsFeatures).verdict == "equal", str(verify(ReadsFeatures))
     assert verify(EmbeddingDecoder).verdict == "equal", str(verify(EmbeddingDecoder))
     assert verify(ExchangingEmbeddingDecoder).mistakes == ("masks_exchanged",)
 

@@ -147,6 +147,9 @@ PARTS = (
     (r"feed_?forward|^ffn?$|^mlp$|pos(ition)?_?wise", r"^(?!.*norm).*(feed_?forward|ffn|mlp)"),
     (r"^(encoder|decoder)?_?(layer|block)$", r"^(?!.*norm).*(?<!sub)(layer|block)$"),
 )
+OF_A_NUMBER = re.compile(
+    r"^(n|num|max)_|_(heads?|dims?|size|width|layers|dropout|drop|rate|prob|len|length|bias|type|window)$"
+)
 CONFIG = re.compile(r"config|cfg|^args$|params|hparams|options|^opts?$|settings|hyper")
 MOST_GUESSES = 60
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
@@ -342,10 +345,19 @@ def _rotates(target: Any) -> bool:
         return False
 
 
+_BEING_BUILT: list[Any] = []
+
+
 def built(target: Any, sizes: Sizes, most: int | None = None) -> Any:
     """Call a class or factory at these sizes; None where no way is found, or not in so many attempts."""
-    proposals = itertools.chain.from_iterable(argument_lists(target, sizes))
-    return _first_that_builds(target, itertools.islice(proposals, most), [])
+    if target in _BEING_BUILT:  # classes of one file may ask for one another
+        return None
+    _BEING_BUILT.append(target)
+    try:
+        proposals = itertools.chain.from_iterable(argument_lists(target, sizes))
+        return _first_that_builds(target, itertools.islice(proposals, most), [])
+    finally:
+        _BEING_BUILT.remove(target)
 
 
 class _Making(TorchFunctionMode):
@@ -464,7 +476,7 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     """List what a required argument may want: a part, a config, or what its name says; every guess if it says none."""
     name, asked = parameter.name.lower(), parameter.annotation
     known, value = value_for(name, sizes)
-    made = [] if type(value) is int else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
+    made = [] if OF_A_NUMBER.search(name) else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
     is_config = hasattr(asked, "__dataclass_fields__")
     if CONFIG.search(name) or is_config:
         of_annotation = is_config or (isinstance(asked, type) and asked is not parameter.empty)

@@ -220,15 +220,15 @@ def _drawn(module: nn.Module, count: int) -> Iterator[tuple[str, list[Tensor], i
     if sizes:
         for one in lengths:
             yield "ids", [_distinct(min(sizes), length, generator) for length in one[:count]], 1
+    projected = list(dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear)))[:MOST_WIDTHS]
     if sizes and count == 2:
-        width = next(m.embedding_dim for m in module.modules() if isinstance(m, nn.Embedding))
-        for source, target in LENGTHS:
+        own = next(m.embedding_dim for m in module.modules() if isinstance(m, nn.Embedding))
+        for (source, target), width in itertools.product(LENGTHS, dict.fromkeys([own, *projected])):
             memory = torch.randn(BATCH, source, width, generator=generator)
             yield "memory", [memory, _distinct(min(sizes), target, generator)], 1
     convolved = any(isinstance(m, nn.Conv2d) for m in module.modules())
     if not convolved:  # a table may hold positions alone
-        widths = list(dict.fromkeys(m.in_features for m in module.modules() if isinstance(m, nn.Linear)))
-        for one, width in itertools.product(lengths, widths[:MOST_WIDTHS]):
+        for one, width in itertools.product(lengths, projected):
             yield "features", [torch.randn(BATCH, length, width, generator=generator) for length in one[:count]], 1
     for told, (channels, patch) in itertools.product((True, False), _patches(module) if convolved or not sizes else ()):
         for side in _image_sides(module, patch, told):
