@@ -119,13 +119,16 @@ def unified(codes: Tensor) -> Tensor:
     """
     while True:
         mine = {number: codes[source_of(codes) == number] for number in sources_in(codes)}
-        pairs = [pair for pair in itertools.combinations(mine, 2) if _are_streams(*(mine[number] for number in pair))]
+        apart = _each_row_of_one_source(codes)
+        pairs = [(a, b) for a, b in itertools.combinations(mine, 2) if _are_streams(mine[a], mine[b], apart)]
         if not pairs:
             return codes
         first, second = max(pairs, key=lambda pair: _axes_shared(codes, *pair))
         others, own = (feature_of(mine[number]).unique() for number in (first, second))
         place = torch.searchsorted(own, feature_of(codes)).clamp_max(len(own) - 1)
-        codes = torch.where(source_of(codes) == second, coded(first, token_of(codes), others[place]), codes)
+        tokens, its = (token_of(mine[number]) for number in (first, second))
+        later = int(tokens.max()) + 1 if bool(torch.isin(its, tokens).any()) else 0  # each input counts from 0
+        codes = torch.where(source_of(codes) == second, coded(first, token_of(codes) + later, others[place]), codes)
 
 
 def squares_by(groups: Tensor, values: Tensor) -> Tensor:
@@ -138,10 +141,20 @@ def squares_by(groups: Tensor, values: Tensor) -> Tensor:
     return torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, place, values.double().reshape(-1) ** 2)
 
 
-def _are_streams(one: Tensor, other: Tensor) -> bool:
+def _are_streams(one: Tensor, other: Tensor, apart: bool) -> bool:
     """Whether two sets of names hold as many features of tokens that are not the same."""
     same = len(feature_of(one).unique()) == len(feature_of(other).unique())
-    return same and not bool(torch.isin(token_of(one).unique(), token_of(other).unique()).any())
+    return same and (apart or not bool(torch.isin(token_of(one).unique(), token_of(other).unique()).any()))
+
+
+def _each_row_of_one_source(codes: Tensor) -> bool:
+    """Whether tokens of several sources stand in one row in each head, with all features of a token from one."""
+    for axis in (1, 2) if codes.dim() == 3 else ():
+        token, source = (x.movedim(axis, -1) for x in (token_of(codes), source_of(codes)))
+        whole = bool((token == token[..., :1]).all()) and bool((source == source[..., :1]).all())
+        if codes.size(axis) > 1 and whole:
+            return bool((source[..., 0].amin(1) != source[..., 0].amax(1)).all())
+    return False
 
 
 def _axes_shared(codes: Tensor, one: int, other: int) -> int:

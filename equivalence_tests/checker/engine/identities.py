@@ -279,7 +279,7 @@ class _Follower(Meetings):
         for other in rest:
             if set(sources_in(other)) & sources:
                 self.others[slot.key] = other
-                return codes
+                return _by_small_matrices(codes, other)
         if rest:
             same = torch.equal(token_of(rest[0]), token_of(codes))
             kind = "gated" if operation.name == "mul" else "added"
@@ -310,6 +310,14 @@ class _Follower(Meetings):
                     if not bool((token == lead).all()):
                         return True
         return False
+
+
+def _by_small_matrices(codes: Tensor, other: Tensor) -> Tensor:
+    """Names of a sum, the first ones; where both rows of a matrix weigh the same two elements, one element each."""
+    alike = codes.size(-1) == 2 and all(bool((x == x[..., :1]).all()) for x in (codes, other))
+    if not alike or bool(torch.isin(codes, other).any()) or not torch.equal(token_of(codes), token_of(other)):
+        return codes
+    return torch.stack([codes[..., 0], other[..., 1]], -1)
 
 
 def _fitted(operation: Operation, codes: Tensor, shape: torch.Size) -> Tensor | None:

@@ -1119,3 +1119,39 @@ class RootOfAnotherWidth(RootInSinglePrecision):
 def test_a_root_in_single_precision_is_right() -> None:
     assert verify(RootInSinglePrecision).verdict == "equal", str(verify(RootInSinglePrecision))
     assert verify(RootOfAnotherWidth).mistakes == ("scale_wrong",)
+
+
+class ReadsATextBeside(nn.Module):
+    """Queries of an image, turned by small matrices; keys and values of a text before those of the image."""
+
+    def __init__(self, dim: int, num_heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.text_kv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+
+    def turned(self, x: Tensor) -> Tensor:
+        pairs = x.unflatten(-1, (-1, 1, 2))
+        angle = torch.arange(x.size(2))[:, None] * 0.5 ** torch.arange(x.size(3) // 2)
+        table = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).unflatten(-1, (2, 2)).to(x)
+        return (table[..., 0] * pairs[..., 0] + table[..., 1] * pairs[..., 1]).flatten(-2)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        keys, values = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.text_kv(text).chunk(2, -1))
+        keys, values = torch.cat([keys, self.turned(k)], 2), self.joined(values, v)
+        context = F.scaled_dot_product_attention(self.turned(q), keys, values)
+        return self.proj(context.transpose(1, 2).flatten(2))
+
+    def joined(self, text: Tensor, image: Tensor) -> Tensor:
+        return torch.cat([text, image], 2)
+
+
+class ReadsTheTextsValuesLast(ReadsATextBeside):
+    def joined(self, text: Tensor, image: Tensor) -> Tensor:
+        return torch.cat([image, text], 2)
+
+
+def test_an_image_may_attend_to_a_text_and_to_itself_turned_by_small_matrices() -> None:
+    report = verify(ReadsATextBeside)
+    assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["rotary_positions"])
+    assert verify(ReadsTheTextsValuesLast).mistakes == ("values_meet_other_keys",)

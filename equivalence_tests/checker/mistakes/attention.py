@@ -17,7 +17,8 @@ SCALES = (
         "scores = q kᵀ",
         "Divide the scores by sqrt(head_dim).",
         (SCALE_LINE, "q @ k.mT"),
-        on_purpose_in="T5 leaves the scale out and makes up for it in the initialisation; non-local blocks have none.",
+        on_purpose_in="T5 leaves the scale out and makes up for it in the initialisation, and so do UDOP, Pop2Piano, "
+        "Pix2Struct and Switch Transformers, which are made from it; non-local blocks have none.",
     ),
     _scaled(
         "scale_wrong",

@@ -324,7 +324,7 @@ def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterat
     sources = [attention.run.names.sources[x] for x in sources_in(context.values)]
     if any(source.kind in ("given",) for source in sources):
         return
-    value = token_of(context.values)
+    value = token_of(unified(context.values))
     value = value[:, :1] if bool((value == value[:, :1]).all()) else value  # (n, f or 1, k): features go together
     followed = torch.isin(value, key)  # what is pooled has tokens of its own
     met = has[:, :, None, :] & followed[:, None] & (key[:, :, None, :] != value[:, None, :, :])
