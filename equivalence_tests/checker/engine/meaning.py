@@ -262,7 +262,7 @@ class Evidence:
     def _of_scale(self, departure: Departure) -> str:
         own = departure.name == "scale_wrong" and not departure.facts["of_a_size"]
         learnt = own or departure.name == "scale_differs_by_head"
-        names = self._parameters_between(MULTIPLIES) if learnt else []
+        names = [*self._parameters_between(MULTIPLIES), *self._learnt_scales()] if learnt else []
         if names:
             return f"the parameter {names[0]} scales the scores"
         for operands in self.judgement.operands:
@@ -277,6 +277,13 @@ class Evidence:
                 if abs(total / turns[0] / turns[1] - 1) < 1e-3:
                     return "the angles of the rotation carry a scale of their own"
         return self._configured(departure.facts["factor"])
+
+    def _learnt_scales(self) -> Iterator[str]:
+        """The parameters called scales that multiply queries or keys element by element, where no norm is beside."""
+        for operand in self.judgement.first_operands[:2]:
+            made = self._norms_before(operand)
+            gains = [s.operation for s in made if s.operation is not None and all(one.kind == "gain" for one in made)]
+            yield from (name for gain in gains for name in self._parameters_beside(gain) if "scale" in name)
 
     def _needs_no_scale(self, departure: Departure, operands: list[Operand]) -> bool:
         """Whether gains that are learnt stand for the scale, and the module does not say that there is one."""

@@ -618,6 +618,27 @@ class NormedBarelyAndTurned(NormedBarely):
         return self.turned(q), self.turned(k), v
 
 
+class LearntScaleOfEachElement(Base):
+    """A scale of queries that is learnt for each element says how large the scores are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.per_dim_scale = nn.Parameter(torch.zeros(WIDTH // HEADS))
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q * 1.9 * self.gain(), k, v
+
+    def gain(self) -> Tensor:
+        return self.per_dim_scale.exp()
+
+
+class ScaleOfEachElementFixed(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q * 1.9 * torch.ones(WIDTH // HEADS), k, v
+
+
 class Neighbours(nn.Module):
     """Adds to each token what a convolution makes of those before it."""
 
@@ -797,6 +818,7 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
         (BiasForgotten, "bias_never_used", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
         (BiasReadAndForgotten, "bias_never_used", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
         (ValuesClampedBesideTheirNeighbours, "value_changed_by_clamp", "return x.clamp(-0.2, 0.2)"),
+        (ScaleOfEachElementFixed, "scale_wrong", "return q * 1.9 * torch.ones("),
         (LocallyRolled, "changed_by_roll", "return x.roll(1, 1)"),
         (FoldedHeadsRolled, "changed_by_roll", "return scores.roll(1, 1)"),
         (NormedAndFlippedBehind, "query_changed_by_flip", "return q.flip(-1), k.flip(-1), v"),
@@ -879,6 +901,7 @@ def test_a_mask_of_numbers_shows_what_is_there(
         NormedBarelyAndScaledAsAsked,
         NormedBarelyAndTurned,
         ValuesBesideTheirNeighbours,
+        LearntScaleOfEachElement,
         PaddedWindows,
         Upsampled,
         PackedWithNorms,
