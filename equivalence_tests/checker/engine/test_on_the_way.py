@@ -928,13 +928,21 @@ class BothWays(Base):
 
     def forward(self, x: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(text)), self.split(self.text_v(text))
-        scores = q @ k.mT * self.scale
+        scores, v = q @ k.mT * self.scale, self.kept(v)
         context, back = scores.softmax(-1) @ v, scores.mT.softmax(-1) @ self.split(self.v_proj(x))
         return self.o_proj(context.transpose(1, 2).flatten(2)), self.text_o(back.transpose(1, 2).flatten(2))
+
+    def kept(self, v: Tensor) -> Tensor:
+        return v
 
 
 class BothWaysUnscaled(BothWays):
     scale = 1.0
+
+
+class BothWaysWithHeadsTurned(BothWays):
+    def kept(self, v: Tensor) -> Tensor:
+        return v.flip(1)
 
 
 def test_keys_may_attend_to_queries_beside_the_way_that_is_judged() -> None:
@@ -942,6 +950,7 @@ def test_keys_may_attend_to_queries_beside_the_way_that_is_judged() -> None:
     report = judged(BothWays, text)
     assert (report.verdict, [exercise.what for exercise in report.not_exercised]) == ("partial", ["the way back"])
     assert judged(BothWaysUnscaled, text).mistakes == ("scale_missing",)
+    assert judged(BothWaysWithHeadsTurned, text).verdict == "deviates"
 
 
 def test_a_parameter_of_a_line_that_did_not_run_is_listed() -> None:

@@ -454,7 +454,8 @@ def _tokens_elsewhere(attention: Attention, tokens: Tensor, lead: torch.Size) ->
 def _by_features(attention: Attention, order: Tensor) -> bool:
     """Whether the columns come out in the order in which the values had them: heads lie inside, everywhere."""
     pairs = []
-    for context in (context for part in attention.parts for context in part.contexts):
+    read = (context for part in attention.parts for context in part.contexts if context.source is not None)
+    for context in read:
         out = feature_of(context.contraction.result(context.codes))  # (n, i, f)
         value = _within(context.values).amax(-1)[:, None, :].expand(out.shape)
         pairs.append(torch.stack([out.reshape(-1), value.reshape(-1)]))
