@@ -61,6 +61,11 @@ class Operand:
     across: bool = False
 
     @property
+    def turned(self) -> bool:
+        """Whether its tokens are turned by their positions, behind a norm or without one."""
+        return self.change == "rotated" or (self.change == "normed" and self.turn is not None)
+
+    @property
     def start(self) -> int:
         """The first operation that gave it names."""
         return min((s.operation.index if s.operation is not None else -1 for s in self.sources), default=-1)

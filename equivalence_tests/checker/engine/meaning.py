@@ -395,7 +395,7 @@ class Evidence:
                 yield from self._biases(self.judgement.attention.parts[0], model)
 
     def _rotations(self, departures: list[Departure]) -> Iterator[Departure]:
-        turned = [operand for operand in self.judgement.first_operands[:2] if operand.change == "rotated"]
+        turned = [operand for operand in self.judgement.first_operands[:2] if operand.turned]
         if len(turned) == 2 and not any(d.stage == "rotary" for d in departures):
             place = _first_step(self.judgement, turned[0])
             paired = next((f", in {operand.turn}" for operand in turned if operand.turn), "")

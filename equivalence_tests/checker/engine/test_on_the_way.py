@@ -608,14 +608,28 @@ class NormedBarelyAndScaledAsAsked(NormedBarely):
 class NormedBarelyAndTurned(NormedBarely):
     """The half that a rotation takes with a minus is no factor of all."""
 
-    def turned(self, x: Tensor) -> Tensor:
+    def turned(self, x: Tensor, way: int = 1) -> Tensor:
         angle = torch.arange(x.size(2), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=x.dtype).repeat(2)
         one, two = x.chunk(2, -1)
-        return x * angle.cos() + torch.cat([-two, one], -1) * angle.sin()
+        return x * self.cosine(angle) + torch.cat([-two, one], -1) * (angle * way).sin()
+
+    def cosine(self, angle: Tensor) -> Tensor:
+        return angle.cos()
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().operands(x)
         return self.turned(q), self.turned(k), v
+
+
+class NormedBarelyAndTurnedApart(NormedBarelyAndTurned):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = NormedBarely.operands(self, x)
+        return self.turned(q), self.turned(k, -1), v
+
+
+class NormedBarelyAndTurnedWithoutSigns(NormedBarelyAndTurned):
+    def cosine(self, angle: Tensor) -> Tensor:
+        return angle.cos().abs()
 
 
 class LearntScaleOfEachElement(Base):
@@ -951,6 +965,20 @@ def test_keys_may_attend_to_queries_beside_the_way_that_is_judged() -> None:
     assert (report.verdict, [exercise.what for exercise in report.not_exercised]) == ("partial", ["the way back"])
     assert judged(BothWaysUnscaled, text).mistakes == ("scale_missing",)
     assert judged(BothWaysWithHeadsTurned, text).verdict == "deviates"
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        (NormedBarelyAndTurned, ()),
+        (NormedBarelyAndTurnedApart, ("rotations_differ",)),
+        (NormedBarelyAndTurnedWithoutSigns, ("query_changed_by_abs", "key_changed_by_abs")),
+    ],
+)
+def test_a_rotation_is_seen_behind_a_norm_that_holds_no_gain(target: type[nn.Module], names: tuple[str, ...]) -> None:
+    report = judged(target)
+    assert report.mistakes == names
+    assert ("rotary_positions" in [finding.name for finding in report.meant]) == (not names)
 
 
 def test_a_parameter_of_a_line_that_did_not_run_is_listed() -> None:

@@ -120,6 +120,8 @@ def _experiment(run: Run, operand: Operand) -> None:
         return
     if operand.role != "value" and is_normed(run, operand) and _in_one_plane(have3, have1, have2):
         operand.change, operand.factor = "normed", _factor_behind_norm(run, operand)
+        along = (have1 * want1).sum(-1).abs() / have1.norm(dim=-1) / want1.norm(dim=-1)
+        operand.turn = _turn(run, operand) if not near(along, torch.ones_like(along), 1e-3) else None
 
 
 def _factor_behind_norm(run: Run, operand: Operand) -> float:
@@ -239,7 +241,7 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
             elif departure is not None and (step is operand or _is_own(attention, departure)):
                 yield _of_another(attention.run, operand, operands) or _named(attention.run, departure, step)
     query, key = operands[0], operands[1]
-    both = query.change == key.change == "rotated"
+    both = query.turned and key.turned
     if both and not _turn_alike(attention.run, query, key):
         backwards = query.turn is not None and query.turn.forward and key.turn is not None and not key.turn.forward
         yield Departure("rotations_differ", "rotary", _last_sum(attention.run, key if backwards else query))
@@ -341,10 +343,15 @@ def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
     if not bool((beside.sum(-1) == 1).all()):
         return True
     both = {**_drawn(key, 2), **_drawn(query, 1)}
-    (q, plain_q), (k, plain_k) = _rows(run, query, both), _rows(run, key, both)
+    (q, plain_q), (k, plain_k) = (_resized(operand, *_rows(run, operand, both)) for operand in (query, key))
     k, plain_k = (torch.einsum("nij,njd->nid", beside.to(x.dtype), x) for x in (k, plain_k))
-    factor = query.factor * key.factor
-    return near((q * k).sum(-1), factor * (plain_q * plain_k).sum(-1), max(query.tolerance, 1e-6))
+    return near((q * k).sum(-1), (plain_q * plain_k).sum(-1), max(query.tolerance, 1e-6))
+
+
+def _resized(operand: Operand, have: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of an operand, and what they were made of at the size that a factor or a norm gives them."""
+    sizes = have.norm(dim=-1, keepdim=True) / want.norm(dim=-1, keepdim=True)
+    return have, want * (sizes if operand.change == "normed" else operand.factor)
 
 
 def _turned_everywhere_alike(run: Run, operand: Operand) -> bool:
