@@ -22,6 +22,7 @@ from equivalence_tests.checker.reach.construction import Sizes, built, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.reach.masking import MaskForm
+from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from scratch.validation import ArgumentValueError
@@ -132,7 +133,7 @@ def _examined(name: str, num_heads: int, head_dim: int) -> _Own | None:
             if subject.module is not None:
                 prepare(subject.module)
             subject.dtype = torch.float64
-            trials = trials_for(subject, [])
+            trials = trials_for(subject, Errors())
             situation = likeliest(subject, trials) if trials else None
             if situation is not None and not situation.blocked:
                 return _Own(situation, mask_form_of(situation))

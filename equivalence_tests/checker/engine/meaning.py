@@ -466,7 +466,8 @@ class Evidence:
             return
         for operation, _, bits, _ in self._beside_scores():
             if bits and operation.name in ADDS:
-                names = self.recorder.named(bits)
+                own = self.recorder.origins_of(part.product.operation.outputs[0].tensor)
+                names = self.recorder.named(bits & ~own) or self.recorder.named(bits)
                 if all(name.startswith("buffer:") for name in names) and self._grows(part, model, live):
                     yield Departure("bias_grows_with_distance", "bias", operation)
                     return

@@ -1128,3 +1128,21 @@ def test_a_residual_meets_its_own_tokens(
 ) -> None:
     (report,) = diagnose_call(target().double().eval(), (torch.randn(shape).double(),))
     assert report.mistakes == names, str(report)
+
+
+class BiasOfQueries(Base):
+    """A bias that queries make with a table of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, WIDTH // HEADS))
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        scores = q @ k.mT * self.scale + torch.einsum("bhqd,kd->bhqk", q, self.table)
+        return (self.weigh(scores) @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_bias_that_queries_make_is_named_after_its_table() -> None:
+    (bias,) = judged(BiasOfQueries).meant
+    assert (bias.name, bias.meant) == ("bias_added", "it is made from the parameter table")
