@@ -39,7 +39,7 @@ def verify_command(
     targets: Annotated[
         list[str],
         typer.Argument(
-            metavar="TARGET...",
+            metavar="TARGET",
             help="file.py:Name, module.path:Name, or a file, folder, package or notebook to look through.",
             show_default=False,
         ),
@@ -109,6 +109,10 @@ def _requests(targets: Sequence[str], console: Console, pattern: Request) -> tup
     requests: list[Request] = []
     unread: list[Report] = []
     for target in targets:
+        if not target:
+            raise typer.BadParameter(
+                "is empty: name a file, a folder or file.py:Name; . is this folder", param_hint="TARGET"
+            )
         if names_one_thing(target):
             requests.append(replace(pattern, target=target))
             continue

@@ -202,6 +202,11 @@ def test_reasons_come_from_options_and_from_a_file(tmp_path: Path, monkeypatch: 
     assert seen[0].meant == {"scale_missing": "as T5", "own_mask": "as Mistral"}
 
 
+def test_an_empty_target_is_refused() -> None:
+    result = CliRunner().invoke(app, ["verify", ""])
+    assert (result.exit_code, "is empty: name a file" in result.stderr) == (2, True)
+
+
 def test_a_folder_without_attention_is_said(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["verify", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 2

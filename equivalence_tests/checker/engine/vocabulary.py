@@ -62,6 +62,7 @@ CONTRACTIONS = words(
 ADDS = words("add sub")
 MULTIPLIES = words("mul div")
 FILLS = words("masked_fill where setitem")
+COMPARES = words("lt le gt ge topk kthvalue")
 ELEMENTWISE = words(
     "add sub rsub mul div rdiv where masked_fill maximum minimum pow lerp addcmul addcdiv fmod remainder "
     "masked_scatter fill copy atan2 copysign hypot logaddexp nextafter xlogy"

@@ -758,6 +758,15 @@ MEANT = (
         on_purpose_in="Gemma 2 caps its scores.",
     ),
     _scores(
+        "keys_hidden_by_their_scores",
+        "Which keys are seen depends on how large their scores are.",
+        ("scores.masked_fill(scores < limit, -inf), then softmax", "softmax(scores)"),
+        "Leave the comparison out, so that every key takes part.",
+        (SOFTMAX_LINE, "scores.masked_fill(scores < scores.amax(-1, keepdim=True), -math.inf).softmax(-1)"),
+        on_purpose_in="Top-k attention keeps the largest scores alone (Explicit Sparse Transformer).",
+        named=False,
+    ),
+    _scores(
         "bias_added",
         "A bias is added to the scores.",
         "scores = q kᵀ / sqrt(head_dim) + bias",

@@ -138,6 +138,7 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"window", lambda s: [MAX_LEN, (2, 3), 4]),  # the length of a window, or the side of one
 )
 ALTERNATIVES = 3
+FEW = 9  # no width of a model is as small
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
@@ -467,6 +468,8 @@ def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
     if re.search(COUNTS_KEY_HEADS, parameter.name.lower()) and (default is None or type(default) is int):
         return [value]
     wanted_number = isinstance(default, int | float) and not isinstance(default, bool)
+    if parameter.name == "k" and wanted_number and default < FEW:
+        return []  # of the largest, or of neighbours: no width
     if known and wanted_number and isinstance(value, int | float) and not isinstance(value, bool):
         return [] if re.search(r"eps|base|theta|pad|window", parameter.name.lower()) else [value]
     return []

@@ -256,9 +256,27 @@ def test_a_number_that_scales_no_scores_excuses_none() -> None:
     assert "scale_missing" in verify(OfAnAlpha).mistakes
 
 
+class OfTheLargest(FixedWidth):
+    """Its k says how many keys are seen, and is no width."""
+
+    def __init__(self, num_heads: int, head_size: int, k: int = 2) -> None:
+        super().__init__(num_heads, head_size)
+        self.k = k
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, key, v = (
+            t.unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2) for t in self.packed(x).chunk(3, -1)
+        )
+        scores = q @ key.mT / math.sqrt(self.head_size)
+        least = scores.topk(min(self.k, x.size(1)), -1).values[..., -1:]
+        scores = scores.masked_fill(scores < least, -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 @pytest.mark.parametrize(
     ("broken", "name"),
     [
+        (OfTheLargest, "keys_hidden_by_their_scores"),
         (OfATemperatureOverQueries, "softmax_over_queries"),
         (FixedWidthScaledTwice, "scale_wrong"),
         (OfOneHeadUnrooted, "scale_wrong"),

@@ -31,7 +31,7 @@ from equivalence_tests.checker.engine.contracts.scores_table import (
 from equivalence_tests.checker.engine.judgement import Expectation, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.products import contraction_of
-from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MULTIPLIES, SOFTMAXES, words
+from equivalence_tests.checker.engine.vocabulary import ADDS, COMPARES, FILLS, MULTIPLIES, SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 from equivalence_tests.checker.reporting.lines import Frames
 
@@ -218,6 +218,8 @@ class Scores:
         if not strange and softmax.name in SOFTMAXES and (late := next(added, None)) is not None:
             return changed_by(late, "softmax", "weights", patches=self._softmaxed())
         operation = strange[0].operation if strange else self.part.contexts[0].operation
+        if operation.name in COMPARES:
+            return self._put_right("keys_hidden_by_their_scores", "scores", operation)
         return changed_by(operation, "scores", "scores", patches=self._softmaxed())
 
     def _sum_to_one(self, groups: Tensor) -> bool:
