@@ -21,6 +21,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.construction import build, inner_widths, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
@@ -61,6 +62,7 @@ class Covered:
         exercises: What was run, or not.
         findings: What deviates.
         meant: What is meant so.
+        angles: The form that each argument takes which asks for the angles of rotary positions.
     """
 
     trial: Trial
@@ -68,6 +70,11 @@ class Covered:
     exercises: list[Exercise] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     meant: list[Finding] = field(default_factory=list)
+    angles: dict[str, AngleForm] = field(default_factory=dict)
+
+    def tables(self, inputs: Inputs) -> dict[str, Any]:
+        """Make the angles that some arguments take."""
+        return {name: self.trial.angles(name, form, inputs) for name, form in self.angles.items()}
 
     def add(self, what: str, findings: Sequence[Finding], detail: str = "") -> None:
         """Note that something was run, with a verdict."""
@@ -136,7 +143,9 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
     exercises, findings = exercised_cache(trial)
     covered.exercises += exercises
     covered.findings += findings
-    for parameter in _optional(trial, {*exercised, *caches}):
+    others = list(_optional(trial, {*exercised, *caches}))
+    _angles([p.name for p in others if role_of_parameter(p.name) == "angles"], covered)
+    for parameter in (parameter for parameter in others if parameter.name not in covered.angles):
         _argument(parameter, covered)
     _causal_setting(covered)
     return covered
@@ -150,6 +159,21 @@ def _optional(trial: Trial, exercised: Collection[str]) -> Iterator[inspect.Para
             yield parameter
 
 
+def _angles(names: list[str], covered: Covered) -> None:
+    """Hand over the angles of rotary positions, all arguments of them at once."""
+    inputs, seen, fitting = covered.trial.inputs(), list[Finding](), dict[str, AngleForm]()
+    for form in AngleForm.all() if names and not covered.trial.plan.positional else ():
+        covered.angles = dict.fromkeys(names, form)
+        judged = attempt(lambda: covered.judged(inputs, covered.tables(inputs)))
+        if judged is not None and (not fitting or not judged[0]):
+            seen, fitting = judged[0], covered.angles
+        if fitting and not seen:
+            break
+    covered.angles = fitting
+    for name in fitting:
+        covered.add(name, seen, "tables of the angles of rotary positions")
+
+
 def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
     name, trial = parameter.name, covered.trial
     if trial.plan.positional:
@@ -158,7 +182,7 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         _causal_switch(f"{name}=True", {name: True}, covered)
     elif _is_bool(parameter):
         _call_switch(name, parameter.default is not True, covered)
-    elif (numbered := numbers_exercised(trial, name)) is not None:
+    elif (numbered := numbers_exercised(trial, name, covered.tables)) is not None:
         covered.exercises.append(numbered)
     elif role_of_parameter(name) in ("memory", "input") and trial.plan.self_attention:
         _context(name, covered)

@@ -1155,3 +1155,42 @@ def test_an_image_may_attend_to_a_text_and_to_itself_turned_by_small_matrices() 
     report = verify(ReadsATextBeside)
     assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["rotary_positions"])
     assert verify(ReadsTheTextsValuesLast).mistakes == ("values_meet_other_keys",)
+
+
+class TurnsByTablesIfGiven(nn.Module):
+    """Turns queries and keys where the tables of the angles are handed over, at the positions that are handed over."""
+
+    way = 1
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.proj = nn.Linear(hidden_size, 3 * hidden_size), nn.Linear(hidden_size, hidden_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+    ) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        if cos is not None and sin is not None:
+            places = torch.arange(x.size(1)) if position_ids is None else position_ids
+            q, k = (self.turned(y, cos[places], sin[places] * way) for y, way in ((q, 1), (k, self.way)))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        one, two = x.chunk(2, -1)
+        return x * cos + torch.cat([-two, one], -1) * sin
+
+
+class TurnsKeysBackByTables(TurnsByTablesIfGiven):
+    way = -1
+
+
+def test_tables_of_angles_that_may_be_left_out_are_given_too() -> None:
+    report = verify(TurnsByTablesIfGiven)
+    assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
+    assert {one.what for one in report.coverage if one.exercised} >= {"cos", "sin", "position_ids"}
+    assert verify(TurnsKeysBackByTables).mistakes == ("rotations_differ",)

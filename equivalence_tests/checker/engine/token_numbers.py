@@ -1,13 +1,15 @@
 """Optional arguments that number the tokens: their positions, or the sequences that are packed into one."""
 
 import re
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.contracts.departure import near
-from equivalence_tests.checker.reach.calling import Trial
+from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import Exercise
 
@@ -17,14 +19,21 @@ PACKED = re.compile(
 )
 OFFSET = re.compile(r"(^|_)offset$|^start_?pos(ition)?$", re.IGNORECASE)
 LENGTH, LATER = 6, 3
+Beside = Callable[[Inputs], dict[str, Any]]
 
 
-def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
+def no_others(inputs: Inputs) -> dict[str, Any]:
+    """Give no other arguments."""
+    return {}
+
+
+def numbers_exercised(trial: Trial, name: str, beside: Beside = no_others) -> Exercise | None:
     """Hand over the numbers that such an argument takes.
 
     Args:
         trial: A way to call it that was judged, without the argument.
         name: The argument.
+        beside: Gives other arguments for these inputs, such as the tables that positions are looked up in.
 
     Returns:
         Whether it does what its name says; None if that is something else, or if it takes no such numbers.
@@ -32,19 +41,20 @@ def numbers_exercised(trial: Trial, name: str) -> Exercise | None:
     if not trial.plan.self_attention or trial.plan.positional:
         return None
     if POSITIONS.search(name):
-        return _positions(trial, name)
+        return _positions(trial, name, beside)
     if OFFSET.search(name):
         return _offset(trial, name)
     return _packed(trial, name) if PACKED.search(name) else None
 
 
-def _positions(trial: Trial, name: str) -> Exercise | None:
+def _positions(trial: Trial, name: str, beside: Beside) -> Exercise | None:
     """The positions that are counted where none are given are 0, 1, 2, ..."""
     inputs = trial.inputs(LENGTH, LENGTH)
-    plain = trial.output(inputs)
+    tables = beside(inputs)
+    plain = trial.output(inputs, tables)
     for counted in _for_each_layout(torch.arange(LENGTH), len(inputs.query)):
-        given = attempt(partial(trial.output, inputs, {name: counted}))
-        others = attempt(partial(trial.output, inputs, {name: counted**2}))
+        given = attempt(partial(trial.output, inputs, {**tables, name: counted}))
+        others = attempt(partial(trial.output, inputs, {**tables, name: counted.flip(-1)}))
         if given is None or others is None:
             continue
         if not near(given, plain, 1e-6):
