@@ -30,7 +30,7 @@ from equivalence_tests.instruments.weights import randomize_parameters
 
 DROPOUT = 0.25
 MAX_LEN = 64
-SHORT, LONGEST = 7, 256  # tables of other lengths are not tried
+SHORT, LONGEST = 3, 256  # tables of other lengths are not tried
 VOCABULARY = 29
 
 

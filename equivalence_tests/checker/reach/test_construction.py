@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equivalence_tests.checker.reach.construction import Sizes, build, value_for
+from equivalence_tests.checker.reach.construction import Sizes, build, exact_lengths, value_for
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.verify import verify
 
@@ -292,6 +292,13 @@ def test_a_switch_and_a_width_may_share_a_word() -> None:
         assert value_for(width, sizes) == (True, sizes.embed_dim)
     for switch in ("cross_attention", "is_decoder", "use_cross"):
         assert value_for(switch, sizes) == (True, False)
+
+
+def test_a_window_of_two_by_three_has_a_length_to_try() -> None:
+    window = nn.Module()
+    window.register_buffer("relative_position_index", torch.zeros(6, 6, dtype=torch.long))
+    window.register_buffer("offsets", torch.zeros(3, dtype=torch.long))
+    assert exact_lengths(window) == [6]
 
 
 class CountsItsBuilds(FixedWidth):
