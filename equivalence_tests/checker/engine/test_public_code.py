@@ -1189,7 +1189,19 @@ class TurnsKeysBackByTables(TurnsByTablesIfGiven):
     way = -1
 
 
+class TurnsByAnglesOfItsOwnKind(TurnsByTablesIfGiven):
+    """Right: takes the angles with a scale beside them, which no name says."""
+
+    def forward(self, x: Tensor, rotary_pos_emb: tuple[Tensor, Tensor] | None = None) -> Tensor:  # type: ignore[override]
+        if rotary_pos_emb is None:
+            return super().forward(x)
+        angles, scale = rotary_pos_emb
+        return super().forward(x, None, angles.cos() * scale, angles.sin() * scale)
+
+
 def test_tables_of_angles_that_may_be_left_out_are_given_too() -> None:
+    own = verify(TurnsByAnglesOfItsOwnKind)
+    assert (own.mistakes, [one.what for one in own.not_exercised]) == ((), ["rotary_pos_emb"])
     report = verify(TurnsByTablesIfGiven)
     assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
     assert {one.what for one in report.coverage if one.exercised} >= {"cos", "sin", "position_ids"}
