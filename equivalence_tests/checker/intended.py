@@ -16,9 +16,6 @@ VALUES = "check_values"  # the one check of a part
 def check_meant(meant: Mapping[str, str]) -> Mapping[str, str]:
     """Give the deviations that are on purpose, and the checks that may fail, if each is one that could be.
 
-    Args:
-        meant: What the user says.
-
     Raises:
         ValueError: If a name is none, or has no reason.
 
@@ -46,10 +43,6 @@ def _checks() -> list[str]:
 
 def accepted(report: Report, meant: Mapping[str, str]) -> Report:
     """Move what is meant so from what is wrong to what is only told.
-
-    Args:
-        report: What was found.
-        meant: Which deviations are on purpose, by name, each with the reason.
 
     Returns:
         The same report; its verdict is another one where nothing wrong is left.

@@ -164,11 +164,7 @@ class Functions(TorchFunctionMode):
         return result
 
     def visit(self, frame: FrameType) -> tuple[Visit, ...]:
-        """Note the functions that are running, from the outermost in, and let go of those that have ended.
-
-        Args:
-            frame: The innermost one.
-        """
+        """Note the functions that are running, from the outermost in, and let go of those that have ended."""
         frames = [one for one in _users_frames(frame, self.outermost) if one.f_code.co_name not in INNER]
         running = list(reversed(frames))
         kept = [visit for visit, one in zip(self.visits, running, strict=False) if visit.frame is one]
@@ -179,11 +175,7 @@ class Functions(TorchFunctionMode):
 
     @contextlib.contextmanager
     def aside(self, frame: FrameType) -> Iterator[None]:
-        """Stand aside while a module runs: what happens in it is its own.
-
-        Args:
-            frame: What called it.
-        """
+        """Stand aside while a module runs: what happens in it is its own."""
         self.visit(frame)
         with _pop_mode_temporarily() if _get_current_function_mode() is self else contextlib.nullcontext():
             yield
@@ -221,13 +213,7 @@ class Functions(TorchFunctionMode):
         return False
 
     def follow_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        """Carry on what is known of tensors through a module that was called among plain functions.
-
-        Args:
-            module: The module.
-            args: Its arguments.
-            result: What it gave.
-        """
+        """Carry on what is known of tensors through a module that was called among plain functions."""
         name = "softmax" if any(isinstance(m, nn.Softmax) for m in module.modules()) else "a module"
         self._follow(name, tuple(self.visits), tree_leaves(args), tree_leaves(result))
 

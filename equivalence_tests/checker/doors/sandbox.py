@@ -68,11 +68,6 @@ def checked(
 ) -> Iterator[list[Report]]:
     """Check one target after another, in a worker process.
 
-    Args:
-        requests: What to check.
-        limits: For each of them.
-        progress: Receives a line of text now and then.
-
     Yields:
         For each request what was found: one report, or one for each attention that ran.
     """

@@ -73,11 +73,6 @@ def numbered_pairs(first: Tensor, second: Tensor) -> Tensor:
 def looked_up(asked: Tensor, names: Tensor, values: Tensor) -> Tensor:
     """Give the numbers that belong to some names; NaN where a name is not known.
 
-    Args:
-        asked: Names.
-        names: All names that are known.
-        values: The number of each of these.
-
     >>> names = coded(3, torch.tensor(5), torch.arange(2))
     >>> looked_up(coded(3, torch.tensor(5), torch.tensor([1, 2])), names, torch.tensor([0.5, 0.25])).tolist()
     [0.25, nan]

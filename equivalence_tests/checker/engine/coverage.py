@@ -129,11 +129,6 @@ class Covered:
 def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covered:
     """Exercise what the code offers: optional arguments, switches, long lengths, caches.
 
-    Args:
-        trial: A way to call it that was judged.
-        judge: Judges a call by its arguments, as the one before was.
-        exercised: Arguments on which there is a verdict already.
-
     Returns:
         All of it, and what deviates.
     """
@@ -252,13 +247,7 @@ def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
 
 
 def cover_options(covered: Covered, subject: Subject, judge: Callable[..., Sequence[Report]]) -> None:
-    """Build a class once more with each option of its constructor that it was not built with.
-
-    Args:
-        covered: What was exercised so far; receives what this shows.
-        subject: The class as it was built.
-        judge: Judges a call of a module.
-    """
+    """Build a class once more with each option of its constructor that it was not built with."""
     trial, known = covered.trial, {exercise.what for exercise in covered.exercises}
     hands_over = [p for p in parameters_of(trial.function) if p.name == trial.plan.mask_parameter and p.default]
     target: Any = type(subject.function)

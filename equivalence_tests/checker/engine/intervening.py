@@ -17,12 +17,7 @@ MANY = 1500  # operations: a run of more is repeated on fewer inputs
 
 
 def prove(found: Examination, place: int) -> list[Proof | None]:
-    """Show for each departure of one attention that putting it right is needed, and that all together are enough.
-
-    Args:
-        found: The examination.
-        place: Which attention.
-    """
+    """Show for each departure of one attention that putting it right is needed, and that all together are enough."""
     departures, judgement = found.departures[place], found.judgements[place]
     if len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or judgement.turned:
         return [None] * len(departures)
@@ -56,12 +51,7 @@ def _distance(have: list[Tensor], want: list[Tensor]) -> float:
 
 
 def reference(judgement: Judgement, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
-    """Torch's own formula in the place of what reaches the end of an attention.
-
-    Args:
-        judgement: Of that attention.
-        dtype: In which the formula is computed.
-    """
+    """Torch's own formula in the place of what reaches the end of an attention."""
     attention = judgement.attention
     names = attention.names
     if names is None or len(attention.context_sources) == 0:

@@ -31,12 +31,7 @@ WEIGHING = ("scale", "scores", "mask", "softmax", "context")
 
 
 def judge(attention: Attention, expected: Mapping[int, Expectation]) -> Judgement:
-    """Hold an attention against torch's formula.
-
-    Args:
-        attention: As it was found.
-        expected: What is known about the mask of each part, by its number.
-    """
+    """Hold an attention against torch's formula."""
     found = Judgement(attention)
     found.departures += layout_departures(attention)
     if not found.blocked() and attention.tiled:
@@ -84,12 +79,7 @@ def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterat
 
 
 def padding_of(attention: Attention, expected: Mapping[int, Expectation]) -> Tensor:
-    """Give the tokens that are padding, as far as the masks are known.
-
-    Args:
-        attention: As it was found.
-        expected: What is known about the mask of each part, by its number.
-    """
+    """Give the tokens that are padding, as far as the masks are known."""
     masks = ((part, expected[part.number].may) for part in attention.parts if part.number in expected)
     padding = [padded_queries(part, may) for part, may in masks if may is not None]
     return torch.cat([*padding, torch.zeros(0, dtype=torch.long)])

@@ -57,10 +57,6 @@ COSTS = {
 def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     """Hand a mask over in every form, and judge what it hides.
 
-    Args:
-        situation: A call without a mask.
-        report: Receives how the mask was read, or that it was not.
-
     Returns:
         What departs with the mask, beyond what departs without.
     """
@@ -366,12 +362,7 @@ def _infinite_weights(attempt: Situation) -> Iterator[Departure]:
 
 
 def has_nothing_to_hide(mask: str, trial: Trial) -> str:
-    """Say why no key of a call need be hidden by a mask of this name; "" if nothing says that.
-
-    Args:
-        mask: Its argument.
-        trial: A way to call.
-    """
+    """Say why no key of a call need be hidden by a mask of this name; "" if nothing says that."""
     plan, stem = trial.plan, OF_WHAT.sub("", mask)
     given = dict(plan.roles)
     if given.get(stem) == "query" and not plan.self_attention:

@@ -13,9 +13,6 @@ from equivalence_tests.checker.engine.watching import Operation
 def contraction_of(operation: Operation) -> Contraction | None:
     """Read a product.
 
-    Args:
-        operation: A recorded call of matmul, bmm, einsum, linear, ...
-
     Returns:
         None for what is no product of two tensors, or one that is not read.
     """

@@ -18,12 +18,7 @@ def operations_of(*calls: Callable[[], Any]) -> list[Operation]:
 
 
 def recorded(call: Callable[[], Any], named: Iterable[tuple[str, Tensor]] = ()) -> Recorder:
-    """Watch a call that is known to run.
-
-    Args:
-        call: Runs it.
-        named: Tensors that are followed by a name.
-    """
+    """Watch a call that is known to run."""
     outside, recorder = frames_here(), Recorder(named)
     with torch.no_grad(), recorder:
         call()
@@ -34,10 +29,6 @@ def recorded(call: Callable[[], Any], named: Iterable[tuple[str, Tensor]] = ()) 
 
 def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:
     """Give the line at which something ran, with those that led there, the innermost first.
-
-    Args:
-        ran: What, as ``Mistake.ran`` has it.
-        operations: All that ran.
 
     Returns:
         Nothing where none of it ran.

@@ -56,12 +56,6 @@ def examine_attention(
 ) -> Report:
     """Check an attention that has been imported already; the caller preserves the global state.
 
-    Args:
-        found: A class, an instance, a function or a factory.
-        name: What to call it.
-        adapter: What cannot be found out.
-        progress: Receives a line of text now and then.
-
     Returns:
         The report on the first sizes at which it could be read; what can be called is not excused at easier ones.
 
@@ -118,10 +112,6 @@ def _cannot_call(errors: list[str]) -> str:
 
 def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report | None:
     """Check one built class or function.
-
-    Args:
-        subject: What is checked, prepared with random weights.
-        errors: Receives what the code said to calls that failed.
 
     Returns:
         The report; None if it cannot be called as an attention.

@@ -32,12 +32,7 @@ POOLING = "attention pooling"
 
 
 def judge_linear(report: Report, situation: Situation) -> None:
-    """Say of what averages values without weights that it does, and whether it divides by the right sum.
-
-    Args:
-        report: Receives the words.
-        situation: One call, in which no attention was seen.
-    """
+    """Say of what averages values without weights that it does, and whether it divides by the right sum."""
     run = situation.found.run
     weighed = any(operation.name in WEIGHS for operation in run.operations)
     if not run.names.across and (weighed or not run.names.products):
@@ -111,9 +106,6 @@ class _Linear:
 
 def judge_pooling(subject: Subject) -> Report | None:
     """Say of what gives one vector for each sample that it pools, and give it equal tokens; None if it does not pool.
-
-    Args:
-        subject: What could not be called as an attention.
     """
     for few, many in zip(*(_arguments(subject, length) for length in LENGTHS), strict=True):
         call, longer = (Call(subject.function, given, module=subject.module) for given in (few, many))

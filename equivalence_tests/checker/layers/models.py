@@ -22,10 +22,6 @@ GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)
 def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
     """Look at how a model is put together.
 
-    Args:
-        module: The model.
-        run: How it is called.
-
     Yields:
         What was looked at, the name of the mistake ("" if there is none), and where.
     """

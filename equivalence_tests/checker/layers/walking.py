@@ -98,11 +98,6 @@ class Walk:
 def examine_layers(found: Any, name: str, adapter: Adapter) -> Report:
     """Check a layer or a model.
 
-    Args:
-        found: Class, instance or factory.
-        name: What to call it.
-        adapter: How to build it.
-
     Returns:
         One report for all sub-modules and the wiring.
 
@@ -206,12 +201,7 @@ def _watch(walk: Walk, run: ModelRun) -> None:
 
 
 def joined(known: Report, report: Report) -> Report:
-    """Give one report on all the attentions of one call, each mistake told once.
-
-    Args:
-        known: On the first of them.
-        report: On another.
-    """
+    """Give one report on all the attentions of one call, each mistake told once."""
     worse = max(known.verdict, report.verdict, key=FROM_BEST.index)
     told = {(finding.name, finding.line) for finding in known.findings}
     new = [finding for finding in report.findings if (finding.name, finding.line) not in told]

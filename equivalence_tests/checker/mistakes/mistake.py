@@ -43,9 +43,6 @@ class Mistake:
     def as_named(self, owners: Iterable[str]) -> str:
         """Say which class is named after a model that does this on purpose; "" if none is.
 
-        Args:
-            owners: The names of the classes that it stands in.
-
         >>> Mistake("scale_missing", "scale", "", "", "", "", on_purpose_in="T5 has none.").as_named(["T5Attention"])
         'T5Attention is named after T5, which does so'
         """

@@ -104,10 +104,6 @@ class Projection:
 def feed_forward_readings(module: nn.Module, given: Tensor) -> Iterator[PartReading]:
     """Read a feed-forward in every way in which its matrices can be used in the order of a run.
 
-    Args:
-        module: The feed-forward, with random parameters.
-        given: What it takes.
-
     Yields:
         Two linears with anything between, and gated ones, alone or with residual and LayerNorm.
     """

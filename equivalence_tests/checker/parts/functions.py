@@ -36,12 +36,6 @@ class FunctionModule(nn.Module):
 def function_modules(function: Callable[..., Any], kind: str, width: int, ff_dim: int) -> Iterator[FunctionModule]:
     """Give the required arguments after x what their names ask for.
 
-    Args:
-        function: What is to be called.
-        kind: "layer_norm" or "feed_forward".
-        width: Width of x.
-        ff_dim: Width inside a feed-forward.
-
     Yields:
         Modules for each choice of shapes, whether the function can be called with them or not.
     """

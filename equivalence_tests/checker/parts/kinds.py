@@ -145,9 +145,6 @@ def is_torchs(child: nn.Module) -> bool:
 def atoms_of(module: nn.Module) -> dict[str, str]:
     """List the outermost sub-modules that are looked at as wholes, by path, with their kind.
 
-    Args:
-        module: A layer or a model.
-
     Returns:
         Parts of a known kind, torch's own layers, and under "" every other module with parameters and no children.
     """

@@ -98,10 +98,6 @@ def _own_builder(name: str, member: Any) -> bool:
 def examine_mask_builder(found: Any, name: str) -> Report:
     """Check a function or method that builds masks.
 
-    Args:
-        found: The function, a bound method, or a method of a class that can be built.
-        name: What to call it.
-
     Returns:
         The report: which mask each output is, in which shape and meaning, and what is wrong with it.
 

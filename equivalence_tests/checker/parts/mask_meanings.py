@@ -50,10 +50,6 @@ def draws_of(pads: set[int]) -> list[Drawn]:
 def meanings(plan: CallOfRoles, draws: Sequence[Drawn]) -> Iterator[Meaning]:
     """List every mask that can be built from what a plan gives.
 
-    Args:
-        plan: How the builder is called.
-        draws: What it is called with.
-
     Yields:
         Meanings, with True = may look.
     """

@@ -59,10 +59,6 @@ def is_rms_norm(module: nn.Module) -> bool:
 def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
     """Read a norm in every way.
 
-    Args:
-        module: The norm, with random parameters.
-        width: Width of its input.
-
     Yields:
         LayerNorms and RMSNorms, right and with mistakes; which of the two is right, its class's name says.
     """

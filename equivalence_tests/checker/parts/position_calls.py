@@ -73,10 +73,6 @@ class _Called:
 def placements(subject: Subject, function: Callable[..., Any]) -> Iterator[Placement]:
     """Call it in every way that is met.
 
-    Args:
-        subject: For its sizes and its source.
-        function: The module, in float64, or the function.
-
     Yields:
         For each way that works, where the table was found.
     """

@@ -215,10 +215,6 @@ def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
 def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
     """Construct instances of a class or from a factory, the most telling sizes first.
 
-    Args:
-        target: A class, or a factory without required arguments.
-        **given: Arguments that are settled.
-
     Returns:
         Instances with the sizes that they were asked to have.
 
@@ -307,11 +303,7 @@ def _widths_taken(target: Any, sizes: Sizes) -> Counter[int]:
 
 
 def asks_for_groups(target: Any) -> bool:
-    """Whether a constructor names a count of key heads, as an argument or as an attribute or entry of its config.
-
-    Args:
-        target: A class, or a factory.
-    """
+    """Whether a constructor names a count of key heads, as an argument or as an attribute or entry of its config."""
     code = getattr(getattr(target, "__init__", target), "__code__", None) or getattr(target, "__code__", None)
     words = [*code.co_varnames, *code.co_names, *code.co_consts] if code else []
     configs = [p.annotation for p in parameters_of(target) if hasattr(p.annotation, "__dataclass_fields__")]
@@ -393,10 +385,6 @@ def _first_that_builds(
 
 def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
     """Propose keyword arguments for the constructor: by name first, then every guess for names that say nothing.
-
-    Args:
-        target: What is to be called.
-        sizes: What the arguments are to say.
 
     Yields:
         For each guess at the required ones, all arguments: with sizes for optional ones, then without, then with sizes
@@ -502,9 +490,6 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
 
 def callers_scales(target: Any) -> dict[str, float]:
     """Name the required arguments that the scores are divided or multiplied by, and no size: only a caller knows them.
-
-    Args:
-        target: A class.
 
     Returns:
         For each name the power of the width of a head that it is given.

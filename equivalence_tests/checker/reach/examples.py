@@ -44,9 +44,6 @@ class Example:
 def examples_of(target: Any) -> Iterator[Example]:
     """Find the calls of a class or a function in its own file and docstrings.
 
-    Args:
-        target: A class or a function.
-
     Yields:
         Those that are made of sizes, tensors and what the file defines, with all that they are made of.
     """

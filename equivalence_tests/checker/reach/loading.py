@@ -163,9 +163,6 @@ def _executed(name: str, path: Path) -> ModuleType:
 def with_signature(target: Any) -> Any:
     """Give a function written in C the signature that its docstring shows, an autograd function that of its forward.
 
-    Args:
-        target: Any object.
-
     Returns:
         The object itself, or a function around it where Python cannot tell its arguments.
 
@@ -216,9 +213,6 @@ def _signed(target: Any, signature: inspect.Signature) -> Any:
 def check_forward(found: Any) -> None:
     """Say of a module that nothing in it can be called.
 
-    Args:
-        found: Any object.
-
     Raises:
         CannotCheckError: If it is a module, or a class of modules, without a forward.
     """
@@ -236,9 +230,6 @@ def check_forward(found: Any) -> None:
 
 def inside_wrappers(found: Any) -> tuple[Any, tuple[str, ...]]:
     """Look through what only hands its calls on to a module: compiled, data parallel, sharded.
-
-    Args:
-        found: Any object.
 
     Returns:
         The module inside, or the object itself; and the names of the wrappers around it, from the outside in.

@@ -110,11 +110,7 @@ def run_model(module: nn.Module, sizes: Sizes, errors: list[str], mistakes: list
 
 
 def run_layer(trial: Trial) -> ModelRun:
-    """Take a layer, or a stack of them, for a model: its source is the memory, or the only tensor there is.
-
-    Args:
-        trial: How it is called.
-    """
+    """Take a layer, or a stack of them, for a model: its source is the memory, or the only tensor there is."""
     inputs, alone, parameters = trial.inputs(seed=0), trial.plan.self_attention, parameters_of(trial.function)
     missing = alone and any(role_of_parameter(p.name) in ("memory", "key") for p in parameters)
     names = (p.name for p in parameters if _role(p) == "mask")  # one of the memory that is missing has nothing to hide

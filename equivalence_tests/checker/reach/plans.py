@@ -79,12 +79,6 @@ def trials_of(
 ) -> Iterator[Trial]:
     """Give the ways in which the code can be called, the likeliest first.
 
-    Args:
-        function: The module or function.
-        sizes: Of the tensors to try.
-        dtype: Precision of the calls.
-        errors: Receives what the code said to attempts that failed.
-
     Yields:
         Those that ran and gave an output of the query's length. Equal lengths are tried only where different ones fail.
     """
@@ -117,11 +111,7 @@ def _may_take_one_head(trial: Trial) -> bool:
 
 
 def crossed(trial: Trial) -> Trial | None:
-    """Give the way to call with a second tensor that may be left out, masks left to their defaults; None if none is.
-
-    Args:
-        trial: A way to call it with one tensor.
-    """
+    """Give the way to call with a second tensor that may be left out, masks left to their defaults; None if none is."""
     parameters = parameters_of(trial.function)
     required, roles = _required(parameters), {p.name: _role(p) for p in parameters}
     memory = [n for n, role in roles.items() if role in ("memory", "key", "value") and n not in required]
@@ -138,11 +128,7 @@ def crossed(trial: Trial) -> Trial | None:
 
 
 def other_masks(trial: Trial) -> Iterator[Trial]:
-    """Give the ways to call with each mask that is left out; the one that is not hides nothing then.
-
-    Args:
-        trial: A way to call it that works.
-    """
+    """Give the ways to call with each mask that is left out; the one that is not hides nothing then."""
     plan, first = trial.plan, trial.plan.mask_parameter
     others = [p.name for p in parameters_of(trial.function) if _role(p) == "mask" and p.name != first]
     instead = {"mask?": "=None"} if plan.neutral is None else {"mask": "neutral", "mask?": "neutral"}

@@ -41,11 +41,7 @@ def _nodes_of(target: Any) -> list[ast.AST]:
 
 
 def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
-    """Give the optional Booleans of a constructor turned round, and to strings what its class compares them with.
-
-    Args:
-        target: A class.
-    """
+    """Give the optional Booleans of a constructor turned round, and to strings what its class compares them with."""
     compared: dict[str, list[object]] = {}
     for node in _nodes_of(target):
         match node:
@@ -70,9 +66,6 @@ def _signature(target: Any, eval_str: bool) -> inspect.Signature | None:
 
 def scales_of(target: Any) -> dict[str, float]:
     """Name the arguments that a constructor keeps only to divide or to multiply by, as a temperature is.
-
-    Args:
-        target: A class.
 
     Returns:
         For each name the power of a width that makes it the scale of torch's formula: 0.5 of a divisor, -0.5 of a

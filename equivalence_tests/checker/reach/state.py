@@ -179,10 +179,6 @@ def _version(value: Tensor | None) -> int:
 def attempt(call: Callable[[], T], errors: list[str] | None = None) -> T | None:
     """Run code that may raise anything.
 
-    Args:
-        call: Runs it.
-        errors: Receives what it said, and where.
-
     Returns:
         What it gave; None where it raised.
     """

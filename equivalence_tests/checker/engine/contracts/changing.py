@@ -82,14 +82,7 @@ def first_change(
 
 
 def way_to(run: Run, numbers: list[int], slot: Slot, until: int) -> set[int]:
-    """Give the operations that a tensor comes from, as far as they take what some sources gave.
-
-    Args:
-        run: The recorded run.
-        numbers: The sources.
-        slot: The tensor.
-        until: The first operation that comes too late to have made it.
-    """
+    """Give the operations that a tensor comes from, as far as they take what some sources gave."""
     way, left = set[int](), [(slot, until)]
     while left:
         operation = run.maker_of(*left.pop())

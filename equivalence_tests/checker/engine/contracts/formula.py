@@ -15,13 +15,7 @@ from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
 
 def weights_by_formula(scores: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
-    """Softmax over the keys of each row.
-
-    Args:
-        scores: Scaled, flat.
-        rows: Which row each belongs to.
-        hidden: Which keys are hidden.
-    """
+    """Softmax over the keys of each row."""
     order = rows.argsort(stable=True)
     row = rows[order]
     start = torch.searchsorted(row, row)
@@ -135,14 +129,7 @@ def _hidden(part: Part, expected: Expectation, causal: bool) -> Tensor:
 
 
 def right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> Patch:
-    """Torch's weights in the place of what an operation gives.
-
-    Args:
-        part: Whose scores.
-        names: Of what it gives.
-        hidden: Which keys are hidden.
-        factor: By which the scores are multiplied.
-    """
+    """Torch's weights in the place of what an operation gives."""
     index = part.product.operation.index
 
     def patch(recorder: Recorder, operation: Operation) -> Tensor:
@@ -157,10 +144,6 @@ def right_weights(part: Part, names: Tensor, hidden: Tensor, factor: float) -> P
 
 def scale_in_words(factor: float, sizes: Mapping[str, int]) -> str:
     """Write a scale by the size that it is made of; "" where it is made of none.
-
-    Args:
-        factor: By what the scores are multiplied.
-        sizes: The sizes by their names, among them head_dim and embed_dim.
 
     >>> [scale_in_words(x, {"head_dim": 16, "embed_dim": 48, "key_len": 7}) for x in (48**-0.5, 7**-0.5, 4.0, 0.7)]
     ['/ sqrt(embed_dim)', '/ sqrt(key_len)', '* sqrt(head_dim)', '']

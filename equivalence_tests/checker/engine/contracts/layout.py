@@ -294,11 +294,7 @@ def _are_apart(codes: Tensor, heads: int) -> bool:
 
 # ---------------------------------------------------------------------------------------------- weights and values
 def ways_back(part: Part) -> list[Context]:
-    """Give the contexts in which keys attend to queries, by scores by which queries attend to keys as well.
-
-    Args:
-        part: Of an attention.
-    """
+    """Give the contexts in which keys attend to queries, by scores by which queries attend to keys as well."""
     read = any(context.source is not None for context in part.contexts)
     return [c for c in part.contexts if read and c.source is None and _sums_over_queries(part, c)]
 

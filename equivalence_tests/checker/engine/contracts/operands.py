@@ -300,13 +300,7 @@ def _bent_angles(run: Run, operand: Operand) -> Departure | None:
 
 
 def earlier(run: Run, operand: Operand, through: tuple[str, ...] = NORMED) -> Operand | None:
-    """Give an operand as it was before what named its elements anew; None if nothing of these kinds did.
-
-    Args:
-        run: The recorded run.
-        operand: Queries, keys or values.
-        through: The kinds of sources: a norm, a gain or a bias.
-    """
+    """Give an operand as it was before what named its elements anew; None if nothing of these kinds did."""
     return _before(run, operand, operand.sources[0], through) if operand.sources else None
 
 

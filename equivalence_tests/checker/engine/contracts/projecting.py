@@ -313,12 +313,7 @@ def _unused(attention: Attention, module: nn.Module, found: list[Departure]) -> 
 
 
 def idle_departures(attention: Attention, function: Callable[..., Any]) -> Iterator[Departure]:
-    """Biases of the scores, and arguments, that do nothing to the output.
-
-    Args:
-        attention: Of the call.
-        function: What is called.
-    """
+    """Biases of the scores, and arguments, that do nothing to the output."""
     biases = [(argument_name(known, function), x) for known, x in idle_biases(attention)]
     for name, x in (*biases, *idle_arguments(attention.run, function)):
         kind, facts = "bias" if "bias" in name or biases else "argument", {"unused": [name], "parameter": name}

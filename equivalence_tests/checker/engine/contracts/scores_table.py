@@ -63,14 +63,7 @@ def padded_queries(part: Part, may: Tensor) -> Tensor:
 
 
 def hidden_by_formula(part: Part, own: Tensor, may: Tensor | None, pattern: str) -> Tensor:
-    """What should be hidden: what is not allowed; the future, where a causal mask is wrong; else what is hidden.
-
-    Args:
-        part: Whose scores.
-        own: What is hidden by the code itself.
-        may: What is allowed, where that is known.
-        pattern: Which causal mask the code has.
-    """
+    """What should be hidden: what is not allowed; the future, where a causal mask is wrong; else what is hidden."""
     if may is not None:
         return ~may
     return future_of(part) if pattern.startswith("causal") else own
