@@ -105,8 +105,7 @@ class _Linear:
 
 
 def judge_pooling(subject: Subject) -> Report | None:
-    """Say of what gives one vector for each sample that it pools, and give it equal tokens; None if it does not pool.
-    """
+    """Say of what gives one vector for each sample that it pools, after giving it equal tokens; None if it does not."""
     for few, many in zip(*(_arguments(subject, length) for length in LENGTHS), strict=True):
         call, longer = (Call(subject.function, given, module=subject.module) for given in (few, many))
         run = attempt(partial(call.run, read=False))
