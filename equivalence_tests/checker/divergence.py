@@ -33,11 +33,7 @@ class Divergence:
 
 
 def first_divergence(
-    a: nn.Module,
-    b: nn.Module,
-    inputs: Sequence[Any] | Mapping[str, Any],
-    *,
-    relative_bound: float = FLOAT64_BOUND,
+    a: nn.Module, b: nn.Module, inputs: Sequence[Any] | Mapping[str, Any], *, relative_bound: float = FLOAT64_BOUND
 ) -> Divergence | None:
     """Find the first sub-module whose output, or gradient, differs when it is fed equal input.
 

@@ -62,9 +62,7 @@ class Limits:
 
 
 def checked(
-    requests: Sequence[Request],
-    limits: Limits,
-    progress: Callable[[str], None] = lambda text: None,
+    requests: Sequence[Request], limits: Limits, progress: Callable[[str], None] = lambda text: None
 ) -> Iterator[list[Report]]:
     """Check one target after another, in a worker process.
 

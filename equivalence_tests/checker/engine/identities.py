@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.channels import Exchange, Key, exchanges_in
-from equivalence_tests.checker.engine.codes import (
-    UNKNOWN,
-    known,
-    sources_in,
-    token_of,
-)
+from equivalence_tests.checker.engine.codes import UNKNOWN, known, sources_in, token_of
 from equivalence_tests.checker.engine.meetings import POOLS, Meetings
 from equivalence_tests.checker.engine.names import Identities
 from equivalence_tests.checker.engine.vocabulary import (

@@ -13,12 +13,7 @@ from equivalence_tests.checker.engine.contracts.scores_table import DROWNED
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.running import Call, Examination
-from equivalence_tests.checker.engine.situations import (
-    Situation,
-    new_departures,
-    situation_of,
-    weighed_scores,
-)
+from equivalence_tests.checker.engine.situations import Situation, new_departures, situation_of, weighed_scores
 from equivalence_tests.checker.engine.taking_part import live_operations
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation

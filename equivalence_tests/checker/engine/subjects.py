@@ -49,10 +49,7 @@ MOST_SIZES = 3  # after which what could not be read at any is not tried at othe
 
 
 def examine_attention(
-    found: Any,
-    name: str,
-    adapter: Adapter | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    found: Any, name: str, adapter: Adapter | None = None, progress: Callable[[str], None] = lambda text: None
 ) -> Report:
     """Check an attention that has been imported already; the caller preserves the global state.
 

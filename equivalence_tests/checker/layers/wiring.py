@@ -125,11 +125,7 @@ def _equal(x: object, y: Tensor) -> bool:
     return isinstance(x, Tensor) and x.shape == y.shape and distance(x, y) < ROUNDING
 
 
-def read_wiring(
-    trial: Trial,
-    atoms: Mapping[str, str],
-    contained: Mapping[str, bool | None],
-) -> Wiring:
+def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, bool | None]) -> Wiring:
     """Trace one call of a layer and follow the residual stream.
 
     Args:

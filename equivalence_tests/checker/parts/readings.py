@@ -45,10 +45,7 @@ class PartReading:
     ) -> "PartReading":
         """Add what was found out about the call."""
         return replace(
-            self,
-            words=(*self.words, *words),
-            mistakes=(*mistakes, *self.mistakes),
-            notes=(*self.notes, *notes),
+            self, words=(*self.words, *words), mistakes=(*mistakes, *self.mistakes), notes=(*self.notes, *notes)
         )
 
 

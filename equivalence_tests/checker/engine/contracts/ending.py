@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, retagged, source_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.changing import (
-    adds_two,
-    changed_on_the_way,
-    has_twin,
-    shuffling,
-)
+from equivalence_tests.checker.engine.contracts.changing import adds_two, changed_on_the_way, has_twin, shuffling
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, near
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.taking_part import matrix_in

@@ -94,10 +94,7 @@ def _operand(recorder: Recorder, product: Product, side: int) -> Tensor:
 
 
 def tile_departures(
-    attention: Attention,
-    operands: list[list[Operand]],
-    expected: Mapping[int, Expectation],
-    own: Sequence[Tensor] = (),
+    attention: Attention, operands: list[list[Operand]], expected: Mapping[int, Expectation], own: Sequence[Tensor] = ()
 ) -> Iterator[Departure]:
     """Compare what comes out of all tiles with torch's formula on all keys, with a causal mask or without.
 
