@@ -1,7 +1,7 @@
 # Everything runs in .venv. `make setup` builds it; the other targets bring it up to date first.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare page benchmark test triton mutants wild wild-mutants diagnose-report lint format clean
+.PHONY: help setup compare page benchmark test test-thorough triton mutants wild wild-mutants diagnose-report lint format clean
 
 # What an earlier `make setup PYTHON=... CONSTRAINTS=... TORCH=...` chose stays chosen.
 -include .venv/choices.mk
@@ -55,8 +55,12 @@ benchmark: $(STAMP) ## Measure this machine, and update benchmarks/results and R
 	$(BIN)/sidebyside-bench readme
 
 # One thread a worker: the tests are many and small.
-test: $(STAMP) ## Run all tests and the examples in the docstrings
+test: $(STAMP) ## Run the tests and the examples in the docstrings
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -n auto --maxprocesses 8 $(ARGS)
+
+test-thorough: $(STAMP) ## Run the random sweeps and the tests of many processes too, and draw ten times as many examples
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-thorough} \
+	  $(BIN)/pytest -n auto --maxprocesses 8 -m '' $(ARGS)
 
 triton: $(STAMP) ## Run the tests of the CUDA kernel in Triton's interpreter, on the CPU
 	@$(BIN)/python -c 'import triton' 2> /dev/null || $(BIN)/python -m pip install -e '.[triton]'

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TypeGuard
@@ -46,14 +47,17 @@ def is_name(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
     return isinstance(node, ast.Name | ast.Attribute)
 
 
-def parsed(module: str) -> ast.Module:
-    return ast.parse(FILES[module].read_text(encoding="utf-8"))
+@cache
+def names_in(module: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Name what a file imports, and what it may import by a text."""
+    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    return frozenset(imported_by(tree)), frozenset(named_in_texts(tree))
 
 
 def imports_of(module: str) -> set[str]:
     """Keep those of our own; from a package that hands names on, only the module that is named."""
-    tree = parsed(module)
-    found = {name for name in {*imported_by(tree), *named_in_texts(tree)} if name in FILES}
+    imported, in_texts = names_in(module)
+    found = {name for name in imported | in_texts if name in FILES}
     named = {name for name in found if not any(other.startswith(f"{name}.") for other in found)} - {module}
     around = {package for name in named for package in packages_of(name)}
     return named | {package for package in around if not f"{module}.".startswith(f"{package}.")}
@@ -67,18 +71,27 @@ def packages_of(module: str) -> Iterator[str]:
             yield module
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_a_room_imports_only_from_rooms_to_its_left(module: str) -> None:
-    rooms = {name.split(".")[0] for name in imported_by(parsed(module))} & set(ROOMS)
-    assert rooms <= set(ROOMS[: ROOMS.index(module.split(".")[0]) + 1])
+def test_a_room_imports_only_from_rooms_to_its_left() -> None:
+    assert {module: rooms for module in FILES if (rooms := rooms_to_the_right(module))} == {}
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if not name.rpartition(".")[2].startswith("test_")])
-def test_a_floor_of_the_checker_imports_only_from_those_below(module: str) -> None:
+def rooms_to_the_right(module: str) -> set[str]:
+    """Name the rooms that a file imports from and should not."""
+    rooms = {name.split(".")[0] for name in names_in(module)[0]}
+    return rooms & set(ROOMS[ROOMS.index(module.split(".")[0]) + 1 :])
+
+
+def test_a_floor_of_the_checker_imports_only_from_those_below() -> None:
+    modules = [name for name in FILES if not name.rpartition(".")[2].startswith("test_")]
+    assert {module: floors for module in modules if (floors := floors_above(module))} == {}
+
+
+def floors_above(module: str) -> set[str | None]:
+    """Name the floors that a file of the checker imports from and should not."""
     floor = floor_of(module)
-    if floor is not None:
-        below = {floor_of(name) for name in imports_of(module)} - {None}
-        assert below <= set(FLOORS[: FLOORS.index(floor) + 1])
+    if floor is None:
+        return set()
+    return {floor_of(name) for name in imports_of(module)} - {None, *FLOORS[: FLOORS.index(floor) + 1]}
 
 
 def floor_of(module: str) -> str | None:
