@@ -31,8 +31,16 @@ from benchmarks.measuring import Runner, peak_memory_bytes
 from benchmarks.results import Row
 from benchmarks.running import rows_without_times
 from benchmarks.workloads import VOCABULARY, runnable, workload
+from equivalence_tests.instruments.warm_processes import warm_context
 
 CASE = Case("attention", batch=1, query_len=5, key_len=7, embed_dim=33, num_heads=3)
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork children from a process that has imported torch."""
+    context = warm_context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
 
 
 def allocate(count: int) -> str:
@@ -48,6 +56,7 @@ def end_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_child_is_held_to_its_memory() -> None:
     assert in_child(allocate, [2**26], None) == f"got {2**26}"
     assert "can't allocate memory" in in_child(allocate, [2**34], 4 * 2**30)
@@ -58,11 +67,13 @@ def leave_last(path: Path) -> None:
     multiprocessing.util.Finalize(None, path.touch, exitpriority=1)
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_child_that_has_answered_ends_by_itself(tmp_path: Path) -> None:
     in_child(leave_last, [tmp_path / "ended"])
     assert (tmp_path / "ended").exists()
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_child_that_is_ended_is_told_by_its_exit_code() -> None:
     with pytest.raises(ChildEndedError, match="was killed, as happens where memory runs out, before it gave a result"):
         in_child(end_itself, [])
@@ -70,6 +81,7 @@ def test_a_child_that_is_ended_is_told_by_its_exit_code() -> None:
         in_child(os._exit, [7])
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_child_that_is_killed_while_it_answers_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_short(_: Connection) -> None:
         raise OSError("got end of file during message")
@@ -88,6 +100,7 @@ def test_a_child_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch)
         in_child(end_itself, [])
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_child_that_takes_too_long_is_ended() -> None:
     with pytest.raises(ChildEndedError, match="was stopped after 0 s before it gave a result"):
         in_child(time.sleep, [1e6], patience_seconds=0.0)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import multiprocessing
 from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
@@ -12,10 +13,19 @@ from equivalence_tests.compare import command, ranks
 from equivalence_tests.compare.processes import RanksFailedError, run_ranks
 from equivalence_tests.compare.ranks import RankRow, compare_ranks, number_of_comparisons
 from equivalence_tests.compare.workers_for_tests import one_dies, one_hangs, one_raises, tell_sum
+from equivalence_tests.instruments.warm_processes import warm_context
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the ranks from a process that has imported torch."""
+    context = warm_context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.usefixtures("warm")
 def test_outputs_gradients_and_ten_steps_are_those_of_one_process(num_ranks: int) -> None:
     told: list[str] = []
     rows = compare_ranks(num_ranks, "cpu", seed=1, advance=told.append)
@@ -29,18 +39,22 @@ def test_outputs_gradients_and_ten_steps_are_those_of_one_process(num_ranks: int
 @pytest.mark.slow
 class TestProcesses:
     def test_they_talk_to_one_another_and_to_us(self) -> None:
+        """In fresh interpreters, as everybody's are."""
         assert sorted(run_ranks(tell_sum, 2, 10)) == [(0, (2, 21.0)), (1, (2, 21.0))]
 
+    @pytest.mark.usefixtures("warm")
     def test_one_that_raises_is_named_with_its_error(self) -> None:
         with pytest.raises(
             RanksFailedError, match=r"rank 1 of 2 raised ZeroDivisionError: no heads left \(workers_for_tests"
         ):
             list(run_ranks(one_raises, 2, None))
 
+    @pytest.mark.usefixtures("warm")
     def test_one_that_dies_is_named(self) -> None:
         with pytest.raises(RanksFailedError, match="rank 1 of 2 was killed by signal 9"):
             list(run_ranks(one_dies, 2, None))
 
+    @pytest.mark.usefixtures("warm")
     def test_one_that_hangs_is_named(self) -> None:
         with pytest.raises(RanksFailedError, match=r"nothing was heard from rank .*1.* of 2 for 1 seconds"):
             list(run_ranks(one_hangs, 2, None, patience=1.0))
