@@ -1,7 +1,7 @@
 # Everything runs in .venv. `make setup` builds it; the other targets bring it up to date first.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare page benchmark test test-thorough triton mutants wild wild-mutants diagnose-report lint format clean
+.PHONY: help setup compare page benchmark test test-thorough triton mutants wild wild-mutants wrong diagnose-report lint format clean
 
 # What an earlier `make setup PYTHON=... CONSTRAINTS=... TORCH=...` chose stays chosen.
 -include .venv/choices.mk
@@ -79,6 +79,9 @@ wild: $(STAMP) ## Check every attention of transformers, timm and diffusers, and
 wild-mutants: $(STAMP) ## Break those attentions, one change at a time, and count what is found and named; takes hours
 	@$(wild_libraries)
 	$(BIN)/python -m equivalence_tests.wild mutants --part all --output equivalence_tests/wild/results/mutants.json $(ARGS)
+
+wrong: $(STAMP) ## Edit right attentions at random and see that no wrong version is called equal; takes hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.wrong --output equivalence_tests/wrong/results/found.json $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .

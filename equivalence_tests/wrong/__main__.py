@@ -1,0 +1,178 @@
+"""``python -m equivalence_tests.wrong``: random wrong versions of right attentions, and what the checker calls them."""
+
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from equivalence_tests.wrong import fixed
+from equivalence_tests.wrong.editing import Version, versions_of
+from equivalence_tests.wrong.judging import accused, called_equal, excused, judged
+from equivalence_tests.wrong.operators import OPERATORS, Operator
+from equivalence_tests.wrong.right import rights
+from equivalence_tests.wrong.sites import sites_of
+from equivalence_tests.wrong.sources import Right
+from equivalence_tests.wrong.table import summary, table, written
+from equivalence_tests.wrong.unseen import UNSEEN
+
+AT_A_TIME = 20
+WIDTH = 120  # of the table
+UNCHANGED = "unchanged"
+Row = dict[str, Any]
+
+
+def chosen(only: str, operators: Sequence[Operator]) -> tuple[list[Right], list[Operator]]:
+    """Choose by a part of a name each: OPERATOR/CLASS, where either may be left out.
+
+    Raises:
+        typer.BadParameter: If there is no such class or operator.
+    """
+    operator, _, name = only.partition("/")
+    found = [right for right in rights() if name in (right.name, "")], [x for x in operators if operator in x.name]
+    if not all(found):
+        raise typer.BadParameter(f"--only must name an operator and a class as OPERATOR/CLASS, got {only}")
+    return found
+
+
+def drawn(found: Sequence[Right], operators: Sequence[Operator], seed: int, folder: Path) -> Iterator[Version]:
+    """Give versions without end, or until there is none: each operator on each class in turn, in a drawn order."""
+    waiting = [_of_pair(right, operator, seed, folder) for right in found for operator in operators]
+    draw = random.Random(seed)
+    while waiting:
+        draw.shuffle(waiting)
+        for one in [*waiting]:
+            made = next(one, None)
+            if made is None:
+                waiting.remove(one)
+            else:
+                yield made
+
+
+def _of_pair(right: Right, operator: Operator, seed: int, folder: Path) -> Iterator[Version]:
+    draw = random.Random(f"{seed} {right.room} {right.name} {operator.name}")
+    yield from versions_of(right, sites_of(right, folder), operator, draw)
+
+
+class Run:
+    """One run: what was found out so far, and what is shown of it."""
+
+    def __init__(self, facts: Row, output: Path | None, jobs: int) -> None:
+        self.facts, self.output, self.jobs = facts, output, jobs
+        self.console, self.rows, self.whole = _wide_enough(), list[Row](), dict[str, Row]()
+        self.broken_off = False
+
+    def over(self, versions: Iterator[Version], most: int) -> None:
+        """Judge versions until so many differ; what was found out before Ctrl-C is kept."""
+        columns = TextColumn("{task.description}"), TimeElapsedColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            shown = progress.add_task("")
+            try:
+                while self.differ < most:
+                    some = list(islice(versions, min(AT_A_TIME, most - self.differ)))
+                    if not some:
+                        break
+                    for row in judged([*self._unchanged(some), *some], self.jobs):
+                        self._keep(row)
+                        progress.update(shown, description=self._said(most))
+                    self._write()
+            except KeyboardInterrupt:
+                self.broken_off = True
+        self._write()
+
+    @property
+    def differ(self) -> int:
+        """How many versions differ."""
+        return sum(row.get("truth") == "differs" for row in self.rows)
+
+    def _unchanged(self, versions: Sequence[Version]) -> Iterator[Version]:
+        """Give each right attention once as it is: what it is excused for excuses no edit."""
+        for right in dict.fromkeys(one.right.name for one in versions):
+            if right not in self.whole:
+                self.whole[right] = {}
+                found = next(one.right for one in versions if one.right.name == right)
+                yield Version(found, UNCHANGED, found.text, ())
+
+    def _keep(self, row: Row) -> None:
+        if row["operator"] == UNCHANGED:
+            self.whole[row["class"]] = row
+        self.rows.append(row)
+        for one in self.rows if row["operator"] == UNCHANGED else (row,):
+            if "intended" in one and one["operator"] != UNCHANGED:
+                known = self.whole.get(one["class"], {}).get("intended", ())
+                one["intended_anew"] = [step for step in one["intended"] if step not in known]
+
+    def _said(self, most: int) -> str:
+        found = summary(self.rows)
+        return f"{found['differ']} of {most} that differ: {found['called_equal']} called equal"
+
+    def _write(self) -> None:
+        if self.output is not None:
+            written(self.output, self.facts, self.rows)
+
+    def conclude(self) -> int:
+        """Show the table, and what is called equal or accused; give the exit status."""
+        say = self.console.print
+        say(table(self.rows))
+        for title, rows in (
+            ("EQUAL, and it differs", [row for row in self.rows if called_equal(row)]),
+            ("to be judged: equal except where intended, or as far as it ran", [*filter(_open, self.rows)]),
+            ("DEVIATES, and it does not differ", [row for row in self.rows if accused(row)]),
+        ):
+            for row in rows:
+                say(f"\n{title}: {row['class']}, {row['operator']}", markup=False, highlight=False)
+                steps = row.get("intended_anew") or row["names"]
+                named = ["nothing that has a name was added"] if excused(row) and not row["adds"] else []
+                say("\n".join([row["diff"], *steps, *named]), markup=False, highlight=False)
+        found = summary(self.rows)
+        say(f"\n{found['differ']} versions differ: {found['called_equal']} of them are called EQUAL.")
+        say(f"{found['do_not_differ']} do not differ: {found['accused']} of them DEVIATES.")
+        return 130 if self.broken_off else int(found["called_equal"] + found["accused"] > 0)
+
+
+def _open(row: Row) -> bool:
+    return excused(row) or (row.get("truth"), row.get("verdict")) == ("differs", "partial")
+
+
+def _wide_enough() -> Console:
+    console = Console()
+    return console if console.width >= WIDTH else Console(width=WIDTH)
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Only the 24 fixed versions of one attention.")] = False,
+    sample: Annotated[int, typer.Option(min=1, help="How many versions that differ.")] = 3000,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    only: Annotated[str, typer.Option(help="OPERATOR/CLASS; a part of an operator's name will do.")] = "/",
+    unseen: Annotated[bool, typer.Option("--unseen", help="Only the operators that are kept for the end.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="How many children at a time.")] = os.cpu_count() or 1,
+) -> None:
+    """Edit right attentions at random and see that the checker calls none of the wrong versions EQUAL.
+
+    Whether a version is wrong is a number: its whole output, with weights copied, differs by more than 1e-6. The exit
+    status is 1 if a version that differs is EQUAL without an intended step of its own, or one that does not DEVIATES.
+    """
+    warnings.simplefilter("ignore")  # of the edited code
+    torch.set_num_threads(1)
+    operators = UNSEEN if unseen else OPERATORS
+    facts = {"torch": version("torch"), "seed": seed, "sample": sample, "only": only, "unseen": unseen, "quick": quick}
+    run = Run(facts, output, jobs)
+    with tempfile.TemporaryDirectory() as folder:
+        found = ([], []) if quick else chosen(only, operators)
+        versions = iter(fixed.versions()) if quick else drawn(*found, seed, Path(folder))
+        run.over(versions, len(fixed.EDITS) if quick else sample)
+    raise typer.Exit(run.conclude())
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,59 @@
+"""The one place that reads the checker's report: what it answers about a file, in words that stay."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from equivalence_tests.checker.reporting.report import Report
+from equivalence_tests.checker.verify import verify
+
+__all__ = ["EQUAL", "INTENDED", "VERDICTS", "Answer", "answer_of", "asked"]
+
+EQUAL, INTENDED = "equal", "equal except where intended"
+VERDICTS = (EQUAL, INTENDED, "partial", "deviates", "unchecked")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the checker said.
+
+    Args:
+        verdict: One of ``VERDICTS``.
+        names: Of the findings.
+        lines: Numbers of the lines that are blamed.
+        intended: The steps that are taken for intended, each with its evidence.
+        reason: Why there is no verdict.
+        seconds: CPU time that it took.
+    """
+
+    verdict: str
+    names: tuple[str, ...]
+    lines: tuple[int, ...]
+    intended: tuple[str, ...]
+    reason: str
+    seconds: float
+
+
+def asked(path: Path, target: str) -> Answer:
+    """Let the checker verify a class in a file."""
+    started = time.process_time()
+    report = verify(f"{path}:{target}")
+    return answer_of(report, path, time.process_time() - started)
+
+
+def answer_of(report: Report, path: Path, seconds: float = 0.0) -> Answer:
+    """Read a report.
+
+    Args:
+        report: What the checker said.
+        path: The file that was checked; lines of others are no answer.
+        seconds: CPU time that it took.
+
+    >>> answer_of(Report("x", verdict="equal"), Path("x.py")).verdict
+    'equal'
+    """
+    intended = tuple(f"{one.name}: {one.sentence} ({one.meant})" for one in report.meant)
+    verdict = INTENDED if report.verdict == "equal" and intended else report.verdict
+    blamed = (finding.line for finding in report.findings)
+    lines = tuple(line.number for line in blamed if line is not None and Path(line.path).name == path.name)
+    return Answer(verdict, report.mistakes, lines, intended, report.reason, round(seconds, 3))

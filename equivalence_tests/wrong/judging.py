@@ -1,0 +1,83 @@
+"""Each version in a child of its own: the number first, then what the checker says."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from equivalence_tests.wild.children import Limits, in_children
+from equivalence_tests.wrong.asking import EQUAL, INTENDED, asked
+from equivalence_tests.wrong.editing import Version
+from equivalence_tests.wrong.sources import imported
+from equivalence_tests.wrong.truth import Dropped, truth_of
+
+__all__ = ["NO_ANSWER", "accused", "called_equal", "excused", "judged", "judged_here"]
+
+NO_ANSWER = "no answer"
+LIMITS = Limits(cpu_seconds=60, wall_seconds=600.0)
+Row = dict[str, Any]
+
+
+def judged(versions: Sequence[Version], jobs: int) -> Iterator[Row]:
+    """Judge versions in children and give a row for each that has a truth.
+
+    Args:
+        versions: What to judge.
+        jobs: How many children at a time.
+    """
+    for version, found, why in in_children(versions, judged_here, limits=LIMITS, jobs=jobs):
+        row = _told(version)
+        for one in found:
+            row |= one
+        if "truth" not in row:
+            row["dropped"] = row.get("dropped", why)
+        elif "verdict" not in row:
+            row |= {"verdict": NO_ANSWER, "reason": why, "names": [], "intended": [], "seconds": 0.0, "lines": []}
+        if "verdict" in row:
+            row["on_the_line"] = bool(set(row["lines"]) & set(version.lines))
+        yield row
+
+
+def _told(version: Version) -> Row:
+    right = version.right
+    return {
+        "room": right.room,
+        "class": right.name,
+        "operator": version.operator,
+        "adds": version.adds,
+        "diff": version.diff,
+    }
+
+
+def judged_here(version: Version) -> Iterator[Row]:
+    """Find out the truth about one version and ask the checker, in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _, whole = imported(version.right.text, Path(folder), "right")
+            path, module = imported(version.text, Path(folder), "attention")
+            truth = truth_of(version.right, version.right.built(whole), version.right.built(module))
+        except (Dropped, Exception) as error:  # a file with an edit may fail at import too
+            yield {"dropped": f"{type(error).__name__}: {error}"[:200]}
+            return
+        if truth.kind == "neither":
+            yield {"dropped": "neither the same nor another output"}
+            return
+        yield {"truth": truth.kind, "difference": truth.difference}
+        yield asdict(asked(path, version.right.target))
+
+
+def called_equal(row: Row) -> bool:
+    """Whether a version that differs is EQUAL, and no step is named as intended that the right one does not have."""
+    unnamed = row.get("verdict") == INTENDED and not row.get("intended_anew", row.get("intended"))
+    return row.get("truth") == "differs" and (row["verdict"] == EQUAL or unnamed)
+
+
+def excused(row: Row) -> bool:
+    """Whether a version that differs is EQUAL with a step of its own that is taken for intended: to be judged."""
+    return row.get("truth") == "differs" and row["verdict"] == INTENDED and not called_equal(row)
+
+
+def accused(row: Row) -> bool:
+    """Whether a version that does not differ is DEVIATES."""
+    return row.get("truth") == "same" and row["verdict"] == "deviates"
