@@ -15,19 +15,23 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from equivalence_tests.wrong import fixed
-from equivalence_tests.wrong.editing import Version, versions_of
+from equivalence_tests.wild.__main__ import with_reasons
+from equivalence_tests.wild.children import Limits, in_children
+from equivalence_tests.wild.models import WildModel
+from equivalence_tests.wrong import fixed, wild
+from equivalence_tests.wrong.drawing import UNCHANGED, drawn, unchanged
+from equivalence_tests.wrong.editing import Version
 from equivalence_tests.wrong.judging import accused, called_equal, excused, judged
 from equivalence_tests.wrong.operators import OPERATORS, Operator
 from equivalence_tests.wrong.right import rights
-from equivalence_tests.wrong.sites import sites_of
 from equivalence_tests.wrong.sources import Right
 from equivalence_tests.wrong.table import summary, table, written
 from equivalence_tests.wrong.unseen import UNSEEN
+from equivalence_tests.wrong.wild import judged_in
 
 AT_A_TIME = 20
-WIDTH = 120  # of the table
-UNCHANGED = "unchanged"
+WIDTH = 132  # of the table
+WILD = Limits(cpu_seconds=180)
 Row = dict[str, Any]
 
 
@@ -44,25 +48,6 @@ def chosen(only: str, operators: Sequence[Operator]) -> tuple[list[Right], list[
     return found
 
 
-def drawn(found: Sequence[Right], operators: Sequence[Operator], seed: int, folder: Path) -> Iterator[Version]:
-    """Give versions without end, or until there is none: each operator on each class in turn, in a drawn order."""
-    waiting = [_of_pair(right, operator, seed, folder) for right in found for operator in operators]
-    draw = random.Random(seed)
-    while waiting:
-        draw.shuffle(waiting)
-        for one in [*waiting]:
-            made = next(one, None)
-            if made is None:
-                waiting.remove(one)
-            else:
-                yield made
-
-
-def _of_pair(right: Right, operator: Operator, seed: int, folder: Path) -> Iterator[Version]:
-    draw = random.Random(f"{seed} {right.room} {right.name} {operator.name}")
-    yield from versions_of(right, sites_of(right, folder), operator, draw)
-
-
 class Run:
     """One run: what was found out so far, and what is shown of it."""
 
@@ -72,19 +57,35 @@ class Run:
         self.broken_off = False
 
     def over(self, versions: Iterator[Version], most: int) -> None:
-        """Judge versions until so many differ; what was found out before Ctrl-C is kept."""
+        """Judge versions until so many differ."""
+        self._watch(self._of_versions(versions, most), f"{most} that differ")
+
+    def over_models(self, found: Sequence[WildModel], operators: Sequence[Operator], each: int) -> None:
+        """Judge versions of the attentions of published models."""
+        seed, known = self.facts["seed"], self.whole.keys()
+        work = with_reasons(lambda model: judged_in(model, operators, seed, each, known))
+        rows = (row for _, rows, _ in in_children(found, work, limits=WILD, jobs=self.jobs) for row in rows)
+        self._watch((row for row in rows if "operator" in row), f"those of {len(found)} models")
+
+    def _of_versions(self, versions: Iterator[Version], most: int) -> Iterator[Row]:
+        while self.differ < most:
+            some = list(islice(versions, min(AT_A_TIME, most - self.differ)))
+            if not some:
+                return
+            yield from judged([*self._unchanged(some), *some], self.jobs)
+
+    def _watch(self, rows: Iterator[Row], of: str) -> None:
+        """Keep what comes, and what came before Ctrl-C."""
         columns = TextColumn("{task.description}"), TimeElapsedColumn()
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             shown = progress.add_task("")
             try:
-                while self.differ < most:
-                    some = list(islice(versions, min(AT_A_TIME, most - self.differ)))
-                    if not some:
-                        break
-                    for row in judged([*self._unchanged(some), *some], self.jobs):
-                        self._keep(row)
-                        progress.update(shown, description=self._said(most))
-                    self._write()
+                for number, row in enumerate(rows, 1):
+                    self._keep(row)
+                    said = f"{self.differ} of {of}: {sum(map(called_equal, self.rows))} called equal"
+                    progress.update(shown, description=said)
+                    if number % AT_A_TIME == 0:
+                        self._write()
             except KeyboardInterrupt:
                 self.broken_off = True
         self._write()
@@ -95,12 +96,11 @@ class Run:
         return sum(row.get("truth") == "differs" for row in self.rows)
 
     def _unchanged(self, versions: Sequence[Version]) -> Iterator[Version]:
-        """Give each right attention once as it is: what it is excused for excuses no edit."""
-        for right in dict.fromkeys(one.right.name for one in versions):
-            if right not in self.whole:
-                self.whole[right] = {}
-                found = next(one.right for one in versions if one.right.name == right)
-                yield Version(found, UNCHANGED, found.text, ())
+        """Give each right attention once as it is."""
+        for right in {one.right.name: one.right for one in versions}.values():
+            if right.name not in self.whole:
+                self.whole[right.name] = {}
+                yield unchanged(right)
 
     def _keep(self, row: Row) -> None:
         if row["operator"] == UNCHANGED:
@@ -110,10 +110,6 @@ class Run:
             if "intended" in one and one["operator"] != UNCHANGED:
                 known = self.whole.get(one["class"], {}).get("intended", ())
                 one["intended_anew"] = [step for step in one["intended"] if step not in known]
-
-    def _said(self, most: int) -> str:
-        found = summary(self.rows)
-        return f"{found['differ']} of {most} that differ: {found['called_equal']} called equal"
 
     def _write(self) -> None:
         if self.output is not None:
@@ -153,6 +149,8 @@ def main(
     sample: Annotated[int, typer.Option(min=1, help="How many versions that differ.")] = 3000,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     only: Annotated[str, typer.Option(help="OPERATOR/CLASS; a part of an operator's name will do.")] = "/",
+    models: Annotated[int, typer.Option(min=0, help="How many published models, where they are installed.")] = 0,
+    each: Annotated[int, typer.Option(min=1, help="How many versions of each of their attentions.")] = 4,
     unseen: Annotated[bool, typer.Option("--unseen", help="Only the operators that are kept for the end.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="How many children at a time.")] = os.cpu_count() or 1,
@@ -165,12 +163,17 @@ def main(
     warnings.simplefilter("ignore")  # of the edited code
     torch.set_num_threads(1)
     operators = UNSEEN if unseen else OPERATORS
-    facts = {"torch": version("torch"), "seed": seed, "sample": sample, "only": only, "unseen": unseen, "quick": quick}
-    run = Run(facts, output, jobs)
+    facts = {"torch": version("torch"), "seed": seed, "sample": sample, "models": models, "only": only}
+    run = Run({**facts, "unseen": unseen, "quick": quick}, output, jobs)
     with tempfile.TemporaryDirectory() as folder:
-        found = ([], []) if quick else chosen(only, operators)
-        versions = iter(fixed.versions()) if quick else drawn(*found, seed, Path(folder))
-        run.over(versions, len(fixed.EDITS) if quick else sample)
+        if quick:
+            run.over(iter(fixed.versions()), len(fixed.EDITS))
+        else:
+            found, kinds = chosen(only, operators)
+            run.over(drawn(found, kinds, seed, Path(folder)), sample)
+            if models and not run.broken_off:
+                listed = wild.models()
+                run.over_models(random.Random(seed).sample(listed, min(models, len(listed))), kinds, each)
     raise typer.Exit(run.conclude())
 
 

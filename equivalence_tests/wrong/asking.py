@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
@@ -11,6 +12,7 @@ __all__ = ["EQUAL", "INTENDED", "VERDICTS", "Answer", "answer_of", "asked"]
 
 EQUAL, INTENDED = "equal", "equal except where intended"
 VERDICTS = (EQUAL, INTENDED, "partial", "deviates", "unchecked")
+SEVERITY = ("equal", "partial", "unchecked", "deviates")  # of several attentions in one call the worst speaks
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,13 @@ class Answer:
     seconds: float
 
 
-def asked(path: Path, target: str) -> Answer:
-    """Let the checker verify a class in a file."""
+def asked(path: Path, target: Any, inputs: Any = None) -> Answer:
+    """Let the checker verify a class in a file, or an instance with its inputs."""
     started = time.process_time()
-    report = verify(f"{path}:{target}")
-    return answer_of(report, path, time.process_time() - started)
+    found = verify(target, inputs)
+    reports = found if isinstance(found, list) else [found]
+    worst = max(reports, key=lambda one: SEVERITY.index(one.verdict) if one.verdict in SEVERITY else 0)
+    return answer_of(worst, path, time.process_time() - started)
 
 
 def answer_of(report: Report, path: Path, seconds: float = 0.0) -> Answer:

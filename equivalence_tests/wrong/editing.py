@@ -11,7 +11,7 @@ from equivalence_tests.wrong.operators import Operator, Place, Rewritten
 from equivalence_tests.wrong.sites import Site, Span, replaced, span_of
 from equivalence_tests.wrong.sources import Right
 
-__all__ = ["Version", "diff_of", "versions_of"]
+__all__ = ["Editable", "Version", "diff_of"]
 
 Simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 
@@ -50,38 +50,34 @@ def diff_of(before: str, after: str) -> str:
     return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
 
-def versions_of(right: Right, sites: Sequence[Site], operator: Operator, draw: random.Random) -> Iterator[Version]:
-    """Give every version that an operator makes of a right attention, each once, in a drawn order.
+class Editable:
+    """The text of a right attention, and where edits go.
 
     Args:
         right: The attention.
         sites: Of ``sites_of``.
-        operator: The edit.
-        draw: Chooses.
     """
-    source = _Source(right)
-    seen = {right.text}
-    for site in draw.sample(list(sites), len(sites)):
-        for place, statement in source.places(site, sites):
-            found = list(operator.rewrite(place))
-            for rewritten in draw.sample(found, len(found)):
-                version = source.version(operator.name, statement, place, rewritten, draw)
-                if version is not None and version.text not in seen:
-                    seen.add(version.text)
-                    yield version
 
-
-class _Source:
-    """The text of a right attention, and where edits go."""
-
-    def __init__(self, right: Right) -> None:
-        self.right = right
+    def __init__(self, right: Right, sites: Sequence[Site]) -> None:
+        self.right, self.sites = right, sites
         self.lines = right.text.splitlines()
         self.tree = ast.parse(right.text)
         self.classes = {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
         self.own = self._own(right.target)
         self.expressions = self._expressions()
         self.parts = tuple(sorted({part for node in self.own for part in _called(node)}))
+
+    def versions(self, operator: Operator, draw: random.Random) -> Iterator[Version]:
+        """Give every version that an operator makes of it, each once, in a drawn order."""
+        seen = {self.right.text}
+        for site in draw.sample(list(self.sites), len(self.sites)):
+            for place, statement in self._places(site):
+                found = list(operator.rewrite(place))
+                for rewritten in draw.sample(found, len(found)):
+                    version = self._version(operator.name, statement, place, rewritten, draw)
+                    if version is not None and version.text not in seen:
+                        seen.add(version.text)
+                        yield version
 
     def _own(self, name: str) -> list[ast.ClassDef]:
         """A class and its bases, itself first."""
@@ -91,11 +87,11 @@ class _Source:
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
         return [node, *(found for base in bases for found in self._own(base))]
 
-    def places(self, site: Site, sites: Sequence[Site]) -> Iterator[tuple[Place, ast.stmt]]:
+    def _places(self, site: Site) -> Iterator[tuple[Place, ast.stmt]]:
         """Give an expression as a place, with the statement that it stands in."""
         for node, statement in self.expressions.get(site.span, []):
             parts, sizes = (self.parts, self.right.sizes) if self._is_own(statement) else ((), {})
-            yield Place(node, site, self._others(site, node, sites), parts, sizes), statement
+            yield Place(node, site, self._others(site, node), parts, sizes), statement
 
     def _expressions(self) -> dict[Span, list[tuple[ast.expr, ast.stmt]]]:
         found: dict[Span, list[tuple[ast.expr, ast.stmt]]] = defaultdict(list)
@@ -113,16 +109,16 @@ class _Source:
     def _is_own(self, statement: ast.stmt) -> bool:
         return any(node.lineno <= statement.lineno <= (node.end_lineno or 0) for node in self.own)
 
-    def _others(self, site: Site, node: ast.expr, sites: Sequence[Site]) -> tuple[str, ...]:
+    def _others(self, site: Site, node: ast.expr) -> tuple[str, ...]:
         names = set()
-        for other in sites:
+        for other in self.sites:
             same = (other.function, other.shape, other.of) == (site.function, site.shape, site.of)
             if (same and other.span[:2] <= site.span[:2]) or (same and other.span[0] == site.span[0]):
                 text = self.lines[other.span[0] - 1].encode()[other.span[1] : other.span[3]].decode()
                 names |= {text} if text.isidentifier() and other.span[0] == other.span[2] else set()
         return tuple(sorted(names - {ast.unparse(node)}))
 
-    def version(
+    def _version(
         self, name: str, statement: ast.stmt, place: Place, rewritten: Rewritten, draw: random.Random
     ) -> Version | None:
         """Put an edit in: in its place, or on a line of its own before the statement."""

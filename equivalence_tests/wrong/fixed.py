@@ -49,13 +49,13 @@ EDITS = (
     ("scores clamped", "scores.softmax", "scores.clamp(-0.3, 0.3).softmax"),
     ("output doubled", OUT, "2 * self.to_out(merged)"),
     ("output without bias", OUT, "F.linear(merged, self.to_out.weight)"),
-    ("heads merged without transpose", "context.transpose(1, 2).flatten(2)", "context.reshape(x.shape)"),
-    ("weights doubled with the mean", CONTEXT, "(attn + attn.mean(-1, keepdim=True)) @ v"),
-    ("keys for values", CONTEXT, "attn @ k"),
-    ("values gated by themselves", CONTEXT, "attn @ (v * v.sigmoid())"),
-    ("own scores doubled", "scores.softmax", "(scores + torch.diag_embed(scores.diagonal(0, -2, -1))).softmax"),
+    ("input bent", "self.to_qkv(x)", "self.to_qkv(x.tanh())"),
+    ("input centred over tokens", "self.to_qkv(x)", "self.to_qkv(x - x.mean(1, keepdim=True))"),
+    ("positions added to the input", "self.to_qkv(x)", "self.to_qkv(x + 0.1 * torch.arange(x.size(1))[:, None])"),
+    ("halves of the output exchanged", OUT, "torch.cat(self.to_out(merged).chunk(2, -1)[::-1], -1)"),
+    ("bias of the output added to the context", OUT, "self.to_out(merged + self.to_out.bias)"),
+    ("context gated by a projection of the input", OUT, "self.to_out(merged * self.to_out(x).sigmoid())"),
     ("mean of the values added", CONTEXT, "attn @ v + v.mean(2, keepdim=True)"),
-    ("output less its mean", OUT, "(y := self.to_out(merged)) - y.mean(1, keepdim=True)"),
 )
 
 

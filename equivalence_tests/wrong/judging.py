@@ -1,7 +1,7 @@
 """Each version in a child of its own: the number first, then what the checker says."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,9 @@ from typing import Any
 from equivalence_tests.wild.children import Limits, in_children
 from equivalence_tests.wrong.asking import EQUAL, INTENDED, asked
 from equivalence_tests.wrong.editing import Version
-from equivalence_tests.wrong.sources import imported
 from equivalence_tests.wrong.truth import Dropped, truth_of
 
-__all__ = ["NO_ANSWER", "accused", "called_equal", "excused", "judged", "judged_here"]
+__all__ = ["NO_ANSWER", "accused", "called_equal", "excused", "judged", "judged_here", "row_of"]
 
 NO_ANSWER = "no answer"
 LIMITS = Limits(cpu_seconds=60, wall_seconds=600.0)
@@ -27,16 +26,27 @@ def judged(versions: Sequence[Version], jobs: int) -> Iterator[Row]:
         jobs: How many children at a time.
     """
     for version, found, why in in_children(versions, judged_here, limits=LIMITS, jobs=jobs):
-        row = _told(version)
-        for one in found:
-            row |= one
-        if "truth" not in row:
-            row["dropped"] = row.get("dropped", why)
-        elif "verdict" not in row:
-            row |= {"verdict": NO_ANSWER, "reason": why, "names": [], "intended": [], "seconds": 0.0, "lines": []}
-        if "verdict" in row:
-            row["on_the_line"] = bool(set(row["lines"]) & set(version.lines))
-        yield row
+        yield row_of(version, found, why)
+
+
+def row_of(version: Version, found: Iterable[Row], why: str = "") -> Row:
+    """Put together what was found out about a version.
+
+    Args:
+        version: The version.
+        found: What ``judged_here`` said.
+        why: Why it ended early; "" if it did not.
+    """
+    row = _told(version)
+    for one in found:
+        row |= one
+    if "truth" not in row:
+        row["dropped"] = row.get("dropped", why)
+    elif "verdict" not in row:
+        row |= {"verdict": NO_ANSWER, "reason": why, "names": [], "intended": [], "seconds": 0.0, "lines": []}
+    if "verdict" in row:
+        row["on_the_line"] = bool(set(row["lines"]) & set(version.lines))
+    return row
 
 
 def _told(version: Version) -> Row:
@@ -52,11 +62,12 @@ def _told(version: Version) -> Row:
 
 def judged_here(version: Version) -> Iterator[Row]:
     """Find out the truth about one version and ask the checker, in this process."""
+    right = version.right
     with tempfile.TemporaryDirectory() as folder:
         try:
-            _, whole = imported(version.right.text, Path(folder), "right")
-            path, module = imported(version.text, Path(folder), "attention")
-            truth = truth_of(version.right, version.right.built(whole), version.right.built(module))
+            _, whole = right.imported(right.text, Path(folder), "right")
+            path, module = right.imported(version.text, Path(folder))
+            truth = truth_of(right, right.built(whole), right.built(module))
         except (Dropped, Exception) as error:  # a file with an edit may fail at import too
             yield {"dropped": f"{type(error).__name__}: {error}"[:200]}
             return
@@ -64,7 +75,7 @@ def judged_here(version: Version) -> Iterator[Row]:
             yield {"dropped": "neither the same nor another output"}
             return
         yield {"truth": truth.kind, "difference": truth.difference}
-        yield asdict(asked(path, version.right.target))
+        yield asdict(asked(path, *right.asked(path, right.built(module))))
 
 
 def called_equal(row: Row) -> bool:

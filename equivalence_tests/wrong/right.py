@@ -9,7 +9,7 @@ from typing import Any
 
 from equivalence_tests.checker.zoo import conventions
 from equivalence_tests.checker.zoo import right as texts
-from equivalence_tests.wrong.sources import HEADS, LENGTHS, WIDTH, Right, call_of, sizes_of, text_of
+from equivalence_tests.wrong.sources import HEADS, LENGTHS, WIDTH, Right, call_of, complete, sizes_of, text_of
 
 __all__ = ["rights"]
 
@@ -101,8 +101,6 @@ PUBLIC: tuple[Row, ...] = (
     ("Crossing", {"d_model": WIDTH, "n_head": HEADS}, ("x:tokens context:memory",)),
     ("AttentionOfTwoSignals", {"dim": WIDTH, "num_heads": HEADS}, ("slow:features_first fast:features_first",)),
 )
-# What edits are written with.
-IMPORTS = ("import torch", "from torch import nn", "from torch.nn import functional as F")
 ENGINE = "equivalence_tests.checker.engine"
 
 
@@ -126,7 +124,6 @@ def _listed() -> Iterator[Right]:
 
 def _right(room: str, row: Row, text: str, target: str = "") -> Right:
     name, arguments, calls = row
-    missing = "".join(f"{line}\n" for line in IMPORTS if line not in text.splitlines())
     sizes = sizes_of(arguments, text)
     lengths = (5,) if name == "LearntScales" else LENGTHS  # its table has five rows
-    return Right(room, name, missing + text, target or name, arguments, tuple(map(call_of, calls)), sizes, lengths)
+    return Right(room, name, complete(text), target or name, arguments, tuple(map(call_of, calls)), sizes, lengths)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.wrong.sources import Right, imported
+from equivalence_tests.wrong.sources import Right
 
 __all__ = ["Site", "Span", "replaced", "sites_of", "span_of"]
 
@@ -48,8 +48,8 @@ def sites_of(right: Right, folder: Path) -> list[Site]:
     """
     probes = _Probes()
     tree = ast.fix_missing_locations(probes.visit(ast.parse(right.text)))
-    code = f"from builtins import print as {PROBE}\n{ast.unparse(tree)}"
-    _, module = imported(code, folder, f"{right.name}_probed")
+    code = ast.unparse(tree)
+    _, module = right.imported(code, folder, "probed")
     found: dict[int, Site] = {}
 
     def probe(index: int, value: Any) -> Any:
@@ -62,8 +62,8 @@ def sites_of(right: Right, folder: Path) -> list[Site]:
     vars(module)[PROBE] = probe
     made = right.built(module)
     with torch.no_grad():
-        for call in right.drawn(0, right.lengths[0]):
-            made(**call)
+        for given in right.drawn(0, right.lengths[0]):
+            right.run(made, given)
     return [found[index] for index in sorted(found)]
 
 

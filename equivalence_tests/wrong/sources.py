@@ -13,7 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DRAWS", "LENGTHS", "Right", "call_of", "imported", "text_of"]
+__all__ = [
+    "DRAWS",
+    "HEADS",
+    "IMPORTS",
+    "LENGTHS",
+    "WIDTH",
+    "Right",
+    "call_of",
+    "complete",
+    "imported",
+    "sizes_of",
+    "text_of",
+]
+
+# What edits are written with.
+IMPORTS = ("import torch", "from torch import nn", "from torch.nn import functional as F")
 
 BATCH, WIDTH, HEADS = 2, 12, 3
 LENGTHS = (6, 8)  # even, as code that pools two tokens wants them, and enough for one that picks five keys
@@ -102,6 +117,7 @@ class Right:
         calls: For each call the arguments, each with a name of ``DRAWS``; every form of mask has a call of its own.
         sizes: How its constructor writes each size, for edits that add a parameter.
         lengths: Numbers of tokens that it is called with.
+        package: Where its relative imports start.
     """
 
     room: str
@@ -112,6 +128,7 @@ class Right:
     calls: tuple[Mapping[str, str], ...]
     sizes: Mapping[int, str] = field(default_factory=dict)
     lengths: tuple[int, ...] = LENGTHS
+    package: str = ""
 
     def built(self, module: ModuleType) -> nn.Module:
         """Build the class of this name in a module, in float64 and in eval."""
@@ -119,7 +136,19 @@ class Right:
         made: nn.Module = getattr(module, self.target)(**self.arguments)
         return made.double().eval()
 
-    def drawn(self, seed: int, length: int) -> list[dict[str, Any]]:
+    def imported(self, text: str, folder: Path, name: str = "attention") -> tuple[Path, ModuleType]:
+        """Import a version of it."""
+        return imported(text, folder, name, self.package)
+
+    def asked(self, path: Path, module: nn.Module) -> tuple[Any, Any]:
+        """Say what the checker is asked about, and with which inputs."""
+        return f"{path}:{self.target}", None
+
+    def run(self, module: nn.Module, given: Any) -> Any:
+        """Call it with what was drawn."""
+        return module(**given)
+
+    def drawn(self, seed: int, length: int) -> list[Any]:
         """Draw the arguments of each call."""
         generator = torch.Generator().manual_seed(seed)
         return [{name: DRAWS[kind](generator, length) for name, kind in call.items()} for call in self.calls]
@@ -178,6 +207,11 @@ def text_of(source: str, name: str) -> str:
     return "".join(parts)
 
 
+def complete(text: str) -> str:
+    """Add the imports that edits need, where they are missing."""
+    return "".join(f"{line}\n" for line in IMPORTS if line not in text.splitlines()) + text
+
+
 def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
@@ -197,12 +231,13 @@ def _written(source: str, node: ast.stmt, kept: list[str]) -> str:
     return ("\n\n" if isinstance(node, ast.ClassDef | ast.FunctionDef) else "") + "\n".join(lines) + "\n"
 
 
-def imported(text: str, folder: Path, name: str) -> tuple[Path, ModuleType]:
+def imported(text: str, folder: Path, name: str, package: str = "") -> tuple[Path, ModuleType]:
     """Write text into a file and import it, as a user's file is."""
     number = next(_numbers)
     path = folder / f"{name}_{number}.py"
     path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"wrong_{name}_{number}", path)
+    full = f"{package}.wrong_{name}_{number}".lstrip(".")
+    spec = importlib.util.spec_from_file_location(full, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

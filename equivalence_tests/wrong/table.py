@@ -51,7 +51,7 @@ def table(rows: Rows) -> Table:
     """Lay out the versions that differ, an operator a row, and all together."""
     made = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for heading in ("operator", *HEADINGS):
-        made.add_column(heading, no_wrap=heading == "operator", justify="left" if heading == "operator" else "right")
+        made.add_column(heading, no_wrap=True, justify="left" if heading == "operator" else "right")
     for operator in sorted({row["operator"] for row in rows}):
         _add(made, operator, [row for row in rows if row["operator"] == operator])
     made.add_section()
@@ -69,8 +69,13 @@ def _add(made: Table, name: str, rows: Rows) -> None:
 
 def written(path: Path, facts: dict[str, Any], rows: Rows) -> None:
     """Write the figures and each version that has a truth; where one exists already, in one step."""
-    kept = [row for row in rows if "truth" in row]
+    kept = [_without_source(row) for row in rows if "truth" in row]
     content = {**facts, "summary": summary(rows), "versions": kept}
     beside = path.with_name(f"{path.name}.part")
     beside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     beside.replace(path)
+
+
+def _without_source(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is a piece of somebody's code."""
+    return {name: value for name, value in row.items() if row.get("room") != "wild" or name not in ("diff", "reason")}

@@ -3,18 +3,21 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from typer import Typer
 from typer.testing import CliRunner
 
+from equivalence_tests.wild.models import WildModel
 from equivalence_tests.wrong import __main__ as command
 from equivalence_tests.wrong import fixed
 from equivalence_tests.wrong.asking import INTENDED
-from equivalence_tests.wrong.editing import Version, versions_of
+from equivalence_tests.wrong.drawing import UNCHANGED, drawn
+from equivalence_tests.wrong.editing import Editable, Version
 from equivalence_tests.wrong.judging import NO_ANSWER, accused, called_equal, excused, judged
 from equivalence_tests.wrong.operators import OPERATORS, Operator, wraps
 from equivalence_tests.wrong.right import rights
@@ -23,6 +26,7 @@ from equivalence_tests.wrong.sources import Right, imported
 from equivalence_tests.wrong.table import summary, table, written
 from equivalence_tests.wrong.truth import Dropped, Truth, truth_of
 from equivalence_tests.wrong.unseen import UNSEEN
+from equivalence_tests.wrong.wild import judged_in
 
 SMALL = fixed.ATTENTION
 OUT = "self.to_out(merged)"
@@ -43,23 +47,24 @@ def truth(text: str, folder: Path, right: Right = SMALL) -> Truth:
 
 
 @pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Right, list[Site]]]:
+def searched(tmp_path_factory: pytest.TempPathFactory) -> list[Editable]:
     """A few right attentions that have something for every operator."""
     folder = tmp_path_factory.mktemp("probed")
-    return [(right, sites_of(right, folder)) for right in map(named, ("SeparateLinears", "FusedCausal", "MixesPlaces"))]
+    return [
+        Editable(right, sites_of(right, folder))
+        for right in map(named, ("SeparateLinears", "FusedCausal", "MixesPlaces"))
+    ]
 
 
 @pytest.mark.parametrize("operator", [*OPERATORS, *UNSEEN], ids=lambda one: one.name)
-def test_each_operator_gives_code_that_runs(
-    operator: Operator, searched: list[tuple[Right, list[Site]]], tmp_path: Path
-) -> None:
-    for right, sites in searched:
-        for version in versions_of(right, sites, operator, random.Random(0)):
+def test_each_operator_gives_code_that_runs(operator: Operator, searched: list[Editable], tmp_path: Path) -> None:
+    for editable in searched:
+        for version in editable.versions(operator, random.Random(0)):
             edited = {line for line in version.diff.splitlines() if line.startswith("+")}
             written = version.text.splitlines()
             assert edited >= {f"+{written[number - 1]}" for number in version.lines} != set()
             try:
-                truth(version.text, tmp_path, right)
+                truth(version.text, tmp_path, editable.right)
             except Exception:  # edits may crash, and are dropped then; one in a few must run
                 continue
             return
@@ -88,14 +93,14 @@ def test_edits_stand_before_between_and_after_every_stage(tmp_path: Path) -> Non
 
 
 def doubled(sites: Sequence[Site]) -> list[Version]:
-    found = (versions_of(SMALL, sites, wraps("twice", "E * 2"), random.Random(seed)) for seed in range(3))
+    found = (Editable(SMALL, sites).versions(wraps("twice", "E * 2"), random.Random(seed)) for seed in range(3))
     return [version for versions in found for version in versions]
 
 
 def test_a_parameter_is_added_in_the_constructor_whatever_its_sizes_are_called(tmp_path: Path) -> None:
     right = named("FusedCausal")
     added = wraps("gain", "E * self.added", added="nn.Parameter(torch.ones(LAST))")
-    versions = list(versions_of(right, sites_of(right, tmp_path), added, random.Random(0)))
+    versions = list(Editable(right, sites_of(right, tmp_path)).versions(added, random.Random(0)))
     assert {"config.n_embd", "config.n_embd // config.n_head"} <= {
         version.text.partition("nn.Parameter(torch.ones(")[2].partition("))")[0] for version in versions
     }
@@ -186,7 +191,7 @@ def test_the_table_counts_by_operator_and_by_verdict(tmp_path: Path) -> None:
 def test_what_the_right_one_is_excused_for_excuses_no_edit() -> None:
     run = command.Run({}, None, 1)
     run._keep({**DIFFERENT, "verdict": INTENDED, "intended": ["scale"]})
-    run._keep({**DIFFERENT, "operator": command.UNCHANGED, "truth": "same", "verdict": INTENDED, "intended": ["scale"]})
+    run._keep({**DIFFERENT, "operator": UNCHANGED, "truth": "same", "verdict": INTENDED, "intended": ["scale"]})
     run._keep({**DIFFERENT, "verdict": INTENDED, "intended": ["scale", "gate"]})
     assert [called_equal(row) for row in run.rows] == [True, False, False]
 
@@ -229,14 +234,61 @@ def test_the_draw_is_that_of_the_seed_and_of_what_was_chosen(tmp_path: Path) -> 
     found = command.chosen("roll/Base", OPERATORS)
     assert [right.name for right in found[0]] == ["Base"]
     assert {operator.name.partition(":")[0] for operator in found[1]} == {"roll"}
-    drawn = [[version.text for version in command.drawn(*found, seed, tmp_path)] for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert sorted(drawn[0]) != drawn[0]
+    texts = [[version.text for version in drawn(*found, seed, tmp_path)] for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert sorted(texts[0]) != texts[0]
     result = CliRunner().invoke(app, ["--only", "/Nothing"])
     assert (result.exit_code, "OPERATOR/CLASS" in result.output) == (2, True)
 
 
 def test_lines_that_were_edited_are_counted_behind_an_added_parameter(tmp_path: Path) -> None:
     added = wraps("bias", "E + self.added", added="nn.Parameter(torch.zeros(()))")
-    for version in versions_of(replace(SMALL), sites_of(SMALL, tmp_path), added, random.Random(0)):
+    for version in Editable(SMALL, sites_of(SMALL, tmp_path)).versions(added, random.Random(0)):
         assert all("self.added" in version.text.splitlines()[number - 1] for number in version.lines)
+
+
+def test_a_part_that_changes_nothing_may_rightly_be_missed(tmp_path: Path) -> None:
+    super_ = "super().__init__()"
+    idle = SMALL.text.replace(super_, f"{super_}\n        self.added = nn.Linear(dim, dim)")
+    assert truth(idle, tmp_path).kind == "neither"
+
+
+class Small(nn.Module):
+    """Stands for a published model: an attention in it is called by position and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Alone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, scale=0.5)
+
+
+class Alone(nn.Module):
+    """Without a constructor that an edit could need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv = nn.Linear(12, 36)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        q, k, v = self.to_qkv(x).chunk(3, dim=-1)
+        return (q @ k.mT * scale).softmax(-1) @ v
+
+
+def small_model() -> WildModel:
+    return WildModel("small", "small", lambda: [Small], lambda _: [{"x": torch.randn(2, 5, 12)}])
+
+
+def test_published_attentions_are_edited_in_the_place_of_the_original() -> None:
+    rows = list(judged_in(small_model(), OPERATORS, 0, 3, ()))
+    assert (rows[0]["operator"], rows[0]["truth"], rows[0]["difference"]) == (UNCHANGED, "same", 0.0)
+    assert sum(row.get("truth") == "differs" for row in rows) == 3
+    assert {row["class"] for row in rows} == {f"{__name__}.Alone"}
+    assert not any(row["adds"] for row in rows)
+    assert list(judged_in(small_model(), OPERATORS, 0, 3, {f"{__name__}.Alone"})) == []
+
+
+def test_code_of_others_stays_out_of_the_results(tmp_path: Path) -> None:
+    written(tmp_path / "found.json", {}, [DIFFERENT, {**DIFFERENT, "room": "wild"}])
+    assert ["diff" in row for row in json.loads((tmp_path / "found.json").read_text())["versions"]] == [True, False]

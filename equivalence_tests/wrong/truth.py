@@ -26,17 +26,19 @@ class Truth:
     Args:
         difference: Of the whole output in eval, relative to the largest value; the largest of all draws.
         beyond: The same of gradients, and of outputs in training from one state of the random numbers.
+        idle: Whether it has a parameter of its own, which may rightly be missed where the output is the same.
     """
 
     difference: float
     beyond: float
+    idle: bool = False
 
     @property
     def kind(self) -> Literal["differs", "same", "neither"]:
         """Whether the output differs; "neither" where rounding, or what is no output, may say either."""
         if self.difference > DIFFERS:
             return "differs"
-        return "same" if max(self.difference, self.beyond) < ROUNDING else "neither"
+        return "same" if max(self.difference, self.beyond) < ROUNDING and not self.idle else "neither"
 
 
 def truth_of(right: Right, whole: nn.Module, wrong: nn.Module) -> Truth:
@@ -59,7 +61,7 @@ def truth_of(right: Right, whole: nn.Module, wrong: nn.Module) -> Truth:
                 (outputs, more), (others, others_more) = ways
                 largest = max(largest, _apart(outputs, others))
                 beyond = max(beyond, _apart(more, others_more))
-    return Truth(largest, beyond)
+    return Truth(largest, beyond, len([*wrong.parameters()]) > len([*whole.parameters()]))
 
 
 @torch.no_grad()
@@ -80,14 +82,14 @@ def _answers(module: nn.Module, right: Right, where: tuple[int, int, int]) -> tu
     """The outputs of one call; and its gradients with what it returns in training."""
     seed, length, call = where
     given = right.drawn(seed + 100, length)[call]
-    inputs = [value.requires_grad_() for value in given.values() if _may_learn(value)]
-    outputs = list(_tensors(_run(lambda: module.eval()(**given))))
+    inputs = [value.requires_grad_() for value in tree_leaves(given) if _may_learn(value)]
+    outputs = list(_tensors(_run(lambda: right.run(module.eval(), given))))
     learnt = [parameter for name, parameter in module.named_parameters() if "added" not in name]
     total = torch.stack([(output * output.detach().cos()).sum() for output in outputs]).sum()
     gradients = _gradients(total, [*inputs, *learnt]) if total.requires_grad else []
     torch.manual_seed(seed)
     with torch.no_grad():
-        trained = list(_tensors(_run(lambda: module.train()(**given))))
+        trained = list(_tensors(_run(lambda: right.run(module.train(), given))))
     return [output.detach() for output in outputs], [*gradients, *trained]
 
 
