@@ -1,5 +1,6 @@
 """Tests of own.py: other people's attention gets the built-in's weights, inputs and masks, or a reason why not."""
 
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from benchmarks.grids import MASKS, Case
 from benchmarks.own import check_own, own_takes_part, own_workload
 from benchmarks.results import read_rows
 from benchmarks.workloads import may_attend_of, workload
+from equivalence_tests.instruments.warm_processes import warm_context
 
 SOURCE = """
 import torch
@@ -162,6 +164,8 @@ def test_what_cannot_be_imported_is_named(name: str) -> None:
 
 
 def test_the_command_times_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = warm_context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     for name, value in (("FEWEST_ROUNDS", 2), ("MOST_ROUNDS", 2), ("FEWEST_LONG_ROUNDS", 2), ("TURN_SECONDS", 0.0)):
         monkeypatch.setattr(measuring, name, value)
     sizes = ["--length", "5", "--width", "20", "--heads", "2", "--batch", "2", "--contender", "scratch"]

@@ -1,10 +1,11 @@
-"""How many examples hypothesis draws, and the table at the end of a run.
+"""How many examples hypothesis draws, when garbage is collected, and the table at the end of a run.
 
 The default profile draws new examples in every run; those that fail stay in ``.hypothesis`` and are tried first in the
 next run. ``HYPOTHESIS_PROFILE=ci pytest`` draws the same ones in every run, ``HYPOTHESIS_PROFILE=thorough`` ten times
 as many.
 """
 
+import gc
 import os
 from typing import Any
 
@@ -26,11 +27,19 @@ settings.register_profile("ci", max_examples=EXAMPLES, derandomize=True, **COMMO
 settings.register_profile("thorough", max_examples=10 * EXAMPLES, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+# Twelve thousand tests stay till the end: the garbage collector need not look at them while they are made, nor later.
+gc.disable()
+
 LEDGER = pytest.StashKey[Ledger]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEDGER] = Ledger()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +49,7 @@ def ledger(pytestconfig: pytest.Config) -> Ledger:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()
     if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, which hands its numbers over
         tallies = session.config.stash[LEDGER].tallies
         session.config.workeroutput["properties"] = [[*key, *tally] for key, tally in tallies.items()]

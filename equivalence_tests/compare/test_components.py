@@ -65,6 +65,7 @@ def test_nothing_is_compared_that_is_nan_on_both_sides(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_whole_model_passes_at_the_sizes_of_the_paper() -> None:
     rows = compared("Seq2SeqTransformer, sizes of the paper")
     assert broken_in(rows) == set()

@@ -83,10 +83,24 @@ def first(result: Any) -> Tensor:
     return output
 
 
+def thorough(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+# A graph takes a second to compile. That of a Transformer runs through its stacks and their layers.
+HOLD_THE_REST = ("MultiheadAttention", "Transformer")
+
+
 class TestCompile:
     @pytest.mark.parametrize(
         ("package", "component"),
-        [*((scratch, component) for component in CLASSES), (builtin, "MultiheadAttention"), (builtin, "Transformer")],
+        [
+            (scratch, "MultiheadAttention"),
+            (scratch, "Transformer"),
+            (builtin, "Transformer"),
+            *(thorough(scratch, component) for component in CLASSES if component not in HOLD_THE_REST),
+            thorough(builtin, "MultiheadAttention"),
+        ],
     )
     def test_classes_compile_into_one_graph_of_dynamic_sizes(self, package: Any, component: str) -> None:
         module = built(package, component)
@@ -95,7 +109,7 @@ class TestCompile:
             arguments = {**call_of(component, query_len, key_len), **masks_of(component, query_len, key_len)}
             assert_equal({"output": first(graph(**arguments))}, {"output": first(module(**arguments))})
 
-    @pytest.mark.parametrize("component", CLASSES)
+    @pytest.mark.parametrize("component", [x if x in HOLD_THE_REST else thorough(x) for x in CLASSES])
     def test_so_they_do_backwards_in_training(self, component: str) -> None:
         module = built(scratch, component).train()
         gradients = []
@@ -155,6 +169,7 @@ class TestCompile:
             assert all(torch.equal(*pair) for pair in zip(graph(x, lengths), build(x, lengths), strict=True))
 
     @pytest.mark.slow
+    @pytest.mark.thorough
     @pytest.mark.skipif(shutil.which("c++") is None, reason="the default backend needs a C++ compiler")
     def test_the_default_backend_gives_the_same(self) -> None:
         attention = built(scratch, "MultiheadAttention")

@@ -1,6 +1,8 @@
 """Tests of the sandbox: what the user's code does to its process is said, and nothing of it is left running."""
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ import pytest
 from equivalence_tests.checker.doors import sandbox
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
 from equivalence_tests.checker.reporting.report import Report
+from equivalence_tests.instruments.warm_processes import warm_context
 
 ROOT = Path(__file__).parents[3]
 SOURCE = """
@@ -33,6 +36,13 @@ from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
 print("started", flush=True)
 list(checked([Request(sys.argv[1])], Limits(cpu_seconds=600)))
 """
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork workers from a process that has imported torch."""
+    context = warm_context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
 
 
 def written(tmp_path: Path, forward: str, name: str = "mine.py") -> str:
@@ -74,6 +84,7 @@ SAID = {
 }
 
 
+@pytest.mark.usefixtures("warm")
 def test_it_is_said_what_happened_and_the_others_are_checked(tmp_path: Path) -> None:
     targets = [written(tmp_path, forward, f"mine{number}.py") for number, forward in enumerate(SAID)]
     answers = list(checked([Request(target) for target in targets], Limits()))
@@ -83,6 +94,7 @@ def test_it_is_said_what_happened_and_the_others_are_checked(tmp_path: Path) -> 
         assert said in report.reason
 
 
+@pytest.mark.usefixtures("warm")
 def test_what_waits_forever_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "STILL_SECONDS", 6.0)
     report = report_of(written(tmp_path, "time.sleep(3600)"))
@@ -96,6 +108,7 @@ def test_what_computes_forever_is_stopped(tmp_path: Path) -> None:
     assert "--timeout" in report.reason
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_what_the_code_started_is_stopped_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
@@ -105,6 +118,7 @@ def test_what_the_code_started_is_stopped_with_it(tmp_path: Path) -> None:
     assert ends(int(note.read_text()))
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_runs_the_users_code_and_checks_nothing(tmp_path: Path) -> None:
     note = tmp_path / "children"
@@ -115,14 +129,25 @@ def test_a_forked_child_runs_the_users_code_and_checks_nothing(tmp_path: Path) -
     assert note.read_text() == "x"
 
 
+# Stands in for torch, which the worker imports before anything else; real code would take seconds to get there.
+WAITS = """
+import os, time
+open({!r}, "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 @pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_no_worker_outlives_its_parent(signal_name: str, tmp_path: Path) -> None:
-    import signal
-
     note = tmp_path / "pid"
-    target = written(tmp_path, f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
-    parent = subprocess.Popen([sys.executable, "-c", ENDLESS, target], cwd=ROOT, stderr=subprocess.DEVNULL)
+    (tmp_path / "torch.py").write_text(WAITS.format(str(note)))
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, "mine.py:Mine"],
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.DEVNULL,
+    )
     while not (note.exists() and note.read_text()):
         assert parent.poll() is None
         time.sleep(0.1)
