@@ -34,7 +34,7 @@ def drawn(rights: Sequence[Right], operators: Sequence[Operator], seed: int, fol
         for right in rights
         for operator in operators
     ]
-    draw = random.Random(seed)
+    draw = random.Random(f"{seed} {[*editable]}")
     while waiting:
         draw.shuffle(waiting)
         for one in [*waiting]:

@@ -237,6 +237,8 @@ def test_the_draw_is_that_of_the_seed_and_of_what_was_chosen(tmp_path: Path) -> 
     texts = [[version.text for version in drawn(*found, seed, tmp_path)] for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert sorted(texts[0]) != texts[0]
+    firsts = {next(drawn([right], OPERATORS, 0, tmp_path)).operator for right in rights()[:8]}
+    assert len(firsts) > 2  # not the same few on every class
     result = CliRunner().invoke(app, ["--only", "/Nothing"])
     assert (result.exit_code, "OPERATOR/CLASS" in result.output) == (2, True)
 
@@ -292,3 +294,21 @@ def test_published_attentions_are_edited_in_the_place_of_the_original() -> None:
 def test_code_of_others_stays_out_of_the_results(tmp_path: Path) -> None:
     written(tmp_path / "found.json", {}, [DIFFERENT, {**DIFFERENT, "room": "wild"}])
     assert ["diff" in row for row in json.loads((tmp_path / "found.json").read_text())["versions"]] == [True, False]
+
+
+def test_what_an_edit_takes_twice_is_computed_once(tmp_path: Path) -> None:
+    gated = Editable(SMALL, sites_of(SMALL, tmp_path)).versions(wraps("gate", "E * E.sigmoid()"), random.Random(0))
+    assert max(version.text.count("attn @ v") for version in gated) == 1
+
+
+def test_a_draw_goes_on_until_so_many_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "judged", lambda versions, _: (row(version) for version in versions))
+
+    def row(version: Version) -> dict[str, Any]:
+        truths = {UNCHANGED: {"truth": "same"}, "crashes": {"dropped": "it crashed"}}
+        found = {**DIFFERENT, "operator": version.operator, **truths.get(version.operator, {})}
+        return {name: value for name, value in found.items() if version.operator != "crashes" or name != "truth"}
+
+    run = command.Run({}, None, 1)
+    run.over((Version(SMALL, ("crashes", "x")[i % 2], SMALL.text, ()) for i in range(1000)), 30)
+    assert summary(run.rows) | {"differ": 30, "do_not_differ": 1} == summary(run.rows)
