@@ -32,7 +32,7 @@ def test_the_trap_is_as_told(trap: Trap) -> None:
     assert state is State.HOLDS, f"what trap {trap.name} advises does not help on the installed torch"
 
 
-@pytest.mark.parametrize("width", ["80", "120"])
+@pytest.mark.parametrize("width", ["80", pytest.param("120", marks=pytest.mark.thorough)])
 def test_each_trap_is_shown_in_full(width: str) -> None:
     page = CliRunner().invoke(app, ["traps", "--all"], env={"COLUMNS": width}).stdout
     assert max(map(len, page.splitlines())) <= int(width)

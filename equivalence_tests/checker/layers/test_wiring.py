@@ -158,6 +158,8 @@ def test_a_sequence_first_layer_is_followed() -> None:
 class ShiftedModel(layers.TranslationModel):
     """Shifts the targets inside; without a causal mask it still sees the future."""
 
+    layers = 1
+
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
         return super().forward(src, torch.cat([torch.zeros_like(tgt[:, :1]), tgt[:, :-1]], 1))
 
@@ -527,6 +529,8 @@ class UnusedMaskModel(OuterMasksModel):
 
 class InnerMasksModel(OuterMasksModel):
     """Makes its masks of the padding, 0."""
+
+    layers = 1
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(src, tgt)

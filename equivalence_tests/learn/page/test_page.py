@@ -42,6 +42,7 @@ def test_every_link_leads_somewhere(page: PageReader) -> None:
     assert all(re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/issues/\d+", link) for link in outside)
 
 
+@pytest.mark.thorough
 def test_two_builds_are_equal(html: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what verify says, which takes longer than all the rest."""
     monkeypatch.setattr(exercises, "report_on", lambda _: "")
