@@ -144,9 +144,11 @@ def test_what_ends_its_child_is_a_row_and_what_is_wrong_is_found() -> None:
     ends = SMALL.text.replace(f"return {OUT}", f"import os; os._exit(1); return {OUT}")
     doubled = SMALL.text.replace(OUT, f"2 * {OUT}")
     line = next(number for number, text in enumerate(doubled.splitlines(), 1) if "2 *" in text)
-    one, other = judged([Version(SMALL, "ends", ends, (1,)), Version(SMALL, "doubled", doubled, (line,))], 1)
+    lines = (ends, 1), (doubled, line), (doubled, 1)
+    one, other, elsewhere = judged([Version(SMALL, "x", text, (number,)) for text, number in lines], 1)
     assert (one["dropped"], "verdict" in one) == ("its child failed", False)
     assert (other["truth"], other["verdict"], other["on_the_line"]) == ("differs", "deviates", True)
+    assert (elsewhere["verdict"], elsewhere["on_the_line"]) == ("deviates", False)
 
 
 def test_a_checker_that_does_not_answer_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +265,7 @@ class Small(nn.Module):
         self.attention = Alone()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, scale=0.5)
+        return self.attention(x, scale=0.5, kept=[])
 
 
 class Alone(nn.Module):
@@ -273,7 +275,9 @@ class Alone(nn.Module):
         super().__init__()
         self.to_qkv = nn.Linear(12, 36)
 
-    def forward(self, x: Tensor, scale: float) -> Tensor:
+    def forward(self, x: Tensor, scale: float, kept: list[Tensor]) -> Tensor:
+        assert not kept, "a cache of another call"
+        kept.append(x)
         q, k, v = self.to_qkv(x).chunk(3, dim=-1)
         return (q @ k.mT * scale).softmax(-1) @ v
 
