@@ -316,3 +316,9 @@ def test_a_draw_goes_on_until_so_many_differ(monkeypatch: pytest.MonkeyPatch) ->
     run = command.Run({}, None, 1)
     run.over((Version(SMALL, ("crashes", "x")[i % 2], SMALL.text, ()) for i in range(1000)), 30)
     assert summary(run.rows) | {"differ": 30, "do_not_differ": 1} == summary(run.rows)
+
+
+def test_what_a_constructor_computes_stays_as_it_is(tmp_path: Path) -> None:
+    right = named("TurnsByATable")
+    sites = sites_of(right, tmp_path)
+    assert not any("register_buffer" in right.text.splitlines()[site.span[0] - 1] for site in sites)
