@@ -100,6 +100,8 @@ DRAWS: Mapping[str, Draw] = {
     "growth": lambda generator, n: 1 + torch.rand(n, 1, generator=generator),
     "zero": lambda *_: 0,
     "angles": lambda _, n: _angles(n),
+    "places": lambda _, n: torch.arange(n).flip(0),
+    "kept": lambda generator, _: {name: _normal(BATCH, HEADS, 3, WIDTH // HEADS, generator=generator) for name in "kv"},
     "table": lambda generator, n: torch.rand(n, 4, generator=generator, dtype=torch.float64),
 }
 

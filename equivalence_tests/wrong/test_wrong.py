@@ -1,5 +1,6 @@
 """The judge itself: each operator gives code that runs, the truth is a number, and the table counts what it says."""
 
+import inspect
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -82,6 +83,16 @@ def test_every_right_attention_runs_and_is_as_right_as_itself(tmp_path: Path) ->
     assert len({right.name for right in rights()}) == len(rights())
     for right in rights():
         assert truth(right.text, tmp_path, right) == Truth(0.0, 0.0), right.name
+
+
+LEFT_OUT = {"use_cache"}  # it keeps its state from call to call
+
+
+def test_every_argument_is_given_in_some_call(tmp_path: Path) -> None:
+    for right in rights():
+        module = right.built(imported(right.text, tmp_path, right.name)[1])
+        given = {name for call in right.calls for name in call}
+        assert given >= inspect.signature(module.forward).parameters.keys() - LEFT_OUT, right.name
 
 
 def test_edits_stand_before_between_and_after_every_stage(tmp_path: Path) -> None:
