@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws, when garbage is collected, and the table at the end of a run.
+"""How many examples hypothesis draws, what a run need not pay for, and the table at its end.
 
 The default profile draws new examples in every run; those that fail stay in ``.hypothesis`` and are tried first in the
 next run. ``HYPOTHESIS_PROFILE=ci pytest`` draws the same ones in every run, ``HYPOTHESIS_PROFILE=thorough`` ten times
@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from rich.console import Console
 
@@ -26,6 +27,12 @@ settings.register_profile("default", max_examples=EXAMPLES, **COMMON)
 settings.register_profile("ci", max_examples=EXAMPLES, derandomize=True, **COMMON)
 settings.register_profile("thorough", max_examples=10 * EXAMPLES, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# For each kind of device that is not there, torch.manual_seed writes the whole stack down, sixty frames deep in a test.
+DEVICES: list[Any] = [torch.cuda, torch.xpu, torch.mtia]
+for devices in DEVICES:
+    if not devices.is_available():
+        devices.manual_seed_all = lambda _: None
 
 # Twelve thousand tests stay till the end: the garbage collector need not look at them while they are made, nor later.
 gc.disable()

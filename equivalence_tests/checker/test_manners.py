@@ -192,7 +192,7 @@ def test_torchscript_in_a_call_of_ones_own_is_compared_as_well() -> None:
 
 def test_a_call_that_fails_is_told_with_its_line() -> None:
     (report,) = verify(Plain(12, 3), torch.randn(2, 5, 13))
-    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in report.reason
+    assert "mat1 and mat2 shapes cannot be multiplied" in report.reason
     assert "test_manners.py:" in report.reason
 
 
