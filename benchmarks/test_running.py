@@ -247,7 +247,7 @@ class TestContenders:
             tiles.append("tiles")
             return attend(*arguments, **keywords)
 
-        monkeypatch.setitem(tiling.KERNELS, "cpu", record)
+        monkeypatch.setattr(tiling, "tiled_attention", record)
         counts = []
         for name in ("scratch", "scratch textbook", "scratch"):
             with CONTENDERS[name].switches():

@@ -4,7 +4,6 @@ from builtin import masks
 from builtin.attention import MultiheadAttention
 from builtin.decoder_only import DecoderOnlyLayer, DecoderOnlyTransformer, SwiGLU
 from builtin.flex import AuxRequest, BlockMask, create_block_mask, flex_attention
-from builtin.functional import scaled_dot_product_attention
 from builtin.grouped import GroupedQueryAttention
 from builtin.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from builtin.norms import RMSNorm, rms_norm
@@ -18,6 +17,7 @@ from builtin.rotary import (
     adjacent_to_halves,
     halves_to_adjacent,
 )
+from builtin.sdpa import scaled_dot_product_attention
 from builtin.seq2seq import Seq2SeqTransformer
 from builtin.tracing import Tracer
 from builtin.transformer import Transformer, TransformerDecoder, TransformerEncoder

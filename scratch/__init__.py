@@ -4,7 +4,6 @@ from scratch import masks, score_functions
 from scratch.attention import MultiheadAttention
 from scratch.decoder_only import DecoderOnlyLayer, DecoderOnlyTransformer, SwiGLU
 from scratch.flex import AuxRequest, BlockMask, create_block_mask, flex_attention
-from scratch.functional import scaled_dot_product_attention
 from scratch.grouped import GroupedQueryAttention
 from scratch.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from scratch.norms import RMSNorm, rms_norm
@@ -19,6 +18,7 @@ from scratch.rotary import (
     adjacent_to_halves,
     halves_to_adjacent,
 )
+from scratch.sdpa import scaled_dot_product_attention
 from scratch.seq2seq import Seq2SeqTransformer
 from scratch.tracing import Tracer
 from scratch.transformer import Transformer, TransformerDecoder, TransformerEncoder

@@ -1,8 +1,7 @@
 """Multi-head attention: project, attend head by head, put the heads together again."""
 
 import math
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,20 +9,21 @@ from torch.nn import functional as F
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from scratch import masks, tiling, validation
-from scratch.functional import attention, merge_heads, split_heads
-from scratch.rounding import sequence_first, unpack, upcast_half
+from scratch import masks, validation
+from scratch.functional import merge_heads, split_heads
+from scratch.masks import Visible
+from scratch.paths import chosen_kernel, weigh
+from scratch.rounding import folded_scores, sequence_first, unpack, upcast_half
+from scratch.sdpa import textbook_attention
 
 __all__ = [
     "AttentionCache",
+    "InProjection",
     "MultiheadAttention",
-    "append_tokens",
     "attend",
-    "head_dims",
+    "attend_with_weights",
     "project",
-    "projection_weights",
     "resolve_masks",
-    "score_scale",
 ]
 
 
@@ -118,12 +118,29 @@ class MultiheadAttention(nn.Module):
         # As in torch.nn, num_heads may be changed later: what is kept is the width of all heads together.
         self._given_widths = tuple(None if size is None else num_heads * size for size in (qk_head_dim, v_head_dim))
         self.add_zero_attn = add_zero_attn
-        _register_parameters(self, bias, add_bias_kv, {"device": device, "dtype": dtype})
+        self._register_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
         self._reset_parameters()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.setdefault("_qkv_same_embed_dim", True)  # pickles of the first releases of torch are without it
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+    def _register_parameters(self, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, **factory))
+
+        qk_dim, v_dim = (self.num_heads * size for size in self._head_dims())
+        packed = self._qkv_same_embed_dim
+        # Registered even if absent: a plain None would not be found among the parameters.
+        register = self.register_parameter
+        register("in_proj_weight", parameter(2 * qk_dim + v_dim, self.embed_dim) if packed else None)
+        register("q_proj_weight", None if packed else parameter(qk_dim, self.embed_dim))
+        register("k_proj_weight", None if packed else parameter(qk_dim, self.kdim))
+        register("v_proj_weight", None if packed else parameter(v_dim, self.vdim))
+        register("in_proj_bias", parameter(2 * qk_dim + v_dim) if bias else None)
+        self.out_proj = NonDynamicallyQuantizableLinear(v_dim, self.embed_dim, bias=bias, **factory)
+        register("bias_k", parameter(1, 1, qk_dim) if add_bias_kv else None)
+        register("bias_v", parameter(1, 1, v_dim) if add_bias_kv else None)
 
     def _reset_parameters(self) -> None:
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
@@ -179,21 +196,51 @@ class MultiheadAttention(nn.Module):
         )
         batched = query.dim() == 3
         query, key, value = sequence_first(query, key, value, self.batch_first)
-        q, k, v = project(self, query, key, value) if cache is None else cache.extend(self, query, key, value)
-        q = split_heads(q, self.num_heads)  # (b * h, q, d)
-        k, v = append_tokens(self, k, v)  # (b * h, k, d)
-        # With a cache the queries are not the first ones, as the promise has it: the mask itself is read.
-        promised = is_causal and cache is None
-        context, weights = attend(self, q, k, v, key_padding_mask, attn_mask, promised, need_weights)
+        if cache is None:
+            q, k, v = project(query, key, value, self._in_projection())
+        else:
+            q, k, v = cache.extend(self, query, key, value)
+        q, k, v = self._split(q, k, v)  # (b, h, len, d)
+        # With a cache, is_causal would misplace the diagonal, so the mask itself is read.
+        visible = resolve_masks(attn_mask, key_padding_mask, q, k, is_causal and cache is None, need_weights)
+        context, weights = self._attend(q, k, v, visible, need_weights)  # (b, h, q, d), (b, h, q, k)
         # One long row of tokens, as torch.nn lays it out: the gradient of the bias is summed in the same order.
-        output = self.out_proj(merge_heads(context, self.num_heads).flatten(0, 1)).unflatten(0, query.shape[:2])
+        output = self.out_proj(merge_heads(context).flatten(0, 1)).unflatten(0, query.shape[:2])
 
-        if weights is not None:
-            weights = weights.unflatten(0, (query.size(1), self.num_heads))  # (b, h, q, k)
-            weights = weights.mean(dim=1) if average_attn_weights else weights
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
         if not batched:
             return output.squeeze(1), weights if weights is None else weights.squeeze(0)
         return output.transpose(0, 1) if self.batch_first else output, weights
+
+    def _split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split what is projected into heads, (b, h, len, d), and append the tokens that were asked for."""
+        if self.bias_k is not None and self.bias_v is not None:
+            k, v = append_token(k, self.bias_k), append_token(v, self.bias_v)
+        q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))
+        if self.add_zero_attn:
+            k, v = append_zeros(k), append_zeros(v)
+        return q, k, v
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        scale, dropout_p = score_scale(self._head_dims()[0]), self.dropout if self.training else 0.0
+        if need_weights:
+            return attend_with_weights(q, k, v, visible.score_bias, scale, dropout_p)
+        return attend(q, k, v, visible, scale, dropout_p), None
+
+    def _head_dims(self) -> tuple[int, int]:
+        """Give d_k and d_v, for as many heads as there are now: torch.nn reads num_heads at every call too."""
+        d_k, d_v = ((self.embed_dim if width is None else width) // self.num_heads for width in self._given_widths)
+        return d_k, d_v
+
+    def _in_projection(self) -> "InProjection":
+        d_k, d_v = self._head_dims()
+        packed, separate = self.in_proj_weight, (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = separate if packed is None else (packed,)
+        widths = self.num_heads * d_k, self.num_heads * d_k, self.num_heads * d_v
+        return InProjection(tuple(x for x in weights if x is not None), self.in_proj_bias, widths)
 
     def merge_masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
@@ -226,145 +273,92 @@ class MultiheadAttention(nn.Module):
         return merged if key_padding_mask is None else merged + key_padding_mask.view(batch, 1, 1, length), 2
 
 
-def head_dims(module: MultiheadAttention) -> tuple[int, int]:
-    """Give d_k and d_v, the sizes of one head, for as many heads as there are now.
+class InProjection(NamedTuple):
+    """Wᑫ, Wᴷ and Wⱽ with their biases.
 
     Args:
-        module: Its ``embed_dim`` and ``num_heads`` are read, and the head sizes that it was built with.
+        weights: One packed matrix where query, key and value are equally wide, else three.
+        bias: The three biases in a row, or None.
+        widths: How many features q, k and v have, all heads together.
 
-    Returns:
-        embed_dim / num_heads twice, unless head sizes were given.
-
-    In torch.nn: ``head_dim`` of ``F.multi_head_attention_forward``, which reads both sizes at every call too.
-
-    >>> attention = MultiheadAttention(embed_dim=12, num_heads=3, v_head_dim=6)
-    >>> head_dims(attention)
-    (4, 6)
-    >>> attention.num_heads = 2
-    >>> head_dims(attention)
-    (6, 9)
+    In torch.nn: ``in_proj_weight``, or ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``; ``in_proj_bias``.
     """
-    d_k, d_v = ((module.embed_dim if width is None else width) // module.num_heads for width in module._given_widths)
-    return d_k, d_v
+
+    weights: tuple[Tensor, ...]
+    bias: Tensor | None
+    widths: tuple[int, int, int]
+
+    def each(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        """Give the weight and the bias of each of the three."""
+        weights = self.weights if len(self.weights) == 3 else self.weights[0].split(self.widths)
+        biases = (None, None, None) if self.bias is None else self.bias.split(self.widths)
+        return tuple(zip(weights, biases, strict=True))
 
 
-def score_scale(module: MultiheadAttention) -> float:
-    """Give 1 / sqrt(d_k), as torch.nn's module rounds it and puts it on the queries alone.
-
-    Args:
-        module: Whose head size is read.
-
-    Returns:
-        The factor.
-
-    In torch.nn: ``q_scaled`` of ``F.multi_head_attention_forward``.
-    """
-    return math.sqrt(1.0 / float(head_dims(module)[0]))
-
-
-def project(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def project(query: Tensor, key: Tensor, value: Tensor, projection: InProjection) -> tuple[Tensor, Tensor, Tensor]:
     """Compute Q Wᑫ, K Wᴷ and V Wⱽ, in one product where the inputs are the same object.
 
     Args:
-        module: Whose projections are used.
         query: (query_len, batch, embed_dim).
         key: (key_len, batch, kdim).
         value: (key_len, batch, vdim).
+        projection: The three projections.
 
     Returns:
         q and k, (len, batch, num_heads * head_dim), and v, (key_len, batch, num_heads * v_head_dim).
 
     In torch.nn: ``_in_projection_packed`` and ``_in_projection`` inside ``F.multi_head_attention_forward``.
     """
-    qk_dim, v_dim = (module.num_heads * size for size in head_dims(module))
-    weight, bias = module.in_proj_weight, module.in_proj_bias
-    if weight is not None and query is key and key is value:
-        q, k, v = unpack(F.linear(query, weight, bias), [qk_dim, qk_dim, v_dim])
+    (weight, *others), bias, (qk_dim, _, v_dim) = projection
+    if not others and query is key and key is value:
+        q, k, v = unpack(F.linear(query, weight, bias), projection.widths)
         return q, k, v
-    if weight is not None and key is value:
+    if not others and key is value:
         weight_q, weight_kv = weight.split([qk_dim, qk_dim + v_dim])
         bias_q, bias_kv = (None, None) if bias is None else bias.split([qk_dim, qk_dim + v_dim])
         k, v = unpack(F.linear(key, weight_kv, bias_kv), [qk_dim, v_dim])
         return F.linear(query, weight_q, bias_q), k, v
-    weights = projection_weights(module)
-    biases = (None, None, None) if bias is None else bias.split([qk_dim, qk_dim, v_dim])
-    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    q, k, v = (F.linear(x, w, b) for x, (w, b) in zip((query, key, value), projection.each(), strict=True))
     return q, k, v
 
 
-def projection_weights(module: MultiheadAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Give Wᑫ, Wᴷ and Wⱽ, cut out of the packed matrix where there is one.
-
-    Args:
-        module: Whose projections are read.
-
-    Returns:
-        The three, (num_heads * head_dim, embed_dim or kdim) and (num_heads * v_head_dim, vdim).
-
-    In torch.nn: the ``chunk(3)`` of ``F.multi_head_attention_forward``.
-    """
-    if module.in_proj_weight is None:
-        assert module.q_proj_weight is not None  # separate weights come as three
-        assert module.k_proj_weight is not None
-        assert module.v_proj_weight is not None
-        return module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
-    qk_dim, v_dim = (module.num_heads * size for size in head_dims(module))
-    q, k, v = module.in_proj_weight.split([qk_dim, qk_dim, v_dim])
-    return q, k, v
+def append_token(x: Tensor, token: Tensor) -> Tensor:
+    """Append one learnt token, (1, 1, width), to the keys or values of every sample, (key_len, batch, width)."""
+    return torch.cat([x, token.repeat(1, x.size(1), 1)])
 
 
-def append_tokens(module: MultiheadAttention, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Split keys and values into heads, with the tokens of ``add_bias_kv`` and ``add_zero_attn`` where asked for.
-
-    Args:
-        module: Which says what is appended.
-        k: Projected keys, (key_len, batch, num_heads * head_dim).
-        v: Projected values, (key_len, batch, num_heads * v_head_dim).
-
-    Returns:
-        Both, (batch * num_heads, key_len, head_dim), up to two tokens longer.
-
-    In torch.nn: ``bias_k``, ``bias_v`` and ``add_zero_attn`` of ``F.multi_head_attention_forward``.
-    """
-    batch = k.size(1)
-    if module.bias_k is not None and module.bias_v is not None:
-        k = torch.cat([k, module.bias_k.repeat(1, batch, 1)])
-        v = torch.cat([v, module.bias_v.repeat(1, batch, 1)])
-    k, v = (split_heads(x, module.num_heads) for x in (k, v))
-    if module.add_zero_attn:  # to the split ones, as torch.nn does: products round alike where strides are equal
-        k, v = (torch.cat([x, x.new_zeros(x.size(0), 1, x.size(2))], dim=1) for x in (k, v))
-    return k, v
+def append_zeros(x: Tensor) -> Tensor:
+    """Append one token of zeros to keys or values, (batch, num_heads, key_len, head_dim)."""
+    return torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.size(3))], dim=2)
 
 
 def resolve_masks(
-    module: MultiheadAttention,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
     q: Tensor,
     k: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
     is_causal: bool,
     need_weights: bool,
-) -> Tensor | None:
-    """Make one bias of all masks, as torch.nn's plain path does.
+) -> Visible:
+    """Make one value of all masks, as torch.nn's plain path does.
 
     Args:
-        module: Which says how many heads there are.
-        q: Queries split into heads, (batch * num_heads, query_len, head_dim).
-        k: Keys split into heads, with the appended tokens, (batch * num_heads, key_len, head_dim).
-        key_padding_mask: As ``forward`` takes it.
         attn_mask: As ``forward`` takes it.
+        key_padding_mask: As ``forward`` takes it.
+        q: Queries, (batch, num_heads, query_len, head_dim).
+        k: Keys, with the appended tokens, (batch, num_heads, key_len, head_dim).
         is_causal: Whether ``attn_mask`` is promised to be causal.
         need_weights: Whether weights are asked for: the promise then replaces nothing.
 
     Returns:
-        (1 or batch, 1 or num_heads, 1 or query_len, key_len), -inf where a query may not look; None without masks.
+        A diagonal if the promise replaces the mask; else a score bias, (1 or batch, 1 or num_heads, 1 or query_len,
+        key_len), -inf where a query may not look; or neither.
 
     In torch.nn: "merge key padding and attention masks" in ``F.multi_head_attention_forward``.
     """
-    query_len, key_len, heads = q.size(1), k.size(1), module.num_heads
-    batch = q.size(0) // heads
     if is_causal and key_padding_mask is None and not need_weights:
-        return masks.to_score_bias(masks.causal(query_len, key_len, device=q.device), q.dtype)[None, None]
+        return Visible(diagonal=0)
+    (batch, heads), key_len = q.shape[:2], k.size(2)
     bias = masks.score_bias_from_module(attn_mask, q.dtype)
     if bias is not None:
         bias = F.pad(bias, (0, key_len - bias.size(-1)))  # the appended tokens are always seen
@@ -375,70 +369,57 @@ def resolve_masks(
         # For each head apart, as torch.nn sums the gradient of a float mask; else once is enough.
         padding = padding.expand(-1, heads, -1, -1) if need_weights else padding
         bias = padding if bias is None else bias + padding
-    return bias
+    return Visible(bias)
 
 
-def attend(
-    module: MultiheadAttention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Scale the queries and attend, in the layout and precision in which torch.nn does; in tiles at length.
+def score_scale(d_k: int) -> float:
+    """Give 1 / sqrt(d_k) as torch.nn's module rounds it."""
+    return math.sqrt(1.0 / float(d_k))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, dropout_p: float) -> Tensor:
+    """Attend where nobody asks for the weights: by the textbook, at length in tiles.
 
     Args:
-        module: Which says how many heads there are and what is dropped.
-        q: Queries split into heads, (batch * num_heads, query_len, head_dim).
-        k: Keys, (batch * num_heads, key_len, head_dim).
-        v: Values, (batch * num_heads, key_len, v_head_dim).
-        key_padding_mask: As ``resolve_masks`` takes it.
-        attn_mask: As ``resolve_masks`` takes it.
-        is_causal: As ``resolve_masks`` takes it.
-        need_weights: Return the weights too.
+        q: Queries, (batch, num_heads, query_len, head_dim).
+        k: Keys, (batch, num_heads, key_len, head_dim).
+        v: Values, (batch, num_heads, key_len, v_head_dim).
+        visible: Who may look at whom.
+        scale: Factor on the scores.
+        dropout_p: Probability with which a weight is dropped.
 
     Returns:
-        The context, (batch * num_heads, query_len, v_head_dim), and the weights, (batch * num_heads, query_len,
-        key_len), or None.
+        The context, (batch, num_heads, query_len, v_head_dim). A query that may look at no key gets 0.
 
-    In torch.nn: with weights ``torch.bmm``, without ``F.scaled_dot_product_attention``, both inside
-    ``F.multi_head_attention_forward``.
+    In torch.nn: ``F.scaled_dot_product_attention`` inside ``F.multi_head_attention_forward``.
     """
-    scale, dropout_p = score_scale(module), module.dropout if module.training else 0.0
-    resolved = partial(resolve_masks, module, q, k, key_padding_mask, attn_mask, is_causal, need_weights)
-    if need_weights:
-        score_bias = resolved()
-        folded = None if score_bias is None else score_bias.flatten(0, 1)
-        return attention(q * scale, k, v, folded, dropout_p, need_weights)
-    dtype, lead = q.dtype, (q.size(0) // module.num_heads, module.num_heads)
-    diagonal = 0 if is_causal and key_padding_mask is None else None  # a mask that tiles need not see written down
-    score_bias = resolved() if diagonal is None else None
-    if tiling.take_over(q, k, v, score_bias, dropout_p):
-        q, k, v = (x.unflatten(0, lead) for x in (q, k, v))  # (b, h, len, d)
-        return tiling.KERNELS[q.device.type](q, k, v, score_bias, diagonal, scale).flatten(0, 1), None
+    kernel = chosen_kernel(q, k, v, visible, dropout_p)
+    if kernel is not None:
+        return kernel(q, k, v, *visible, scale)
+    dtype = q.dtype
     q, k, v = upcast_half(q, k, v)
-    score_bias = resolved() if diagonal is not None else score_bias
-    folded = None if score_bias is None else score_bias.expand(*lead, -1, -1).flatten(0, 1).to(q.dtype)
-    context, _ = attention(q * scale, k, v, folded, dropout_p)
-    return context.to(dtype), None
+    return textbook_attention(q, k, v, visible, scale, dropout_p).to(dtype)
 
 
-def _register_parameters(module: MultiheadAttention, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
-    def parameter(*shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, **factory))
+def attend_with_weights(
+    q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Attend and give the weights too, rounded as torch.nn's module does, to the last bit.
 
-    qk_dim, v_dim = (module.num_heads * size for size in head_dims(module))
-    packed = module._qkv_same_embed_dim
-    # Registered even if absent: a plain None would not be found among the parameters.
-    register = module.register_parameter
-    register("in_proj_weight", parameter(2 * qk_dim + v_dim, module.embed_dim) if packed else None)
-    register("q_proj_weight", None if packed else parameter(qk_dim, module.embed_dim))
-    register("k_proj_weight", None if packed else parameter(qk_dim, module.kdim))
-    register("v_proj_weight", None if packed else parameter(v_dim, module.vdim))
-    register("in_proj_bias", parameter(2 * qk_dim + v_dim) if bias else None)
-    module.out_proj = NonDynamicallyQuantizableLinear(v_dim, module.embed_dim, bias=bias, **factory)
-    register("bias_k", parameter(1, 1, qk_dim) if add_bias_kv else None)
-    register("bias_v", parameter(1, 1, v_dim) if add_bias_kv else None)
+    Args:
+        q: Queries, (batch, num_heads, query_len, head_dim).
+        k: Keys, (batch, num_heads, key_len, head_dim).
+        v: Values, (batch, num_heads, key_len, v_head_dim).
+        score_bias: Added to the scores.
+        scale: Factor on the scores.
+        dropout_p: Probability with which a weight is dropped.
+
+    Returns:
+        The context, (batch, num_heads, query_len, v_head_dim), and the weights, (batch, num_heads, query_len, key_len),
+        after dropout. Both are NaN for a query that may look at no key.
+
+    In torch.nn: ``torch.bmm``, or ``torch.baddbmm`` with masks, inside ``F.multi_head_attention_forward``.
+    """
+    masked_scores = folded_scores(q, k, score_bias, scale)  # (b * h, q, k)
+    context, weights = weigh(masked_scores, v.flatten(0, 1), dropout_p)
+    return context.unflatten(0, q.shape[:2]), weights.unflatten(0, q.shape[:2])

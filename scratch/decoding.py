@@ -9,8 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from scratch import tiling, validation
-from scratch.attention import MultiheadAttention, project, projection_weights
+from scratch import validation
+from scratch.attention import MultiheadAttention, project
+from scratch.paths import are_plain
 from scratch.rounding import upcast_half
 
 __all__ = [
@@ -83,7 +84,7 @@ class GrowingCache:
         Raises:
             ValueError: If the batch is not the one of the earlier calls.
         """
-        q, k, v = project(attention, query, key, value)
+        q, k, v = project(query, key, value, attention._in_projection())
         new_len = k.size(0)
         if self._keys_values is not None:
             earlier_k, earlier_v = self._keys_values
@@ -102,7 +103,7 @@ class GrowingCache:
 
 def _written_behind(kept: Tensor, length: int, new: Tensor) -> Tensor:
     """Give a tensor that begins with ``length`` kept places and goes on with the new ones: the same if it has room."""
-    if (torch.is_grad_enabled() and (kept.requires_grad or new.requires_grad)) or not tiling.are_plain(kept, new):
+    if (torch.is_grad_enabled() and (kept.requires_grad or new.requires_grad)) or not are_plain(kept, new):
         return torch.cat([kept[:length], new])  # a backward pass needs what is kept as it is
     end = length + new.size(0)
     if kept.size(0) < end or kept.dtype != new.dtype or _is_frozen(kept):
@@ -157,13 +158,12 @@ class FixedCache:
             ValueError: If the batch is not the one of the first call.
         """
         if self._keys_values is None:
-            q, k, v = project(attention, query, key, value)
+            q, k, v = project(query, key, value, attention._in_projection())
             self._keys_values = k, v
             return q, k, v
         k, v = self._keys_values
         validation.check_cache_batch(k.size(1), query.size(1))
-        weight, _, _ = projection_weights(attention)
-        bias = None if attention.in_proj_bias is None else attention.in_proj_bias[: weight.size(0)]
+        (weight, bias), _, _ = attention._in_projection().each()
         return F.linear(query, weight, bias), k, v
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from scratch import validation
-from scratch.functional import open_blind_rows
+from scratch.paths import open_blind_rows, weigh
 
 __all__ = [
     "AuxOutput",
@@ -218,13 +218,13 @@ def attend(
 ) -> tuple[Float[Tensor, "*heads query_len v_head_dim"], Tensor | None, Tensor | None]:
     """Weigh the values: softmax(scores) v; and log Σ exp(scores) and max(scores) where they are wanted."""
     open_scores, row_sees = open_blind_rows(scores)
-    context = (torch.softmax(open_scores, dim=-1) @ v) * row_sees
     lse = max_scores = None
     if wanted.lse:
         lse = torch.logsumexp(open_scores, dim=-1).masked_fill(~row_sees.squeeze(-1), -math.inf)
     if wanted.max_scores:
         max_scores = F.pad(scores.detach(), (0, 1), value=-math.inf).amax(dim=-1)  # of no scores at all, too
-    return context, lse, max_scores
+    context, _ = weigh(open_scores, v)
+    return context * row_sees, lse, max_scores
 
 
 def assemble(pieces: Sequence[Any], num_blocks: Tensor) -> Any:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from scratch import masks, validation
 from scratch.decoding import KeyValueCache
-from scratch.functional import open_blind_rows
 from scratch.norms import RMSNorm
+from scratch.paths import open_blind_rows
 from scratch.rotary import RotaryEmbedding
 from scratch.rounding import upcast_half
 

@@ -6,7 +6,7 @@ the door. Masks combine by ``&`` and ``|``; ``draw`` prints them.
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -299,19 +299,34 @@ def score_bias_from_module(module_mask: Tensor | None, dtype: torch.dtype) -> Te
     return torch.zeros_like(module_mask, dtype=dtype).masked_fill_(module_mask, -math.inf)
 
 
-def diagonal_from_sdpa(
-    attn_mask: Tensor | None, is_causal: bool, query_len: int, key_len: int
-) -> tuple[Tensor | None, int | None]:
-    """Read a causal bias or ``is_causal`` as d where query i may look at keys 0 ... i + d; else give the mask back."""
+class Visible(NamedTuple):
+    """Who may look at whom, as one value: all masks of a call become it, and everything after reads it alone.
+
+    Args:
+        score_bias: Broadcastable to (..., query_len, key_len). Float: added to the scores; bool: True = may look.
+        diagonal: Query i may look at keys 0 ... i + diagonal. Excludes ``score_bias``, and needs no memory until
+            ``as_bias`` writes it down.
+
+    >>> Visible(diagonal=0).as_bias(torch.zeros(2, 4), torch.zeros(3, 4))
+    tensor([[0., -inf, -inf],
+            [0., 0., -inf]])
+    """
+
+    score_bias: Tensor | None = None
+    diagonal: int | None = None
+
+    def as_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """Write down what is added to the scores; None where every query may look at every key."""
+        visible = self.score_bias
+        if self.diagonal is not None:
+            visible = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril(self.diagonal)
+        if visible is None or visible.is_floating_point():
+            return visible
+        return to_score_bias(visible, q.dtype)
+
+
+def visible_from_sdpa(attn_mask: Tensor | None, is_causal: bool, query_len: int, key_len: int) -> Visible:
+    """Read the masks of ``scaled_dot_product_attention`` (True = may look, a float bias, or a causal bias)."""
     if isinstance(attn_mask, CausalBias):
-        return None, key_len - query_len if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0
-    return attn_mask, 0 if is_causal else None
-
-
-def score_bias_from_sdpa(attn_mask: Tensor | None, diagonal: int | None, q: Tensor, key_len: int) -> Tensor | None:
-    """Read what ``diagonal_from_sdpa`` gives (True = may look) as ``score_bias``."""
-    if diagonal is not None:
-        attn_mask = torch.ones(q.size(-2), key_len, dtype=torch.bool, device=q.device).tril(diagonal)
-    if attn_mask is None or attn_mask.is_floating_point():
-        return attn_mask
-    return to_score_bias(attn_mask, q.dtype)
+        return Visible(diagonal=key_len - query_len if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0)
+    return Visible(attn_mask, 0 if is_causal else None)

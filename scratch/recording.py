@@ -10,15 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scratch import validation
-from scratch.attention import (
-    AttentionCache,
-    MultiheadAttention,
-    append_tokens,
-    project,
-    resolve_masks,
-    score_scale,
-)
-from scratch.functional import masked_scores, merge_heads, open_blind_rows, split_heads, weigh
+from scratch.attention import AttentionCache, MultiheadAttention, project, resolve_masks, score_scale
+from scratch.functional import merge_heads
+from scratch.masks import Visible
+from scratch.paths import open_blind_rows, weigh
 from scratch.rounding import sequence_first, upcast_half
 
 __all__ = ["STAGES", "AttentionMaps", "record_attention", "trace_attention"]
@@ -225,49 +220,39 @@ def trace_attention(
     validation.check_attention_inputs(
         attention, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights
     )
-    batched = query.dim() == 3
-    q, k, v = project(attention, *sequence_first(query, key, value, attention.batch_first))
-    stages = _stages(attention, q, k, v, batched, key_padding_mask, attn_mask, is_causal, need_weights)
-    merged = merge_heads(stages["context"].flatten(0, -3), attention.num_heads)  # (q, b, h * d)
-    if not batched:
+    inputs = sequence_first(query, key, value, attention.batch_first)
+    q, k, v = attention._split(*project(*inputs, attention._in_projection()))
+    visible = resolve_masks(attn_mask, key_padding_mask, q, k, is_causal, need_weights)
+    is_batched, scale = query.dim() == 3, score_scale(attention._head_dims()[0])
+    if not is_batched:
+        q, k, v = (x.squeeze(0) for x in (q, k, v))
+    stages = _stages(q, k, v, visible, scale, need_weights)
+    context = stages["context"]
+    merged = merge_heads(context if is_batched else context.unsqueeze(0))  # (q, b, h * d)
+    if not is_batched:
         merged = merged.squeeze(1)
     elif attention.batch_first:
         merged = merged.transpose(0, 1)
     return {**stages, "merged": merged, "output": _project_output(module, merged)}
 
 
-def _stages(
-    attention: MultiheadAttention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batched: bool,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    need_weights: bool,
-) -> dict[str, Tensor]:
-    """Go through the stages from projected queries, keys and values (sequence first) to the context."""
-    lead = (q.size(1), attention.num_heads) if batched else (attention.num_heads,)
-    q = split_heads(q, attention.num_heads)
-    k, v = append_tokens(attention, k, v)
-    score_bias = resolve_masks(attention, q, k, key_padding_mask, attn_mask, is_causal, need_weights)
-    if score_bias is not None and not batched:
-        score_bias = score_bias.squeeze(0)
-    q, k, v = (x.unflatten(0, lead) for x in (q, k, v))  # (b, h, len, d)
-    stages = {"q": q, "k": k, "v": v}
-
-    dtype = v.dtype
+def _stages(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, need_weights: bool) -> dict[str, Tensor]:
+    """Go through the stages from queries, keys and values, split into heads, to the context."""
+    stages, dtype = {"q": q, "k": k, "v": v}, v.dtype
     if not need_weights:
         q, k, v = upcast_half(q, k, v)
-    scores = masked_scores(q * score_scale(attention), k)  # (b, h, q, k)
-    biased = scores if score_bias is None else scores + score_bias
-    opened, row_sees = biased, None
-    if score_bias is not None and not need_weights:
+    score_bias = visible.as_bias(q, k)
+    if score_bias is not None and q.dim() == 3:
+        score_bias = score_bias.squeeze(0)
+    scores = (q * scale) @ k.mT  # (b, h, q, k)
+    masked_scores = scores if score_bias is None else scores + score_bias
+    if score_bias is None or need_weights:
+        context, weights = weigh(masked_scores.clone(), v)
+    else:
         _, row_sees = open_blind_rows(score_bias)
-        opened = torch.where(row_sees, biased, scores)
-    context, weights = weigh(opened, v, row_sees)
-    return {**stages, "scores": scores, "masked_scores": biased, "weights": weights, "context": context.to(dtype)}
+        context, weights = (x * row_sees for x in weigh(torch.where(row_sees, masked_scores, scores), v))
+    context = context.to(dtype)
+    return {**stages, "scores": scores, "masked_scores": masked_scores, "weights": weights, "context": context}
 
 
 def _project_output(module: AnyAttention, merged: Tensor) -> Tensor:
@@ -319,13 +304,17 @@ def _map_of_call(module: AnyAttention, args: tuple[Any, ...], kwargs: dict[str, 
     attention = _as_ours(module)
     query, cache = given["query"], given.get("cache")
     if cache is None:
-        q, k, v = project(attention, *sequence_first(query, given["key"], given["value"], attention.batch_first))
+        inputs = sequence_first(query, given["key"], given["value"], attention.batch_first)
+        projected = project(*inputs, attention._in_projection())
     else:
-        q, k, v = cache.projected
-        given["is_causal"] = False  # the promise replaces no mask then: see MultiheadAttention.forward
-    others = (given[name] for name in ("key_padding_mask", "attn_mask", "is_causal", "need_weights"))
-    stages = _stages(attention, q, k, v, query.dim() == 3, *others)
-    return upcast_half(stages["weights"])[0]
+        projected = cache.projected
+    q, k, v = attention._split(*projected)
+    # With a cache, is_causal would misplace the diagonal: see MultiheadAttention.forward.
+    promised, need_weights = given["is_causal"] and cache is None, given["need_weights"]
+    visible = resolve_masks(given["attn_mask"], given["key_padding_mask"], q, k, promised, need_weights)
+    stages = _stages(q, k, v, visible, score_scale(attention._head_dims()[0]), need_weights)
+    (weights,) = upcast_half(stages["weights"])
+    return weights if query.dim() == 3 else weights.squeeze(0)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 
 __all__ = [
     "HALF_PRECISION",
+    "folded_scores",
     "halve_the_scale",
     "laid_out_like",
     "sequence_first",
@@ -75,27 +76,48 @@ def unpack(packed: Float[Tensor, "len batch packed_width"], widths: Sequence[int
     return packed.unflatten(-1, (len(widths), widths[0])).permute(2, 0, 1, 3).contiguous().unbind()
 
 
-def halve_the_scale(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def halve_the_scale(k: Tensor, scale: float) -> tuple[Tensor, float]:
     """Put the root of the scale on either side of the product: (sqrt(s) q) (sqrt(s) k)ᵀ = s q kᵀ.
 
     It keeps float16 in range and is how torch's MATH backend rounds.
 
     Args:
-        q: (..., query_len, head_dim).
         k: (..., key_len, head_dim); scaled as it lies in the product, so that the strides are torch's.
-        scale: Factor on the scores; a negative sign goes to the queries.
+        scale: Factor on the scores.
 
     Returns:
-        Both, scaled.
+        The scaled keys, and the factor that is left for the queries: the other root, with the sign.
 
     In torch.nn: ``torch.ops.aten._scaled_dot_product_attention_math``.
 
-    >>> q, k = halve_the_scale(torch.ones(1, 2), torch.ones(3, 2), scale=-0.25)
-    >>> q, q @ k.T
-    (tensor([[-0.5000, -0.5000]]), tensor([[-0.5000, -0.5000, -0.5000]]))
+    >>> halve_the_scale(torch.ones(3, 2), scale=-0.25)
+    (tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000],
+            [0.5000, 0.5000]]), -0.5)
     """
     root = math.sqrt(abs(scale))
-    return q * math.copysign(root, scale), (k.transpose(-2, -1) * root).transpose(-2, -1)
+    return (k.transpose(-2, -1) * root).transpose(-2, -1), math.copysign(root, scale)
+
+
+def folded_scores(q: Tensor, k: Tensor, score_bias: Tensor | None, scale: float) -> Tensor:
+    """Compute scores and bias in one product of three dimensions, as torch.nn's module does if weights are asked for.
+
+    masked_scores = q kᵀ * scale + score_bias, where a product and a sum would round twice. Without a bias ``@`` would
+    do, but for heads of size 1, whose factors it lays out in another way.
+
+    Args:
+        q: (batch, num_heads, query_len, head_dim).
+        k: (batch, num_heads, key_len, head_dim).
+        score_bias: (1 or batch, 1 or num_heads, 1 or query_len, key_len); with a batch, for each head.
+        scale: Factor on the scores, on the queries alone.
+
+    Returns:
+        (batch * num_heads, query_len, key_len).
+
+    In torch.nn: ``torch.bmm`` and ``torch.baddbmm`` inside ``F.multi_head_attention_forward``.
+    """
+    q, k = q.flatten(0, 1) * scale, k.flatten(0, 1).transpose(1, 2)
+    return torch.bmm(q, k) if score_bias is None else torch.baddbmm(score_bias.flatten(0, 1), q, k)
 
 
 def laid_out_like(query: Tensor, context: Tensor) -> Tensor:

@@ -24,18 +24,17 @@ Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4; Milakov and Gimel
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 
 from scratch.rounding import upcast_half
 
-__all__ = ["KERNELS", "aligned", "are_plain", "take_over", "tiled_attention"]
+__all__ = ["TILES_FROM", "aligned", "tiled_attention"]
 
 # From this many scores for each head, tiles take over from the textbook where nobody asks for weights. Below it they
 # save no time: at 8 heads of 64, float32, they take up to 1.25 times the textbook's at length 256, 0.6 to 0.95 times at
@@ -51,65 +50,9 @@ SAFE_SCORE = 32.0
 LOG2E = math.log2(math.e)
 
 
-def take_over(q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, dropout_p: float) -> bool:
-    """Say whether tiles compute this attention: it is large, and nothing about it demands the textbook.
-
-    That is demanded by dropout, which draws for all weights at once; by a score bias that wants a gradient; by whoever
-    transforms, traces or compiles the operations, or differentiates forward; and by torch's own switch,
-    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
-
-    Args:
-        q: (..., query_len, head_dim), as ``scaled_dot_product_attention`` takes it.
-        k: (..., key_len, head_dim).
-        v: (..., key_len, v_head_dim).
-        score_bias: Bool or float; None if every query may look at every key.
-        dropout_p: The chance that a weight is dropped.
-
-    Returns:
-        False also on other devices than the CPU, where nothing has been measured, unless a kernel for them is
-        switched on (``scratch.triton_attention``) and no score bias is given; and for shapes that ``tiled_attention``
-        does not take.
-
-    In torch.nn: the choice of a backend inside ``F.scaled_dot_product_attention``.
-
-    >>> short, long = torch.randn(2, 8, 64, 16), torch.randn(2, 8, 1024, 16)
-    >>> take_over(short, short, short, None, 0.0), take_over(long, long, long, None, 0.0)
-    (False, True)
-    """
-    tensors = [x for x in (q, k, v, score_bias) if x is not None]
-    if dropout_p > 0.0 or not are_plain(*tensors) or not all(x.device.type in KERNELS for x in tensors):
-        return False
-    if q.size(-2) * k.size(-2) < TILES_FROM or not _are_heads(q, k, v):
-        return False
-    if score_bias is not None and (q.device.type != "cpu" or (score_bias.requires_grad and torch.is_grad_enabled())):
-        return False
-    return torch.backends.cuda.flash_sdp_enabled()
-
-
-def are_plain(*tensors: Tensor) -> bool:
-    """Say whether operations on tensors do what they say and nothing else.
-
-    Args:
-        *tensors: Any tensors.
-
-    Returns:
-        False under ``torch.func``, where they are traced or compiled or differentiated forward, and for subclasses.
-    """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
-        return False
-    return not any(type(x) not in (Tensor, nn.Parameter) or _is_transformed(x) for x in tensors)
-
-
-def _is_transformed(x: Tensor) -> bool:
+def is_transformed(x: Tensor) -> bool:
     """Say whether this runs under ``torch.func``, or x is a batch of gradients that stands for one."""
     return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(x)
-
-
-def _are_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Say whether there are heads and samples at most, none of them empty, and one number of key heads."""
-    if max(q.dim(), k.dim(), v.dim()) > 4 or 0 in (q.numel(), k.numel(), v.numel()):
-        return False
-    return q.dim() < 3 or k.dim() < 3 or v.dim() < 3 or len({k.size(-3), v.size(-3)} - {1}) <= 1
 
 
 def tiled_attention(
@@ -183,10 +126,6 @@ def aligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.expand(batch, max(q.size(1), key_heads), -1, -1), k, v
 
 
-# What computes large attention, by the type of the device; scratch.triton_attention adds itself when it is switched on.
-KERNELS: dict[str, Callable[..., Tensor]] = {"cpu": tiled_attention}
-
-
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -209,7 +148,7 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, score_bias, context, row_max, row_sum = ctx.saved_tensors
         mask = _Mask(score_bias, *ctx.mask_arguments)
-        if torch.is_grad_enabled() or _is_transformed(grad_context):
+        if torch.is_grad_enabled() or is_transformed(grad_context):
             return *_textbook_gradients(q, k, v, mask, ctx.scale, grad_context), None, None, None, None
         gradients = _gradients(q, k, v, mask, ctx.scale, ctx.safe, context, row_max, row_sum, grad_context)
         return *gradients, None, None, None, None

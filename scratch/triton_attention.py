@@ -29,8 +29,9 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from scratch import masks, tiling, validation
-from scratch.functional import attention
+from scratch import paths, tiling, validation
+from scratch.masks import Visible
+from scratch.sdpa import textbook_attention
 
 __all__ = ["switched_on", "triton_attention"]
 
@@ -49,13 +50,8 @@ def switched_on() -> Iterator[None]:
 
     In torch.nn: ``torch.nn.attention.sdpa_kernel``.
     """
-    before = tiling.KERNELS.copy()
-    tiling.KERNELS["cuda"] = triton_attention
-    try:
+    with paths.switched_on("cuda", triton_attention):
         yield
-    finally:
-        tiling.KERNELS.clear()
-        tiling.KERNELS.update(before)
 
 
 def triton_attention(
@@ -200,9 +196,9 @@ def _textbook_gradients(
     """Give the gradients of q, k and v, as far as they want one, from operations that have gradients themselves."""
     validation.check_differentiable_twice(sees.score_bias)
     places = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
-    score_bias = masks.to_score_bias(places.tril(sees.latest).triu(sees.earliest), q.dtype)
+    visible = Visible(places.tril(sees.latest).triu(sees.earliest))
     keys, values = (x.repeat_interleave(q.size(0) // x.size(0), 0) for x in (k, v))
-    context, _ = attention(q * scale, keys, values, score_bias)
+    context = textbook_attention(q, keys, values, visible, scale, dropout_p=0.0)
     wanted = [x for x in (q, k, v) if x.requires_grad]
     found = iter(torch.autograd.grad(context, wanted, grad_context, create_graph=True))
     return tuple(next(found) if x.requires_grad else None for x in (q, k, v))

@@ -15,7 +15,6 @@ from equivalence_tests.compare import command as compare_module
 from equivalence_tests.compare.components import Component, components
 from equivalence_tests.compare.timing import TimingSizes
 from scratch import attention as attention_module
-from scratch import functional
 
 TINY = TimingSizes(batch=2, length=5, sentences=2, decoded=3, d_model=16, num_layers=1, seconds=0.0)
 
@@ -51,12 +50,8 @@ def test_a_run_that_agrees_says_so_and_exits_with_0(tmp_path: Path) -> None:
 
 
 def test_a_wrong_scale_is_reported_with_the_components_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = functional.attention
-
-    def scaled_twice(q: torch.Tensor, *args: Any) -> Any:
-        return original(q / q.size(-1) ** 0.5, *args)
-
-    monkeypatch.setattr(attention_module, "attention", scaled_twice)
+    original = attention_module.score_scale
+    monkeypatch.setattr(attention_module, "score_scale", lambda d_k: original(d_k) ** 2)
     result = run("--quick")
     assert result.exit_code == 1
     assert "MultiheadAttention, self-attention, output:" in result.stdout

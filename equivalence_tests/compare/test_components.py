@@ -11,7 +11,7 @@ import builtin
 import scratch
 from equivalence_tests.compare import components as compare_components
 from equivalence_tests.compare.components import Component, Row, compare_component, compare_masks, components
-from scratch import attention, flex, functional, grouped, masks, rotary, varlen
+from scratch import attention, flex, functional, grouped, masks, rotary, sdpa, varlen
 from scratch.attention import MultiheadAttention
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_low_precision_is_judged_by_both_errors() -> None:
 
 
 def attend_with(change: Callable[..., Any]) -> Callable[..., Any]:
-    original = attention.attend
+    original = MultiheadAttention._attend
 
     def attend(module: MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         return original(module, *change(module, q, k, v), *rest)
@@ -125,7 +125,7 @@ SELF = "MultiheadAttention, self-attention"
 
 
 def test_a_wrong_scale_is_found_in_everything_but_the_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "attend", attend_with(scaled_by_embed_dim))
+    monkeypatch.setattr(MultiheadAttention, "_attend", attend_with(scaled_by_embed_dim))
     assert broken_in(compared(SELF)) == set(QUANTITIES) - {"masks"}
     for name in ("TransformerEncoderLayer, pre-norm", "TransformerDecoder", "Transformer", "Seq2SeqTransformer"):
         assert "output" in broken_in(compared(name)), name
@@ -148,11 +148,10 @@ def test_an_inverted_mask_is_found_in_the_masks(monkeypatch: pytest.MonkeyPatch)
 def test_a_forgotten_bias_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = attention.project
 
-    def project(module: MultiheadAttention, *inputs: Tensor) -> Any:
-        assert module.in_proj_bias is not None
-        biases = module.in_proj_bias.chunk(3)
-        q, k, v = original(module, *inputs)
-        return q, k, v - biases[2]
+    def project(query: Tensor, key: Tensor, value: Tensor, projection: attention.InProjection) -> Any:
+        assert projection.bias is not None
+        q, k, v = original(query, key, value, projection)
+        return q, k, v - projection.bias.chunk(3)[2]
 
     monkeypatch.setattr(attention, "project", project)
     rows = compared("TransformerEncoder")
@@ -161,7 +160,7 @@ def test_a_forgotten_bias_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_gradient_is_found_although_the_output_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "attend", attend_with(key_without_gradient))
+    monkeypatch.setattr(MultiheadAttention, "_attend", attend_with(key_without_gradient))
     assert broken_in(compared(SELF)) == {"input gradients", "parameter gradients"}
     assert broken_in(compared("MultiheadAttention, cross-attention")) == {"input gradients", "parameter gradients"}
 
@@ -169,24 +168,24 @@ def test_a_wrong_gradient_is_found_although_the_output_is_right(monkeypatch: pyt
 def test_one_unit_in_the_last_place_breaks_the_promise_of_identity_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "attend", attend_with(one_ulp_off))
+    monkeypatch.setattr(MultiheadAttention, "_attend", attend_with(one_ulp_off))
     assert "output" in broken_in(compared(SELF))
     assert broken_in(compared("MultiheadAttention, need_weights=False")) == set()
     assert broken_in(compared("Transformer")) == set()
 
 
 def test_heads_that_are_mixed_up_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_transpose(context: Tensor, num_heads: int) -> Tensor:
-        folded, length, head_dim = context.shape
-        return context.reshape(length, folded // num_heads, num_heads * head_dim)
+    def without_transpose(context: Tensor) -> Tensor:
+        batch, num_heads, length, head_dim = context.shape
+        return context.reshape(length, batch, num_heads * head_dim)
 
     monkeypatch.setattr(attention, "merge_heads", without_transpose)
     assert {"output", "input gradients"} <= broken_in(compared(SELF, torch.float16))
 
 
 def test_free_attention_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = functional.masked_scores
-    monkeypatch.setattr(functional, "masked_scores", lambda q, k, bias: original(q, k * (1 + 1e-9), bias))
+    original = functional.attention
+    monkeypatch.setattr(sdpa, "attention", lambda q, k, *rest: original(q, k * (1 + 1e-9), *rest))
     for name in ("MATH kernel", "torch's choice of kernel"):
         assert {"output", "attention maps", "input gradients"} == broken_in(
             compared(f"scaled dot-product attention, {name}")

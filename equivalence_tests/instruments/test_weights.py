@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import scratch
 from equivalence_tests.instruments.weights import WeightsDoNotMatchError, copy_weights, randomize_parameters
-from scratch.attention import projection_weights
 
 EMBED_DIM, NUM_HEADS = 33, 3
 
@@ -115,7 +114,7 @@ def test_head_sizes_of_their_own_are_cut_at_the_right_rows() -> None:
         {"q": nn.Linear(33, 15), "k": nn.Linear(33, 15), "v": nn.Linear(33, 21), "o": nn.Linear(21, 33)}
     ).double()
     copy_weights(attention, theirs)
-    q_weight, _, v_weight = projection_weights(attention)
+    (q_weight, _), _, (v_weight, _) = attention._in_projection().each()
     assert torch.equal(theirs["q"].weight, q_weight)
     assert torch.equal(theirs["v"].weight, v_weight)
     assert torch.equal(theirs["v"].bias, attention.in_proj_bias[30:])

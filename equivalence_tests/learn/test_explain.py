@@ -211,7 +211,7 @@ class TestCommand:
         assert data["usages"] == ["MultiheadAttention.forward(..., need_weights=True)"]
         assert "need_weights_slow_path" in data["traps"]
         assert "need_weights=True:  (2, 5, 5)" in data["example"]["printed"]
-        assert data["scratch"][0]["code"].startswith("if score_bias is not None and not need_weights")
+        assert data["scratch"][0]["code"].startswith("if need_weights")
         assert data["torch"] == torch.__version__
         assert len(json.loads(self.ask("--json").stdout)) == len(EXPLANATIONS)
 

@@ -12,8 +12,11 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import scratch
 from equivalence_tests.instruments.side_by_side import PACKAGES, assert_equal, outputs_and_gradients, random_tensor
-from scratch.functional import attention, masked_scores, merge_heads, open_blind_rows, split_heads, weigh
+from scratch.functional import attention, merge_heads, split_heads
+from scratch.masks import Visible
+from scratch.paths import open_blind_rows, softmax, weigh
 from scratch.rounding import sequence_first, upcast_half
+from scratch.sdpa import textbook_attention
 
 EACH_PACKAGE = pytest.mark.parametrize(
     "sdpa", [package.scaled_dot_product_attention for package in PACKAGES.values()], ids=PACKAGES
@@ -55,7 +58,8 @@ def slow_attention(
 class TestClosedForms:
     def test_the_worked_example_of_the_scores(self) -> None:
         query, keys = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[0.0, 1.0, 1.0], [4.0, 4.0, 0.0], [2.0, 3.0, 1.0]])
-        assert masked_scores(query, keys).tolist() == [[2.0, 4.0, 4.0]]
+        _, weights = attention(query, keys, keys)
+        assert torch.equal(weights, torch.softmax(torch.tensor([[2.0, 4.0, 4.0]]), dim=-1))
 
     @EACH_PACKAGE
     def test_the_worked_example_of_the_output(self, sdpa: Any) -> None:
@@ -329,19 +333,19 @@ class TestSteps:
 
     def test_heads_are_cut_so_that_tokens_and_heads_do_not_mix(self) -> None:
         x = random_tensor(5, 2, 33)
-        folded = split_heads(x, num_heads=3)
-        assert folded.shape == (6, 5, 11)
+        split = split_heads(x, num_heads=3)
+        assert split.shape == (2, 3, 5, 11)
         for sample in range(2):
             for head in range(3):
                 expected = x[:, sample, 11 * head : 11 * (head + 1)]
-                assert torch.equal(folded[3 * sample + head], expected)
-        assert torch.equal(merge_heads(folded, num_heads=3), x)
+                assert torch.equal(split[sample, head], expected)
+        assert torch.equal(merge_heads(split), x)
 
     def test_empty_batches_keep_their_sizes(self) -> None:
-        assert split_heads(torch.zeros(5, 0, 33), num_heads=3).shape == (0, 5, 11)
-        assert split_heads(torch.zeros(0, 2, 33), num_heads=3).shape == (6, 0, 11)
-        assert merge_heads(torch.zeros(6, 0, 11), num_heads=3).shape == (0, 2, 33)
-        assert merge_heads(torch.zeros(0, 5, 11), num_heads=3).shape == (5, 0, 33)
+        assert split_heads(torch.zeros(5, 0, 33), num_heads=3).shape == (0, 3, 5, 11)
+        assert split_heads(torch.zeros(0, 2, 33), num_heads=3).shape == (2, 3, 0, 11)
+        assert merge_heads(torch.zeros(2, 3, 0, 11)).shape == (0, 2, 33)
+        assert merge_heads(torch.zeros(0, 3, 5, 11)).shape == (5, 0, 33)
 
     def test_equal_inputs_stay_equal_objects(self) -> None:
         x, y = random_tensor(2, 5, 33), random_tensor(2, 7, 33)
@@ -369,30 +373,26 @@ class TestSteps:
         v = random_tensor(3, 7, 13, seed=2, dtype=dtype)
         scores = random_tensor(3, 5, 7, seed=1, dtype=dtype).index_fill(-1, torch.tensor(3), -math.inf)
         scores[0, 0, 0], scores[1, 1] = math.nan, -math.inf
-        context, weights = weigh(scores, v)
-        overwritten = scores.clone()
-        again, same = weigh(overwritten, v, overwrite=True)
-        assert same.data_ptr() == overwritten.data_ptr()
-        assert_equal({"c": context, "w": weights}, {"c": again, "w": same}, relative_bound=0)
+        weights = torch.softmax(scores, dim=-1)
+        context, same = weigh(scores, v)
+        assert same.data_ptr() == scores.data_ptr()
+        assert_equal({"c": context, "w": same}, {"c": weights @ v, "w": weights}, relative_bound=0)
 
     def test_scores_with_a_gradient_are_left_alone(self) -> None:
         scores = random_tensor(3, 5, 7, seed=1).requires_grad_()
         before = scores.detach().clone()
-        context, _ = weigh(scores, random_tensor(3, 7, 13, seed=2), overwrite=True)
-        context.sum().backward()
+        softmax(scores).square().sum().backward()
         assert torch.equal(scores, before)
 
-    def test_weights_are_returned_if_asked_for_and_are_then_nan_in_blind_rows(self) -> None:
+    def test_blind_rows_are_nan_on_the_page_and_0_at_the_door(self) -> None:
         q, k, v = (x[0] for x in heads().values())
         score_bias = torch.zeros(5, 7, dtype=torch.float64).masked_fill(~BLIND, -math.inf)
-        context, weights = attention(q, k, v, score_bias, need_weights=True)
-        assert weights is not None
+        context, weights = attention(q, k, v, score_bias)
         assert weights[:, 2].isnan().all()
         assert context[:, 2].isnan().all()
         seen = [0, 1, 3, 4]
         assert_equal({"output": weights[:, seen].sum(-1)}, {"output": torch.ones(3, 4, dtype=torch.float64)})
-        without, nothing = attention(q, k, v, score_bias)
-        assert nothing is None
+        without = textbook_attention(q, k, v, Visible(score_bias), scale=1.0, dropout_p=0.0)
         assert not without[:, 2].any()
         assert_equal({"output": without[:, seen]}, {"output": context[:, seen]})
 

@@ -205,6 +205,8 @@ class TestKinds:
 INSIDE_KERNELS = "a step inside torch's own function, which has no door there"
 # The folders validation/ and task/ serve both packages.
 SCRATCH_ONLY_FILES = {
+    "functional.py": INSIDE_KERNELS,
+    "paths.py": INSIDE_KERNELS,
     "rounding.py": INSIDE_KERNELS,
     "score_functions.py": "torch's flex attention takes the same functions",
     "tiling.py": INSIDE_KERNELS,
@@ -212,21 +214,13 @@ SCRATCH_ONLY_FILES = {
     "decoding.py": "torch.nn has no decoding and no cache; builtin decodes by recomputation",
 }
 SCRATCH_ONLY_NAMES = {
-    "functional.attention": INSIDE_KERNELS,
-    "functional.masked_scores": INSIDE_KERNELS,
-    "functional.merge_heads": INSIDE_KERNELS,
-    "functional.open_blind_rows": INSIDE_KERNELS,
-    "functional.split_heads": INSIDE_KERNELS,
-    "functional.weigh": INSIDE_KERNELS,
     "attention.AttentionCache": "torch.nn has no cache",
     "attention.MultiheadAttention.merge_masks": "builtin inherits torch.nn's own",
-    "attention.append_tokens": INSIDE_KERNELS,
+    "attention.InProjection": INSIDE_KERNELS,
     "attention.attend": INSIDE_KERNELS,
-    "attention.head_dims": INSIDE_KERNELS,
+    "attention.attend_with_weights": INSIDE_KERNELS,
     "attention.project": INSIDE_KERNELS,
-    "attention.projection_weights": INSIDE_KERNELS,
     "attention.resolve_masks": INSIDE_KERNELS,
-    "attention.score_scale": INSIDE_KERNELS,
     "layers.DecoderLayerCache": "torch.nn has no cache",
     "layers.activation_function": "torch.nn looks the name up itself, in a private function",
     "grouped.grouped_scores": INSIDE_KERNELS,

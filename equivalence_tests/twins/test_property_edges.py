@@ -18,7 +18,6 @@ from equivalence_tests.instruments.side_by_side import (
     with_same_weights,
 )
 from scratch import masks
-from scratch.attention import head_dims
 from scratch.decoding import FixedCache, GrowingCache, LayerCache, _first_beams, beam_search, without_padding
 
 META = torch.device("meta")
@@ -106,7 +105,7 @@ class TestLayers:
     def test_head_sizes_reach_every_attention(self, name: str) -> None:
         layer = getattr(scratch, name)(12, 3, 5, qk_head_dim=5, v_head_dim=7)
         attentions = [x for x in layer.modules() if isinstance(x, scratch.MultiheadAttention)]
-        sizes = [(*head_dims(x), len(x.state_dict()["in_proj_weight"])) for x in attentions]
+        sizes = [(*x._head_dims(), len(x.state_dict()["in_proj_weight"])) for x in attentions]
         assert sizes == [(5, 7, 3 * (5 + 5 + 7))] * (1 if name == "TransformerEncoderLayer" else 2)
 
     def test_the_blocks_that_subclasses_call_promise_nothing_by_default(self) -> None:

@@ -29,7 +29,6 @@ from equivalence_tests.instruments.side_by_side import (
     random_tensor,
 )
 from equivalence_tests.instruments.weights import randomize_parameters
-from scratch.attention import head_dims
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
@@ -387,7 +386,7 @@ class TestMultiheadAttention:
     def test_so_with_head_sizes_that_were_given(self) -> None:
         attention = scratch.MultiheadAttention(12, 3, qk_head_dim=8, v_head_dim=10, batch_first=True).double()
         attention.num_heads = 6
-        assert head_dims(attention) == (4, 5)
+        assert attention._head_dims() == (4, 5)
         assert attention(*[embedded()] * 3)[0].shape == (2, 5, 12)
 
     def test_subclasses_may_take_any_name_for_their_own(self) -> None:

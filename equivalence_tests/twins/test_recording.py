@@ -194,7 +194,7 @@ def test_each_stage_is_what_its_name_says(package: Any) -> None:
     raised = stages["masked_scores"].exp()
     assert_close(stages["weights"], raised / raised.sum(dim=-1, keepdim=True))
     assert_close(stages["context"], torch.einsum("bhqk,bhkd->bhqd", stages["weights"], stages["v"]))
-    assert torch.equal(stages["merged"], merge_heads(stages["context"].flatten(0, 1), HEADS))
+    assert torch.equal(stages["merged"], merge_heads(stages["context"]))
     assert_close(stages["output"], stages["merged"] @ attention.out_proj.weight.T + attention.out_proj.bias)
 
 

@@ -17,12 +17,14 @@ ROOT = Path(scratch.__file__).parents[1]
 CHECKED = (
     "scratch.functional",
     "scratch.grouped",
+    "scratch.paths",
     "scratch.rounding",
+    "scratch.sdpa",
     "scratch.masks",
     "scratch.norms",
     "scratch.rotary",
     "scratch.tiling",
-    "builtin.functional",
+    "builtin.sdpa",
     "builtin.grouped",
     "builtin.masks",
     "builtin.norms",
@@ -69,13 +71,19 @@ def with_annotation(module: ModuleType, right: str, wrong: str, folder: Path) ->
 
 Q, K, V = torch.ones(2, 3, 5, 11), torch.ones(2, 3, 7, 11), torch.ones(2, 3, 7, 13)
 WRONG_WORDS: list[tuple[str, str, str, str, tuple[Any, ...]]] = [
-    ("functional", "split_heads", '"folded len head_dim"]:', '"folded batch head_dim"]:', (torch.ones(5, 2, 33), 3)),
-    ("functional", "merge_heads", '"len batch width"]:\n    """Put', '"folded batch width"]:\n    """Put', (Q[0], 3)),
-    ("functional", "masked_scores", '"*#heads query_len key_len"]:', '"*#heads key_len query_len"]:', (Q, K)),
-    ("functional", "attention", '"*#heads key_len v_head_dim"]', '"*#heads query_len v_head_dim"]', (Q, K, V)),
-    ("functional", "open_blind_rows", '"*lead 1"]]:', '"*lead key_len"]]:', (torch.zeros(5, 7),)),
     (
         "functional",
+        "split_heads",
+        '"batch num_heads len head_dim"]:',
+        '"len num_heads len head_dim"]:',
+        (torch.ones(5, 2, 33), 3),
+    ),
+    ("functional", "merge_heads", '"len batch width"]:\n    """Put', '"batch batch width"]:\n    """Put', (Q,)),
+    ("paths", "softmax", '"*heads query_len key_len"]:', '"*heads key_len query_len"]:', (Q,)),
+    ("functional", "attention", '"*#heads key_len v_head_dim"]', '"*#heads query_len v_head_dim"]', (Q, K, V)),
+    ("paths", "open_blind_rows", '"*lead 1"]]:', '"*lead key_len"]]:', (torch.zeros(5, 7),)),
+    (
+        "sdpa",
         "scaled_dot_product_attention",
         '"... query_len v_head_dim"]',
         '"... query_len head_dim"]',

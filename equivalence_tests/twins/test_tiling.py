@@ -1,6 +1,7 @@
 """Attention in tiles: the textbook's numbers and gradients, in less memory, and without what nobody may see."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ import scratch
 from equivalence_tests.instruments.differences import compare_errors
 from equivalence_tests.instruments.side_by_side import assert_equal, outputs_and_gradients, random_tensor
 from scratch import tiling
-from scratch.functional import attention
+from scratch.masks import Visible
+from scratch.paths import chosen_kernel, switched_on
+from scratch.sdpa import textbook_attention
 from scratch.tiling import tiled_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,7 +54,7 @@ def textbook(
         may_attend = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(diagonal)
         causal = scratch.masks.to_score_bias(may_attend, q.dtype)
         score_bias = causal if score_bias is None else score_bias + causal
-    return attention(q * scale, k, v, score_bias)[0]
+    return textbook_attention(q, k, v, Visible(score_bias), scale, dropout_p=0.0)
 
 
 def assert_as_the_textbook(inputs: dict[str, Tensor], **arguments: Any) -> None:
@@ -176,7 +179,7 @@ class TestTilesAsTheyAre:
         inputs: dict[str, Any] = {
             name: random_tensor(1, 2, 700, 16, seed=i, dtype=dtype) for i, name in enumerate(names)
         }
-        assert tiling.take_over(inputs["query"], inputs["key"], inputs["value"], None, 0.0)
+        assert chosen_kernel(inputs["query"], inputs["key"], inputs["value"], Visible(), 0.0) is tiled_attention
         ours = outputs_and_gradients(scratch.scaled_dot_product_attention, inputs, is_causal=is_causal)
         with sdpa_kernel(SDPBackend.MATH):
             theirs, exact = (
@@ -386,7 +389,7 @@ class TestDerivatives:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def taken() -> Iterator[list[int]]:
     """Note every call that goes to the tiles."""
     calls: list[int] = []
 
@@ -394,8 +397,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(calls))
         return tiled_attention(*arguments)
 
-    monkeypatch.setitem(tiling.KERNELS, "cpu", noted)
-    return calls
+    with switched_on("cpu", noted):
+        yield calls
 
 
 def sdpa_inputs(query_len: int = 17, key_len: int = 23) -> dict[str, Any]:
@@ -498,23 +501,23 @@ def test_short_sequences_go_by_the_textbook(taken: list[int], monkeypatch: pytes
     assert taken
 
 
-def test_another_device_takes_over_once_it_has_a_kernel_and_no_mask_is_written_down(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_device_takes_over_once_it_has_a_kernel_and_no_mask_is_written_down() -> None:
     q = torch.empty(1, 2, 700, 16, device="meta")
     mask = torch.empty(700, 700, device="meta")
-    assert not tiling.take_over(q, q, q, None, 0.0)
-    monkeypatch.setitem(tiling.KERNELS, "meta", tiled_attention)
-    assert tiling.take_over(q, q, q, None, 0.0)
-    assert not tiling.take_over(q, q, q, mask, 0.0)
+    assert chosen_kernel(q, q, q, Visible(), 0.0) is None
+    with switched_on("meta", tiled_attention):
+        assert chosen_kernel(q, q, q, Visible(), 0.0) is tiled_attention
+        assert chosen_kernel(q, q, q, Visible(diagonal=0), 0.0) is tiled_attention
+        assert chosen_kernel(q, q, q, Visible(mask), 0.0) is None
+    assert chosen_kernel(q, q, q, Visible(), 0.0) is None
 
 
 @pytest.mark.parametrize(("k_heads", "v_heads", "batch"), [(2, 4, 1), (4, 4, 0)])
 def test_heads_that_do_not_pair_and_empty_batches_go_by_the_textbook(k_heads: int, v_heads: int, batch: int) -> None:
     q, k, v = (torch.empty(batch, number, 700, 16) for number in (4, k_heads, v_heads))
-    assert not tiling.take_over(q, k, v, None, 0.0)
+    assert chosen_kernel(q, k, v, Visible(), 0.0) is None
     if batch:
-        assert not tiling.take_over(q[0], k[0], v[0], None, 0.0)
+        assert chosen_kernel(q[0], k[0], v[0], Visible(), 0.0) is None
 
 
 MODULE_MASKS: dict[str, dict[str, Any]] = {

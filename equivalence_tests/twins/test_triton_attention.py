@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from torch import Tensor
 import scratch
 from equivalence_tests.instruments.differences import compare_errors
 from equivalence_tests.instruments.side_by_side import assert_equal, outputs_and_gradients, random_tensor
-from scratch import tiling
-from scratch.functional import attention
+from scratch import paths, tiling
+from scratch.masks import Visible
+from scratch.sdpa import textbook_attention
 from scratch.validation import ArgumentTypeError, ArgumentUnsupportedError, ArgumentValueError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -102,7 +104,7 @@ def textbook(
     bias = scratch.masks.to_score_bias(may_attend, torch.float64)
     if score_bias is not None:
         bias = bias + written_out(score_bias, q.size(-2), k.size(-2))
-    return attention(q * scale, k, v, bias.to(q))[0]
+    return textbook_attention(q, k, v, Visible(bias.to(q)), scale, dropout_p=0.0)
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, score_bias: str | None = None, **arguments: Any) -> Tensor:
@@ -180,7 +182,9 @@ class TestShapes:
         inputs = {name: x[(0,) * (4 - dims)] for name, x in heads(key_heads=4).items()}
         output = triton_attention(**inputs)
         assert output.dim() == dims
-        assert_equal({"output": output}, {"output": attention(**inputs)[0]})
+        assert_equal(
+            {"output": output}, {"output": textbook_attention(**inputs, visible=Visible(), scale=1.0, dropout_p=0.0)}
+        )
 
     def test_one_sample_of_keys_serves_all_and_strides_are_any(self) -> None:
         inputs = heads(key_heads=4)
@@ -234,10 +238,12 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there() -> None:
 
 class TestSwitch:
     def test_it_is_off_and_can_be_switched_on_for_cuda(self) -> None:
-        assert "cuda" not in tiling.KERNELS
-        with switched_on():
-            assert tiling.KERNELS["cuda"] is triton_attention
-        assert "cuda" not in tiling.KERNELS
+        q = random_tensor(2, 3, 700, 11).to(DEVICE)
+        chosen = partial(paths.chosen_kernel, q, q, q, Visible(), 0.0)
+        before = chosen()
+        with switched_on() if DEVICE == "cuda" else paths.switched_on(DEVICE, triton_attention):
+            assert chosen() is triton_attention
+        assert chosen() is before
 
     def test_modules_and_the_function_take_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int | None] = []
@@ -251,11 +257,11 @@ class TestSwitch:
         mask = torch.ones(37, 37, dtype=torch.bool, device=DEVICE).triu(1)
         options = {"need_weights": False, "is_causal": True, "attn_mask": mask}
         expected, _ = module(x, x, x, **options)
-        monkeypatch.setitem(tiling.KERNELS, DEVICE, counted)
         monkeypatch.setattr(tiling, "TILES_FROM", 1)
-        assert_equal({"output": module(x, x, x, **options)[0]}, {"output": expected})
         query = random_tensor(2, 3, 37, 11).to(DEVICE)
-        scratch.scaled_dot_product_attention(query, query, query)
+        with paths.switched_on(DEVICE, counted):
+            assert_equal({"output": module(x, x, x, **options)[0]}, {"output": expected})
+            scratch.scaled_dot_product_attention(query, query, query)
         assert calls == [0, None]
 
 

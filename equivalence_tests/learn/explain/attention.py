@@ -6,8 +6,8 @@ from torch import nn
 import scratch
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.explain.entry import ATTENTION, ENCODER_LAYER, WITH_LAYERS, Explanation, drawn
-from scratch import MultiheadAttention, functional, masks, rounding
-from scratch.attention import _register_parameters, append_tokens, attend, project, resolve_masks
+from scratch import MultiheadAttention, functional, masks, paths, rounding
+from scratch.attention import attend_with_weights, project, resolve_masks
 from scratch.decoding import GrowingCache
 
 __all__ = ["EXPLANATIONS", "ONE_HEAD", "PADDING"]
@@ -150,9 +150,12 @@ def compared() -> None:
     query, key = torch.randn(1, 1, 12), torch.randn(1, 3, 12)
     attention = nn.MultiheadAttention(12, 3, batch_first=True)
     output, weights = attention(query, key, value=key)
-    print("three keys:     ", weights[0].detach())
-    output, weights = attention(query, key.flip(1), value=key.flip(1))
-    print("the other way:  ", weights[0].detach())
+    print("three keys:   ", weights[0].detach())
+    key = key.flip(1)
+    turned, weights = attention(query, key, value=key)
+    print("in reverse:   ", weights[0].detach())
+    turned, _ = attention(query, key, value=key, need_weights=False)
+    print("same output:  ", torch.allclose(output, turned, atol=1e-6))
 
 
 def who_looks_where() -> None:
@@ -197,6 +200,8 @@ def three_masks() -> None:
     distance = (torch.arange(3.0)[:, None] - torch.arange(3.0)).abs()
     output, weights = attention(x, x, x, attn_mask=-2 * distance)
     print("float, added to the scores:", weights[0].detach(), sep="\n")
+    without, _ = attention(x, x, x, attn_mask=-2 * distance, need_weights=False)
+    print("the same output:", torch.allclose(output, without, atol=1e-6))
 
 
 def averaged() -> None:
@@ -231,7 +236,7 @@ def remembered() -> None:
 
 
 ONE_HEAD = Place(MultiheadAttention.__init__, "self.head_dim =")
-PACKED = Place(_register_parameters, 'register("in_proj_weight"')
+PACKED = Place(MultiheadAttention._register_parameters, 'register("in_proj_weight"')
 ALWAYS_SEEN = Place(resolve_masks, "# the appended tokens are always seen")
 SEQUENCE_FIRST = Place(rounding.sequence_first, "if not batch_first")
 BACK_AGAIN = Place(MultiheadAttention.forward, "if self.batch_first else output")
@@ -253,7 +258,7 @@ EXPLANATIONS = (
         "divide embed_dim. The number of parameters does not depend on it.",
         (
             ONE_HEAD,
-            Place(functional.split_heads, "return x.reshape"),
+            Place(functional.split_heads, "return x.unflatten"),
             Place(functional.merge_heads, "return context"),
         ),
         heads,
@@ -264,7 +269,7 @@ EXPLANATIONS = (
         (ATTENTION,),
         "The probability of dropping a weight in training. A dropped weight is 0, and the others are divided by 1 - "
         "dropout to make up for it. Only the attention weights are dropped.",
-        (Place(attend, "module.dropout if module.training"), Place(functional.weigh, "F.dropout")),
+        (Place(MultiheadAttention._attend, "self.dropout if self.training"), Place(paths.weigh, "F.dropout")),
         dropped_weights,
     ),
     Explanation(
@@ -272,8 +277,8 @@ EXPLANATIONS = (
         (ATTENTION,),
         "Whether the projections of query, key, value and output each add a learnt vector. The vectors start at 0.",
         (
-            Place(_register_parameters, 'register("in_proj_bias"'),
-            Place(_register_parameters, "module.out_proj ="),
+            Place(MultiheadAttention._register_parameters, 'register("in_proj_bias"'),
+            Place(MultiheadAttention._register_parameters, "self.out_proj ="),
             Place(MultiheadAttention._reset_parameters, "if self.in_proj_bias is not None"),
         ),
         biases,
@@ -285,8 +290,8 @@ EXPLANATIONS = (
         "every sample, and every query may look at it, whatever the masks say. In the example, each query may "
         "otherwise look only at itself.",
         (
-            Place(_register_parameters, 'register("bias_k"'),
-            Place(append_tokens, "if module.bias_k is not None"),
+            Place(MultiheadAttention._register_parameters, 'register("bias_k"'),
+            Place(MultiheadAttention._split, "if self.bias_k is not None"),
             ALWAYS_SEEN,
         ),
         appended_token,
@@ -298,7 +303,7 @@ EXPLANATIONS = (
         "Appends one token of zeros to the keys and values. It comes after the projected ones. A query that may "
         "look at nothing else looks there and gets 0 instead of NaN; every other query gives it some weight too.",
         (
-            Place(append_tokens, "if module.add_zero_attn"),
+            Place(MultiheadAttention._split, "if self.add_zero_attn"),
             ALWAYS_SEEN,
         ),
         appended_zeros,
@@ -311,7 +316,7 @@ EXPLANATIONS = (
         "three matrices instead of one packed matrix.",
         (
             Place(MultiheadAttention.__init__, "if kdim is None"),
-            Place(_register_parameters, "module.kdim"),
+            Place(MultiheadAttention._register_parameters, "self.kdim"),
         ),
         memory_widths,
     ),
@@ -322,7 +327,7 @@ EXPLANATIONS = (
         "three matrices instead of one packed matrix.",
         (
             Place(MultiheadAttention.__init__, "if vdim is None"),
-            Place(_register_parameters, "module.vdim"),
+            Place(MultiheadAttention._register_parameters, "self.vdim"),
         ),
         memory_widths,
     ),
@@ -340,14 +345,14 @@ EXPLANATIONS = (
         "device",
         (ATTENTION, *WITH_LAYERS),
         "Where the parameters are created. The inputs must be on the same device.",
-        (Place(_register_parameters, "return nn.Parameter("),),
+        (Place(MultiheadAttention._register_parameters, "return nn.Parameter("),),
         devices,
     ),
     Explanation(
         "dtype",
         (ATTENTION, *WITH_LAYERS),
         "The floating-point dtype of the parameters. The inputs must have it too, except under autocast.",
-        (Place(_register_parameters, "return nn.Parameter("),),
+        (Place(MultiheadAttention._register_parameters, "return nn.Parameter("),),
         dtypes,
     ),
     Explanation(
@@ -365,7 +370,7 @@ EXPLANATIONS = (
         "embed_dim / num_heads. out_proj takes all heads together back to embed_dim.",
         (
             Place(MultiheadAttention.__init__, "self._given_widths ="),
-            Place(_register_parameters, "module.out_proj ="),
+            Place(MultiheadAttention._register_parameters, "self.out_proj ="),
         ),
         free_value_size,
     ),
@@ -374,7 +379,7 @@ EXPLANATIONS = (
         (ATTENTION,),
         "Who looks. Each query gets one row of the output. In self-attention it is the same tensor as key and "
         "value, and the three projections are then a single product.",
-        (Place(project, "if weight is not None and query is key"), SEQUENCE_FIRST),
+        (Place(project, "if not others and query is key"), SEQUENCE_FIRST),
         who_looks_where,
     ),
     Explanation(
@@ -382,7 +387,7 @@ EXPLANATIONS = (
         (ATTENTION,),
         "What the queries are compared with. There is one score per query and key, and the order of the keys does "
         "not matter. There are as many keys as values, and there may be more or fewer of them than queries.",
-        (Place(functional.masked_scores, "torch.bmm"),),
+        (Place(functional.attention, "scores = (q * scale) @"),),
         compared,
     ),
     Explanation(
@@ -390,7 +395,7 @@ EXPLANATIONS = (
         (ATTENTION,),
         "What the output is made of. Each row of the output is a mean of the values, weighted by how well their "
         "keys match the query.",
-        (Place(functional.weigh, "context = weights @ v"),),
+        (Place(paths.weigh, "return weights @ v"),),
         equal_values,
     ),
     Explanation(
@@ -411,8 +416,8 @@ EXPLANATIONS = (
         "Whether to return the weights along with the output. They then have to be written out, so torch.nn takes a "
         "slower path, on which a query that may look at nothing is NaN instead of 0.",
         (
-            Place(functional.attention, "if score_bias is not None and not need_weights"),
-            Place(functional.attention, "return context, weights"),
+            Place(MultiheadAttention._attend, "if need_weights"),
+            Place(attend_with_weights, "context, weights = weigh"),
         ),
         with_and_without_weights,
     ),
@@ -424,7 +429,7 @@ EXPLANATIONS = (
         (
             Place(masks.score_bias_from_module, "masked_fill_(module_mask"),
             Place(resolve_masks, "if bias is not None:"),
-            Place(functional.masked_scores, "torch.baddbmm"),
+            Place(functional.attention, "scores + score_bias"),
         ),
         three_masks,
         f"who may look in the example below:\n\n{drawn(masks.causal(3))}\n\n{MASK_ORDER}",

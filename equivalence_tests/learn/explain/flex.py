@@ -130,7 +130,7 @@ EXPLANATIONS = (
         "value",
         (FLEX,),
         "What the output is made of. It is (batch, num_heads, key_len, width), and the width is that of the output.",
-        (Place(by_hand.attend, "context ="),),
+        (Place(by_hand.attend, "context, _ = weigh"),),
         shapes,
     ),
     Explanation(

@@ -6,7 +6,6 @@ from torch.nn import functional as F
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.explain.entry import FLEX, SDPA, VARLEN, Explanation, drawn
 from scratch import functional, masks, scaled_dot_product_attention
-from scratch.rounding import halve_the_scale
 
 __all__ = ["EXPLANATIONS"]
 
@@ -67,7 +66,7 @@ EXPLANATIONS = (
         (SDPA,),
         "Who looks, already projected and split into heads. Its shape is (..., query_len, head_dim), and each query "
         "gets one row of the output.",
-        (Place(functional.masked_scores, "return q @ k"),),
+        (Place(functional.attention, "scores = (q * scale) @"),),
         shapes,
     ),
     Explanation(
@@ -75,7 +74,7 @@ EXPLANATIONS = (
         (SDPA,),
         "What the queries are compared with. Its shape is (..., key_len, head_dim): each score is the dot product "
         "of a query and a key.",
-        (Place(functional.masked_scores, "return q @ k"),),
+        (Place(functional.attention, "scores = (q * scale) @"),),
         by_name,
     ),
     Explanation(
@@ -83,7 +82,7 @@ EXPLANATIONS = (
         (SDPA,),
         "What the output is made of. Its shape is (..., key_len, width): each row of the output is a mean of these, "
         "weighted by the softmax of the scores. The width is free, and becomes that of the output.",
-        (Place(functional.weigh, "weights = torch.softmax"), Place(functional.weigh, "context = weights @ v")),
+        (Place(functional.attention, "weights = softmax"), Place(functional.attention, "context = weights @ v")),
         by_name,
     ),
     Explanation(
@@ -93,7 +92,7 @@ EXPLANATIONS = (
         "(..., query_len, key_len). A float mask is added to the scores instead. A query that may look at nothing "
         "gets 0.",
         (
-            Place(masks.score_bias_from_sdpa, "return to_score_bias"),
+            Place(masks.Visible.as_bias, "return to_score_bias"),
             Place(masks.to_score_bias, "masked_fill_(~may_attend"),
         ),
         masked,
@@ -104,7 +103,7 @@ EXPLANATIONS = (
         (SDPA,),
         "The probability of dropping a weight, in every mode. A dropped weight is 0, and the others are divided by "
         "1 - dropout_p. A function has no eval(): it drops whenever this is above 0.",
-        (Place(functional.weigh, "F.dropout"),),
+        (Place(functional.attention, "F.dropout"),),
         dropped,
     ),
     Explanation(
@@ -114,8 +113,8 @@ EXPLANATIONS = (
         "the upper left corner. torch documents a mask next to it as an error, but its fused CPU kernel applies "
         "both; by hand it is an error.",
         (
-            Place(masks.diagonal_from_sdpa, "0 if is_causal"),
-            Place(masks.score_bias_from_sdpa, "tril(diagonal)"),
+            Place(masks.visible_from_sdpa, "0 if is_causal"),
+            Place(masks.Visible.as_bias, "tril(self.diagonal)"),
         ),
         causal,
         drawn(masks.causal(2, 4)),
@@ -125,7 +124,10 @@ EXPLANATIONS = (
         (SDPA, FLEX, VARLEN),
         "The factor on the scores before the softmax. It defaults to 1 / sqrt(head_dim), which keeps their spread "
         "near 1 whatever the width. The greater it is, the more a query settles on its best key.",
-        (Place(scaled_dot_product_attention, "scale = 1 / math.sqrt"), Place(halve_the_scale, "root =")),
+        (
+            Place(scaled_dot_product_attention, "scale = 1 / math.sqrt"),
+            Place(functional.attention, "scores = (q * scale) @"),
+        ),
         scaled,
     ),
     Explanation(

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from equivalence_tests.learn.page.figures import printed
-from scratch.attention import projection_weights
 
 __all__ = ["Explained", "Source", "explain_cells"]
 
@@ -49,7 +48,7 @@ def explain_cells(attention: Any, tensors: dict[str, Tensor]) -> dict[str, tuple
         For each stage its numbers, table after table and row after row.
     """
     of = {name: x[0] if x.dim() > 2 else x for name, x in tensors.items()}  # without the batch
-    q_weight, k_weight, v_weight = projection_weights(attention)
+    (q_weight, _), (k_weight, _), (v_weight, _) = attention._in_projection().each()
     q_bias, k_bias, v_bias = attention.in_proj_bias.chunk(3)
     out_proj = attention.out_proj
     return {

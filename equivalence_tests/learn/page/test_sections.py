@@ -141,8 +141,8 @@ def test_names_of_torch_lead_to_nothing_of_ours() -> None:
 
 
 def test_names_lead_to_their_definitions(page: PageReader) -> None:
-    assert "code-functional-masked_scores" in page.ids
-    assert page.links.count("#code-functional-masked_scores") >= 2
+    assert "code-paths-softmax" in page.ids
+    assert page.links.count("#code-paths-softmax") >= 2
 
 
 def test_every_builder_of_masks_is_drawn_as_it_draws_itself(html: str) -> None:

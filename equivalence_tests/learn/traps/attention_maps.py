@@ -7,6 +7,7 @@ from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.traps.entry import Severity, Trap
 from equivalence_tests.learn.traps.operations import operations
 from scratch import MultiheadAttention, TransformerEncoderLayer, functional
+from scratch.attention import attend_with_weights
 from scratch.recording import record_attention
 
 __all__ = ["TRAPS"]
@@ -29,8 +30,8 @@ class NeedWeightsSlowPath(Trap):
         "cases; only what it returns differs."
     )
     places = (
-        Place(functional.weigh, "weights = torch.softmax"),
-        Place(functional.attention, "return context, weights"),
+        Place(functional.attention, "weights = softmax"),
+        Place(attend_with_weights, "context, weights = weigh"),
     )
     instead = "Pass need_weights=False wherever you throw the weights away, as torch's own layers do."
     issues = ("pytorch/pytorch#100347", "pytorch/pytorch#99878")
@@ -109,7 +110,7 @@ class WeightsAfterDropout(Trap):
         "Dropout is applied to the weights before they multiply the values, and the weights are returned as they "
         "were used."
     )
-    places = (Place(functional.weigh, "F.dropout"), Place(functional.attention, "return context, weights"))
+    places = (Place(functional.attention, "F.dropout"), Place(attend_with_weights, "context, weights = weigh"))
     instead = (
         "Look at the maps in eval mode. To see them during training, use record_attention, which gives them before "
         "dropout, for torch.nn too."

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.traps.entry import Severity, Trap
 from equivalence_tests.learn.traps.operations import operations
-from scratch import Transformer, TransformerDecoder, masks, transformer, validation
-from scratch.attention import append_tokens, resolve_masks
+from scratch import MultiheadAttention, Transformer, TransformerDecoder, masks, transformer, validation
+from scratch.attention import resolve_masks
 from scratch.validation import attention as attention_doors
 
 __all__ = ["TRAPS"]
@@ -239,7 +239,7 @@ class ZeroAttnAfterCausal(Trap):
         "their purpose: a query that may look at nothing else has somewhere to look, and gets 0 instead of NaN."
     )
     places = (
-        Place(append_tokens, "if module.add_zero_attn"),
+        Place(MultiheadAttention._split, "if self.add_zero_attn"),
         Place(resolve_masks, "# the appended tokens are always seen"),
     )
     instead = "Leave add_zero_attn off unless that is what you want."

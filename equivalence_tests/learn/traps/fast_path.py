@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.traps.entry import Severity, Trap
 from equivalence_tests.learn.traps.operations import inner_operations
-from scratch import TransformerEncoder, TransformerEncoderLayer, functional, masks
+from scratch import TransformerEncoder, TransformerEncoderLayer, functional, masks, sdpa
 
 __all__ = ["TRAPS"]
 
@@ -86,7 +86,7 @@ class FastPathSlowerOnCpu(Trap):
         "query and key. The plain path calls a kernel that never stores them."
     )
     why = f"The fast path is older than scaled_dot_product_attention and was never moved over to it on CPU. {WHEN}"
-    places = (Place(functional.weigh, "weights = torch.softmax"),)
+    places = (Place(functional.attention, "weights = softmax"),)
     instead = (
         "Measure at your own sizes with the switch on and off. When it is off, the kernel that stores no weights runs."
     )
@@ -171,7 +171,7 @@ class AllKeysPaddedFastPath(Trap):
         f"The fused layer takes a softmax over nothing but -inf. The plain path gives such queries 0. {WHEN} The "
         "hand-written version gives 0 in every mode."
     )
-    places = (Place(functional.attention, "if score_bias is not None and not need_weights"),)
+    places = (Place(sdpa.textbook_attention, "open_blind_rows(score_bias)"),)
     instead = "Leave every sample at least one key, and throw away the output of empty samples."
     since = "1.12"
 
@@ -275,7 +275,7 @@ class FloatBiasBecomesMask(Trap):
     )
     places = (
         Place(masks.score_bias_from_module, "module_mask is None"),
-        Place(functional.masked_scores, "+ score_bias"),
+        Place(functional.attention, "scores + score_bias"),
     )
     instead = "Switch the fast path off while you use such a bias."
     issues = ("pytorch/pytorch#118628", "pytorch/pytorch#107084")

@@ -27,7 +27,7 @@ class FlexNoCpuGradient(Trap):
         "The backward pass is a kernel for GPUs. The door asks for requires_grad and not for the mode. Only tensors that "
         "score_mod reads get gradients on the CPU. By hand the steps are ordinary operations, which have them anywhere."
     )
-    places = (Place(flex.row_scores, "of_queries(q) @"), Place(flex.attend, "torch.softmax"))
+    places = (Place(flex.row_scores, "of_queries(q) @"), Place(flex.attend, "context, _ = weigh"))
     instead = "scratch.flex_attention trains on the CPU, with the same arguments. For inference detach the inputs."
     issues = ("pytorch/pytorch#148752", "pytorch/pytorch#169224")
     raises = "does not support backward on CPU"

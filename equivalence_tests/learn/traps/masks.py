@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.traps.entry import Severity, Trap
-from scratch import functional, validation
+from scratch import functional, paths, sdpa, validation
 from scratch import masks as scratch_masks
 from scratch.attention import resolve_masks
 from scratch.validation import attention as attention_doors
@@ -89,9 +89,9 @@ class FullyMaskedRow(Trap):
         "module does not when it has to return the weights, because a query without keys has none."
     )
     places = (
-        Place(functional.attention, "if score_bias is not None and not need_weights"),
-        Place(functional.open_blind_rows, "row_sees = "),
-        Place(functional.open_blind_rows, "masked_fill(~row_sees"),
+        Place(sdpa.textbook_attention, "open_blind_rows(score_bias)"),
+        Place(paths.open_blind_rows, "row_sees = "),
+        Place(paths.open_blind_rows, "masked_fill(~row_sees"),
     )
     instead = (
         "Let every query see some key. It does not matter which: here a blind query sees all of them, and its "
@@ -229,7 +229,7 @@ class FloatMaskAdded(Trap):
     )
     places = (
         Place(scratch_masks.score_bias_from_module, "module_mask.is_floating_point()"),
-        Place(functional.masked_scores, "+ score_bias"),
+        Place(functional.attention, "scores + score_bias"),
         Place(validation.check_mask_dtype, "if mask.dtype != torch.bool"),
     )
     instead = "Convert masks of 0 and 1 to bool."
@@ -278,7 +278,7 @@ class SquareSubsequentFloat32(Trap):
         "it, and that accepts float32 as well."
     )
     places = (
-        Place(functional.masked_scores, "torch.baddbmm"),
+        Place(functional.attention, "scores + score_bias"),
         Place(attention_doors._check_mask_precision, "allowed = "),
     )
     instead = (
@@ -333,7 +333,7 @@ class Mask3dOrder(Trap):
         "sample i."
     )
     places = (
-        Place(functional.split_heads, "return x.reshape"),
+        Place(functional.split_heads, "return x.unflatten"),
         Place(resolve_masks, "bias.unflatten(0, (batch, heads))"),
     )
     instead = "Use repeat_interleave(num_heads, dim=0), which keeps the heads of one sample together."

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.traps.entry import Severity, Trap
 from scratch import MultiheadAttention, Transformer, TransformerEncoder, TransformerEncoderLayer
-from scratch.attention import _register_parameters, append_tokens, projection_weights
+from scratch.attention import InProjection
 
 __all__ = ["TRAPS"]
 
@@ -31,7 +31,7 @@ class PackedInit(Trap):
         "for each of three. The same seed must give the same model, so the hand-written version does the same."
     )
     places = (
-        Place(_register_parameters, 'register("in_proj_weight"'),
+        Place(MultiheadAttention._register_parameters, 'register("in_proj_weight"'),
         Place(MultiheadAttention._reset_parameters, "for weight in"),
     )
     instead = "Initialise each third separately if you compare with an implementation that has three matrices."
@@ -79,10 +79,10 @@ class StateDictForks(Trap):
     )
     why = "One matrix can hold all three projections only if they read vectors of the same width."
     places = (
-        Place(_register_parameters, 'register("in_proj_weight"'),
-        Place(_register_parameters, 'register("q_proj_weight"'),
-        Place(_register_parameters, 'register("in_proj_bias"'),
-        Place(projection_weights, "if module.in_proj_weight is None"),
+        Place(MultiheadAttention._register_parameters, 'register("in_proj_weight"'),
+        Place(MultiheadAttention._register_parameters, 'register("q_proj_weight"'),
+        Place(MultiheadAttention._register_parameters, 'register("in_proj_bias"'),
+        Place(InProjection.each, "weights = self.weights if"),
     )
     instead = "Check which form it is. This project's copy_weights handles both, in both directions."
     raises = "'NoneType' object has no attribute 'chunk'"
@@ -161,7 +161,7 @@ class BiasKvIsAToken(Trap):
     expects = "The projections of key and value get a bias."
     happens = "The weights have one more column than there are keys: a learnt token that every query can look at."
     why = "bias_k and bias_v are appended to the projected keys and values, once per sample."
-    places = (Place(append_tokens, "if module.bias_k is not None"),)
+    places = (Place(MultiheadAttention._split, "if self.bias_k is not None"),)
     instead = "The bias of the projections is bias=True, which is the default."
 
     def wrong(self) -> tuple[int, ...]:

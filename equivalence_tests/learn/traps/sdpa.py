@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.traps.entry import Severity, Trap
 from equivalence_tests.learn.traps.operations import operations
-from scratch import functional, masks, validation
+from scratch import functional, masks, sdpa, validation
 from scratch.validation import sdpa as sdpa_doors
 
 __all__ = ["TRAPS"]
@@ -68,7 +68,7 @@ class SdpaDropoutInEval(Trap):
     expects = "After eval(), nothing is dropped."
     happens = "Two calls in eval mode differ."
     why = "The function sees a number, not a mode. The modules pass 0.0 outside of training."
-    places = (Place(functional.weigh, "F.dropout"),)
+    places = (Place(functional.attention, "F.dropout"),)
     instead = "dropout_p=self.dropout if self.training else 0.0"
     issues = ("pytorch/pytorch#124464",)
     since = "2.0"
@@ -183,7 +183,7 @@ class SdpaLengthsUnchecked(Trap):
         query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
         value = torch.randn(1, 2, 4, 8)
         try:
-            functional.scaled_dot_product_attention(query, key, value)
+            sdpa.scaled_dot_product_attention(query, key, value)
             message = ""
         except ValueError as error:
             message = str(error)
@@ -218,7 +218,7 @@ class SdpaHeadsBeforeLength(Trap):
         "the flash-attn package take (batch, len, heads, head_dim); this function takes (batch, heads, len, "
         "head_dim)."
     )
-    places = (Place(functional.masked_scores, "+ score_bias"), Place(functional.weigh, "weights @ v"))
+    places = (Place(functional.attention, "scores + score_bias"), Place(functional.attention, "context = weights @ v"))
     instead = "Transpose before and after."
     issues = ("pytorch/pytorch#152257", "NVlabs/FoundationStereo#217")
 
@@ -265,7 +265,7 @@ class SdpaPaddingMaskAxes(Trap):
         "The mask is broadcast against the scores from the right, and the last two axes of the scores are query and "
         "key."
     )
-    places = (Place(functional.masked_scores, "+ score_bias"),)
+    places = (Place(functional.attention, "scores + score_bias"),)
     instead = "Give the mask axes for heads and queries: is_real[:, None, None]."
     issues = ("pytorch/pytorch#120810", "pytorch/pytorch#97899")
 
@@ -305,7 +305,7 @@ class SdpaScaledTwice(Trap):
     expects = "The call replaces the two products and the softmax, and nothing else."
     happens = "The output differs: the scores are divided by sqrt(head_dim) a second time, so the weights are flatter."
     why = "scale=None means 1 / sqrt(head_dim). It is a factor, so scale=sqrt(head_dim) would be wrong too."
-    places = (Place(functional.scaled_dot_product_attention, "scale = 1 / math.sqrt"),)
+    places = (Place(sdpa.scaled_dot_product_attention, "scale = 1 / math.sqrt"),)
     instead = "Pass scale=1.0 with scaled queries, or do not scale them yourself."
     issues = ("huggingface/transformers#38277",)
     since = "2.0"
@@ -351,7 +351,7 @@ class NoSecondDerivative(Trap):
         "fused kernel with dropout, so a layer with dropout works in training and fails in eval(). In the "
         "hand-written version every step has derivatives of every order."
     )
-    places = (Place(functional.weigh, "torch.softmax"), Place(functional.weigh, "weights @ v"))
+    places = (Place(functional.attention, "weights = softmax"), Place(functional.attention, "context = weights @ v"))
     instead = "Restrict the forward pass to the MATH kernel. need_weights=True also avoids the fused kernels."
     issues = ("pytorch/pytorch#116350", "pytorch/pytorch#98164", "huggingface/diffusers#5678")
     since = "2.0"
@@ -401,7 +401,7 @@ class SdpaFallsBack(Trap):
         "Each kernel says what it supports, and the first that fits is used. The last, which supports everything, "
         "stores one number per head, query and key. The hand-written version has only that one for short inputs."
     )
-    places = (Place(functional.weigh, "torch.softmax"), Place(functional.weigh, "F.dropout"))
+    places = (Place(functional.attention, "weights = softmax"), Place(functional.attention, "F.dropout"))
     instead = (
         "Ask for the kernel by name while you investigate: whatever rules it out is then an error, usually with the "
         "reason."
@@ -460,7 +460,7 @@ class SdpaWithoutBatch(Trap):
         "The fused kernels only accept four axes, and nothing adds the missing one. The hand-written version has "
         "one path for any number of axes."
     )
-    places = (Place(functional.weigh, "torch.softmax"),)
+    places = (Place(functional.attention, "weights = softmax"),)
     instead = "Add a batch axis."
     issues = ("pytorch/pytorch#187266",)
     since = "2.0"

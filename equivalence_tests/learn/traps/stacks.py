@@ -195,7 +195,7 @@ class NoPositions(Trap):
         "Attention is a weighted mean, and a mean does not know about order. The class named after the paper holds "
         "only the two stacks; embeddings, positions and the projection to a vocabulary are up to you."
     )
-    places = (Place(Transformer.forward, "self.encoder("), Place(functional.weigh, "context = weights @ v"))
+    places = (Place(Transformer.forward, "self.encoder("), Place(functional.attention, "context = weights @ v"))
     instead = (
         "Add a positional encoding. scratch and builtin have sinusoidal_encoding, and Seq2SeqTransformer includes it."
     )
