@@ -37,7 +37,9 @@ SIGNATURES = "parity::TestTwins::test_signatures_are_equal_annotations_included"
 # slow, one class or function of them is named.
 TESTS = {
     "functional.py": ["errors", *ATTENTION],
+    "paths.py": ["functional", "tiling", "recording", "flex", "errors", *ATTENTION[1:]],
     "rounding.py": ["errors", *ATTENTION],
+    "sdpa.py": ["errors", *ATTENTION],
     "tiling.py": ["tiling"],
     "masks.py": ["masks", "property_edges", "errors", "functional", "attention", "properties", "seq2seq"],
     "attention.py": ["attention", "parity", "errors", "decoding", *ATTENTION],
