@@ -15,6 +15,10 @@ COMMANDS = {
         "equivalence_tests.checker.doors.command:verify_command",
         "Check attention code against torch.nn: what is wrong, on which line, and how to fix it.",
     ),
+    "kernels": (
+        "equivalence_tests.kernels.command:kernels",
+        "Find which of torch's attentions are wrong on this machine, forward and backward.",
+    ),
     "traps": (
         "equivalence_tests.learn.traps.command:traps",
         "List the traps of torch.nn's attention, or show one in full, run on the installed torch.",

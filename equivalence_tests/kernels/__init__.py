@@ -1,0 +1,1 @@
+"""``sidebyside kernels``: which ways of computing attention are right on this machine, forward and backward."""
