@@ -100,7 +100,7 @@ def tiled_attention(
         if score_bias.shape[:2] != (1, 1):
             score_bias = score_bias.expand(batch, key_heads, -1, -1, -1)
     q = q.flatten(2, 3).flatten(0, 1)  # (n, q * g, d)
-    context: Tensor = _TiledAttention.apply(q, k, v, score_bias, diagonal, group, scale)  # type: ignore[no-untyped-call]
+    context: Tensor = _TiledAttention.apply(q, k, v, score_bias, (diagonal, group), scale)  # type: ignore[no-untyped-call]
     context = context.unflatten(1, (-1, group)).unflatten(0, (batch, key_heads)).transpose(2, 3).flatten(1, 2)
     return context[(0,) * missing].to(dtype)
 
@@ -129,48 +129,65 @@ def aligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        score_bias: Tensor | None,
-        diagonal: int | None,
-        group: int,
-        scale: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, seen: tuple[int | None, int], scale: float
     ) -> Tensor:
-        ctx.mask_arguments = diagonal, group, q.size(1) // group, k.size(1)
+        ctx.mask_arguments = *seen, q.size(1) // seen[1], k.size(1)
         ctx.scale, ctx.safe = scale, _scores_are_safe(q, k, score_bias, scale)
-        outputs = _attend(q, k, v, _Mask(score_bias, *ctx.mask_arguments), scale, ctx.safe)
+        outputs = _attend(_Inputs(q, k, v, _Mask(score_bias, *ctx.mask_arguments), scale, ctx.safe))
         ctx.save_for_backward(q, k, v, score_bias, *outputs)
         return outputs[0]
 
     @staticmethod
     def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, score_bias, context, row_max, row_sum = ctx.saved_tensors
-        mask = _Mask(score_bias, *ctx.mask_arguments)
+        q, k, v, score_bias, *outputs = ctx.saved_tensors
+        inputs = _Inputs(q, k, v, _Mask(score_bias, *ctx.mask_arguments), ctx.scale, ctx.safe)
         if torch.is_grad_enabled() or is_transformed(grad_context):
-            return *_textbook_gradients(q, k, v, mask, ctx.scale, grad_context), None, None, None, None
-        gradients = _gradients(q, k, v, mask, ctx.scale, ctx.safe, context, row_max, row_sum, grad_context)
-        return *gradients, None, None, None, None
+            return *_textbook_gradients(inputs, grad_context), None, None, None
+        return *_gradients(inputs, *outputs, grad_context), None, None, None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: "_Mask", scale: float, safe: bool) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class _Inputs:
+    """What attention in tiles is computed from.
+
+    Args:
+        q: (n, q * g, d).
+        k: (n, k, d).
+        v: (n, k, v_head_dim).
+        mask: Who may look at whom.
+        scale: Factor on the scores.
+        safe: Whether no score is so far from 0 that a maximum must be subtracted.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: "_Mask"
+    scale: float
+    safe: bool
+
+    def tiles(self) -> Iterator[tuple[slice, slice, list["_Tile"]]]:
+        """Give some rows, some heads, and the tiles of their keys, so that each thread has a head to itself."""
+        for rows, queries in self.mask.row_tiles():
+            tiles = list(self.mask.column_tiles(queries, self.q.dtype, self.safe))
+            for heads in _pieces(0, self.q.size(0), torch.get_num_threads()):
+                yield rows, heads, list(_of(heads, tiles))
+
+
+def _attend(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Give the context, and m and l of every row."""
+    q, k, v = x.q, x.k, x.v
     context = torch.empty_like(q) if q.size(-1) == v.size(-1) else q.new_empty(*q.shape[:2], v.size(-1))
     row_max, row_sum = (q.new_empty(*q.shape[:2], 1) for _ in range(2))
-    buffer = _buffer(q, mask.group)
-    for rows, queries in mask.row_tiles():
-        tiles = list(mask.column_tiles(queries, q.dtype, safe))
-        for heads in _pieces(0, q.size(0), torch.get_num_threads()):
-            results = _attend_rows(
-                q[heads, rows] * (scale * LOG2E), k[heads], v[heads], _of(heads, tiles), safe, buffer
-            )
-            context[heads, rows], row_max[heads, rows], row_sum[heads, rows] = results
+    buffer = _buffer(q, x.mask.group)
+    for rows, heads, tiles in x.tiles():
+        results = _attend_rows(q[heads, rows] * (x.scale * LOG2E), k[heads], v[heads], tiles, x.safe, buffer)
+        context[heads, rows], row_max[heads, rows], row_sum[heads, rows] = results
     return context, row_max, row_sum
 
 
 def _attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Iterator["_Tile"], safe: bool, buffer: Tensor
+    q: Tensor, k: Tensor, v: Tensor, tiles: list["_Tile"], safe: bool, buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give the context, m and l of some rows, tile by tile."""
     # The least number, and not -inf: in a row that sees no key, exp(-inf - m) is 0 then and not NaN.
@@ -203,69 +220,65 @@ def _drop_negligible(exponents: Tensor) -> None:
 
 
 def _gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: "_Mask",
-    scale: float,
-    safe: bool,
-    context: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    grad_context: Tensor,
+    x: _Inputs, context: Tensor, row_max: Tensor, row_sum: Tensor, grad_context: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give the gradients of q, k and v."""
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    buffers = _buffer(q, mask.group), _buffer(q, mask.group)
-    for rows, queries in mask.row_tiles():
-        tiles = list(mask.column_tiles(queries, q.dtype, safe))
-        for heads in _pieces(0, q.size(0), torch.get_num_threads()):
-            # Divided by l here once, so that exp(s - m) can stand for the weights in every tile.
-            grad_rows = grad_context[heads, rows] / row_sum[heads, rows]
-            row_term = (grad_rows * context[heads, rows]).sum(dim=-1, keepdim=True)
-            of_rows = q[heads, rows] * scale, None if safe else row_max[heads, rows], row_term, grad_rows
-            of_heads = k[heads], v[heads], grad_k[heads], grad_v[heads]
-            grad_q[heads, rows] = _row_gradients(*of_rows, *of_heads, _of(heads, tiles), *buffers).mul_(scale)
+    grad_q, grad_k, grad_v = torch.empty_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
+    buffers = _buffer(x.q, x.mask.group), _buffer(x.q, x.mask.group)
+    for rows, heads, tiles in x.tiles():
+        # Divided by l here once, so that exp(s - m) can stand for the weights in every tile.
+        grad_rows = grad_context[heads, rows] / row_sum[heads, rows]
+        row_term = (grad_rows * context[heads, rows]).sum(dim=-1, keepdim=True)
+        of_rows = _Rows(x.q[heads, rows] * x.scale, None if x.safe else row_max[heads, rows], row_term, grad_rows)
+        of_keys = _Keys(x.k[heads], x.v[heads], grad_k[heads], grad_v[heads])
+        grad_q[heads, rows] = _row_gradients(of_rows, of_keys, tiles, buffers).mul_(x.scale)
     return grad_q, grad_k, grad_v
 
 
-def _row_gradients(
-    q: Tensor,
-    row_max: Tensor | None,
-    row_term: Tensor,
-    grad_context: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    tiles: Iterator["_Tile"],
-    buffer: Tensor,
-    another_buffer: Tensor,
-) -> Tensor:
+@dataclass(frozen=True)
+class _Rows:
+    """Some scaled queries, their m if it is subtracted, grad_context · context, and grad_context, over l."""
+
+    q: Tensor
+    row_max: Tensor | None
+    row_term: Tensor
+    grad_context: Tensor
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The keys and values of some heads, and their gradients so far."""
+
+    k: Tensor
+    v: Tensor
+    grad_k: Tensor
+    grad_v: Tensor
+
+
+def _row_gradients(rows: _Rows, keys: _Keys, tiles: list["_Tile"], buffers: tuple[Tensor, Tensor]) -> Tensor:
     """Give the gradient of some rows, and add their share to those of keys and values, tile by tile."""
-    grad_q, exponent_q = torch.zeros_like(q), q * LOG2E
+    grad_q, exponent_q = torch.zeros_like(rows.q), rows.q * LOG2E
     for tile in tiles:
-        columns = tile.columns
-        scores = _scores(exponent_q, k[:, columns], tile.bias, buffer)  # (n, q * g, c)
-        if row_max is not None:
-            _drop_negligible(scores.sub_(row_max))
+        k, v = keys.k[:, tile.columns], keys.v[:, tile.columns]
+        scores = _scores(exponent_q, k, tile.bias, buffers[0])  # (n, q * g, c)
+        if rows.row_max is not None:
+            _drop_negligible(scores.sub_(rows.row_max))
         weights = tile.without_later(scores.exp2_())
         # Not baddbmm_ into the slice: if it is cut out of several heads, torch computes them one after another.
-        grad_v[:, columns].add_(torch.bmm(weights.mT, grad_context))
-        grad_weights = _scores(grad_context, v[:, columns], None, another_buffer)
-        grad_scores = grad_weights.sub_(row_term).mul_(weights)
-        grad_q.baddbmm_(grad_scores, k[:, columns])
-        grad_k[:, columns].add_(torch.bmm(grad_scores.mT, q))
+        keys.grad_v[:, tile.columns].add_(torch.bmm(weights.mT, rows.grad_context))
+        grad_weights = _scores(rows.grad_context, v, None, buffers[1])
+        grad_scores = grad_weights.sub_(rows.row_term).mul_(weights)
+        grad_q.baddbmm_(grad_scores, k)
+        keys.grad_k[:, tile.columns].add_(torch.bmm(grad_scores.mT, rows.q))
     return grad_q
 
 
-def _textbook_gradients(
-    q: Tensor, k: Tensor, v: Tensor, mask: "_Mask", scale: float, grad_context: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _textbook_gradients(x: _Inputs, grad_context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Give the gradients of q, k and v in one piece, from operations that have gradients themselves."""
+    q, k, v, mask = x.q, x.k, x.v, x.mask
     queries, columns = slice(0, mask.query_len), slice(0, mask.key_len)
     bias = mask.bias(queries, columns, q.dtype, mask.diagonal_of(queries, columns))
-    scores = q * (scale * LOG2E) @ k.mT  # (n, q * g, k)
+    scores = q * (x.scale * LOG2E) @ k.mT  # (n, q * g, k)
     if bias is not None:
         scores = (scores.unflatten(1, bias.shape[1:3]) + bias).flatten(1, 2)
     row_max = scores.detach().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
@@ -273,7 +286,7 @@ def _textbook_gradients(
     row_sum = weights.sum(dim=-1, keepdim=True)
     weights = weights / row_sum.masked_fill(row_sum == 0, 1.0)
     grad_weights = grad_context @ v.mT
-    grad_scores = weights * (grad_weights - (weights * grad_weights).sum(dim=-1, keepdim=True)) * scale
+    grad_scores = weights * (grad_weights - (weights * grad_weights).sum(dim=-1, keepdim=True)) * x.scale
     return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad_context
 
 
