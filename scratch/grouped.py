@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from scratch import masks, validation
 from scratch.decoding import KeyValueCache
 from scratch.norms import RMSNorm
-from scratch.paths import open_blind_rows
+from scratch.paths import open_blind_rows, weigh
 from scratch.rotary import RotaryEmbedding
 from scratch.rounding import upcast_half
 
@@ -22,9 +23,8 @@ __all__ = [
     "GroupedQueryAttention",
     "grouped_attention",
     "grouped_scores",
-    "softmax_with_sinks",
-    "weigh_grouped_values",
     "who_may_attend",
+    "with_sink_key",
 ]
 
 
@@ -72,8 +72,10 @@ def grouped_attention(
     if may_attend is not None:
         score_bias, row_sees = open_blind_rows(masks.to_score_bias(may_attend, scores.dtype))
         scores = scores + score_bias
-    weights = scores.softmax(dim=-1) if sinks is None else softmax_with_sinks(scores, sinks)
-    context = weigh_grouped_values(weights, v)  # (b, h, q, d)
+    if sinks is not None:
+        scores, v = with_sink_key(scores, v, sinks)
+    context, _ = weigh(stacked(scores, v.size(1)), v)
+    context = unstacked(context, q.size(2))  # (b, h, q, d)
     return context if row_sees is None else context * row_sees
 
 
@@ -95,55 +97,52 @@ def grouped_scores(
 
     Source: Ainslie et al. 2023, section 2.2.
     """
-    q_of_group = q.unflatten(1, (k.size(1), -1)).flatten(2, 3)  # (b, g, h / g * q, d)
-    return (q_of_group @ k.mT).unflatten(2, (-1, q.size(2))).flatten(1, 2)
+    q_of_group = stacked(q, k.size(1))  # (b, g, h / g * q, d)
+    return unstacked(q_of_group @ k.mT, q.size(2))
 
 
-def weigh_grouped_values(
-    weights: Float[Tensor, "batch num_heads query_len key_len"],
+def stacked(
+    x: Float[Tensor, "batch num_heads query_len width"], num_key_heads: int
+) -> Float[Tensor, "batch num_key_heads rows width"]:
+    """Put the queries of a group below one another: (b, h, q, ...) -> (b, g, h / g * q, ...)."""
+    return x.unflatten(1, (num_key_heads, -1)).flatten(2, 3)
+
+
+def unstacked(
+    x: Float[Tensor, "batch num_key_heads rows width"], query_len: int
+) -> Float[Tensor, "batch num_heads query_len width"]:
+    """Give each head its queries again: the inverse of ``stacked``."""
+    return x.unflatten(2, (-1, query_len)).flatten(1, 2)
+
+
+def with_sink_key(
+    scores: Float[Tensor, "batch num_heads query_len key_len"],
     v: Float[Tensor, "batch num_key_heads key_len head_dim"],
-) -> Float[Tensor, "batch num_heads query_len head_dim"]:
-    """Take the mean of the values of each head's group: weights v.
-
-    Args:
-        weights: What each query of each head gives to each key.
-        v: Values, one head for each group.
-
-    Returns:
-        (batch, num_heads, query_len, head_dim).
-
-    In torch.nn: inside ``F.scaled_dot_product_attention(..., enable_gqa=True)``.
-
-    Source: Ainslie et al. 2023, section 2.2.
-    """
-    weights_of_group = weights.unflatten(1, (v.size(1), -1)).flatten(2, 3)  # (b, g, h / g * q, k)
-    return (weights_of_group @ v).unflatten(2, (-1, weights.size(2))).flatten(1, 2)
-
-
-def softmax_with_sinks(
-    scores: Float[Tensor, "batch num_heads query_len key_len"], sinks: Float[Tensor, " num_heads"]
-) -> Float[Tensor, "batch num_heads query_len key_len"]:
-    """Let a query give a part of its weight to nobody.
+    sinks: Float[Tensor, " num_heads"],
+) -> tuple[Float[Tensor, "batch num_heads query_len one_more"], Float[Tensor, "batch num_key_heads one_more head_dim"]]:
+    """Let a query give a part of its weight to nobody: a sink is a key that everyone sees, with a value of zeros.
 
     weights_j = exp(s_j) / (exp(sink) + Σ_i exp(s_i))
 
     Args:
         scores: The scores of each head.
+        v: Values, one head for each group.
         sinks: One more score for each head.
 
     Returns:
-        The shape of ``scores``; a row sums to less than 1.
+        Scores and values of one more key.
 
     A sink is not a ``score_mod``, which changes scores and cannot add a key.
 
     Source: Xiao et al. 2024, section 3.2; OpenAI 2025, "gpt-oss" model card, section 2.2.
 
-    >>> scores = torch.tensor([0.0, 0.0]).view(1, 1, 1, 2)
-    >>> softmax_with_sinks(scores, torch.tensor([2.0]).log())  # the sink weighs as much as both keys
-    tensor([[[[0.2500, 0.2500]]]])
+    >>> scores, v = torch.tensor([0.0, 0.0]).view(1, 1, 1, 2), torch.tensor([4.0, 8.0]).view(1, 1, 2, 1)
+    >>> scores, v = with_sink_key(scores, v, torch.tensor([2.0]).log())  # the sink weighs as much as both keys
+    >>> scores.softmax(dim=-1) @ v
+    tensor([[[[3.]]]])
     """
     sink_column = sinks.view(-1, 1, 1).expand(scores.size(0), -1, scores.size(2), 1)  # (b, h, q, 1)
-    return torch.cat([scores, sink_column], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.cat([scores, sink_column], dim=-1), F.pad(v, (0, 0, 0, 1))
 
 
 def who_may_attend(

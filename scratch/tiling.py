@@ -139,11 +139,11 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, score_bias, *outputs = ctx.saved_tensors
+        q, k, v, score_bias, context, row_max, row_sum = ctx.saved_tensors
         inputs = _Inputs(q, k, v, _Mask(score_bias, *ctx.mask_arguments), ctx.scale, ctx.safe)
         if torch.is_grad_enabled() or is_transformed(grad_context):
             return *_textbook_gradients(inputs, grad_context), None, None, None
-        return *_gradients(inputs, *outputs, grad_context), None, None, None
+        return *_gradients(inputs, context, row_max, row_sum, grad_context), None, None, None
 
 
 @dataclass(frozen=True)

@@ -232,8 +232,8 @@ def test_the_seed_changes_weights_inputs_and_masks() -> None:
     assert not any(torch.equal(x, y) for x, y in zip(numbers(3), numbers(4), strict=True))
 
 
-def without_sink(scores: Tensor, sinks: Tensor) -> Tensor:
-    return scores.softmax(dim=-1) + 0 * sinks.sum()
+def without_sink(scores: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    return scores, v + 0 * sinks.sum()
 
 
 def one_key_more(q: Tensor, k: Tensor, scale: float, window_size: tuple[int, int]) -> Tensor:
@@ -254,7 +254,7 @@ varlen_scores, rotary_halves = varlen.windowed_scores, rotary.rotate_halves
 @pytest.mark.parametrize(
     ("module", "name", "change", "found_in"),
     [
-        (grouped, "softmax_with_sinks", without_sink, "GroupedQueryAttention, all but a soft cap"),
+        (grouped, "with_sink_key", without_sink, "GroupedQueryAttention, all but a soft cap"),
         (varlen, "windowed_scores", one_key_more, "varlen_attn, window, by SDPA one by one"),
         (flex, "working_copies", heads_repeated_in_turn, FLEX_FORWARD),
         (flex, "working_copies", heads_repeated_in_turn, "flex_attention, gradients by SDPA"),

@@ -260,9 +260,9 @@ EXPLANATIONS = (
     Explanation(
         "sinks",
         WITH_HEADS,
-        "Learns a score for each head that takes part in the softmax and has no value. A head can so look at nothing: its "
+        "Learns a score for each head that takes part in the softmax and has no value. A head can thus look at nothing: its "
         "weights sum to less than 1. gpt-oss has it.",
-        (Place(grouped.softmax_with_sinks, "return torch.cat"),),
+        (Place(grouped.with_sink_key, "return torch.cat"),),
         with_sinks,
     ),
     Explanation(
