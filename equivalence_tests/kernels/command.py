@@ -8,7 +8,8 @@ import typer
 
 from equivalence_tests.compare.command import about_this_machine, progress
 from equivalence_tests.kernels.faults import Request
-from equivalence_tests.kernels.kernels import BACKENDS
+from equivalence_tests.kernels.kernels import BACKENDS, Kernel
+from equivalence_tests.kernels.own import judge_own, own_kernel
 from equivalence_tests.kernels.reporting import Report, to_github, to_json, to_junit
 from equivalence_tests.kernels.running import judged, kernels_for
 from equivalence_tests.kernels.situations import DTYPES
@@ -23,6 +24,12 @@ WIDTH = 150  # of the table, where no terminal says how wide it is
 
 
 def kernels(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET]...", help="Kernels of your own: file.py:name or module:name.", show_default=False
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="Device to run on: cpu, cuda, ...")] = "cpu",
     dtype: Annotated[
         list[str] | None,
@@ -39,6 +46,9 @@ def kernels(
 ) -> None:
     """Find which of torch's attentions are wrong on this machine, forward and backward.
 
+    With a TARGET, a kernel of your own is asked in the place of torch's, and what is wrong in it is named. It takes
+    query, key and value, (batch, heads, tokens, features), and of the other arguments of torch's function those it has.
+
     Every kernel, module and compiled form is held against scratch in float64 over a grid of situations that break
     kernels. Exit status: 0 if nothing is wrong, 1 if something is, 2 if it could not be run.
     """
@@ -49,15 +59,31 @@ def kernels(
             validation.check_choice("--backend", name, BACKENDS)
         place = validation.check_device(device)
         check_files(json_file, junit_file)
-    precisions = tuple(dtype or ("float32", "bfloat16"))
+    precisions = tuple(dtype or (("float32",) if targets else ("float32", "bfloat16")))
     request = Request(device, precisions, tuple(backend or ()), quick, seed)
-    listed, remarks = kernels_for(request)
-    with progress("judging", None) as advance:
-        report = judged(
-            request, listed, tell=lambda what, done, total: advance(f"{done} of {total}: {what}"), remarks=remarks
-        )
+    with one_line_errors():
+        own = [own_kernel(target) for target in targets or ()]
+    reports = [_own(kernel, request) for kernel in own] if own else [_torchs(request)]
+    report = replace(
+        reports[0], cells=[x for r in reports for x in r.cells], faults=[x for r in reports for x in r.faults]
+    )
     write(replace(report, machine=about_this_machine(place)), json_file, junit_file, github)
     raise typer.Exit(report.exit_status)
+
+
+def _torchs(request: Request) -> Report:
+    listed, remarks = kernels_for(request)
+    with progress("judging", None) as advance:
+        return judged(request, listed, tell=lambda *what: advance(_progress(*what)), remarks=remarks)
+
+
+def _own(kernel: Kernel, request: Request) -> Report:
+    with progress("judging", None) as advance:
+        return judge_own(kernel, request, tell=lambda *what: advance(_progress(*what)))
+
+
+def _progress(what: str, done: int, total: int) -> str:
+    return f"{done} of {total}: {what}"
 
 
 def check_files(*files: Path | None) -> None:

@@ -1,7 +1,7 @@
 """Each fault once: of all the cells that show it, the smallest."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from equivalence_tests.kernels.judging import Cell
@@ -41,7 +41,6 @@ class Fault:
     program: str = ""
     others: tuple[Cell, ...] = ()
     name: str = ""
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def parts(self) -> list[str]:

@@ -112,13 +112,14 @@ class Judge:
 
     def judge(self, kernel: Kernel, situation: Situation, dtype: str) -> Cell:
         """Run a kernel and say what it is worth."""
-        inputs, right, textbook = self._expected(situation, dtype)
+        inputs, right, textbook = self.expected(situation, dtype)
+        rounding = _rounding_of_scores(inputs)
         ran = run(kernel, inputs)
         told = (kernel.name, kernel.backend, situation.name, situation.group, dtype)
         if ran.failure:
             refused = not kernel.compiled or any(sign in ran.failure.lower() for sign in REFUSALS)
             return Cell(*told, "refuses" if refused else "wrong", situation.size, words=ran.failure)
-        errors = compared(ran.parts, right, textbook, excused=situation.nan_in_hidden_key)
+        errors = compared(ran.parts, right, textbook, situation.nan_in_hidden_key, rounding)
         state = _state(errors)
         if ran.remarks:
             state = "wrong"
@@ -128,7 +129,8 @@ class Judge:
         words = "; ".join([*ran.remarks, *([f"no backward: {ran.no_backward}"] if ran.no_backward else [])])
         return Cell(*told, state, situation.size, tuple(errors), words)
 
-    def _expected(self, situation: Situation, dtype: str) -> tuple[Inputs, dict[str, Tensor], dict[str, Tensor]]:
+    def expected(self, situation: Situation, dtype: str) -> tuple[Inputs, dict[str, Tensor], dict[str, Tensor]]:
+        """Give the inputs, what is right in float64, and what the textbook gives in this precision."""
         key = situation, dtype
         if key not in self._right:
             inputs = make_inputs(situation, self.seed, self.device, dtype)
@@ -155,8 +157,11 @@ def by_textbook(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
         bias = torch.ones(leaves.q.shape[2], k.shape[2], device=k.device).tril().bool()
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.where(bias, 0.0, -math.inf).to(dtype)
-    out, _ = functional.attention(leaves.q * scale, k, v, bias)
-    return _with_gradients(out, leaves)
+    if bias is None:
+        return _with_gradients(functional.attention(leaves.q * scale, k, v)[0], leaves)
+    blind = (bias == -math.inf).all(-1, keepdim=True)
+    out, _ = functional.attention(leaves.q * scale, k, v, bias.masked_fill(blind, 0.0))
+    return _with_gradients(out.masked_fill(blind, 0.0), leaves)
 
 
 def _with_gradients(out: Tensor, leaves: Inputs) -> dict[str, Tensor]:
@@ -167,7 +172,7 @@ def _with_gradients(out: Tensor, leaves: Inputs) -> dict[str, Tensor]:
 def run(kernel: Kernel, inputs: Inputs) -> Ran:
     """Call a kernel, go backward, call it again, and look whether it left its inputs alone."""
     ran, leaves = Ran(), inputs.with_leaves(kernel.gradients)
-    before = [x.detach().clone() for x in (leaves.q, leaves.k, leaves.v)]
+    before = [_memory(x).clone() for x in (leaves.q, leaves.k, leaves.v)]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -185,7 +190,7 @@ def run(kernel: Kernel, inputs: Inputs) -> Ran:
             return ran
     if not _same(again.detach(), ran.parts["output"]):
         ran.remarks.append("the same call twice gives two outputs")
-    if not all(_same(x.detach(), y) for x, y in zip((leaves.q, leaves.k, leaves.v), before, strict=True)):
+    if not all(_same(_memory(x), y) for x, y in zip((leaves.q, leaves.k, leaves.v), before, strict=True)):
         ran.remarks.append("it writes into its inputs")
     return ran
 
@@ -215,6 +220,11 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
+def _memory(x: Tensor) -> Tensor:
+    """All that lies in the memory of a tensor, also beside what it shows."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach().untyped_storage())
+
+
 def _said(error: Exception, warned: list[str]) -> str:
     """Give torch's words in one line: of its warnings those that give a reason, then the error."""
     first = next((line.strip() for line in str(error).splitlines()[1:] if "Error: " in line), "")
@@ -224,8 +234,22 @@ def _said(error: Exception, warned: list[str]) -> str:
     return "; ".join([line[:200], *dict.fromkeys(reasons)][:2])
 
 
+def _rounding_of_scores(inputs: Inputs) -> float:
+    """Give what a weight is off by if its score is rounded once, as where it is computed from the log-sum-exp."""
+    sizes = [x.detach().double().nan_to_num().norm(dim=-1).max() for x in (inputs.q, inputs.k) if x.numel()]
+    scale = inputs.q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale
+    score = float(sizes[0] * sizes[1]) * scale if len(sizes) == 2 else 0.0
+    if inputs.mask is not None and inputs.mask.is_floating_point():
+        score += float(inputs.mask[inputs.mask.isfinite()].abs().max())
+    return score * torch.finfo(torch.float32).eps
+
+
 def compared(
-    parts: Mapping[str, Tensor], right: Mapping[str, Tensor], textbook: Mapping[str, Tensor], excused: bool = False
+    parts: Mapping[str, Tensor],
+    right: Mapping[str, Tensor],
+    textbook: Mapping[str, Tensor],
+    excused: bool = False,
+    rounding: float = 0.0,
 ) -> list[ErrorRatio]:
     """Compare every part by the rule; a NaN that was put in may come out, where it is excused."""
     found = []
@@ -234,9 +258,8 @@ def compared(
             value = torch.where(value.isnan() & _second_sample(value), right[name].to(value), value)
         largest = max(largest_value([right[name]]), _summed_from(name, right))
         error = compare_errors(value, textbook[name], right[name], name=name, largest=largest)
-        if value.dtype == torch.float64:
-            error = replace(error, floor=FLOAT64_BOUND * largest)
-        found.append(error)
+        least = FLOAT64_BOUND if value.dtype == torch.float64 else rounding
+        found.append(replace(error, floor=max(error.floor, least * largest)))
     return found
 
 

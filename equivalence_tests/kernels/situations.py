@@ -68,6 +68,7 @@ class Situation:
     logits: float = 1.0
     scale: float | None = None
     nan_in_hidden_key: bool = False
+    gradient_of_sum: bool = False
     quick: bool = False
 
     @property
@@ -141,6 +142,8 @@ def source_of(situation: Situation, seed: int, device: str, dtype: str) -> list[
     if s.mask:
         moved = "q" if s.mask in ADDED else "q.device"
         lines.append(f"mask = ({MASKS[s.mask].format(**sizes)}).to({moved})")
+    if s.gradient_of_sum:
+        lines.append("grad = torch.ones(()).to(grad).expand_as(grad)")
     if s.nan_in_hidden_key:
         lines.append("k[1, :, -1] = torch.nan")
     return lines
@@ -206,7 +209,7 @@ def _numbers() -> Iterator[Situation]:
             size = f"up to {logits:.0f}" if logits > 0 else f"near {logits:.0f}"
             name = f"scores {size}{', mask ' + mask if mask else ''}, length {length}"
             yield Situation(name, "numbers", length, length, logits=logits, mask=mask, quick=length == 17)
-    yield Situation("scale 0.25", "numbers", scale=0.25, quick=True)
+    yield Situation("scale 0.3", "numbers", scale=0.3, quick=True)
     yield Situation("scale 1", "numbers", 65, 65, scale=1.0)
 
 
@@ -234,6 +237,7 @@ def _edges() -> Iterator[Situation]:
     yield Situation("4 heads on 2, causal, length 129", "heads", 129, 129, key_heads=2, is_causal=True)
     yield Situation("4 heads on 2, mask bool", "heads", key_heads=2, mask="bool", quick=True)
     yield Situation("as many tokens as heads", "heads", 4, 4, quick=True)
+    yield Situation("gradient of a sum", "edges", gradient_of_sum=True, quick=True)
     yield Situation("batch 0", "edges", batch=0, quick=True)
     yield Situation("no queries", "edges", 0, 5)
     yield Situation("no keys", "edges", 5, 0, quick=True)

@@ -1,0 +1,159 @@
+"""Anybody's own kernel, judged like torch's, and its mistakes named."""
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.loading import load
+from equivalence_tests.kernels.faults import Fault, Request
+from equivalence_tests.kernels.formulas import Problem
+from equivalence_tests.kernels.judging import Cell, Judge, run
+from equivalence_tests.kernels.kernels import Kernel
+from equivalence_tests.kernels.known import Advice
+from equivalence_tests.kernels.naming import is_unwritten, mistakes_in
+from equivalence_tests.kernels.reporting import Report
+from equivalence_tests.kernels.running import judged
+from equivalence_tests.kernels.situations import Inputs, Situation, listed_situations
+from scratch.validation import ArgumentValueError
+
+__all__ = ["judge_own", "own_kernel"]
+
+# What people call what torch's function calls so.
+NAMES = {
+    "attn_mask": ("attn_mask", "mask", "attention_mask", "attn_bias", "bias"),
+    "is_causal": ("is_causal", "causal"),
+    "scale": ("scale", "sm_scale", "softmax_scale", "scaling"),
+    "enable_gqa": ("enable_gqa", "gqa"),
+}
+
+
+def own_kernel(target: Any, name: str = "") -> Kernel:
+    """Make a kernel of a function.
+
+    Args:
+        target: A callable, or "file.py:name" or "module:name" of one.
+        name: What the table calls it.
+
+    Returns:
+        A kernel that is asked only for what the function takes.
+
+    Raises:
+        ArgumentValueError: If there is no such function, or if it does not take three tensors.
+    """
+    try:
+        function = load(target)
+    except CannotCheckError as error:
+        raise ArgumentValueError(str(error)) from error
+    takes = _takes(function, str(target))
+
+    def call(inputs: Inputs) -> Tensor:
+        out = function(inputs.q, inputs.k, inputs.v, **_arguments(takes, inputs))
+        return out[0] if isinstance(out, tuple) else out
+
+    return Kernel(name or str(target), "own", (), lambda s: _asked(takes, s), call=call)
+
+
+def _takes(function: Any, target: str) -> dict[str, str]:
+    """Find by which names a function takes what torch's function takes."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 3 and not any(x.kind is x.VAR_POSITIONAL for x in parameters):
+        raise ArgumentValueError(f"{target} must be a function of three tensors (query, key, value) and more")
+    there = {x.name for x in parameters[3:]}
+    found = {ours: next((x for x in names if x in there), "") for ours, names in NAMES.items()}
+    needed = [
+        x.name for x in parameters[3:] if x.default is x.empty and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)
+    ]
+    unknown = [x for x in needed if x not in found.values()]
+    if unknown:
+        raise ArgumentValueError(f"{target} needs {', '.join(unknown)}, which nobody can guess: give it a default")
+    return {ours: theirs for ours, theirs in found.items() if theirs}
+
+
+def _arguments(takes: dict[str, str], inputs: Inputs) -> dict[str, Any]:
+    given = inputs.arguments()
+    if "scale" in takes and given["scale"] is None:
+        given["scale"] = inputs.q.shape[-1] ** -0.5
+    return {theirs: given[ours] for ours, theirs in takes.items()}
+
+
+def _asked(takes: dict[str, str], s: Situation) -> bool:
+    needs = {
+        "attn_mask": bool(s.mask),
+        "is_causal": s.is_causal,
+        "scale": s.scale is not None,
+        "enable_gqa": s.key_heads != s.heads,
+    }
+    if s.is_causal and s.query_len != s.key_len and takes.get("is_causal") == "causal":
+        return False  # which corner it aligns with is the function's own affair
+    return all(ours in takes for ours, needed in needs.items() if needed)
+
+
+def judge_own(kernel: Kernel, request: Request, situations: Sequence[Situation] | None = None, **told: Any) -> Report:
+    """Judge a kernel and name what is wrong in it."""
+    listed = listed_situations(request.quick) if situations is None else list(situations)
+    with memory_is_poisoned():
+        report = judged(request, [kernel], listed, **told)
+    judge = Judge(request.device, request.seed)
+    by_name = {situation.name: situation for situation in listed}
+    wrong = [cell for cell in report.cells if cell.state in ("wrong", "worse")]
+    names = {id(cell): _name(kernel, judge, by_name[cell.situation], cell) for cell in wrong}
+    return replace(report, faults=list(_by_mistake(wrong, names)))
+
+
+@contextmanager
+def memory_is_poisoned() -> Iterator[None]:
+    """Let torch fill all memory that it hands out with NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _name(kernel: Kernel, judge: Judge, situation: Situation, cell: Cell) -> list[str]:
+    if not cell.wrong_parts or "writes into" in cell.words:
+        return [cell.words] if cell.words else []
+    inputs, right, _ = judge.expected(situation, cell.dtype)
+    clean = run(kernel, inputs)
+    with memory_is_poisoned():
+        dirty = run(kernel, inputs)
+    wrong = {error.name for error in cell.wrong_parts}
+    unwritten = [x for x in sorted(wrong) if x in clean.parts and is_unwritten(dirty.parts[x], clean.parts[x])]
+    if unwritten:
+        return ["not all of the memory that it returns is written"]
+    problem = Problem(_on_cpu(inputs.in_plain_memory(torch.float64)), inputs)
+    return mistakes_in(dirty.parts, right, wrong, problem)
+
+
+def _on_cpu(inputs: Inputs) -> Inputs:
+    q, k, v, grad = (x.cpu() for x in (inputs.q, inputs.k, inputs.v, inputs.grad))
+    return replace(inputs, q=q, k=k, v=v, grad=grad, mask=None if inputs.mask is None else inputs.mask.cpu())
+
+
+def _by_mistake(wrong: Sequence[Cell], names: dict[int, list[str]]) -> Iterator[Fault]:
+    """Tell each mistake once, that first which explains the most; what no mistake explains by its column."""
+    left = sorted(wrong, key=lambda cell: cell.size)
+    named = False
+    while count := Counter(name for cell in left for name in names[id(cell)]):
+        name, _ = count.most_common(1)[0]
+        first, *others = [cell for cell in left if name in names[id(cell)]]
+        left = [cell for cell in left if name not in names[id(cell)]]
+        named = True
+        yield Fault(first, Advice("", ""), "", tuple(others), name)
+    groups: dict[str, list[Cell]] = {}
+    for cell in left:
+        groups.setdefault("" if named else cell.group, []).append(cell)
+    for first, *others in groups.values():
+        yield Fault(first, Advice("", ""), "", tuple(others), "what is wrong here cannot be told from the numbers")
