@@ -3,40 +3,24 @@
 import torch
 from torch import Tensor, nn
 
+from scratch import attention as by_hand
 from scratch import validation
 from scratch.attention import AttentionCache
+from scratch.documentation import documented_like
 
 __all__ = ["MultiheadAttention"]
 
 
+@documented_like(by_hand.MultiheadAttention)
 class MultiheadAttention(nn.MultiheadAttention):
-    r"""Attend from several subspaces at once and mix what they found.
-
-    MultiHead(Q, K, V) = Concat(head_1, ..., head_h) Wᴼ with head_i = Attention(Q W_iᑫ, K W_iᴷ, V W_iⱽ)
-
-    Args:
-        embed_dim: Width of queries and of the output.
-        num_heads: Number of heads; divides embed_dim unless both head sizes are given.
-        dropout: Probability with which a weight is dropped in training.
-        bias: Whether the projections have biases.
-        add_bias_kv: Append one learnt token to the projected keys and values.
-        add_zero_attn: Append one token of zeros to the projected keys and values.
-        kdim: Width of ``key``; embed_dim if not given.
-        vdim: Width of ``value``; embed_dim if not given.
-        batch_first: Inputs and outputs are (batch, len, features) instead of (len, batch, features).
-        device: Where the parameters live.
-        dtype: Their dtype.
-        qk_head_dim: d_k, the size of each head's queries and keys; embed_dim / num_heads if not given.
-        v_head_dim: d_v, the size of each head's values; embed_dim / num_heads if not given.
+    """In torch.nn: ``nn.MultiheadAttention``, of which this is a subclass. Its ``forward`` takes one of three ways:
+    ``torch._native_multi_head_attention`` (the fast path: eval, no gradients, self-attention with biases and without
+    appended tokens, batch first, an even number of heads, no float mask), ``F.scaled_dot_product_attention``
+    (need_weights=False), or ``torch.baddbmm`` and softmax.
 
     Raises:
         ValueError: For sizes that are not positive, or an embed_dim that the heads do not divide (also an
             AssertionError); and if a head size is given, because torch.nn has no other than embed_dim / num_heads.
-
-    In torch.nn: ``nn.MultiheadAttention``, of which this is a subclass. Its ``forward`` takes one of three ways:
-    ``torch._native_multi_head_attention`` (the fast path: eval, no gradients, self-attention with biases and without
-    appended tokens, batch first, an even number of heads, no float mask), ``F.scaled_dot_product_attention``
-    (need_weights=False), or ``torch.baddbmm`` and softmax.
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
@@ -46,16 +30,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         A causal mask does not reach the zero token: see trap `zero_attn_after_causal`.
         Hooks and adapters on ``out_proj`` never run: see trap `out_proj_never_called`.
         The fast path treats padding in its own way: see trap `fast_path_padding`.
-
-    Source: Vaswani et al. 2017, section 3.2.2;
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html
-
-    >>> _ = torch.manual_seed(0)
-    >>> attention = MultiheadAttention(embed_dim=12, num_heads=3, batch_first=True)
-    >>> query, memory = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
-    >>> output, weights = attention(query, memory, memory)
-    >>> output.shape, weights.shape
-    (torch.Size([2, 5, 12]), torch.Size([2, 5, 7]))
     """
 
     def __init__(
@@ -94,33 +68,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         cache: AttentionCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from ``query`` to ``key`` and ``value``.
-
-        Args:
-            query: (query_len, batch, embed_dim); (batch, query_len, embed_dim) if batch_first; (query_len, embed_dim).
-            key: (key_len, batch, kdim), likewise.
-            value: (key_len, batch, vdim), likewise.
-            key_padding_mask: (batch, key_len), or (key_len) without a batch. Bool: True = **not** looked at;
-                float: added to the scores.
-            need_weights: Return the weights. A query that may look at no key is NaN then, and 0 (before
-                ``out_proj``) otherwise.
-            attn_mask: (query_len, key_len) or (batch * num_heads, query_len, key_len). Bool: True = may **not** look;
-                float: added to the scores.
-            average_attn_weights: Return the mean of the weights over heads instead of one map for each head.
-            is_causal: A promise that ``attn_mask`` is causal. Without weights and padding mask it replaces the mask.
-            cache: Keys and values of earlier calls, which this call extends. The masks then span the earlier keys too,
-                and ``is_causal`` replaces nothing. Keyword only.
-
-        Returns:
-            The output in the shape of ``query``, and the weights, (batch, query_len, key_len) or
-            (batch, num_heads, query_len, key_len), or None. They are taken after dropout.
+        """In torch.nn: ``nn.MultiheadAttention.forward``, called as it is.
 
         Raises:
             ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError), and for a
                 cache, which torch.nn does not have.
             TypeError: For masks that are neither bool nor float (also an AssertionError).
-
-        In torch.nn: ``nn.MultiheadAttention.forward``, called as it is.
 
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.

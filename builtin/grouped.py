@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from builtin import masks
 from builtin.norms import RMSNorm
 from scratch import grouped, score_functions, validation
+from scratch.documentation import documented_like
 from scratch.grouped import who_may_attend
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 
+@documented_like(grouped.grouped_attention)
 def grouped_attention(
     q: Float[Tensor, "batch num_heads query_len head_dim"],
     k: Float[Tensor, "batch num_key_heads key_len head_dim"],
@@ -30,34 +32,10 @@ def grouped_attention(
     soft_cap: float | None = None,
     sinks: Float[Tensor, " num_heads"] | None = None,
 ) -> Float[Tensor, "batch num_heads query_len head_dim"]:
-    """Let the query heads of a group share one head of keys and values.
-
-    scores = cap(scale q kᵀ); weights = softmax([scores, sink]) without the sink; context = weights v
-
-    Args:
-        q: Queries. Head j belongs to group j // (num_heads / num_key_heads).
-        k: Keys, one head for each group.
-        v: Values, likewise.
-        may_attend: True = may look; broadcastable to (batch, num_heads, query_len, key_len).
-        scale: Factor on the scores.
-        soft_cap: Keeps scores within -soft_cap ... soft_cap: cap(s) = soft_cap tanh(s / soft_cap).
-        sinks: For each head the score of a key that everyone sees and that has no value.
-
-    Returns:
-        (batch, num_heads, query_len, head_dim). A query that may look at no key gets 0.
-
-    In torch.nn: ``F.scaled_dot_product_attention(..., enable_gqa=True)``. It knows no sinks: each becomes, by a float
-    mask, the score of a key and a value of zeros. It knows no caps either: they are a ``score_mod`` of
+    """In torch.nn: ``F.scaled_dot_product_attention(..., enable_gqa=True)``. It knows no sinks: each becomes, by a
+    float mask, the score of a key and a value of zeros. It knows no caps either: they are a ``score_mod`` of
     ``torch.nn.attention.flex_attention``, and sinks then scale its output by the log-sum-exp that it returns. Flex
     attention has no gradient on the CPU, and asks to be compiled.
-
-    Source: Ainslie et al. 2023, section 2.2 (groups); Gemma Team 2024, section 2 (cap); Xiao et al. 2024, section 3.2,
-    and OpenAI 2025, "gpt-oss" model card, section 2.2 (sinks).
-
-    >>> q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
-    >>> context = grouped_attention(q, k, v, scale=0.5)
-    >>> torch.allclose(context[:, 4], torch.softmax(0.5 * q[:, 4] @ k[:, 1].mT, dim=-1) @ v[:, 1], atol=1e-6)
-    True
     """
     if soft_cap is not None:
         return _capped_attention(q, k, v, may_attend, scale, soft_cap, sinks)
@@ -98,39 +76,9 @@ def _capped_attention(
     return context * torch.sigmoid(aux.lse - sinks.view(-1, 1)).unsqueeze(-1).to(context.dtype)
 
 
+@documented_like(grouped.GroupedQueryAttention)
 class GroupedQueryAttention(grouped.GroupedQueryAttention):
-    """Attend from many query heads to few key heads, as today's language models do.
-
-    q, k = rotary(norm(x Wᑫ)), rotary(norm(x Wᴷ)); v = x Wⱽ; output = Concat(head_1, ..., head_h) Wᴼ with
-    head_j = softmax(q_j k_gᵀ / sqrt(d)) v_g, g = j // (num_heads / num_key_heads)
-
-    Args:
-        embed_dim: Width of input and output.
-        num_heads: Number of query heads.
-        num_key_heads: Number of key and value heads; divides num_heads. As many if not given (plain multi-head
-            attention); with 1 it is multi-query attention.
-        bias: Whether the projections have biases.
-        head_dim: Size of each head; embed_dim / num_heads if not given.
-        qk_norm: Divide each head's queries and keys by their root mean square before they are turned.
-        norm_eps: Epsilon of those norms.
-        window: A query looks at keys fewer than ``window`` places away: with ``is_causal`` at the last ``window``
-            tokens, its own included.
-        soft_cap: Keeps scores within -soft_cap ... soft_cap by a tanh.
-        sinks: Learn for each head a score that takes weight and gives nothing.
-        rotary: Turns queries and keys by their positions.
-        scale: Factor on the scores; 1 / sqrt(head_dim) if not given.
-        device: Where the parameters live.
-        dtype: Their dtype.
-
-    Raises:
-        ValueError: For sizes that are not positive, heads that do not divide, a window below 1, a soft cap or a scale
-            that is not positive, or a rotary embedding of another head_dim.
-
-    In torch.nn: ``F.scaled_dot_product_attention`` groups heads with ``enable_gqa=True``.
-
-    Source: Ainslie et al. 2023, section 2.2.
-
-    >>> from builtin import RotaryEmbedding
+    """>>> from builtin import RotaryEmbedding
     >>> attention = GroupedQueryAttention(48, num_heads=6, num_key_heads=2, rotary=RotaryEmbedding(8))
     >>> attention(torch.randn(2, 5, 48)).shape
     torch.Size([2, 5, 48])
@@ -143,33 +91,15 @@ class GroupedQueryAttention(grouped.GroupedQueryAttention):
     def project(self, x: Tensor, first_position: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values, normalised and turned.
 
-        Args:
-            x: (batch, len, embed_dim).
-            first_position: Position of the first token.
-
-        Returns:
-            q, (batch, num_heads, len, head_dim), and k and v, (batch, num_key_heads, len, head_dim).
-
         Raises:
-            ValueError: For a soft cap where a gradient is wanted on the CPU, which torch's flex attention does not have
-                there.
+            ValueError: For a soft cap where a gradient is wanted on the CPU, which torch's flex attention does not
+                have there.
         """
         validation.check_flex_has_gradient(self, x)
         return super().project(x, first_position)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor | None, is_causal: bool) -> Tensor:
-        """Weigh the values.
-
-        Args:
-            q: Queries, the last of the keys, (batch, num_heads, query_len, head_dim).
-            k: (batch, num_key_heads, key_len, head_dim).
-            v: Like the keys.
-            may_attend: As ``forward`` takes it.
-            is_causal: No query looks at a later key.
-
-        Returns:
-            The context, (batch, num_heads, query_len, head_dim).
-        """
+        """Weigh the values."""
         causal_alone = is_causal and self.window is None and may_attend is None and q.size(2) == k.size(2)
         if causal_alone and self.soft_cap is None and self.sinks is None:  # no mask: the kernels skip what is hidden
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)

@@ -6,44 +6,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from scratch import layers as by_hand
 from scratch import validation
+from scratch.documentation import documented_like
 from scratch.layers import DecoderLayerCache
 
 __all__ = ["TransformerDecoderLayer", "TransformerEncoderLayer"]
 
 
+@documented_like(by_hand.TransformerEncoderLayer)
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """Self-attention, then a feed-forward network, each with a residual connection and LayerNorm.
-
-    post-norm: x = LayerNorm(x + SelfAttention(x)); x = LayerNorm(x + FFN(x))
-
-    pre-norm (norm_first): x = x + SelfAttention(LayerNorm(x)); x = x + FFN(LayerNorm(x))
-
-    FFN(x) = activation(x W_1 + b_1) W_2 + b_2
-
-    Args:
-        d_model: Width of input and output.
-        nhead: Number of heads; divides d_model unless both head sizes are given.
-        dim_feedforward: Width of the hidden layer of the feed-forward network.
-        dropout: Probability of dropping: attention weights, hidden units, and what is added to the residual.
-        activation: "relu", "gelu" or a function.
-        layer_norm_eps: Epsilon of the LayerNorms.
-        batch_first: Input and output are (batch, len, d_model) instead of (len, batch, d_model).
-        norm_first: LayerNorm before each sub-layer instead of after its residual.
-        bias: Whether linear layers, attention and LayerNorms have biases.
-        device: Where the parameters live.
-        dtype: Their dtype.
-        qk_head_dim: d_k; d_model / nhead if not given.
-        v_head_dim: d_v; d_model / nhead if not given.
+    """In torch.nn: ``nn.TransformerEncoderLayer``, of which this is a subclass; ``self_attn`` is torch's own
+    ``nn.MultiheadAttention``. In eval, without gradients and batch first its ``forward`` is one call of
+    ``torch._transformer_encoder_layer_fwd`` (the fast path), unless a hook, an odd number of heads, bias=False or
+    another activation stands in the way.
 
     Raises:
         ValueError: For sizes that do not fit or an unknown activation (also a RuntimeError and an AssertionError); and
             if a head size is given, because torch.nn has no other than d_model / nhead.
-
-    In torch.nn: ``nn.TransformerEncoderLayer``, of which this is a subclass; ``self_attn`` is torch's own
-    ``nn.MultiheadAttention``. In eval, without gradients and batch first its ``forward`` is one call of
-    ``torch._transformer_encoder_layer_fwd`` (the fast path), unless a hook, an odd number of heads, bias=False or
-    another activation stands in the way.
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
@@ -54,13 +34,6 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         It takes the weights of the parts and does not call them: see trap `parts_bypassed`.
         It goes by the activation that the layer was built with: see trap `activation_replaced_later`.
         It is not always the faster one: see trap `fast_path_slower_on_cpu`.
-
-    Source: Vaswani et al. 2017, sections 3.1 and 3.3; Xiong et al. 2020, figure 1 (pre-norm);
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoderLayer.html
-
-    >>> layer = TransformerEncoderLayer(d_model=12, nhead=3, dim_feedforward=20)
-    >>> layer(torch.randn(5, 2, 12)).shape
-    torch.Size([5, 2, 12])
     """
 
     def __init__(
@@ -105,22 +78,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Pass the source through the layer.
-
-        Args:
-            src: (len, batch, d_model), (batch, len, d_model) if batch_first, or (len, d_model).
-            src_mask: (len, len) or (batch * nhead, len, len). Bool: True = may **not** look; float: added.
-            src_key_padding_mask: (batch, len) or (len). Bool: True = **not** looked at; float: added.
-            is_causal: A promise that ``src_mask`` is causal.
-
-        Returns:
-            The shape of ``src``.
-
-        Raises:
-            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
-            TypeError: For masks that are neither bool nor float (also an AssertionError).
-
-        In torch.nn: ``nn.TransformerEncoderLayer.forward``, called as it is.
+        """In torch.nn: ``nn.TransformerEncoderLayer.forward``, called as it is.
 
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
@@ -135,38 +93,15 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         return super().forward(src, src_mask, src_key_padding_mask, is_causal)
 
 
+@documented_like(by_hand.TransformerDecoderLayer)
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
-    """Self-attention, attention to the memory, then a feed-forward network, each with residual and LayerNorm.
-
-    post-norm: x = LayerNorm(x + SelfAttention(x)); x = LayerNorm(x + Attention(x, memory)); x = LayerNorm(x + FFN(x))
-
-    pre-norm (norm_first): x = x + SelfAttention(LayerNorm(x)); x = x + Attention(LayerNorm(x), memory);
-    x = x + FFN(LayerNorm(x))
-
-    FFN(x) = activation(x W_1 + b_1) W_2 + b_2
-
-    Args:
-        d_model: Width of input, memory and output.
-        nhead: Number of heads; divides d_model unless both head sizes are given.
-        dim_feedforward: Width of the hidden layer of the feed-forward network.
-        dropout: Probability of dropping: attention weights, hidden units, and what is added to the residual.
-        activation: "relu", "gelu" or a function.
-        layer_norm_eps: Epsilon of the LayerNorms.
-        batch_first: Input and output are (batch, len, d_model) instead of (len, batch, d_model).
-        norm_first: LayerNorm before each sub-layer instead of after its residual. The memory is not normalised.
-        bias: Whether linear layers, attentions and LayerNorms have biases.
-        device: Where the parameters live.
-        dtype: Their dtype.
-        qk_head_dim: d_k; d_model / nhead if not given.
-        v_head_dim: d_v; d_model / nhead if not given.
+    """In torch.nn: ``nn.TransformerDecoderLayer``, of which this is a subclass; ``self_attn`` and ``multihead_attn``
+    are torch's own ``nn.MultiheadAttention``, called with need_weights=False. There is no fused layer; the
+    self-attention takes its own fast path.
 
     Raises:
         ValueError: For sizes that do not fit or an unknown activation (also a RuntimeError and an AssertionError); and
             if a head size is given, because torch.nn has no other than d_model / nhead.
-
-    In torch.nn: ``nn.TransformerDecoderLayer``, of which this is a subclass; ``self_attn`` and ``multihead_attn`` are
-    torch's own ``nn.MultiheadAttention``, called with need_weights=False. There is no fused layer; the self-attention
-    takes its own fast path.
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
@@ -174,13 +109,6 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         It drops from the start, until ``eval()``: see trap `dropout_by_default`.
         Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.
         Step-by-step decoding computes everything anew: see trap `no_cache`.
-
-    Source: Vaswani et al. 2017, sections 3.1 and 3.3; Xiong et al. 2020, figure 1 (pre-norm);
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerDecoderLayer.html
-
-    >>> layer = TransformerDecoderLayer(d_model=12, nhead=3, dim_feedforward=20)
-    >>> layer(torch.randn(5, 2, 12), memory=torch.randn(7, 2, 12)).shape
-    torch.Size([5, 2, 12])
     """
 
     def __init__(
@@ -231,29 +159,12 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         *,
         cache: DecoderLayerCache | None = None,
     ) -> Tensor:
-        """Pass the target through the layer.
-
-        Args:
-            tgt: (tgt_len, batch, d_model), (batch, tgt_len, d_model) if batch_first, or (tgt_len, d_model).
-            memory: The encoder's output, (src_len, batch, d_model), likewise.
-            tgt_mask: (tgt_len, tgt_len) or (batch * nhead, tgt_len, tgt_len). Bool: True = may **not** look; float:
-                added to the scores.
-            memory_mask: (tgt_len, src_len) or (batch * nhead, tgt_len, src_len), likewise.
-            tgt_key_padding_mask: (batch, tgt_len) or (tgt_len). Bool: True = **not** looked at; float: added.
-            memory_key_padding_mask: (batch, src_len) or (src_len), likewise.
-            tgt_is_causal: A promise that ``tgt_mask`` is causal.
-            memory_is_causal: A promise that ``memory_mask`` is causal.
-            cache: Keys and values of earlier calls; masks of the target then span the earlier places too. Keyword only.
-
-        Returns:
-            The shape of ``tgt``.
+        """In torch.nn: ``nn.TransformerDecoderLayer.forward``, called as it is.
 
         Raises:
             ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError), and for a
                 cache, which torch.nn does not have.
             TypeError: For masks that are neither bool nor float (also an AssertionError).
-
-        In torch.nn: ``nn.TransformerDecoderLayer.forward``, called as it is.
 
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.

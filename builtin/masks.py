@@ -11,7 +11,9 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask
 
+from scratch import masks as by_hand
 from scratch import validation
+from scratch.documentation import documented_like
 from scratch.masks import (
     Alignment,
     draw,
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 
+@documented_like(by_hand.causal)
 def causal(
     query_len: int,
     key_len: int | None = None,
@@ -43,32 +46,13 @@ def causal(
     align: Alignment = "upper_left",
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "query_len key_len"]:
-    """Let no query look at a later key.
-
-    may_attend[i, j] = j <= i + offset, with offset 0 (upper_left) or key_len - query_len (lower_right)
-
-    Args:
-        query_len: Number of queries.
-        key_len: Number of keys; as many as queries if not given.
-        align: Which corner the diagonal of a non-square mask runs through. ``lower_right`` is right when the queries
-            are the last of the keys, as in decoding with a cache.
-        device: Where to build it.
-
-    Returns:
-        (query_len, key_len), True = may look.
-
-    Raises:
-        ValueError: For a negative length or an unknown alignment.
-
-    In torch.nn: ``nn.Transformer.generate_square_subsequent_mask``, of which this is a corner, made bool.
+    """In torch.nn: ``nn.Transformer.generate_square_subsequent_mask``, of which this is a corner, made bool.
     ``torch.nn.attention.bias.causal_upper_left`` and ``causal_lower_right`` say the same to
     ``F.scaled_dot_product_attention`` without building it.
 
     Traps:
         torch's function builds float32 whatever the model's dtype: see trap `square_subsequent_float32`.
         ``is_causal=True`` always means ``upper_left``: see trap `sdpa_top_left`.
-
-    Source: Vaswani et al. 2017, section 3.2.3.
 
     >>> print(draw(causal(2, 4)))
     1 0 0 0
@@ -87,6 +71,7 @@ def causal(
     return may_attend[:query_len, :key_len]
 
 
+@documented_like(by_hand.sliding_window)
 def sliding_window(
     query_len: int,
     key_len: int | None = None,
@@ -95,28 +80,9 @@ def sliding_window(
     align: Alignment = "upper_left",
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "query_len key_len"]:
-    """Let a query look at keys that are fewer than ``window`` places away, on either side.
-
-    may_attend[i, j] = |i + offset - j| < window
-
-    Args:
-        query_len: Number of queries.
-        key_len: Number of keys; as many as queries if not given.
-        window: 1 lets a query see its own place only. With ``& causal(...)`` it sees the last ``window`` places.
-        align: As in ``causal``.
-        device: Where to build it.
-
-    Returns:
-        (query_len, key_len), True = may look.
-
-    Raises:
-        ValueError: For a negative length, a window below 1 or an unknown alignment.
-
-    In torch.nn: ``torch.nn.attention.flex_attention.create_mask`` with a ``mask_mod``, a function of the indices that
-    says True = may look. Given to ``create_block_mask`` instead, the same function lets ``flex_attention`` skip whole
-    blocks.
-
-    Source: Beltagy et al. 2020, section 3.1.
+    """In torch.nn: ``torch.nn.attention.flex_attention.create_mask`` with a ``mask_mod``, a function of the indices
+    that says True = may look. Given to ``create_block_mask`` instead, the same function lets ``flex_attention`` skip
+    whole blocks.
 
     >>> print(draw(sliding_window(4, window=2) & causal(4)))
     1 0 0 0

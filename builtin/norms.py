@@ -7,73 +7,28 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from scratch import norms as by_hand
 from scratch import validation
+from scratch.documentation import documented_like
 
 __all__ = ["RMSNorm", "rms_norm"]
 
 
+@documented_like(by_hand.rms_norm)
 def rms_norm(
     input: Float[Tensor, "..."],  # noqa: A002  torch's name
     normalized_shape: Sequence[int],
     weight: Float[Tensor, "..."] | None = None,
     eps: float | None = None,
 ) -> Float[Tensor, "..."]:
-    """Divide features by their root mean square, and scale each by its gain.
-
-    RMSNorm(x) = x / sqrt(mean(x²) + eps) * weight
-
-    Args:
-        input: (..., *normalized_shape).
-        normalized_shape: The trailing dimensions over which the mean is taken.
-        weight: The gains, of shape ``normalized_shape``; 1 if not given.
-        eps: Keeps the root away from 0. The distance from 1 to the next larger number if not given; that of float32
-            where the input is float16 or bfloat16.
-
-    Returns:
-        The shape and dtype of ``input``. Half precision is computed in float32 and rounded once, at the end.
-
-    Raises:
-        ValueError: If ``input`` does not end in ``normalized_shape``, or ``weight`` is shaped otherwise (also a
-            RuntimeError).
-        TypeError: For an input that is not floating (also a RuntimeError).
-
-    In torch.nn: ``F.rms_norm``, called as it is. It warns about a ``weight`` of another dtype.
-
-    Source: Zhang and Sennrich 2019, equation 4;
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.rms_norm.html
-
-    >>> rms_norm(torch.tensor([[3.0, -4.0, 0.0, 0.0]]), [4])  # the mean square is 25 / 4
-    tensor([[ 1.2000, -1.6000,  0.0000,  0.0000]])
-    """
+    """In torch.nn: ``F.rms_norm``, called as it is. It warns about a ``weight`` of another dtype."""
     validation.check_rms_norm(input, normalized_shape, weight)
     return F.rms_norm(input, list(normalized_shape), weight, eps)
 
 
+@documented_like(by_hand.RMSNorm)
 class RMSNorm(nn.RMSNorm):
-    """Divide features by their root mean square, and scale each by a learnt gain.
-
-    RMSNorm(x) = x / sqrt(mean(x²) + eps) * weight
-
-    Args:
-        normalized_shape: The trailing dimensions over which the mean is taken; a number stands for one dimension.
-        eps: Keeps the root away from 0; the distance from 1 to the next larger number if not given.
-        elementwise_affine: Whether there are gains.
-        device: Where they live.
-        dtype: Their dtype.
-
-    Raises:
-        ValueError: For a negative size.
-        TypeError: For a size that is not a whole number.
-
-    In torch.nn: ``nn.RMSNorm``, of which this is a subclass.
-
-    Source: Zhang and Sennrich 2019; https://docs.pytorch.org/docs/stable/generated/torch.nn.RMSNorm.html
-
-    >>> norm = RMSNorm(12, elementwise_affine=False)
-    >>> norm(torch.randn(2, 5, 12)).pow(2).mean(-1)
-    tensor([[1.0000, 1.0000, 1.0000, 1.0000, 1.0000],
-            [1.0000, 1.0000, 1.0000, 1.0000, 1.0000]])
-    """
+    """In torch.nn: ``nn.RMSNorm``, of which this is a subclass."""
 
     def __init__(
         self,
@@ -88,19 +43,6 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(shape, eps, elementwise_affine, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise.
-
-        Args:
-            x: (..., *normalized_shape).
-
-        Returns:
-            The shape and dtype of ``x``.
-
-        Raises:
-            ValueError: If ``x`` does not end in ``normalized_shape`` (also a RuntimeError).
-            TypeError: For an input that is not floating (also a RuntimeError).
-
-        In torch.nn: ``nn.RMSNorm.forward``, called as it is.
-        """
+        """In torch.nn: ``nn.RMSNorm.forward``, called as it is."""
         validation.check_rms_norm(x, self.normalized_shape, self.weight)
         return super().forward(x)

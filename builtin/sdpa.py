@@ -6,11 +6,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 
+from scratch import sdpa as by_hand
 from scratch import validation
+from scratch.documentation import documented_like
 
 __all__ = ["scaled_dot_product_attention"]
 
 
+@documented_like(by_hand.scaled_dot_product_attention)
 def scaled_dot_product_attention(
     query: Float[Tensor, "*heads query_len head_dim"],
     key: Float[Tensor, "*key_heads key_len head_dim"],
@@ -22,29 +25,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "... query_len v_head_dim"]:
-    r"""Let every query take the mean of the values, weighted by how well their keys match it.
-
-    Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(d_k)) V
-
-    Args:
-        query: (..., query_len, head_dim).
-        key: (..., key_len, head_dim).
-        value: (..., key_len, v_head_dim).
-        attn_mask: Broadcastable to (..., query_len, key_len). Bool: True = the query **may look** at the key;
-            float: added to the scores. A causal bias of ``torch.nn.attention.bias`` is accepted too.
-        dropout_p: Probability with which a weight is dropped. Applied whenever it is above 0.
-        is_causal: Query i may look at keys 0 ... i (upper-left alignment). Excludes ``attn_mask``.
-        scale: Factor on the scores; 1 / sqrt(head_dim) if not given. May be negative.
-        enable_gqa: Grouped heads: dimension -3 of key and value is repeated to that of query.
-
-    Returns:
-        (..., query_len, v_head_dim). A query that may look at no key gets 0, with gradient 0.
-
-    Raises:
-        ValueError: For shapes that do not fit together, or a mask beside ``is_causal`` (also a RuntimeError).
-        TypeError: For dtypes that do not fit together (also a RuntimeError).
-
-    In torch.nn: ``F.scaled_dot_product_attention``. It picks one of several kernels;
+    """In torch.nn: ``F.scaled_dot_product_attention``. It picks one of several kernels;
     ``torch.nn.attention.sdpa_kernel`` narrows the choice.
 
     Traps:
@@ -59,9 +40,6 @@ def scaled_dot_product_attention(
         Queries that are scaled already are scaled again: see trap `sdpa_scaled_twice`.
         The gradient has no gradient, but for the MATH kernel: see trap `no_second_derivative`.
         Which kernel is taken is not said: see traps `sdpa_falls_back`, `sdpa_without_batch`.
-
-    Source: Vaswani et al. 2017, section 3.2.1, equation 1;
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 
     >>> query, keys, values = torch.randn(2, 3, 5, 11), torch.randn(2, 3, 7, 11), torch.randn(2, 3, 7, 13)
     >>> scaled_dot_product_attention(query, keys, values, is_causal=True).shape

@@ -11,71 +11,28 @@ from torch.nn import functional as F
 from builtin import masks
 from builtin.layers import TransformerEncoderLayer
 from builtin.transformer import Transformer, TransformerEncoder
+from scratch import seq2seq as by_hand
 from scratch import validation
 from scratch.decoding import LayerCache, beam_search, greedy_decode
+from scratch.documentation import documented_like
 from scratch.positional import Layout, PositionalEncoding
 
 __all__ = ["Seq2SeqTransformer"]
 
 
+@documented_like(by_hand.Seq2SeqTransformer)
 class Seq2SeqTransformer(nn.Module):
-    """Read a source sentence, and say for each place of a target sentence which token comes next.
-
-    memory = Encoder(sqrt(d_model) * E_src[src_ids] + PE)
-
-    logits = Decoder(sqrt(d_model) * E_tgt[tgt_ids] + PE, memory) Wᵀ
-
-    Which places are padding is read off the ids: nobody looks at ``pad_id``, in the source nor in the target, and no
-    target token looks at a later one.
-
-    Args:
-        src_vocab_size: Number of tokens of the source language.
-        tgt_vocab_size: Number of tokens of the target language.
-        d_model: Width of the embeddings and of every layer.
-        nhead: Number of heads; divides d_model unless both head sizes are given.
-        num_encoder_layers: Number of encoder layers.
-        num_decoder_layers: Number of decoder layers.
-        dim_feedforward: Width of the hidden layer of the feed-forward networks.
-        dropout: Probability of dropping: embeddings with their positions, attention weights, hidden units, and what is
-            added to the residual.
-        activation: "relu", "gelu" or a function.
-        layer_norm_eps: Epsilon of the LayerNorms.
-        norm_first: LayerNorm before each sub-layer instead of after its residual.
-        bias: Whether linear layers, attentions and LayerNorms have biases; the last projection has none.
-        max_len: Number of positions: the greatest length of source and target.
-        pad_id: The token of both languages that fills a row up.
-        start_id: The target token that ``generate`` starts with.
-        end_id: The target token that ends a sentence.
-        positional: Layout of the positional encoding, "interleaved" or "concatenated".
-        scale_embeddings: Multiply embeddings by sqrt(d_model). They are drawn from N(0, 1 / d_model) then, and from
-            N(0, 1) otherwise, so that what enters the encoder has unit variance either way.
-        tie_weights: Let the last projection share its weights with the target embedding, which is then drawn from
-            N(0, 1 / d_model) in any case.
-        qk_head_dim: d_k; d_model / nhead if not given.
-        v_head_dim: d_v; d_model / nhead if not given.
-        device: Where the parameters live.
-        dtype: Their dtype.
+    """In torch.nn: only the parts: ``nn.Embedding``, ``nn.Transformer`` and ``nn.Linear``. The masks go in as
+    torch.nn takes them, and so that neither the fast path nor its absence changes a logit.
 
     Raises:
         ValueError: For sizes that do not fit, an unknown activation or layout, or special tokens that are outside of
             the vocabulary; pad_id must differ from start_id and end_id. Also if a head size is given, because torch.nn
             has no other than d_model / nhead.
 
-    In torch.nn: only the parts: ``nn.Embedding``, ``nn.Transformer`` and ``nn.Linear``. The masks go in as
-    torch.nn takes them, and so that neither the fast path nor its absence changes a logit.
-
     Traps:
         torch.nn takes embeddings and knows nothing of positions: see trap `no_positions`.
         Its default encoder warns about nested tensors, and would wait for the device: see trap `nested_tensor_warning`.
-
-    Source: Vaswani et al. 2017, figure 1 and section 3.4.
-
-    >>> model = Seq2SeqTransformer(11, 13, d_model=12, nhead=3, num_encoder_layers=1, num_decoder_layers=1)
-    >>> src_ids = torch.tensor([[5, 3, 7], [4, 0, 0]])  # 0 is padding
-    >>> model(src_ids, tgt_ids=torch.tensor([[1, 8], [1, 6]])).shape
-    torch.Size([2, 2, 13])
-    >>> model.eval().generate(src_ids, max_len=4).shape[0]
-    2
     """
 
     def __init__(
@@ -144,38 +101,11 @@ class Seq2SeqTransformer(nn.Module):
             nn.init.normal_(embedding.weight, std=std)
 
     def forward(self, src_ids: Tensor, tgt_ids: Tensor) -> Tensor:
-        """Score every token of the target language as the one that follows each place of the target.
-
-        Args:
-            src_ids: (batch, src_len).
-            tgt_ids: (batch, tgt_len): the start token and, in training, the target without its last token.
-
-        Returns:
-            Logits, (batch, tgt_len, tgt_vocab_size). At padded places they are finite and mean nothing.
-
-        Raises:
-            ValueError: For ids that are not two-dimensional, of different batches, longer than max_len, or on another
-                device than the parameters. Ids outside of the vocabulary are left to ``nn.Embedding``: to look
-                for them would wait for the device.
-            TypeError: For ids that are neither int64 nor int32.
-        """
         validation.check_source_and_target(self, src_ids, tgt_ids)
         return self.decode(tgt_ids, self.encode(src_ids), src_ids)
 
     def encode(self, src_ids: Tensor) -> Tensor:
-        """Read the source.
-
-        Args:
-            src_ids: (batch, src_len).
-
-        Returns:
-            The memory, (batch, src_len, d_model), 0 at padded places.
-
-        Raises:
-            ValueError: As ``forward``.
-            TypeError: As ``forward``.
-
-        In torch.nn: ``nn.TransformerEncoder``.
+        """In torch.nn: ``nn.TransformerEncoder``.
 
         Traps:
             Where padding is 0 depends on the path taken: see trap `encoder_zeroes_padding`.
@@ -195,14 +125,7 @@ class Seq2SeqTransformer(nn.Module):
         *,
         cache: Sequence[LayerCache] | None = None,
     ) -> Tensor:
-        """Score the tokens that may follow each place of the target, against a memory.
-
-        Args:
-            tgt_ids: (batch, tgt_len), the whole target so far, with a cache too.
-            memory: (batch, src_len, d_model), what ``encode`` made of ``src_ids``.
-            src_ids: (batch, src_len); they say which places of the memory are padding.
-            cache: What earlier calls with the beginning of this target have left, from ``new_cache``: only tokens that
-                it does not hold yet are computed, and are added to it.
+        """In torch.nn: ``nn.TransformerDecoder``.
 
         Returns:
             Logits, (batch, tgt_len, tgt_vocab_size).
@@ -210,8 +133,6 @@ class Seq2SeqTransformer(nn.Module):
         Raises:
             ValueError: As ``forward``, and for a memory of another shape or a cache, which torch.nn does not have.
             TypeError: As ``forward``.
-
-        In torch.nn: ``nn.TransformerDecoder``.
 
         Traps:
             There is no cache: see trap `no_cache`.
@@ -250,21 +171,6 @@ class Seq2SeqTransformer(nn.Module):
         """Translate: build the target token by token, greedily or by beam search.
 
         Dropout acts in train mode here as everywhere: call ``eval()`` first. Each step computes all tokens so far anew.
-
-        Args:
-            src_ids: (batch, src_len).
-            max_len: The greatest number of generated tokens, the end token among them.
-            beam_size: Number of hypotheses that beam search keeps; 1 is greedy decoding.
-            length_penalty: How much beam search favours long hypotheses; see ``scratch.decoding.beam_search``.
-
-        Returns:
-            Token ids, (batch, at most max_len), without the start token. A row ends with ``end_id`` if it gets there,
-            and is filled up with ``pad_id``, which is not chosen otherwise.
-
-        Raises:
-            ValueError: As ``forward``; also for ids outside of the vocabulary, a max_len below 1 or beyond the
-                positions, a beam_size below 1 or a negative length_penalty.
-            TypeError: As ``forward``.
 
         Traps:
             The more tokens there are, the more each costs: see trap `no_cache`.

@@ -8,30 +8,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from builtin.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from scratch import transformer as by_hand
 from scratch import validation
+from scratch.documentation import documented_like
 from scratch.layers import DecoderLayerCache
 
 __all__ = ["Transformer", "TransformerDecoder", "TransformerEncoder"]
 
 
+@documented_like(by_hand.TransformerEncoder)
 class TransformerEncoder(nn.TransformerEncoder):
-    """A stack of encoder layers.
-
-    x = layer_N(... layer_1(x)); norm(x) if there is one
-
-    Args:
-        encoder_layer: The layer that is copied; all copies start with the same parameters.
-        num_layers: Number of copies.
-        norm: What is applied to the last layer's output.
-        enable_nested_tensor: Let torch.nn leave padding out of the arithmetic, in eval without gradients.
-        mask_check: Let torch.nn do so only where padding stands at the end.
-
-    Raises:
-        ValueError: If num_layers is negative.
-
-    In torch.nn: ``nn.TransformerEncoder``, of which this is a subclass. In eval, without gradients and with padding at
-    the end it turns the input into a nested tensor, runs the layers on their fast path, and fills the padded places of
-    the output with 0. Nested tensors themselves are refused as input, as by scratch.
+    """In torch.nn: ``nn.TransformerEncoder``, of which this is a subclass. In eval, without gradients and with padding
+    at the end it turns the input into a nested tensor, runs the layers on their fast path, and fills the padded places
+    of the output with 0. Nested tensors themselves are refused as input, as by scratch.
 
     Traps:
         All layers start with the same parameters: see trap `clones_start_identical`.
@@ -41,9 +30,6 @@ class TransformerEncoder(nn.TransformerEncoder):
         With mask_check=False padding in front costs the last tokens: see trap `mask_check_off`.
         torch.nn itself refuses 0 layers at the first call only: see trap `no_layers`.
         It gives no attention weights of its layers: see trap `no_maps_from_layers`.
-
-    Source: Vaswani et al. 2017, section 3.1;
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoder.html
 
     >>> encoder_layer = TransformerEncoderLayer(d_model=12, nhead=2, batch_first=True)
     >>> encoder = TransformerEncoder(encoder_layer, num_layers=2)
@@ -69,23 +55,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """Pass the source through the layers in turn.
-
-        Args:
-            src: (len, batch, d_model), (batch, len, d_model) if batch_first, or (len, d_model).
-            mask: (len, len) or (batch * nhead, len, len). Bool: True = may **not** look; float: added.
-            src_key_padding_mask: (batch, len) or (len). Bool: True = **not** looked at; float: added.
-            is_causal: A promise that ``mask`` is causal; None looks at the values to find out.
-
-        Returns:
-            The shape of ``src``.
-
-        Raises:
-            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError), and without
-                layers (also an IndexError).
-            TypeError: For masks that are neither bool nor float (also an AssertionError).
-
-        In torch.nn: ``nn.TransformerEncoder.forward``, called as it is.
+        """In torch.nn: ``nn.TransformerEncoder.forward``, called as it is.
 
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
@@ -99,33 +69,15 @@ class TransformerEncoder(nn.TransformerEncoder):
         return super().forward(src, mask, src_key_padding_mask, is_causal)
 
 
+@documented_like(by_hand.TransformerDecoder)
 class TransformerDecoder(nn.TransformerDecoder):
-    """A stack of decoder layers.
-
-    x = layer_N(... layer_1(x, memory), memory); norm(x) if there is one
-
-    Args:
-        decoder_layer: The layer that is copied; all copies start with the same parameters.
-        num_layers: Number of copies.
-        norm: What is applied to the last layer's output.
-
-    Raises:
-        ValueError: If num_layers is negative.
-
-    In torch.nn: ``nn.TransformerDecoder``, of which this is a subclass. There is no fast path.
+    """In torch.nn: ``nn.TransformerDecoder``, of which this is a subclass. There is no fast path.
 
     Traps:
         All layers start with the same parameters: see trap `clones_start_identical`.
         The layer passed in is copied and not used: see trap `layer_kept_beside_stack`.
         It gives no attention weights of its layers: see trap `no_maps_from_layers`.
         Step-by-step decoding computes everything anew: see trap `no_cache`.
-
-    Source: Vaswani et al. 2017, section 3.1;
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerDecoder.html
-
-    >>> decoder = TransformerDecoder(TransformerDecoderLayer(d_model=12, nhead=3), num_layers=2)
-    >>> decoder(torch.randn(5, 2, 12), memory=torch.randn(7, 2, 12)).shape
-    torch.Size([5, 2, 12])
     """
 
     def __init__(self, decoder_layer: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
@@ -145,29 +97,12 @@ class TransformerDecoder(nn.TransformerDecoder):
         *,
         cache: Sequence[DecoderLayerCache] | None = None,
     ) -> Tensor:
-        """Pass the target through the layers in turn.
-
-        Args:
-            tgt: (tgt_len, batch, d_model), (batch, tgt_len, d_model) if batch_first, or (tgt_len, d_model).
-            memory: The encoder's output, (src_len, batch, d_model), likewise.
-            tgt_mask: (tgt_len, tgt_len) or (batch * nhead, tgt_len, tgt_len). Bool: True = may **not** look; float:
-                added to the scores.
-            memory_mask: (tgt_len, src_len) or (batch * nhead, tgt_len, src_len), likewise.
-            tgt_key_padding_mask: (batch, tgt_len) or (tgt_len). Bool: True = **not** looked at; float: added.
-            memory_key_padding_mask: (batch, src_len) or (src_len), likewise.
-            tgt_is_causal: A promise that ``tgt_mask`` is causal; None looks at the values to find out.
-            memory_is_causal: A promise that ``memory_mask`` is causal.
-            cache: One for each layer; masks of the target then span the earlier places too. Keyword only.
-
-        Returns:
-            The shape of ``tgt``.
+        """In torch.nn: ``nn.TransformerDecoder.forward``, called as it is.
 
         Raises:
             ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError), and for a
                 cache, which torch.nn does not have.
             TypeError: For masks that are neither bool nor float (also an AssertionError).
-
-        In torch.nn: ``nn.TransformerDecoder.forward``, called as it is.
 
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
@@ -190,45 +125,20 @@ class TransformerDecoder(nn.TransformerDecoder):
         )
 
 
+@documented_like(by_hand.Transformer)
 class Transformer(nn.Transformer):
-    """The encoder-decoder of the paper, without embeddings and output projection.
-
-    memory = Encoder(src); output = Decoder(tgt, memory)
-
-    Args:
-        d_model: Width of source, target and output.
-        nhead: Number of heads; divides d_model unless both head sizes are given.
-        num_encoder_layers: Number of encoder layers.
-        num_decoder_layers: Number of decoder layers.
-        dim_feedforward: Width of the hidden layer of the feed-forward networks.
-        dropout: Probability of dropping: attention weights, hidden units, and what is added to the residual.
-        activation: "relu", "gelu" or a function.
-        custom_encoder: Stands in for the encoder: called as ``encoder(src, mask=, src_key_padding_mask=, is_causal=)``.
-        custom_decoder: Stands in for the decoder, called with the decoder's keywords.
-        layer_norm_eps: Epsilon of the LayerNorms.
-        batch_first: Inputs and output are (batch, len, d_model) instead of (len, batch, d_model).
-        norm_first: LayerNorm before each sub-layer instead of after its residual.
-        bias: Whether linear layers, attentions and LayerNorms have biases.
-        device: Where the parameters live.
-        dtype: Their dtype.
-        qk_head_dim: d_k; d_model / nhead if not given.
-        v_head_dim: d_v; d_model / nhead if not given.
+    """In torch.nn: ``nn.Transformer``, of which this is a subclass, with this package's stacks as ``custom_encoder``
+    and ``custom_decoder``: the same parameters, drawn in the same order.
 
     Raises:
         ValueError: For sizes that do not fit or an unknown activation (also a RuntimeError and an AssertionError); and
             if a head size is given, because torch.nn has no other than d_model / nhead.
-
-    In torch.nn: ``nn.Transformer``, of which this is a subclass, with this package's stacks as ``custom_encoder`` and
-    ``custom_decoder``: the same parameters, drawn in the same order.
 
     Traps:
         Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
         A custom encoder or decoder loses its weights: see trap `custom_encoder_redrawn`.
         A LayerNorm ends both stacks, even in post-norm: see trap `final_norm_post_norm`.
         Built with its defaults it warns: see trap `nested_tensor_warning`.
-
-    Source: Vaswani et al. 2017, figure 1;
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.Transformer.html
 
     >>> model = Transformer(12, nhead=2, num_encoder_layers=1, num_decoder_layers=1, batch_first=True)
     >>> model(torch.randn(2, 7, 12), torch.randn(2, 5, 12)).shape
@@ -295,30 +205,7 @@ class Transformer(nn.Transformer):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Encode the source and decode the target against it.
-
-        Args:
-            src: (src_len, batch, d_model), (batch, src_len, d_model) if batch_first, or (src_len, d_model).
-            tgt: (tgt_len, batch, d_model), likewise.
-            src_mask: (src_len, src_len) or (batch * nhead, src_len, src_len). Bool: True = may **not** look; float:
-                added to the scores.
-            tgt_mask: (tgt_len, tgt_len), likewise. It is not causal unless you make it so.
-            memory_mask: (tgt_len, src_len), likewise.
-            src_key_padding_mask: (batch, src_len) or (src_len). Bool: True = **not** looked at; float: added.
-            tgt_key_padding_mask: (batch, tgt_len) or (tgt_len), likewise.
-            memory_key_padding_mask: (batch, src_len) or (src_len): usually ``src_key_padding_mask`` once more.
-            src_is_causal: A promise that ``src_mask`` is causal; None looks at the values to find out.
-            tgt_is_causal: A promise that ``tgt_mask`` is causal; None looks at the values to find out.
-            memory_is_causal: A promise that ``memory_mask`` is causal.
-
-        Returns:
-            The shape of ``tgt``.
-
-        Raises:
-            ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
-            TypeError: For masks that are neither bool nor float (also an AssertionError).
-
-        In torch.nn: ``nn.Transformer.forward``, called as it is.
+        """In torch.nn: ``nn.Transformer.forward``, called as it is.
 
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
@@ -347,28 +234,10 @@ class Transformer(nn.Transformer):
     def generate_square_subsequent_mask(
         sz: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Build the square causal mask in float form: 0 where a query may look, -inf at later keys.
-
-        Args:
-            sz: Number of queries and keys.
-            device: Where to build it.
-            dtype: Its dtype.
-
-        Returns:
-            (sz, sz).
-
-        Raises:
-            ValueError: For a negative size (also a RuntimeError).
-            TypeError: For a dtype of integers, which has no -inf (also a RuntimeError).
-
-        In torch.nn: ``nn.Transformer.generate_square_subsequent_mask``, called as it is.
+        """In torch.nn: ``nn.Transformer.generate_square_subsequent_mask``, called as it is.
 
         Traps:
             float32 whatever the model's dtype, unless told otherwise: see trap `square_subsequent_float32`.
-
-        >>> Transformer.generate_square_subsequent_mask(2)
-        tensor([[0., -inf],
-                [0., 0.]])
         """
         validation.check_square_subsequent_mask(sz, dtype)
         return nn.Transformer.generate_square_subsequent_mask(sz, device, dtype)  # type: ignore[arg-type]

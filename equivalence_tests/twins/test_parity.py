@@ -210,6 +210,7 @@ SCRATCH_ONLY_FILES = {
     "rounding.py": INSIDE_KERNELS,
     "score_functions.py": "torch's flex attention takes the same functions",
     "tiling.py": INSIDE_KERNELS,
+    "documentation.py": "it attaches to builtin what both say",
     "positional.py": "torch.nn has no positional encoding: both use this one",
     "decoding.py": "torch.nn has no decoding and no cache; builtin decodes by recomputation",
 }

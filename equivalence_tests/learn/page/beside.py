@@ -4,6 +4,7 @@ import ast
 import builtins
 import difflib
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,11 +16,11 @@ import builtin
 import scratch
 from equivalence_tests.learn.page.code import Link, coloured_lines
 
-__all__ = ["Chunk", "Half", "Twin", "Unit", "address_of", "twins"]
+__all__ = ["Chunk", "Half", "Twin", "Unit", "address_of", "is_preamble", "twins"]
 
 FOLDERS = {"scratch": Path(inspect.getfile(scratch)).parent, "builtin": Path(inspect.getfile(builtin)).parent}
 NOT_SHOWN = ("__init__", "__main__")
-FIRST = ("functional", "attention", "masks", "layers", "transformer", "seq2seq")  # the way into the code
+FIRST = ("functional", "sdpa", "attention", "masks", "layers", "transformer", "seq2seq")  # the way into the code
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,15 @@ def twins() -> tuple[Twin, ...]:
     """Set every file of scratch beside its twin.
 
     Returns:
-        Files with a twin first: those that one reads first, then by name.
+        Those that one reads first, then files with a twin, then the others, by name.
     """
     files = sorted(path.stem for path in FOLDERS["scratch"].glob("*.py") if path.stem not in NOT_SHOWN)
     found = [_twin(name) for name in files]
     return tuple(sorted(found, key=_rank))
 
 
-def _rank(twin: Twin) -> tuple[bool, int]:
-    return not twin.has_twin, FIRST.index(twin.name) if twin.name in FIRST else len(FIRST)
+def _rank(twin: Twin) -> tuple[int, bool]:
+    return FIRST.index(twin.name) if twin.name in FIRST else len(FIRST), not twin.has_twin
 
 
 def _twin(name: str) -> Twin:
@@ -207,11 +208,23 @@ def _first_line(node: ast.ClassDef | ast.FunctionDef) -> int:
 
 
 def _part(lines: Sequence[str], name: str, first: int, end: int, node: ast.AST) -> Part:
-    text = node.body[0] if node.body and ast.get_docstring(node) else None  # type: ignore[attr-defined, arg-type]
-    kept = [
-        line
-        for number, line in enumerate(lines[first - 1 : end - 1], start=first)
-        if text is None or not text.lineno <= number <= text.end_lineno
-    ]
-    code = inspect.cleandoc("\n" + "\n".join(kept)).rstrip()
+    left_out = {line for x in _not_shown(node) for line in range(x.lineno, (x.end_lineno or x.lineno) + 1)}
+    kept = [line for number, line in enumerate(lines[first - 1 : end - 1], start=first) if number not in left_out]
+    code = re.sub("\n{4,}", "\n\n\n", inspect.cleandoc("\n" + "\n".join(kept)).rstrip())
     return Part(name, first, ast.get_docstring(node) or "", code)  # type: ignore[arg-type]
+
+
+def _not_shown(node: ast.AST) -> Iterator[ast.stmt]:
+    """Give what is left out of the code: the docstring, and a file's imports and ``__all__``."""
+    body: list[ast.stmt] = node.body  # type: ignore[attr-defined]
+    if body and ast.get_docstring(node):  # type: ignore[arg-type]
+        yield body[0]
+    if isinstance(node, ast.Module):
+        yield from (x for x in body if is_preamble(x))
+
+
+def is_preamble(statement: ast.stmt) -> bool:
+    """Say whether a statement imports something, or lists what a file exports."""
+    if isinstance(statement, ast.Assign):
+        return ast.unparse(statement.targets[0]) == "__all__"
+    return isinstance(statement, ast.Import | ast.ImportFrom)

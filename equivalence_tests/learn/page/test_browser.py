@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from equivalence_tests.learn.page.gallery import conversions
-from scratch import functional, masks
+from scratch import masks, tiling
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[browser]'")
 CHROMIUM = next(
@@ -409,12 +409,12 @@ def pixel(browser: Browser, x: float, y: float) -> tuple[int, int, int]:
 
 
 def test_code_keeps_its_empty_lines(browser: Browser) -> None:
-    browser.open("code-functional")
-    first = browser.run("""return [...document.querySelectorAll('#code-functional-begin .halves > :first-child')]
+    browser.open("code-tiling")
+    first = browser.run("""return [...document.querySelectorAll('#code-tiling-begin .halves > :first-child')]
         .filter(x => x.tagName === 'PRE').map(x => x.innerText).join('');""")
-    source = Path(inspect.getfile(functional)).read_text(encoding="utf-8")
-    wanted = source.partition('"""\n\nimport')[2].partition("\n\n\ndef ")[0]
-    assert first.partition("import")[2].rstrip() == wanted
+    source = Path(inspect.getfile(tiling)).read_text(encoding="utf-8")
+    assert "\n\n" in first.strip()
+    assert first.strip() == source.partition('"tiled_attention"]')[2].partition("\n\n\ndef ")[0].strip()
 
 
 def test_nothing_moves_for_those_who_ask_for_that(browser: Browser) -> None:

@@ -1,3 +1,4 @@
+import ast
 import inspect
 import itertools
 import json
@@ -112,7 +113,11 @@ def test_every_line_of_every_file_is_beside_its_twin(page: PageReader) -> None:
             if not path.exists():
                 assert not twin.has_twin
                 continue
-            wanted = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = path.read_text(encoding="utf-8").splitlines()
+            for statement in filter(beside.is_preamble, ast.parse("\n".join(lines)).body):
+                for number in range(statement.lineno, (statement.end_lineno or 0) + 1):
+                    lines[number - 1] = ""
+            wanted = [line.strip() for line in lines if line.strip()]
             chunks = [chunk for unit in twin.units if getattr(unit, package) for chunk in unit.chunks]
             shown = "\n".join(str(getattr(chunk, package).striptags()) for chunk in chunks)
             told = ("scratch", package)  # what builtin says beyond scratch, and what it says too
