@@ -76,6 +76,9 @@ def verify_command(
     run_all: Annotated[
         bool, typer.Option("--run-all", help="Run every cell of a notebook, not only imports and definitions.")
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the code too, and hold it against itself in eager mode.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="CPU seconds allowed for each target.", min=1)] = 120.0,
     memory_mib: Annotated[int, typer.Option("--memory", help="MiB of memory allowed for each target.", min=256)] = 4096,
 ) -> None:
@@ -90,7 +93,9 @@ def verify_command(
     if paths.count(PRINTED) > 1:
         raise typer.BadParameter("only one of --json, --junit and --sarif can be -: give the others a file")
     console, reasons = Console(stderr=PRINTED in paths), _meant(meant or [], meant_file)
-    requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, reasons, run_all))
+    if compiled and inputs:
+        raise typer.BadParameter("works on single attentions, not with --inputs", param_hint="--compile")
+    requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, reasons, run_all, compiled))
     reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), Console(stderr=True))]
     if PRINTED not in paths:
         _show(reports, console)

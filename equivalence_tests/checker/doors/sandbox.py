@@ -38,6 +38,7 @@ class Request:
         adapter: "file.py:NAME" of an ``Adapter``; "" for none.
         meant: As in ``verify``.
         run_all: Run every cell of a notebook.
+        compiled: Compile it too.
     """
 
     target: str
@@ -46,6 +47,7 @@ class Request:
     adapter: str = ""
     meant: dict[str, str] = field(default_factory=dict)
     run_all: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
