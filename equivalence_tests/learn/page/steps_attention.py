@@ -65,16 +65,19 @@ def attention_view() -> View:
     may_attend = masks.causal(QUERY_LEN, KEY_LEN, align="lower_right")
     mask = masks.to_module_mask(may_attend)
     stages = detached(scratch.trace_attention(pair[0], query, memory, memory, attn_mask=mask))
-    masked = [tape_of(partial(call_attention, module, query, memory, may_attend)) for module in pair]
-    # With a mask neither side forms the bare scores: they are what the same call gives without one.
-    bare = [tape_of(partial(module, query, memory, memory)) for module in pair]
+    # Without weights scratch goes by the textbook, one equation a line; with them it rounds as torch.nn does.
+    textbook = tape_of(partial(pair[0], query, memory, memory, attn_mask=mask, need_weights=False))
+    masked = [textbook, tape_of(partial(call_attention, pair[1], query, memory, may_attend))]
+    # With a mask torch.nn never forms the bare scores: they are what the same call gives without one.
+    bare = [textbook, tape_of(partial(pair[1], query, memory, memory))]
     tensors = {"query": query, "memory": memory, "score_bias": masks.to_score_bias(may_attend, query.dtype), **stages}
     cells = explain_cells(pair[0], tensors)
     steps = [_attention_step(x, tensors, bare if x == "scores" else masked, cells[x]) for x in STAGES]
     lead = (
         "Each query asks for something, each key says what its token has to offer, and each value is what the token "
         "hands over: the better a query matches a key, the more it takes of that value. Here three queries look at "
-        "five keys, with two heads. A causal mask sets the last query beside the last key and hides what comes later."
+        "five keys, with two heads. A causal mask sets the last query beside the last key and hides what comes later. "
+        "The left side shows the textbook, the path that scratch takes when nobody asks for the weights."
     )
     return View("attention", "Attention", lead, shown(call_attention), tuple(steps))
 
@@ -100,7 +103,7 @@ def _operand(name: str, x: Tensor) -> tuple[Matrix, ...]:
 
 def call_with_cache(attention: Any, x: Tensor, cache: GrowingCache) -> Any:
     """Attend from the newest token, with what was remembered of the others."""
-    return attention(x[:, -1:], x[:, -1:], x[:, -1:], cache=cache)
+    return attention(x[:, -1:], x[:, -1:], x[:, -1:], cache=cache, need_weights=False)
 
 
 def call_without_cache(attention: Any, x: Tensor, may_attend: Tensor) -> Any:

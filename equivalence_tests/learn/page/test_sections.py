@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import scratch
 from equivalence_tests import randomize_parameters
 from equivalence_tests.learn.explain.entry import ATTENTION, SDPA, calls_of
-from equivalence_tests.learn.page import beside, exercises, gallery, speed, switches
+from equivalence_tests.learn.page import beside, exercises, gallery, speed, steps_attention, switches
 from equivalence_tests.learn.page.code import coloured_lines
 from equivalence_tests.learn.page.reading import PageReader, printed_plainly
 from equivalence_tests.learn.page.switch_table import ATTENTION_SWITCHES, SDPA_SWITCHES, Switch
@@ -101,6 +101,20 @@ def test_the_ways_of_torch_are_told_apart() -> None:
     assert ways["mha need_weights.1"].startswith("a fused kernel")
     assert ways["mha batch_first.1-mode.1"].startswith("the fast path")
     assert ways["sdpa dropout_p.1"].startswith("the plain path")
+
+
+def test_each_equation_of_the_paper_stands_beside_torchs_line() -> None:
+    steps = {step.name: step for step in steps_attention.attention_view().steps}
+    for name, line in {
+        "scores": "scores = (q * scale) @ k.transpose(-2, -1)",
+        "masked_scores": "masked_scores = ",
+        "weights": "weights = softmax(masked_scores)",
+        "context": "context = weights @ v",
+    }.items():
+        (ours,), (theirs,) = steps[name].scratch.quotes, steps[name].torch.quotes
+        assert (ours.excerpt.file, ours.excerpt.owner) == ("scratch/functional.py", "attention")
+        assert ours.excerpt.code.startswith(line)
+        assert theirs.excerpt.owner == "multi_head_attention_forward"
 
 
 def test_every_line_of_every_file_is_beside_its_twin(page: PageReader) -> None:
