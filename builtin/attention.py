@@ -23,7 +23,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             AssertionError); and if a head size is given, because torch.nn has no other than embed_dim / num_heads.
 
     Traps:
-        Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
+        Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
         ``in_proj_weight`` is drawn as one matrix, narrower than three would be: see trap `packed_init`.
         ``kdim`` and ``vdim`` change the names in the state_dict: see trap `state_dict_forks`.
         ``add_bias_kv`` adds a token, not a bias: see trap `bias_kv_is_a_token`.

@@ -26,7 +26,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             if a head size is given, because torch.nn has no other than d_model / nhead.
 
     Traps:
-        Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
+        Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
         It gives no attention weights: see trap `no_maps_from_layers`.
         It drops from the start, until ``eval()``: see trap `dropout_by_default`.
         Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.
@@ -104,7 +104,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
             if a head size is given, because torch.nn has no other than d_model / nhead.
 
     Traps:
-        Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
+        Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
         It gives no attention weights: see trap `no_maps_from_layers`.
         It drops from the start, until ``eval()``: see trap `dropout_by_default`.
         Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.

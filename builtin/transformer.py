@@ -135,7 +135,7 @@ class Transformer(nn.Transformer):
             if a head size is given, because torch.nn has no other than d_model / nhead.
 
     Traps:
-        Sequence first unless told otherwise, and no error if not: see trap `batch_first_default`.
+        Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
         A custom encoder or decoder loses its weights: see trap `custom_encoder_redrawn`.
         A LayerNorm ends both stacks, even in post-norm: see trap `final_norm_post_norm`.
         Built with its defaults it warns: see trap `nested_tensor_warning`.
@@ -237,7 +237,7 @@ class Transformer(nn.Transformer):
         """In torch.nn: ``nn.Transformer.generate_square_subsequent_mask``, called as it is.
 
         Traps:
-            float32 whatever the model's dtype, unless told otherwise: see trap `square_subsequent_float32`.
+            float32 by default, whatever the model's dtype: see trap `square_subsequent_float32`.
         """
         validation.check_square_subsequent_mask(sz, dtype)
         return nn.Transformer.generate_square_subsequent_mask(sz, device, dtype)  # type: ignore[arg-type]

@@ -31,12 +31,12 @@ class AttentionCache(Protocol):
     """Keys and values that one attention remembers between calls; see ``scratch.decoding``."""
 
     def extended_len(self, key_len: int) -> int:
-        """Say how many keys ``extend`` will hand back when it is given ``key_len`` of them."""
+        """Give the number of keys that ``extend`` will return for ``key_len`` new ones."""
 
     def extend(
         self, attention: "MultiheadAttention", query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project what is new, remember it, and return the queries with all keys and values."""
+        """Project the new tokens, remember them, and return the queries with all keys and values."""
 
 
 class MultiheadAttention(nn.Module):
@@ -115,7 +115,7 @@ class MultiheadAttention(nn.Module):
         self.dropout = dropout
         self.batch_first = batch_first
         self.head_dim = embed_dim // num_heads if qk_head_dim is None else qk_head_dim
-        # As in torch.nn, num_heads may be changed later: what is kept is the width of all heads together.
+        # As in torch.nn, num_heads may be changed later: so the width of all heads together is kept.
         self._given_widths = tuple(None if size is None else num_heads * size for size in (qk_head_dim, v_head_dim))
         self.add_zero_attn = add_zero_attn
         self._register_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
@@ -131,7 +131,7 @@ class MultiheadAttention(nn.Module):
 
         qk_dim, v_dim = (self.num_heads * size for size in self._head_dims())
         packed = self._qkv_same_embed_dim
-        # Registered even if absent: a plain None would not be found among the parameters.
+        # Registered even if absent, so that the name is listed among the parameters, as in torch.nn.
         register = self.register_parameter
         register("in_proj_weight", parameter(2 * qk_dim + v_dim, self.embed_dim) if packed else None)
         register("q_proj_weight", None if packed else parameter(qk_dim, self.embed_dim))
@@ -366,7 +366,7 @@ def resolve_masks(
     padding = masks.score_bias_from_module(key_padding_mask, q.dtype)
     if padding is not None:
         padding = F.pad(padding, (0, key_len - padding.size(-1))).view(batch, 1, 1, key_len)
-        # For each head apart, as torch.nn sums the gradient of a float mask; else once is enough.
+        # For each head, as torch.nn sums the gradient of a float mask; without weights once is enough.
         padding = padding.expand(-1, heads, -1, -1) if need_weights else padding
         bias = padding if bias is None else bias + padding
     return Visible(bias)

@@ -187,7 +187,7 @@ class DecoderOnlyTransformer(nn.Module):
 
     logits = RMSNorm(Layer_N(... Layer_1(E[ids]))) Wᵀ
 
-    Where a token stands is told by rotary positions alone, so that there is no greatest length.
+    Only the rotary positions tell where a token stands, so there is no maximum length.
 
     Args:
         vocab_size: Number of tokens.
@@ -346,7 +346,7 @@ class DecoderOnlyTransformer(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Go on writing, token by token.
+        """Continue the text, token by token.
 
         The keys and values of earlier tokens are remembered, so that each step costs one token's work.
 

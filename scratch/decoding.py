@@ -64,7 +64,7 @@ class GrowingCache:
         self.length = 0
 
     def extended_len(self, key_len: int) -> int:
-        """Say how many keys ``extend`` will hand back when it is given ``key_len`` of them."""
+        """Give the number of keys that ``extend`` will return for ``key_len`` new ones."""
         return self.length + key_len
 
     def extend(
@@ -95,14 +95,14 @@ class GrowingCache:
         return q, k[: self.length], v[: self.length]
 
     def reorder(self, rows: Int[Tensor, " batch"]) -> None:
-        """Let row i of the batch go on from what row ``rows[i]`` has seen so far."""
+        """Let row i of the batch continue from what row ``rows[i]`` has seen so far."""
         if self._keys_values is not None:
             k, v = self._keys_values
             self._keys_values = k.index_select(1, rows), v.index_select(1, rows)
 
 
 def _written_behind(kept: Tensor, length: int, new: Tensor) -> Tensor:
-    """Give a tensor that begins with ``length`` kept places and goes on with the new ones: the same if it has room."""
+    """Write the new places after the first ``length`` kept ones: into the same tensor if it has room."""
     if (torch.is_grad_enabled() and (kept.requires_grad or new.requires_grad)) or not are_plain(kept, new):
         return torch.cat([kept[:length], new])  # a backward pass needs what is kept as it is
     end = length + new.size(0)
@@ -114,7 +114,7 @@ def _written_behind(kept: Tensor, length: int, new: Tensor) -> Tensor:
 
 
 def _is_frozen(x: Tensor) -> bool:
-    """Say whether x was made in inference mode and may not be changed now, outside of it."""
+    """Say whether x was made in inference mode and so may not be changed outside it."""
     return x.is_inference() and not torch.is_inference_mode_enabled()
 
 
@@ -137,7 +137,7 @@ class FixedCache:
         self._keys_values: tuple[Tensor, Tensor] | None = None  # (len, b, h * d) each
 
     def extended_len(self, key_len: int) -> int:
-        """Say how many keys ``extend`` will hand back when it is given ``key_len`` of them."""
+        """Give the number of keys that ``extend`` will return for ``key_len`` new ones."""
         return key_len if self._keys_values is None else self._keys_values[0].size(0)
 
     def extend(
@@ -220,7 +220,7 @@ class KeyValueCache:
         return k, v
 
     def reorder(self, rows: Int[Tensor, " batch"]) -> None:
-        """Let row i of the batch go on from what row ``rows[i]`` has seen so far."""
+        """Let row i of the batch continue from what row ``rows[i]`` has seen so far."""
         if self._keys_values is not None:
             k, v = self._keys_values
             self._keys_values = k.index_select(0, rows), v.index_select(0, rows)
@@ -239,7 +239,7 @@ class LayerCache:
         return self.self_attn.length
 
     def reorder(self, rows: Int[Tensor, " batch"]) -> None:
-        """Let row i of the batch go on from row ``rows[i]``, which has to have the same source sentence.
+        """Let row i of the batch continue from row ``rows[i]``, which must have the same source sentence.
 
         Rows of one source have equal keys and values of the memory: those stay where they are.
         """
@@ -476,7 +476,7 @@ def hypothesis_score(
 
 
 def without_padding(logits: Float[Tensor, "*rows vocabulary"], pad_id: int | None) -> Float[Tensor, "*rows vocabulary"]:
-    """Make the padding token impossible: it fills rows up and says nothing."""
+    """Make the padding token impossible: it only fills up rows."""
     if pad_id is None:
         return logits
     is_pad = torch.arange(logits.size(-1), device=logits.device) == pad_id
@@ -486,7 +486,7 @@ def without_padding(logits: Float[Tensor, "*rows vocabulary"], pad_id: int | Non
 def first_best(
     x: Float[Tensor, "rows columns"], count: int
 ) -> tuple[Float[Tensor, "rows {count}"], Int[Tensor, "rows {count}"]]:
-    """Pick the ``count`` greatest of each row, of equal ones the first: ``torch.topk`` promises no order for those."""
+    """Pick the ``count`` greatest of each row, the first among equals: ``torch.topk`` promises no order for those."""
     remaining, picked = x.clone(), []
     for _ in range(count):
         value, index = remaining.max(dim=1, keepdim=True)
@@ -526,7 +526,7 @@ def _first_beams(prefix: Tensor, beam_size: int) -> Beams:
 
 
 def _decided(beams: Beams, max_len: int, length_penalty: float) -> bool:
-    """Say whether in every sample an ended hypothesis is out of reach of all that go on."""
+    """Say whether, in every sample, no unfinished hypothesis can still overtake the best finished one."""
     scores = hypothesis_score(beams.log_probs, beams.lengths, length_penalty)
     # Log-probabilities only fall, and max_len has the greatest divisor.
     attainable = hypothesis_score(beams.log_probs, max_len, length_penalty)
@@ -535,7 +535,7 @@ def _decided(beams: Beams, max_len: int, length_penalty: float) -> bool:
 
 
 def _grow(beams: Beams, logits: Tensor, end_id: int, pad_id: int) -> tuple[Beams, Tensor]:
-    """Extend each hypothesis by one token, and say which row each row goes on from."""
+    """Extend each hypothesis by one token, and say which row each new row continues."""
     batch, beam_size = beams.ended.shape
     (logits,) = upcast_half(logits)
     count = min(beam_size, logits.size(-1))

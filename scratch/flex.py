@@ -263,12 +263,12 @@ def cast_as_autocast_does(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Keep autocast from rounding inside of a sum that is computed in float32."""
+    """Keep autocast from rounding inside a sum that is computed in float32."""
     return torch.autocast(device.type, enabled=False) if validation.autocast_is_on(device) else nullcontext()
 
 
 class IndexedByTensors(TorchFunctionMode):
-    """Let ``table[q_idx]`` work while ``q_idx`` stands for many indices at once: vmap cannot make a number of it."""
+    """Make ``table[q_idx]`` work where ``q_idx`` stands for many indices at once: vmap cannot turn it into a number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Index by tensors alone where one stands among the indices."""
@@ -365,7 +365,7 @@ def create_mask(
     KV_LEN: int,
     device: Device = None,
 ) -> Bool[Tensor, "batch num_heads query_len key_len"]:
-    """Write a mask function out as a tensor.
+    """Write out a mask function as a tensor.
 
     may_attend[b, h, i, j] = mask_mod(b, h, i, j)
 
@@ -656,7 +656,7 @@ class BlockMask:
         In torch.nn: before 2.15 the number of queries stays that of all rows.
         """
         given = index if isinstance(index, tuple) else (index,)
-        # A single number keeps its axis: a block mask has always three.
+        # A single number keeps its axis: a block mask always has three.
         kept = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in given)
         kv_num_blocks = self.kv_num_blocks[kept]
         query_len = self._queries_in(kept[2], kv_num_blocks.size(-1)) if len(kept) == 3 else self.seq_lengths[0]
@@ -731,5 +731,5 @@ def transposed(num_blocks: Tensor | None, indices: Tensor | None) -> tuple[Tenso
 
 
 def device_or_accelerator(device: Device) -> torch.device:
-    """Give the device that torch takes where none is named; a CUDA build without a GPU has the CPU."""
+    """Give the device that torch uses where none is named: on a CUDA build without a GPU, the CPU."""
     return torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")

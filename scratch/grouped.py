@@ -301,7 +301,7 @@ class GroupedQueryAttention(nn.Module):
         Returns:
             q, (batch, num_heads, len, head_dim), and k and v, (batch, num_key_heads, len, head_dim).
         """
-        # As many heads as there are features for: under tensor parallelism fewer than num_heads.
+        # The features decide how many heads there are: under tensor parallelism fewer than num_heads.
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)

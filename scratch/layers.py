@@ -50,7 +50,7 @@ def activation_function(activation: str | Callable[[Tensor], Tensor]) -> Callabl
 
 
 def given(**extensions: Any) -> dict[str, Any]:
-    """Keep the arguments beyond torch.nn's that are given: blocks and attentions written for torch.nn know none.
+    """Keep the extra arguments that are given: blocks and attentions written for torch.nn do not know them.
 
     >>> given(cache=None)
     {}
@@ -142,7 +142,7 @@ class TransformerEncoderLayer(nn.Module):
         self.dropout1 = nn.Dropout(dropout)
         self.dropout2 = nn.Dropout(dropout)
         self.activation = activation_function(activation)
-        # What torch.nn notes for its fast path, for programs that read it.
+        # torch.nn sets this for its fast path, and programs read it.
         self.activation_relu_or_gelu = _relu_or_gelu(self.activation)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ class TransformerEncoderLayer(nn.Module):
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
         validation.check_encoder_layer_inputs(self, src, src_mask, src_key_padding_mask, is_causal)
-        # What subclasses and hooks see is what torch.nn shows them: masks as biases, passed as it passes them.
+        # Subclasses and hooks see what they see in torch.nn: masks as biases, passed in the same way.
         attn_mask, padding = (masks.score_bias_from_module(x, src.dtype) for x in (src_mask, src_key_padding_mask))
         x = src
         if self.norm_first:

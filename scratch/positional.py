@@ -133,7 +133,7 @@ class PositionalEncoding(nn.Module):
         return self.dropout(x + table.to(x.dtype))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "PositionalEncoding":
-        """Follow ``.to()``, ``.half()``, ``.to_empty()`` and the like with a table computed for the new place."""
+        """Recompute the table after ``.to()``, ``.half()``, ``.to_empty()`` and the like."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved = self.table
         self.table = sinusoidal_encoding(

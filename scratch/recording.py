@@ -309,7 +309,7 @@ def _map_of_call(module: AnyAttention, args: tuple[Any, ...], kwargs: dict[str, 
     else:
         projected = cache.projected
     q, k, v = attention._split(*projected)
-    # With a cache, is_causal would misplace the diagonal: see MultiheadAttention.forward.
+    # With a cache, is_causal would misplace the diagonal, so the mask itself is read.
     promised, need_weights = given["is_causal"] and cache is None, given["need_weights"]
     visible = resolve_masks(given["attn_mask"], given["key_padding_mask"], q, k, promised, need_weights)
     stages = _stages(q, k, v, visible, score_scale(attention._head_dims()[0]), need_weights)

@@ -1,4 +1,4 @@
-"""Where a token stands, told by turning its queries and keys: rotary position embeddings.
+"""Rotary position embeddings: queries and keys are turned by an angle that grows with their position.
 
 The features of a head form pairs, and each pair is turned by its own angle times the position. A score then depends on
 how far query and key are apart, not on where they are.

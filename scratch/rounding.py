@@ -1,4 +1,4 @@
-"""What is there only to round as torch does, to the last bit: memory layouts, halves of the scale, upcasts.
+"""Everything that is only there to round as torch does, to the last bit: layouts, halves of the scale, upcasts.
 
 The equations read the same without it. Dimension letters as in ``functional``.
 """
@@ -144,7 +144,7 @@ def laid_out_like(query: Tensor, context: Tensor) -> Tensor:
 
 
 def _holds(condition: bool) -> bool:
-    """Decide a comparison of sizes; one that only the data of an exported program could decide does not hold."""
+    """Decide a comparison of sizes; in an exported program, one that depends on its inputs counts as false."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # it takes a second to import
@@ -153,7 +153,7 @@ def _holds(condition: bool) -> bool:
 
 
 def upcast_half(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Give float16 and bfloat16 tensors as float32, others as they are.
+    """Convert float16 and bfloat16 tensors to float32, and leave others as they are.
 
     Args:
         *tensors: Any tensors.

@@ -106,7 +106,7 @@ def tiled_attention(
 
 
 def aligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give all three four dimensions and the same batch, and keys and values the same heads.
+    """Bring all three to four dimensions and the same batch, and keys and values to the same heads.
 
     Args:
         q: (..., query_len, head_dim), as ``tiled_attention`` takes it.
@@ -215,7 +215,7 @@ def _raise_maximum(scores: Tensor, row_max: Tensor, row_sum: Tensor, gathered: T
 
 
 def _drop_negligible(exponents: Tensor) -> None:
-    """Let weights vanish that no sum would notice: products with denormal numbers are a hundred times slower."""
+    """Set weights to 0 that are too small to change any sum: denormal numbers make products a hundred times slower."""
     torch.threshold_(exponents, math.log2(torch.finfo(exponents.dtype).tiny) / 2, -math.inf)
 
 
@@ -291,7 +291,7 @@ def _textbook_gradients(x: _Inputs, grad_context: Tensor) -> tuple[Tensor, Tenso
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-    """Compute q kᵀ + bias in memory that exists already: fresh memory for every tile would take most of the time."""
+    """Compute q kᵀ + bias in existing memory: allocating it anew for every tile would take most of the time."""
     shape = (q.size(0), q.size(1), k.size(1))
     scores = torch.bmm(q, k.mT, out=buffer[: math.prod(shape)].view(shape))
     if bias is not None:
@@ -300,7 +300,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor
 
 
 def _buffer(q: Tensor, group: int) -> Tensor:
-    """Make room for one tile of as many heads as there are threads: each has a head, and its cache, to itself."""
+    """Make room for one tile per thread: each thread has a head, and its own cache, to itself."""
     return q.new_empty(torch.get_num_threads() * max(ROWS, group) * COLUMNS)
 
 
@@ -373,7 +373,7 @@ class _Mask:
             yield _Tile(columns, bias, diagonal if safe else None, self.group)
 
     def _visible_columns(self, queries: slice) -> list[slice]:
-        """Cut the keys that any of the queries may look at into blocks, and leave out those between that none may."""
+        """Cut the keys that any of the queries may look at into blocks, and skip blocks that none may look at."""
         stop = self.key_len if self.diagonal is None else min(max(queries.stop + self.diagonal, 0), self.key_len)
         if self.score_bias is None:
             return _pieces(0, stop, COLUMNS)
@@ -421,7 +421,7 @@ def _of(heads: slice, tiles: list[_Tile]) -> Iterator[_Tile]:
 
 
 def _part(x: Tensor, dim: int, places: slice) -> Tensor:
-    """Cut the places out, unless one stands for all of them."""
+    """Cut out the places, unless one stands for all of them."""
     return x if x.size(dim) == 1 else x.narrow(dim, places.start, places.stop - places.start)
 
 

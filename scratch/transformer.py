@@ -122,7 +122,7 @@ class TransformerEncoder(nn.Module):
         validation.check_has_layers(self.layers)
         validation.check_stack_input("src", src, mask, "mask", src_key_padding_mask)
         validation.check_takes_bias("src", src, mask, src_key_padding_mask)
-        # Layers are shown what torch.nn shows them: masks as biases.
+        # As in torch.nn, layers receive masks as biases.
         mask, padding = (masks.score_bias_from_module(x, src.dtype) for x in (mask, src_key_padding_mask))
         is_causal = is_causal_mask(mask, is_causal, sequence_len(src, self.layers))
         x = src

@@ -10,8 +10,8 @@ once, and a tile never leaves the chip: scores and weights are not even written 
 3. ``_key_gradients``: one program for each tile of keys, which goes over the queries that may look at them. It is a
    kernel of its own, since two programs that add to the same gradient would have to wait for each other.
 
-Nothing takes this path unless it is told to: no GPU has measured it yet. Triton is the extra ``triton``; with
-``TRITON_INTERPRET=1`` in the environment its interpreter runs the kernels on the CPU, slowly.
+Nothing takes this path unless it is switched on: it has not been measured on a GPU yet. Triton is the extra ``triton``;
+with ``TRITON_INTERPRET=1`` in the environment its interpreter runs the kernels on the CPU, slowly.
 
 Dimension letters: n batch * heads, q query_len, k key_len, d head_dim; r rows (queries) and c columns (keys) of a tile.
 
@@ -170,7 +170,7 @@ def _grid(x: Tensor, size: int) -> tuple[int]:
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees) -> dict[str, Any]:
-    """Name what all kernels are told beside their tensors. In capitals what they are compiled for."""
+    """Name the arguments that all kernels take besides their tensors; those in capitals are compile-time constants."""
     width, value_width = (max(LEAST_WIDTH, triton.next_power_of_2(x.size(-1))) for x in (q, v))
     return {
         "query_len": q.size(1),
@@ -329,7 +329,7 @@ def _grad_scores(scores, grad_rows, v_tile, log_sum_exp, row_term, head, rows, q
 
 @triton.jit
 def _product(left, right):
-    """Multiply without rounding the numbers to 10 bits first, as these units do with float32 unless told not to."""
+    """Multiply without first rounding float32 to 10 bits of mantissa, as tensor cores do by default."""
     return tl.dot(left, right, input_precision="ieee")
 
 

@@ -1,4 +1,4 @@
-"""Attention over sequences that lie one behind the other, without padding between them.
+"""Attention over sequences that are packed one after the other, without padding between them.
 
 Dimension letters: t tokens of all sequences, h num_heads, q query_len and k key_len of one sequence, d head_dim.
 """
