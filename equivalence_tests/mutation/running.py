@@ -39,6 +39,7 @@ TESTS = {
     "functional.py": ["errors", *ATTENTION],
     "paths.py": ["functional", "tiling", "recording", "flex", "errors", *ATTENTION[1:]],
     "rounding.py": ["errors", *ATTENTION],
+    "documentation.py": ["parity::TestTwins", "parity::TestDocstrings"],
     "sdpa.py": ["errors", *ATTENTION],
     "tiling.py": ["tiling"],
     "masks.py": ["masks", "property_edges", "errors", "functional", "attention", "properties", "seq2seq"],
