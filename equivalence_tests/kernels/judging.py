@@ -22,6 +22,8 @@ State = Literal["right", "worse", "wrong", "refuses", "falls back"]
 
 # Beyond these an error is no rounding that came out worse than the rule allows, but a wrong number.
 WRONG_FACTOR, WRONG_ULPS = 32.0, 64.0
+# The unit of float64 over that of float32.
+IN_FLOAT64 = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 PARTS = ("output", "dq", "dk", "dv")
 # What a kernel says when it does not take a call; the compiler's own failures are no such refusal.
 REFUSALS = (
@@ -258,7 +260,7 @@ def compared(
             value = torch.where(value.isnan() & _second_sample(value), right[name].to(value), value)
         largest = max(largest_value([right[name]]), _summed_from(name, right))
         error = compare_errors(value, textbook[name], right[name], name=name, largest=largest)
-        least = FLOAT64_BOUND if value.dtype == torch.float64 else rounding
+        least = max(FLOAT64_BOUND, rounding * IN_FLOAT64) if value.dtype == torch.float64 else rounding
         found.append(replace(error, floor=max(error.floor, least * largest)))
     return found
 

@@ -45,8 +45,9 @@ def test_other_precisions_have_rules_of_their_own(name: str, dtype: str) -> None
             assert cell.state in ("right", "falls back", "refuses"), cell
 
 
-def shifted(x: Tensor) -> Tensor:
-    return x.roll(1, -2)
+def test_scores_of_ten_thousand_may_be_rounded_to_their_size() -> None:
+    cell = JUDGE.judge(KERNELS["MultiheadAttention, need_weights=True"], SITUATIONS["mask 1e4, length 128"], "float64")
+    assert cell.state == "right", cell
 
 
 # Kernels broken on purpose, with the situation that shows it and the parts that are wrong.
