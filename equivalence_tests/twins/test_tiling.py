@@ -512,6 +512,16 @@ def test_another_device_takes_over_once_it_has_a_kernel_and_no_mask_is_written_d
     assert chosen_kernel(q, q, q, Visible(), 0.0) is None
 
 
+@SMALL_TILES
+@pytest.mark.parametrize("without_heads", ["query", "key", "value"])
+def test_one_of_the_three_may_come_without_heads(taken: list[int], without_heads: str) -> None:
+    inputs = sdpa_inputs()
+    inputs[without_heads] = inputs[without_heads][0, 0]
+    expected = by_the_textbook(scratch.scaled_dot_product_attention, inputs)
+    assert_equal(outputs_and_gradients(scratch.scaled_dot_product_attention, inputs), expected)
+    assert len(taken) == 1
+
+
 @pytest.mark.parametrize(("k_heads", "v_heads", "batch"), [(2, 4, 1), (4, 4, 0)])
 def test_heads_that_do_not_pair_and_empty_batches_go_by_the_textbook(k_heads: int, v_heads: int, batch: int) -> None:
     q, k, v = (torch.empty(batch, number, 700, 16) for number in (4, k_heads, v_heads))
