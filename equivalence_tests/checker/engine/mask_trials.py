@@ -228,7 +228,7 @@ class _Masks:
         general = [
             new for _, other, new in self.tried if other.pattern == "full" and new and {d.name for d in new} <= TELLING
         ]
-        self.understood = form
+        self.understood = self.situation.understood = form
         self._tell(form)
         if form.pattern != "full" and general:
             return general[0]

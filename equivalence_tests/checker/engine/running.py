@@ -46,6 +46,7 @@ class Call:
         names: Mapping[int, Tensor] | None = None,
         seed: int | None = None,
         read: bool = True,
+        gradients: bool = False,
     ) -> Run:
         """Run it once.
 
@@ -54,14 +55,16 @@ class Call:
             names: The names of what patched operations give.
             seed: Draws other numbers for the arguments that hold data; None for its own.
             read: Whether the elements are to be named.
+            gradients: Whether what it gives can be differentiated by the parameters.
         """
-        args, kwargs, replaced = self._inputs(seed)
-        given = [(f"{self._kind(x)}:{name}", x) for name, x in _named(args, kwargs)]
+        args, kwargs, replaced = self.fresh(seed)
+        given = [(f"{self._kind(x)}:{name}", x) for name, x in named_tensors(args, kwargs)]
         recorder = Recorder([*self._owned(), *given], patches)
         state = torch.get_rng_state()
         try:
             torch.manual_seed(5)
-            with torch.no_grad(), keeping_state(self.module), _placed(self.module, recorder), recorder:
+            mode = torch.enable_grad() if gradients else torch.no_grad()
+            with mode, keeping_state(self.module), _placed(self.module, recorder), recorder:
                 output = self.function(*args, **kwargs)
         finally:
             torch.set_rng_state(state)
@@ -72,7 +75,7 @@ class Call:
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors among its arguments, each with its place or name."""
-        return _named(self.args, self.kwargs)
+        return named_tensors(self.args, self.kwargs)
 
     def _kind(self, x: Tensor) -> str:
         """A matrix that is handed to a plain function beside tokens is a weight of it."""
@@ -85,7 +88,7 @@ class Call:
         buffers = [(f"buffer:{name}", x) for name, x in self.module.named_buffers()]
         return [*((f"param:{name}", x) for name, x in self.module.named_parameters(remove_duplicate=False)), *buffers]
 
-    def _inputs(self, seed: int | None) -> tuple[Any, Any, dict[int, Tensor]]:
+    def fresh(self, seed: int | None = None) -> tuple[Any, Any, dict[int, Tensor]]:
         """Fresh copies of the arguments: the code may write into them."""
         generator = torch.Generator().manual_seed(seed or 0)
         replaced: dict[int, Tensor] = {}
@@ -127,9 +130,15 @@ def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
     handles = []
     for path, child in module.named_modules() if module is not None else ():
         if path and not isinstance(child, torch.jit.ScriptModule):
-            enter = child.register_forward_pre_hook(lambda *_, path=path: recorder.places.append(path), prepend=True)
-            leave = child.register_forward_hook(lambda *_: recorder.places.pop() and None, always_call=True)
-            handles += [enter, leave]
+
+            def enter(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                recorder.enter(path, (args, kwargs))
+
+            def leave(_: nn.Module, args: Any, output: Any) -> None:
+                recorder.leave(output)
+
+            handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            handles.append(child.register_forward_hook(leave, always_call=True))
     try:
         yield
     finally:
@@ -137,7 +146,8 @@ def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+def named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """List the tensors among arguments, each with its place or name."""
     given = [*((str(place), x) for place, x in enumerate(args)), *kwargs.items()]
     leaves = ((name, tree_flatten_with_path(x, is_leaf=_is_leaf)[0]) for name, x in given)
     return [(name + keystr(path), x) for name, found in leaves for path, x in found if isinstance(x, Tensor)]

@@ -35,6 +35,7 @@ class Situation:
         call: The call.
         found: What was seen in it.
         extra: What departs outside the attention itself: inputs, weights, residual.
+        understood: The form of mask in which nothing departs; None where no mask was read.
     """
 
     subject: Subject
@@ -43,6 +44,7 @@ class Situation:
     call: Call
     found: Examination
     extra: list[Departure] = field(default_factory=list)
+    understood: MaskForm | None = None
 
     @property
     def plan(self) -> CallPlan:

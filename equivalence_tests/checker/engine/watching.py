@@ -102,6 +102,25 @@ class Operation:
         return args[position] if len(args) > position else kwargs.get(name, default)
 
 
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a sub-module.
+
+    Args:
+        path: Of the module.
+        inputs: The tensors that it was given.
+        outputs: The tensors that it gave.
+        first: The index of the first operation inside.
+        end: The index of the first operation behind it.
+    """
+
+    path: str
+    inputs: list[Tensor]
+    first: int
+    outputs: list[Tensor] = field(default_factory=list)
+    end: int = 0
+
+
 class Recorder(TorchFunctionMode):
     """Records the operations of one run.
 
@@ -116,7 +135,8 @@ class Recorder(TorchFunctionMode):
         self.patches = patches or {}
         self.names: list[str] = []
         self.room, self.overflowed = MOST_BYTES, False
-        self.places: list[str] = []  # the paths of the modules that are running, the innermost last
+        self.calls: list[ModuleCall] = []  # of sub-modules, in the order in which they begin
+        self.running: list[ModuleCall] = []  # the innermost last
         self._origins: dict[int, int] = {}
         self._live: dict[int, list[Slot]] = {}
         self.given: list[Slot] = []  # what is known by a name, as it was before the run
@@ -124,6 +144,16 @@ class Recorder(TorchFunctionMode):
             self._origins[storage_of(tensor)] = self._origins.get(storage_of(tensor), 0) | 1 << len(self.names)
             self.names.append(name)
             self.given.append(self._slot(tensor))
+
+    def enter(self, path: str, given: Any) -> None:
+        """Note that a sub-module begins."""
+        self.calls.append(ModuleCall(path, list(tensors_of(given)), len(self.operations)))
+        self.running.append(self.calls[-1])
+
+    def leave(self, given: Any) -> None:
+        """Note that the innermost sub-module ends."""
+        call = self.running.pop()
+        call.outputs, call.end = list(tensors_of(given)), len(self.operations)
 
     def origins_of(self, tensor: Tensor) -> int:
         """Give the named tensors that a tensor was made from, as bits."""
@@ -184,7 +214,7 @@ class Recorder(TorchFunctionMode):
         skeleton = [HOLE if isinstance(item, Tensor) else item for item in flat]
         operation = Operation(len(self.operations), name, func, skeleton, spec, inputs, [], frames_here(), inplace)
         operation.origins = [self.origins_of(tensor) for tensor in tensors]
-        operation.place = self.places[-1] if self.places else ""
+        operation.place = self.running[-1].path if self.running else ""
         self.operations.append(operation)
         if inplace and tensors:
             inputs[0].value = inputs[0].value.clone()

@@ -36,6 +36,7 @@ class Report(Shown):
         notes: What else the user should know.
         reason: Why it could not be checked, or what differs where no finding says so; "" otherwise.
         place: Path of the module that runs it, where it is one of several in a call; "" otherwise.
+        equivalent: Torch's own program with the user's weights, where one was made.
         seconds: CPU time that it took.
     """
 
@@ -50,6 +51,7 @@ class Report(Shown):
     notes: list[str] = field(default_factory=list)
     reason: str = ""
     place: str = ""
+    equivalent: Any = None
     seconds: float = 0.0
 
     def __bool__(self) -> bool:

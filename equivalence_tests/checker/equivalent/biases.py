@@ -1,0 +1,223 @@
+"""What is added to the scores, and what is hidden: a causal mask, a window, slopes, a table that is learnt."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.codes import place_of, token_of
+from equivalence_tests.checker.equivalent.operands import OperandReader
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.unread import UnreadError
+
+CLOSE = 1e-6
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys a query sees by their distance alone: query - key lies between two numbers.
+
+    Args:
+        least: Of the distance; 0 hides the future.
+        most: Of the distance; the length of a window. None for any.
+    """
+
+    least: int | None = None
+    most: int | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing is hidden."""
+        return self.least is None and self.most is None
+
+    def __str__(self) -> str:
+        if self == Visible(0):
+            return "the future is hidden"
+        return f"a query sees keys at distances from {self.least} to {self.most} only"
+
+    def hidden(self, gap: Tensor) -> Tensor:
+        """Say which distances are hidden."""
+        low = torch.zeros_like(gap, dtype=torch.bool) if self.least is None else gap < self.least
+        return low if self.most is None else low | (gap > self.most)
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added to the scores.
+
+    Args:
+        visible: What is hidden by the distance.
+        slopes: What each head subtracts for each step of distance, (h,); None for nothing.
+        table: Which parameter element is added, (h, q, k); None for none.
+        factor: What the elements of the table are multiplied by.
+    """
+
+    visible: Visible = Visible()
+    slopes: Tensor | None = None
+    table: Tensor | None = None
+    factor: float = 1.0
+
+    def __call__(self, query_len: int, key_len: int, parameters: Parameters) -> Tensor | None:
+        """Give what is added, (h, q, k) or (1, q, k); None for nothing."""
+        gap = torch.arange(query_len)[:, None] - torch.arange(key_len)
+        hidden = self.visible.hidden(gap)
+        bias = torch.zeros(1, query_len, key_len, dtype=torch.float64)
+        if self.slopes is not None:
+            bias = -self.slopes[:, None, None] * gap.abs()
+        if self.table is not None:
+            if self.table.shape[-2:] != (query_len, key_len):
+                raise UnreadError("what is added to the scores was read for one length only")
+            bias = bias + self.factor * parameters.taken(self.table)
+        return None if self.is_none else bias.masked_fill(hidden, -torch.inf)
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is added and nothing hidden."""
+        return self.visible.is_everything and self.slopes is None and self.table is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it hides the future, and that is all."""
+        return self.visible == Visible(0) and self.slopes is None and self.table is None
+
+    @property
+    def is_alibi(self) -> bool:
+        """Whether the slopes are those of attention with linear biases: 2^(-8/h), 2^(-16/h), ..."""
+        if self.slopes is None:
+            return False
+        count = len(self.slopes)
+        return torch.allclose(self.slopes, 2.0 ** (-8.0 * torch.arange(1, count + 1).double() / count), rtol=1e-5)
+
+
+@dataclass
+class ScoreTable:
+    """What is added to each score, and where each score is, by head, query and key.
+
+    Args:
+        bias: (h, q, k) up to a constant of each row; -inf where a key is hidden.
+        where: For each head, query and key: the part, and the place in its product.
+        samples: Of how many samples it was read.
+    """
+
+    bias: Tensor
+    where: dict[tuple[int, int, int], tuple[int, int]]
+
+
+def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
+    """Read what is added to the scores.
+
+    Args:
+        reader: Of the operands.
+        lengths: How many queries and keys a sample has.
+
+    Raises:
+        UnreadError: If it follows no rule that is known.
+    """
+    table = _score_table(reader, lengths)
+    hidden = table.bias.isinf()
+    gap = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
+    visible = _visible(hidden, gap)
+    rest = _above_lowest(table.bias, hidden)
+    if float(rest.abs().max()) < CLOSE:
+        return Bias(visible)
+    slopes = _slopes(table.bias, hidden, gap)
+    if slopes is not None:
+        return Bias(visible, slopes)
+    places, factor = _learnt(reader, table)
+    return Bias(visible, None, places, factor)
+
+
+def _score_table(reader: OperandReader, lengths: tuple[int, int]) -> ScoreTable:
+    watched = reader.watched
+    models = dict(zip((part.number for part in watched.judgement.attention.parts), watched.judgement.models, strict=False))
+    bias = torch.full((len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
+    table = ScoreTable(bias, {})
+    for one in reader.slices:
+        if one.part.number not in models:
+            raise UnreadError("what is added to the scores cannot be read")
+        got = one.part.product.contraction.result(models[one.part.number].bias)[one.number]
+        query = token_of(one.part.product.left[one.number][:, 0]) % lengths[0]
+        key = token_of(one.part.product.right[one.number][:, 0]) % lengths[1]
+        head = reader.heads.index(one.head)
+        old = bias[head][query[:, None], key]
+        new = _without_constant(got)
+        if bool((~old.isnan() & ~torch.isclose(old, new, atol=CLOSE)).any()):
+            raise UnreadError("samples differ in what is added to their scores")
+        bias[head][query[:, None], key] = new
+        places = one.part.product.contraction.out[one.number]
+        for i, q in enumerate(query.tolist()):
+            for j, k in enumerate(key.tolist()):
+                table.where.setdefault((head, q, k), (one.part.number, int(places[i, j])))
+    table.bias = torch.where(bias.isnan(), -torch.inf, bias)
+    return table
+
+
+def _without_constant(bias: Tensor) -> Tensor:
+    top = bias.amax(-1, keepdim=True)
+    return bias - torch.where(top.isinf(), 0.0, top)
+
+
+def _above_lowest(bias: Tensor, hidden: Tensor) -> Tensor:
+    low = torch.where(hidden, torch.inf, bias).amin(-1, keepdim=True)
+    return torch.where(hidden, 0.0, bias - torch.where(low.isinf(), 0.0, low))
+
+
+def _visible(hidden: Tensor, gap: Tensor) -> Visible:
+    """Find the distances that are seen."""
+    if not bool(hidden.any()):
+        return Visible()
+    if bool((hidden != hidden[0]).any()) or bool(hidden[0].all()):
+        raise UnreadError("heads differ in what they hide")
+    seen = gap[~hidden[0]]
+    tried = [Visible(0), Visible(int(seen.min())), Visible(int(seen.min()), int(seen.max())), Visible(None, int(seen.max()))]
+    found = next((one for one in tried if torch.equal(one.hidden(gap), hidden[0])), None)
+    if found is None:
+        raise UnreadError("what is hidden follows no rule of the distance")
+    return found
+
+
+def _slopes(bias: Tensor, hidden: Tensor, gap: Tensor) -> Tensor | None:
+    """Find what each head subtracts for each step of distance; None if it is something else."""
+    steps = -gap.abs().double().expand_as(bias)
+    rows = ~hidden & (~hidden).any(-1, keepdim=True)
+    count = rows.sum(-1, keepdim=True).clamp_min(1)
+    centred = [torch.where(rows, x, 0.0) for x in (torch.where(rows, bias, 0.0), steps)]
+    centred = [torch.where(rows, x - x.sum(-1, keepdim=True) / count, 0.0) for x in centred]
+    slopes = (centred[0] * centred[1]).sum((1, 2)) / centred[1].square().sum((1, 2))
+    close = torch.allclose(centred[1] * slopes[:, None, None], centred[0], atol=CLOSE)
+    return slopes if close else None
+
+
+def _learnt(reader: OperandReader, table: ScoreTable) -> tuple[Tensor, float]:
+    """Find for each score which parameter element is added, and what it is multiplied by."""
+    watched = reader.watched
+    places = torch.full(table.bias.shape, -1)
+    factors: set[float] = set()
+    inputs = {part.number: _into_softmax(reader, part.number) for part in watched.judgement.attention.parts}
+    own = reader.own_places
+    seen = {at: there for at, there in table.where.items() if not bool(table.bias[at].isinf())}
+    for (head, query, key), (part, place) in seen.items():
+        tensor, where = inputs[part]
+        found, numbers = watched.parameters.gradient(tensor[where[place]])
+        kept = ~torch.isin(found, own)
+        if int(kept.sum()) != 1:
+            raise UnreadError("what is added to the scores is no element of a table")
+        places[head, query, key] = int(found[kept])
+        factors.add(round(float(numbers[kept]), 9))
+    if len(factors) != 1:
+        raise UnreadError("the elements of a table are multiplied by different numbers")
+    return places, factors.pop()
+
+
+def _into_softmax(reader: OperandReader, number: int) -> tuple[Tensor, Mapping[int, int]]:
+    """Give what a softmax takes, and where in it each score of a part lies."""
+    watched = reader.watched
+    part = next(one for one in watched.judgement.attention.parts if one.number == number)
+    for operation, _, _ in part.steps(watched.found.run):
+        if operation.name == "softmax":
+            codes = watched.found.run.names.before[operation.index][0]
+            if codes is not None:
+                where = {int(x): i for i, x in enumerate(place_of(codes.reshape(-1)).tolist())}
+                return watched.operations[operation.index].inputs[0].tensor.reshape(-1), where
+    raise UnreadError("what is added to the scores cannot be followed to a softmax")

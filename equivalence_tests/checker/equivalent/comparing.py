@@ -1,0 +1,143 @@
+"""Hold a program against the user's code, whole: what comes back, and the gradients of arguments and parameters."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.running import Call, named_tensors
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.watched import Layout, data_of
+from equivalence_tests.checker.reach.state import keeping_state
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that is compared.
+
+    Args:
+        call: With fresh arguments.
+        may_attend: What the mask among them lets each query look at; None where none is handed over.
+        words: What it is, for the user.
+        redrawn: Draws all parameters anew; None keeps them.
+    """
+
+    call: Call
+    may_attend: Tensor | None
+    words: str
+    redrawn: int | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a program is from the user's code in one call.
+
+    Args:
+        case: Which call.
+        what: "output", "gradient of x", ...
+        size: The greatest difference, relative to the largest value.
+    """
+
+    case: str
+    what: str
+    size: float
+
+
+@contextmanager
+def kept_parameters(module: nn.Module | None) -> Iterator[None]:
+    """Put the parameters back afterwards."""
+    every = [] if module is None else list(module.parameters())
+    kept = [x.detach().clone() for x in every]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x, before in zip(every, kept, strict=True):
+                x.copy_(before)
+
+
+def redraw(module: nn.Module | None, seed: int) -> None:
+    """Draw all parameters anew: a gain of 1, a gate of 0 or a table of 0 hide what they do."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for x in () if module is None else module.parameters():
+            if x.is_floating_point():
+                shift = 0.5 if x.dim() == 1 else 0.0
+                x.copy_(torch.randn(x.shape, generator=generator, dtype=torch.float64) * 0.4 + shift)
+
+
+def compare(program: Program, case: Case, layout: Layout, gradients: bool = True) -> Iterator[Difference]:
+    """Compare one call.
+
+    Args:
+        program: What was read.
+        case: The call; an argument that it writes into counts as a difference.
+        layout: Of its arguments and its output.
+        gradients: Whether those of arguments and parameters are compared too.
+
+    Raises:
+        UnreadError: If the program says nothing of a call with these lengths.
+    """
+    call = case.call
+    if case.redrawn is not None:
+        redraw(call.module, case.redrawn)
+    parameters = Parameters.of(call.module)
+    leaves = {name: x.clone().requires_grad_(gradients) for name, x in call.tensors if id(x) in call.seeds}
+    args, kwargs = _with(call, leaves)
+    with torch.set_grad_enabled(gradients), keeping_state(call.module):
+        torch.manual_seed(5)
+        theirs = layout.outward(layout.output(call.function(*args, **kwargs)))
+        given = {name: layout.inward(x) for name, x in leaves.items()}
+        ours = program(given, call.module, parameters, case.may_attend)
+    yield Difference(case.words, "output", _far(ours, theirs))
+    for (name, before), (_, after) in zip(call.tensors, named_tensors(args, kwargs), strict=True):
+        if not torch.equal(before, after):
+            yield Difference(case.words, f"{name}, which the call writes into", torch.inf)
+    if gradients and theirs.requires_grad and ours.shape == theirs.shape:
+        yield from _of_gradients(case, ours, theirs, {**leaves, **parameters.named})
+
+
+def _with(call: Call, leaves: dict[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs, _ = call.fresh()
+    args = tuple(_leaf(leaves, str(place), x) for place, x in enumerate(args))
+    return args, {name: _leaf(leaves, name, x) for name, x in kwargs.items()}
+
+
+def _leaf(leaves: dict[str, Tensor], name: str, x: Any) -> Any:
+    """A copy that can be differentiated, in the memory order of the original."""
+    return leaves[name] * 1 if name in leaves else x
+
+
+def _of_gradients(case: Case, ours: Tensor, theirs: Tensor, named: dict[str, Tensor]) -> Iterator[Difference]:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
+    asked = [name for name, x in named.items() if x.requires_grad]
+    wanted = [named[name] for name in asked]
+    one, other = (_gradients((y.double() * weight).sum(), wanted) for y in (ours, theirs))
+    size = max((float(x.abs().max()) for x in other if x is not None and x.numel()), default=0.0)
+    for name, a, b in zip(asked, one, other, strict=True):
+        if a is not None or b is not None:
+            gap = (0.0 if a is None else a) - (0.0 if b is None else b)
+            assert isinstance(gap, Tensor)  # one of the two is
+            yield Difference(case.words, f"gradient of {name}", _number(gap.abs().max() / max(size, 1e-30)))
+
+
+def _gradients(y: Tensor, wanted: list[Tensor]) -> list[Tensor | None]:
+    if not y.requires_grad or not wanted:
+        return [None] * len(wanted)
+    return list(torch.autograd.grad(y, wanted, allow_unused=True))
+
+
+def _far(ours: Tensor, theirs: Tensor) -> float:
+    if ours.shape != theirs.shape:
+        return torch.inf
+    return _number((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+
+
+def _number(x: Tensor) -> float:
+    """A difference that is no number is no agreement."""
+    return float(x) if bool(x.isfinite()) else torch.inf

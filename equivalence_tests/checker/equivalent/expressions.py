@@ -1,0 +1,237 @@
+"""What is done to tokens outside of the attention itself: a small tree of named parts, each a step of the program."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.equivalent.parameters import Parameters
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "softplus": F.softplus,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something in the program that torch's formula does not have.
+
+    Args:
+        words: What it does.
+        evidence: What says that it is intended; "" if nothing does.
+        stage: Where it stands, as in a finding.
+    """
+
+    words: str
+    evidence: str
+    stage: str
+
+
+@dataclass
+class Values:
+    """What an expression is computed from.
+
+    Args:
+        given: The arguments by name, each as (batch, tokens, features).
+        module: The user's module, whose sub-modules are called as they are.
+        parameters: Its parameters.
+        output: What the attention gives, behind its projection.
+    """
+
+    given: Mapping[str, Tensor]
+    module: nn.Module | None
+    parameters: Parameters
+    output: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument as it is."""
+
+    name: str
+
+    def __call__(self, values: Values) -> Tensor:
+        """Give the argument."""
+        return values.given[self.name]
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What the attention gives."""
+
+    def __call__(self, values: Values) -> Tensor:
+        """Give it."""
+        assert values.output is not None  # only what stands behind the attention asks for it
+        return values.output
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A parameter as it is, such as a gain, or a part of one."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def __call__(self, values: Values) -> Tensor:
+        """Give the parameter."""
+        return values.parameters.named[self.name].reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Called:
+    """A sub-module of the user's, called as it is."""
+
+    path: str
+    inner: tuple["Expression", ...]
+
+    def __call__(self, values: Values) -> Tensor:
+        """Call it."""
+        assert values.module is not None  # it has a path in one
+        result = values.module.get_submodule(self.path)(*(inner(values) for inner in self.inner))
+        return result if isinstance(result, Tensor) else result[0]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm of each token that is written out, or called as a function."""
+
+    kind: str
+    eps: float
+    inner: "Expression"
+
+    def __call__(self, values: Values) -> Tensor:
+        """Compute it."""
+        return normalised(self.kind, self.inner(values), self.eps)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of two."""
+
+    first: "Expression"
+    second: "Expression"
+
+    def __call__(self, values: Values) -> Tensor:
+        """Compute it."""
+        return self.first(values) + self.second(values)
+
+
+@dataclass(frozen=True)
+class Times:
+    """A product of two, such as with a gate or a gain."""
+
+    first: "Expression"
+    second: "Expression"
+
+    def __call__(self, values: Values) -> Tensor:
+        """Compute it."""
+        return self.first(values) * self.second(values)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Something times a number that nothing learns."""
+
+    factor: float
+    inner: "Expression"
+
+    def __call__(self, values: Values) -> Tensor:
+        """Compute it."""
+        return self.factor * self.inner(values)
+
+
+@dataclass(frozen=True)
+class Acted:
+    """An activation, element by element."""
+
+    name: str
+    inner: "Expression"
+
+    def __call__(self, values: Values) -> Tensor:
+        """Compute it."""
+        return ACTIVATIONS[self.name](self.inner(values))
+
+
+Expression: TypeAlias = Given | Attended | Learnt | Called | Normed | Sum | Times | Scaled | Acted
+
+
+def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
+    """Normalise the last axis.
+
+    Args:
+        kind: "layer_norm", "rms_norm" or "normalize".
+        x: (..., features).
+        eps: What keeps it from dividing by 0.
+    """
+    if kind == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:], eps=eps)
+    if kind == "rms_norm":
+        return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return F.normalize(x, dim=-1, eps=eps)
+
+
+def inner_of(expression: Expression) -> tuple[Expression, ...]:
+    """List what an expression is made of."""
+    if isinstance(expression, Called):
+        return expression.inner
+    if isinstance(expression, Sum | Times):
+        return expression.first, expression.second
+    return (expression.inner,) if isinstance(expression, Normed | Scaled | Acted) else ()
+
+
+def all_of(expression: Expression) -> Iterator[Expression]:
+    """List an expression and all that it is made of."""
+    yield expression
+    for inner in inner_of(expression):
+        yield from all_of(inner)
+
+
+@dataclass
+class Evidence:
+    """Says what is intended by the rules: a sub-module with a name, a parameter that has no other use.
+
+    Args:
+        module: The user's module.
+        parameters: Its parameters.
+        used: The parameters that the attention itself uses.
+    """
+
+    module: nn.Module | None
+    parameters: Parameters
+    used: set[str] = field(default_factory=set)
+
+    def steps(self, expression: Expression, stage: str) -> Iterator[Step]:
+        """List the steps of an expression; each parameter speaks for one step only."""
+        for one in all_of(expression):
+            if isinstance(one, Called):
+                yield Step(f"{one.path} is called", self._of_module(one.path), stage)
+            elif isinstance(one, Learnt):
+                yield Step(f"{one.name} takes part", self._once({one.name}, f"the parameter {one.name}"), stage)
+            elif isinstance(one, Scaled):
+                yield Step(f"times {one.factor:.6g}", "", stage)
+            elif isinstance(one, Normed):
+                yield Step(f"{one.kind} without a parameter", "", stage)
+            elif isinstance(one, Acted) and not any(isinstance(x, Called | Learnt) for x in all_of(one)):
+                yield Step(one.name, "", stage)
+        if stage == "output" and any(isinstance(one, Sum) for one in all_of(expression)):
+            yield Step("a residual connection", "what is added is an argument as it is", "residual")
+
+    def _of_module(self, path: str) -> str:
+        assert self.module is not None  # it has a path in one
+        inside = {f"{path}.{name}" for name, _ in self.module.get_submodule(path).named_parameters()}
+        named = f"the sub-module {path}, a {type(self.module.get_submodule(path)).__name__}"
+        return self._once(inside, named) if inside else named
+
+    def _once(self, names: set[str], evidence: str) -> str:
+        if names & self.used:
+            return ""
+        self.used |= names
+        return evidence

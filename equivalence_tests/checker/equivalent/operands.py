@@ -1,0 +1,224 @@
+"""Queries, keys and values: which parameter elements make each of their elements, of which tokens, and what follows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.codes import feature_of, place_of, source_of, sources_in, token_of
+from equivalence_tests.checker.engine.names import Context, Part
+from equivalence_tests.checker.equivalent.expressions import Expression, Given, Learnt, Values, all_of
+from equivalence_tests.checker.equivalent.parameters import Row
+from equivalence_tests.checker.equivalent.rotation import Change, change_between
+from equivalence_tests.checker.equivalent.tracing import Tracer
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.watched import Watched, places_in
+
+Head = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One slice of a product of queries and keys, and of that of its weights and values.
+
+    Args:
+        head: Names the head, by the features of its queries.
+        part: The product of queries and keys.
+        number: Of the slice in it.
+        context: The product of weights and values.
+        place: Of the slice in that.
+    """
+
+    head: Head
+    part: Part
+    number: int
+    context: Context
+    place: int
+
+
+@dataclass(frozen=True)
+class Projection:
+    """heads of factor * (weight · tokens + bias): where each of their elements is among the parameters.
+
+    Args:
+        tokens: What is projected.
+        weight: (heads, head_dim, features), places of parameter elements; features of the tokens themselves where
+            ``bias`` is None: nothing is projected then.
+        bias: (heads, head_dim); -1 for none.
+        factor: What all of it is multiplied by.
+        change: What is done to each head until the product.
+    """
+
+    tokens: Expression
+    weight: Tensor
+    bias: Tensor | None
+    factor: float = 1.0
+    change: Change = field(default_factory=Change)
+
+    def projected(self, values: Values) -> Tensor:
+        """Give the heads, (b, h, l, d), as they are projected."""
+        x = self.tokens(values)
+        if self.bias is None:
+            return self.factor * x[..., self.weight.flatten()].unflatten(-1, self.weight.shape[:2]).transpose(1, 2)
+        weight, bias = (values.parameters.taken(index) for index in (self.weight, self.bias))
+        return self.factor * (torch.einsum("ble,hde->bhld", x, weight) + bias[:, None])
+
+    def __call__(self, values: Values) -> Tensor:
+        """Give the heads as they meet."""
+        return self.change(self.projected(values), values.parameters)
+
+    @property
+    def places(self) -> Tensor:
+        """The parameter elements that it uses."""
+        if self.bias is None:
+            return torch.zeros(0, dtype=torch.long)
+        every = torch.cat([self.weight.reshape(-1), self.bias.reshape(-1)])
+        return every[every >= 0]
+
+
+class OperandReader:
+    """Reads the operands of one attention.
+
+    Args:
+        watched: The run.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        self.watched = watched
+        self.values = Values(watched.given, watched.call.module, watched.parameters)
+        self.slices: list[Slice] = list(_slices(watched))
+        self.heads: list[Head] = list(dict.fromkeys(one.head for one in self.slices))
+        self.found: dict[str, Projection] = {}
+
+    def read(self, role: str) -> Projection:
+        """Read one operand.
+
+        Args:
+            role: "query", "key" or "value".
+        """
+        first = [next(one for one in self.slices if one.head == head) for head in self.heads]
+        rows = [self._rows(one, role) for one in first]
+        tokens = rows[0][0]
+        if any(one[0] != tokens or one[2] != rows[0][2] for one in rows):
+            raise UnreadError(f"the {role}s of different heads are projected from different tokens")
+        plain = rows[0][2]
+        weight = torch.stack([one[1][0] for one in rows])
+        bias = None if plain else torch.stack([one[1][1] for one in rows])
+        factors = torch.cat([one[1][2] for one in rows])
+        if float((factors / factors[0] - 1).abs().max()) > 10 * self.watched.tolerance:
+            raise UnreadError(f"the rows of the {role} projection are multiplied by different numbers")
+        found = Projection(tokens, weight, bias, float(factors[0]))
+        self.found[role] = self._finished(found, role)
+        return self.found[role]
+
+    @property
+    def own_places(self) -> Tensor:
+        """The parameter elements that queries and keys are made with."""
+        norms = [one.change.norm for one in self.found.values() if one.change.norm is not None]
+        parameters = self.watched.parameters
+        named = [name for norm in norms for name in (norm.gain, norm.bias) if name]
+        gains = [torch.arange(parameters.named[name].numel()) + parameters.start[name] for name in named]
+        return torch.cat([torch.zeros(0, dtype=torch.long), *(one.places for one in self.found.values()), *gains])
+
+    def _finished(self, found: Projection, role: str) -> Projection:
+        """Add what is done to each head between projection and product."""
+        with torch.no_grad():
+            projected = found.projected(self.values)  # (b, h, l, d)
+            pieces = [self._met(one, role) for one in self.slices]
+            length = projected.size(2)
+            flat = projected.transpose(1, 2).flatten(0, 1)  # (b * l, h, d)
+            rows = torch.cat([tokens for tokens, _ in pieces])
+            if int(rows.max()) >= len(flat):
+                raise UnreadError(f"there are other tokens among the {role}s than those that are handed over")
+            heads = torch.cat([torch.full_like(x, self.heads.index(s.head)) for s, (x, _) in zip(self.slices, pieces, strict=True)])
+            have = torch.cat([numbers for _, numbers in pieces])
+            change, factor = change_between(flat[rows, heads], have, rows % length, self.watched)
+        return Projection(found.tokens, found.weight, found.bias, found.factor * factor, change)
+
+    def _met(self, one: Slice, role: str) -> tuple[Tensor, Tensor]:
+        """Give the tokens of one slice, and its elements as they meet, (tokens, d)."""
+        codes, places, index, side = _side(one, role)
+        tensor = self.watched.operations[index].inputs[side].value.reshape(-1)
+        token = token_of(codes)
+        if bool((token != token[:, :1]).any()):
+            raise UnreadError(f"a row of the {role}s holds features of different tokens")
+        return token[:, 0], tensor[places].double()
+
+    def _rows(self, one: Slice, role: str) -> tuple[Expression, tuple[Tensor, Tensor, Tensor], bool]:
+        """Read the rows of the projection of one head: the tokens, (weight, bias, factors), and whether none is there."""
+        codes = _side(one, role)[0]
+        sources = self.watched.sources(sources_in(codes[:1]))
+        if len(sources) != 1:
+            raise UnreadError(f"the {role}s of one head come from {len(sources)} projections")
+        source = sources[0]
+        taken = self.watched.taken_by(source)
+        wanted = codes[0]
+        if taken is None:
+            name = self.watched.arguments.get(id(self._argument(source.slot.value)), "")
+            return Given(name or self._name_of(source.number)), (feature_of(wanted), torch.tensor(0), torch.ones(1)), True
+        tensor, operation = taken
+        tokens = Tracer(self.watched).read(tensor, operation.index)
+        features = self._features(tokens, int(token_of(wanted[0])))
+        made = operation.outputs[0].tensor.reshape(-1)
+        where = places_in(source.codes)
+        found = [self._row(made[where[int(place)]], features, tokens, role) for place in place_of(wanted)]
+        weight = torch.stack([row.weight for row in found])
+        bias = torch.tensor([row.bias for row in found])
+        return tokens, (weight, bias, torch.tensor([row.factor for row in found])), False
+
+    def _argument(self, value: Tensor) -> Tensor:
+        return next((s.tensor for s in self.watched.recorder.given if s.value.data_ptr() == value.data_ptr()), value)
+
+    def _name_of(self, number: int) -> str:
+        """Name the argument with this number: sources are numbered in the order of the arguments."""
+        names = list(self.watched.given)
+        if number > len(names):
+            raise UnreadError("an operand is no argument and made by no projection")
+        return names[number - 1]
+
+    def _features(self, tokens: Expression, token: int) -> Tensor:
+        with torch.no_grad():
+            flat = tokens(self.values).flatten(0, -2).double()
+        if token >= len(flat):
+            raise UnreadError("what is projected has other tokens than what is handed over")
+        return flat[token]
+
+    def _row(self, element: Tensor, features: Tensor, tokens: Expression, role: str) -> Row:
+        without = {one.name for one in all_of(tokens) if isinstance(one, Learnt)}
+        row = self.watched.parameters.row(element, features, self.watched.tolerance, without)
+        if row is None:
+            raise UnreadError(f"the {role} is no linear projection of what is handed over")
+        return row
+
+
+def _side(one: Slice, role: str) -> tuple[Tensor, Tensor, int, int]:
+    """Give the names and places of the rows of an operand in a slice, (tokens, d), the operation, and its side."""
+    product = one.part.product
+    if role == "value":
+        context = one.context
+        codes, places = context.values.mT[one.place], context.contraction.right.mT[one.place]
+        return codes, places, (context.factors or context.operation).index, context.contraction.sides[1]
+    index = (product.factors or product.operation).index
+    if role == "query":
+        return product.left[one.number], product.contraction.left[one.number], index, product.contraction.sides[0]
+    return product.right[one.number], product.contraction.right[one.number], index, product.contraction.sides[1]
+
+
+def _slices(watched: Watched) -> Iterator[Slice]:
+    """List the slices of all parts, each with that of its weights and values."""
+    for part in watched.judgement.attention.parts:
+        if not part.contexts:
+            raise UnreadError("there are no weights times values")
+        context, out = part.contexts[0], part.product.contraction.out
+        slice_of = torch.empty(out.numel(), dtype=torch.long)
+        slice_of[out.reshape(-1)] = torch.arange(len(out)).repeat_interleave(out[0].numel())
+        weights = context.weights
+        mine = (source_of(weights) == part.number).flatten(1)
+        for place in range(len(weights)):
+            if bool(mine[place].any()):
+                at = place_of(weights[place].reshape(-1)[mine[place]][:1])
+                number = int(slice_of[at])
+                first = part.product.left[number, 0]
+                head = tuple(source_of(first).tolist()), tuple(feature_of(first).tolist())
+                yield Slice(head, part, number, context, place)

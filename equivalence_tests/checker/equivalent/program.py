@@ -1,0 +1,162 @@
+"""The program: an attention of torch's parts, with the user's own weights."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.equivalent.biases import Bias, Visible
+from equivalence_tests.checker.equivalent.ending import Output
+from equivalence_tests.checker.equivalent.expressions import Attended, Called, Evidence, Given, Step, Values, all_of
+from equivalence_tests.checker.equivalent.operands import Projection
+from equivalence_tests.checker.equivalent.parameters import Parameters
+
+ROUNDING = 1e-6  # of numbers that were measured
+
+
+@dataclass(frozen=True)
+class Program:
+    """output = around(out_proj(softmax(scale · query keyᵀ + bias) value)).
+
+    Args:
+        query: The projection of the queries.
+        key: Of the keys.
+        value: Of the values.
+        scale: What the scores are multiplied by.
+        bias: What is added to them.
+        output: What is made of the averaged values.
+    """
+
+    query: Projection
+    key: Projection
+    value: Projection
+    scale: float
+    bias: Bias
+    output: Output
+
+    def __call__(
+        self,
+        given: Mapping[str, Tensor],
+        module: nn.Module | None,
+        parameters: Parameters,
+        may_attend: Tensor | None = None,
+    ) -> Tensor:
+        """Run it.
+
+        Args:
+            given: The arguments by name, each as (batch, tokens, features).
+            module: The user's, whose sub-modules are called where the program has steps.
+            parameters: Its parameters.
+            may_attend: (batch, query_len, key_len) bool, True = may look; None for everyone.
+
+        Returns:
+            What comes back, (batch, tokens, features).
+        """
+        values = Values(given, module, parameters)
+        averaged = self.averaged(values, may_attend).transpose(1, 2).flatten(2)
+        values.output = self.projected(averaged, parameters)
+        return self.output.around(values)
+
+    def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
+        """Give the averaged values of all heads, (b, h, q, d)."""
+        query, key, value = self.query(values), self.key(values), self.value(values)
+        bias = self.bias(query.size(-2), key.size(-2), values.parameters)
+        if may_attend is not None:
+            hidden = torch.zeros(may_attend.shape, dtype=query.dtype).masked_fill(~may_attend, -torch.inf)[:, None]
+            bias = hidden if bias is None else bias + hidden
+        bias = None if bias is None else bias.to(query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
+
+    def projected(self, averaged: Tensor, parameters: Parameters) -> Tensor:
+        """Give the output projection of averaged values, (b, q, heads * d)."""
+        output = self.output
+        if output.weight is None or output.bias is None:
+            return output.factor * averaged[..., output.order]
+        return output.factor * F.linear(averaged, parameters.taken(output.weight), parameters.taken(output.bias))
+
+    @property
+    def roles(self) -> tuple[tuple[str, Projection], ...]:
+        """The three projections by name."""
+        return ("query", self.query), ("key", self.key), ("value", self.value)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a part of it is kept in float32."""
+        return any(one.change.rotation is not None and one.change.rotation.single for _, one in self.roles)
+
+    @property
+    def is_multi_head_attention(self) -> bool:
+        """Whether ``nn.MultiheadAttention`` suffices."""
+        plain = all(
+            one.bias is not None and isinstance(one.tokens, Given) and one.change.norm is one.change.rotation is None
+            for _, one in self.roles
+        )
+        heads, width, features = self.query.weight.shape if self.query.bias is not None else (0, 0, 0)
+        whole = plain and self.value.weight.size(1) == width and features == heads * width
+        out = self.output.weight is not None and self.output.weight.shape == (features, features)
+        return whole and out and (self.bias.is_none or self.bias.is_causal) and self.output.around == Attended()
+
+    def steps(self, module: nn.Module | None, parameters: Parameters) -> Iterator[Step]:
+        """List what torch's formula does not have, each with the evidence that it is intended; "" without."""
+        used = {name for one in (*self.roles,) for name in parameters.names_at(one[1].places)}
+        evidence = Evidence(module, parameters, used | set(parameters.names_at(self.output.places)))
+        yield from self._twice(parameters)
+        for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
+            yield from evidence.steps(tokens, "project")
+        yield from self._of_operands()
+        yield from self._of_scores(parameters)
+        if abs(self.output.factor - 1) > ROUNDING:
+            yield Step(f"the output times {self.output.factor:.6g}", "", "output")
+        yield from self._behind(evidence)
+
+    def _behind(self, evidence: Evidence) -> Iterator[Step]:
+        around = self.output.around
+        tokens = [one.tokens for _, one in self.roles]
+        normed = [x.path for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
+        for step in evidence.steps(around, "output"):
+            if step.stage == "residual":
+                said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else ""
+                yield Step(step.words, said, "residual")
+            else:
+                yield step
+
+    def _twice(self, parameters: Parameters) -> Iterator[Step]:
+        """A weight that takes two parts."""
+        every = {role: one.places for role, one in self.roles} | {"output": self.output.places}
+        names = list(every)
+        for place, first in enumerate(names):
+            for second in names[place + 1 :]:
+                both = every[first][torch.isin(every[first], every[second])]
+                if len(both):
+                    named = parameters.name_at(int(both[0]))
+                    yield Step(f"{named} projects both the {first} and the {second}", "", "project")
+
+    def _of_operands(self) -> Iterator[Step]:
+        both = [one.change for one in (self.query, self.key)]
+        for role, one in self.roles:
+            norm, rotation = one.change.norm, one.change.rotation
+            if norm is not None:
+                said = f"the parameter {norm.gain}" if norm.gain else ""
+                yield Step(f"each head of the {role} is normalised ({norm.kind})", said, "operand")
+            if rotation is not None:
+                alike = role != "value" and all(change.rotation is not None for change in both)
+                said = "queries and keys turn alike, by angles that grow with the position" if alike else ""
+                yield Step(f"the {role} is rotated by its position", said, "rotary")
+        if abs(self.value.factor - 1) > ROUNDING:
+            yield Step(f"the values times {self.value.factor:.6g}", "", "context")
+
+    def _of_scores(self, parameters: Parameters) -> Iterator[Step]:
+        width = self.query.weight.size(1)
+        scale = self.scale * self.query.factor * self.key.factor
+        if abs(scale * width**0.5 - 1) > ROUNDING:
+            yield Step(f"the scores times {scale:.6g} in the place of 1/sqrt({width})", "", "scale")
+        if self.bias.table is not None:
+            name = parameters.name_at(int(self.bias.table.max()))
+            yield Step(f"{name} is added to the scores", f"the parameter {name}", "scores")
+        if self.bias.slopes is not None:
+            said = "the slopes of ALiBi" if self.bias.is_alibi else ""
+            yield Step("the distance times a slope is subtracted from the scores", said, "scores")
+        if self.bias.visible not in (Visible(), Visible(0)):
+            yield Step(str(self.bias.visible), "", "mask")

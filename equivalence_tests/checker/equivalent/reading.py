@@ -1,0 +1,101 @@
+"""Read somebody's attention into a program."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.judgement import Judgement, WeightsModel
+from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.equivalent.biases import Bias, Visible, read_bias
+from equivalence_tests.checker.equivalent.ending import EndReader, Output
+from equivalence_tests.checker.equivalent.expressions import Attended, Values
+from equivalence_tests.checker.equivalent.operands import OperandReader, Projection
+from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.watched import Layout, Watched
+
+NOT_READ = (RuntimeError, IndexError, KeyError, ValueError, TypeError)  # of shapes that no part of the reading expects
+NOTHING = Output(None, None, None, 1.0, Attended())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A program, and how exactly it can agree.
+
+    Args:
+        program: What was read.
+        tolerance: What differs by less, relative to the largest value, is rounding.
+    """
+
+    program: Program
+    tolerance: float
+
+
+def read(found: Examination, judgement: Judgement, layout: Layout) -> Reading:
+    """Read one attention of a call.
+
+    Args:
+        found: What the engine saw in the call.
+        judgement: Of the attention.
+        layout: Of the arguments and the output.
+
+    Raises:
+        UnreadError: If it is made of anything that an equivalent has no part for.
+    """
+    try:
+        return _read(Watched(found, judgement, layout))
+    except NOT_READ as error:
+        raise UnreadError(f"its shapes could not be followed ({type(error).__name__}: {error})") from error
+
+
+def _read(watched: Watched) -> Reading:
+    reader = OperandReader(watched)
+    three = [reader.read(role) for role in ("query", "key", "value")]
+    values = Values(watched.given, watched.call.module, watched.parameters)
+    why = UnreadError("")
+    for scale, bias in _scores(reader, three, values):
+        program = Program(*three, scale, bias, NOTHING)
+        with torch.no_grad():
+            averaged = program.averaged(values).transpose(1, 2).flatten(2).flatten(0, 1)
+        try:
+            output = EndReader(watched, averaged).read()
+        except UnreadError as error:
+            why = error
+            continue
+        program = Program(*three, scale, bias, output)
+        return Reading(program, max(watched.tolerance, 2e-5 if program.is_single else 0.0))
+    raise why
+
+
+def _scores(reader: OperandReader, three: list[Projection], values: Values) -> list[tuple[float, Bias]]:
+    """What the scores are multiplied by and what is added; where no scores are seen, as in tiles, what it may be."""
+    models = reader.watched.judgement.models
+    query, key = three[:2]
+    with torch.no_grad():
+        lengths = query.projected(values).size(2), key.projected(values).size(2)
+    if not models or any((one.kind, one.axis) == ("softmax", "") for one in models):
+        scale = query.weight.size(1) ** -0.5 / query.factor / key.factor
+        return [(scale, Bias()), (scale, Bias(Visible(0)))]
+    factors = torch.tensor([_factor(model) for model in models])
+    if float((factors / factors[0] - 1).abs().max()) > 1e-6:
+        raise UnreadError("heads multiply their scores by different numbers")
+    return [(float(factors[0]), read_bias(reader, lengths))]
+
+
+def _factor(model: WeightsModel) -> float:
+    if model.kind != "softmax" or model.axis != "keys":
+        raise UnreadError(f"its weights are no softmax over the keys ({model.kind} over {model.axis or 'nothing'})")
+    if model.cap or model.by_head is not None or bool(model.replaced.any()):
+        raise UnreadError("its scores are capped, replaced, or multiplied by a number of each head")
+    return model.factor
+
+
+def plain_layout(call: Call, output: Any) -> Layout:
+    """The layout of arguments that hold features last: all axes between the first and the last hold tokens."""
+
+    def inward(x: Tensor) -> Tensor:
+        return x.flatten(1, -2) if x.dim() > 3 else x[None] if x.dim() == 2 else x
+
+    return Layout(inward, inward, output)

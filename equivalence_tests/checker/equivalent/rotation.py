@@ -1,0 +1,223 @@
+"""What stands between a projection and the product: a norm of each head, a rotation by the position, a number."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.equivalent.expressions import normalised
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.watched import Watched
+
+EPS = {
+    "layer_norm": (1e-5, 1e-6, 1e-12),
+    "rms_norm": (1e-5, 1e-6, 1e-8, torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps),
+    "normalize": (1e-12, 1e-6, 1e-8),
+}
+LOOSE, MEASURED = 1e-5, 1e-10  # angles of tables in float32, and of exact ones
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """A norm over the features of each head, with a gain and a bias that are learnt.
+
+    Args:
+        kind: "layer_norm", "rms_norm" or "normalize".
+        eps: What keeps it from dividing by 0.
+        gain: The name of its gain; "" for none.
+        bias: The name of its bias; "" for none.
+        added: What is added to the gain: 1 where it is kept as a difference from 1.
+    """
+
+    kind: str
+    eps: float
+    gain: str = ""
+    bias: str = ""
+    added: float = 0.0
+
+    def __call__(self, x: Tensor, parameters: Parameters) -> Tensor:
+        """Normalise heads, (..., d)."""
+        y = normalised(self.kind, x, self.eps)
+        y = y * (parameters.named[self.gain].reshape(-1) + self.added) if self.gain else y
+        return y + parameters.named[self.bias].reshape(-1) if self.bias else y
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotation of pairs of features by an angle that grows with the position.
+
+    Args:
+        start: The first feature of the head that is rotated.
+        width: How many are.
+        apart: How far the two features of a pair are from one another.
+        steps: By how much each pair turns from one token to the next, (pairs,).
+        first: The position of the first token.
+        angles: The angles of each position, (positions, pairs), where they do not grow evenly; None where they do.
+        single: Whether its tables are kept in float32.
+    """
+
+    start: int
+    width: int
+    apart: int
+    steps: Tensor
+    first: int = 0
+    angles: Tensor | None = None
+    single: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate heads, (b, h, l, d)."""
+        angles = self.angles_of(x.size(-2)).to(x.dtype)
+        rotated = x[..., self.start : self.start + self.width]
+        first, second = paired(rotated, self.apart)
+        turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+        whole = torch.stack(turned, -1).flatten(-2) if self.apart == 1 else torch.cat(turned, -1)
+        return torch.cat([x[..., : self.start], whole, x[..., self.start + self.width :]], -1)
+
+    def angles_of(self, length: int) -> Tensor:
+        """Give the angles of the first tokens, (length, pairs)."""
+        if self.angles is None:
+            return torch.outer(torch.arange(length, dtype=torch.float64) + self.first, self.steps)
+        if length > len(self.angles):
+            raise UnreadError("the angles of its rotations were seen for one length only")
+        return self.angles[:length]
+
+    @property
+    def base(self) -> float:
+        """The base of which the steps are powers, base^(-2i / width); 0 if they are not."""
+        pairs = torch.arange(len(self.steps), dtype=torch.float64)
+        if self.angles is not None or len(pairs) < 2 or float(self.steps[1]) <= 0:
+            return 0.0
+        base = float(round(float(self.steps[1]) ** (-self.width / 2)))
+        return base if base > 0 and torch.allclose(self.steps, base ** (-2 * pairs / self.width), rtol=1e-5) else 0.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to each head between projection and product."""
+
+    norm: HeadNorm | None = None
+    rotation: Rotation | None = None
+    steps: tuple[str, ...] = field(default=())
+
+    def __call__(self, x: Tensor, parameters: Parameters) -> Tensor:
+        """Change heads, (b, h, l, d)."""
+        x = x if self.norm is None else self.norm(x, parameters)
+        return x if self.rotation is None else self.rotation(x)
+
+
+def paired(x: Tensor, apart: int) -> tuple[Tensor, Tensor]:
+    """Give the first and the second features of pairs, (..., pairs) each."""
+    return (x[..., 0::2], x[..., 1::2]) if apart == 1 else (x[..., :apart], x[..., apart:])
+
+
+def change_between(x: Tensor, have: Tensor, positions: Tensor, watched: Watched) -> tuple[Change, float]:
+    """Find what turns projected rows into those that meet.
+
+    Args:
+        x: Rows of heads as they are projected, (n, d).
+        have: The same as they meet, (n, d).
+        positions: Of the tokens, (n,).
+        watched: The run.
+
+    Returns:
+        The change, and the number that the rows are multiplied by besides.
+
+    Raises:
+        UnreadError: If it is no norm or rotation that is known.
+    """
+    if x.shape != have.shape:
+        raise UnreadError("heads have another width where they meet than behind their projection")
+    for norm in _norms(x, have, watched):
+        y = x if norm is None else norm(x, watched.parameters)
+        factor = _factor(y, have, watched.tolerance)
+        if factor is not None:
+            return Change(norm), factor
+        found = _rotation(y, have, positions)
+        if found is not None:
+            return Change(norm, found[0]), found[1]
+    raise UnreadError("what is done to a head between its projection and the product is no norm or rotation")
+
+
+def _norms(x: Tensor, have: Tensor, watched: Watched) -> Iterator[HeadNorm | None]:
+    """List the norms that it could be, none first."""
+    yield None
+    named = watched.parameters.named
+    vectors = [name for name, p in named.items() if p.numel() == x.size(-1) and p.dim() <= 1 + (p.dim() - 1) * (max(p.shape) == p.numel())]
+    for kind, every in EPS.items():
+        for eps in every:
+            yield HeadNorm(kind, eps)
+            for gain in vectors:
+                yield HeadNorm(kind, eps, gain)
+                yield HeadNorm(kind, eps, gain, added=1.0)
+                for bias in vectors if kind == "layer_norm" else ():
+                    if bias != gain:
+                        yield HeadNorm(kind, eps, gain, bias)
+
+
+def _factor(x: Tensor, have: Tensor, tolerance: float) -> float | None:
+    """Give the number that turns one into the other; None if none does."""
+    factor = float((x * have).sum() / (x * x).sum())
+    close = torch.allclose(x * factor, have, rtol=0.0, atol=10 * tolerance * float(have.abs().max()))
+    return factor if close and factor != 0 else None
+
+
+def _rotation(x: Tensor, have: Tensor, positions: Tensor) -> tuple[Rotation, float] | None:
+    """Find the rotation that turns one into the other, and the number beside it."""
+    scale = float((have.square().sum() / x.square().sum()).sqrt())
+    if not math.isfinite(scale) or scale == 0:
+        return None
+    still = ((x * scale - have).abs().amax(0) <= LOOSE * float(have.abs().max())).tolist()
+    turning = [place for place, stays in enumerate(still) if not stays]
+    if not turning:
+        return None
+    for start, width in dict.fromkeys([(turning[0], turning[-1] + 1 - turning[0]), (0, x.size(-1))]):
+        for apart in (1, width // 2) if width % 2 == 0 else ():
+            found = _of_pairs(Rotation(start, width, apart, torch.zeros(0)), x, have / scale, positions)
+            if found is not None:
+                return found, scale
+    return None
+
+
+def _of_pairs(form: Rotation, x: Tensor, have: Tensor, positions: Tensor) -> Rotation | None:
+    """Measure the angles of all pairs; None if the pairs are others."""
+    part = slice(form.start, form.start + form.width)
+    before, after = (torch.complex(*paired(rows[:, part].contiguous(), form.apart)) for rows in (x, have))
+    ratio = after / before
+    if not torch.allclose(ratio.abs(), torch.ones(()).double(), rtol=1e-6):
+        return None
+    count = int(positions.max()) + 1
+    mean = torch.zeros(count, ratio.size(1), dtype=ratio.dtype).index_add(0, positions, ratio)
+    seen = torch.bincount(positions, minlength=count)
+    mean = mean / seen.clamp_min(1)[:, None]
+    if bool((seen == 0).any()) or float((mean[positions] - ratio).abs().max()) > LOOSE:
+        return None
+    return _with_angles(form, mean.angle())
+
+
+def _with_angles(form: Rotation, angles: Tensor) -> Rotation:
+    """Write the angles as multiples of the position, where they are."""
+    even = replace(form, steps=torch.zeros(angles.size(1), dtype=torch.float64))
+    if len(angles) > 1:
+        steps = torch.remainder(angles[1] - angles[0] + math.pi, 2 * math.pi) - math.pi
+        for first in (0, 1):
+            even = replace(form, steps=steps, first=first)
+            gap = (torch.polar(torch.ones_like(angles), angles) - _on_circle(even.angles_of(len(angles)))).abs().max()
+            if float(gap) < LOOSE:
+                return _exact(replace(even, single=float(gap) > MEASURED))
+    return replace(form, steps=even.steps, angles=angles, single=True)
+
+
+def _exact(rotation: Rotation) -> Rotation:
+    """Take the powers of the base in the place of measured steps."""
+    base = rotation.base
+    if not base:
+        return rotation
+    exact = base ** (-2 * torch.arange(len(rotation.steps), dtype=torch.float64) / rotation.width)
+    return replace(rotation, steps=exact, single=not torch.allclose(exact, rotation.steps, rtol=0, atol=MEASURED))
+
+
+def _on_circle(angles: Tensor) -> Tensor:
+    return torch.polar(torch.ones_like(angles), angles)

@@ -1,0 +1,122 @@
+"""Follow a tensor back to the arguments, through sub-modules, norms, sums and products: what stands around an attention."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.vocabulary import MOVES
+from equivalence_tests.checker.engine.watching import ModuleCall, Operation
+from equivalence_tests.checker.equivalent.expressions import (
+    ACTIVATIONS,
+    Acted,
+    Attended,
+    Called,
+    Expression,
+    Given,
+    Learnt,
+    Normed,
+    Scaled,
+    Sum,
+    Times,
+)
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.watched import Watched
+from equivalence_tests.checker.reporting.lines import code_lines
+
+PASSES = MOVES | frozenset("to type_as float double half bfloat16 dropout alpha_dropout feature_dropout type".split())
+DEFAULT_EPS = {"layer_norm": 1e-5, "normalize": 1e-12}
+MOST = 64  # steps, after which it is given up
+
+
+@dataclass(eq=False)
+class Tracer:
+    """Follows tensors of one run.
+
+    Args:
+        watched: The run.
+        attended: Whether a tensor is what the attention gives, behind its projection.
+    """
+
+    watched: Watched
+    attended: Callable[[Tensor, Operation], bool] = lambda tensor, operation: False
+    steps: int = 0
+
+    def read(self, tensor: Tensor, before: int) -> Expression:
+        """Say what a tensor is made of.
+
+        Args:
+            tensor: Of the run with gradients.
+            before: The operation that takes it.
+
+        Raises:
+            UnreadError: If it is made in a way that is not known.
+        """
+        self.steps += 1
+        if self.steps > MOST:
+            raise UnreadError("what stands around the attention is too long to be read")
+        watched = self.watched
+        if id(tensor) in watched.learnt:
+            return Learnt(watched.learnt[id(tensor)], tuple(tensor.shape))
+        maker = watched.maker_of(tensor, before)
+        if maker is None:
+            return self._given(tensor)
+        if self.attended(tensor, maker):
+            return Attended()
+        call = watched.call_of(tensor, before)
+        return self._called(call) if call is not None else self._made(maker, tensor)
+
+    def _given(self, tensor: Tensor) -> Expression:
+        name = self.watched.arguments.get(id(tensor), "")
+        if name not in self.watched.given:
+            raise UnreadError("a tensor takes part that is neither an argument nor a parameter")
+        return Given(name)
+
+    def _called(self, call: ModuleCall) -> Expression:
+        module = self.watched.call.module
+        assert module is not None  # it has sub-modules
+        data = [x for x in call.inputs if x.is_floating_point() and x.dim() >= 2]
+        if not data:
+            raise UnreadError(f"{call.path} makes something of no tokens")
+        if next(module.get_submodule(call.path).parameters(), None) is None and _same(data[0], call.outputs[0]):
+            return self.read(data[0], call.first)  # dropout in eval mode, nn.Identity
+        return Called(call.path, tuple(self.read(x, call.first) for x in data))
+
+    def _made(self, operation: Operation, tensor: Tensor) -> Expression:
+        name, inputs = operation.name, [slot.tensor for slot in operation.inputs]
+        args = operation.arguments[0]
+        if name in PASSES and len(inputs) == 1 and inputs[0].numel() == tensor.numel():
+            return self.read(inputs[0], operation.index)
+        if name in ("add", "mul") and len(inputs) == 2:
+            first, second = (self.read(x, operation.index) for x in inputs)
+            return Sum(first, second) if name == "add" else Times(first, second)
+        if name == "sub" and len(inputs) == 2:
+            first, second = (self.read(x, operation.index) for x in inputs)
+            return Sum(first, Scaled(-1.0, second))
+        if name in ("mul", "div") and len(inputs) == 1:
+            number = next(x for x in args if isinstance(x, int | float))
+            return Scaled(float(number) if name == "mul" else 1.0 / number, self.read(inputs[0], operation.index))
+        if name in ACTIVATIONS and len(inputs) == 1:
+            return Acted(name, self.read(inputs[0], operation.index))
+        if name in ("layer_norm", "rms_norm", "normalize"):
+            return self._normed(operation)
+        line = code_lines(operation.frames)[-1:]
+        where = f" (line {line[0].number}: {line[0].text})" if line else ""
+        raise UnreadError(f"{name} is not among the parts that an equivalent is made of{where}")
+
+    def _normed(self, operation: Operation) -> Expression:
+        inner = self.read(operation.inputs[0].tensor, operation.index)
+        if operation.name == "normalize":
+            return Normed("normalize", float(operation.argument(3, "eps", 1e-12)), inner)
+        place = 4 if operation.name == "layer_norm" else 3
+        eps = operation.argument(place, "eps", DEFAULT_EPS.get(operation.name))
+        eps = torch.finfo(operation.inputs[0].value.dtype).eps if eps is None else eps
+        found: Expression = Normed(operation.name, float(eps), inner)
+        for slot, join in zip(operation.inputs[1:], (Times, Sum), strict=False):
+            found = join(found, self.read(slot.tensor, operation.index))
+        return found
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)

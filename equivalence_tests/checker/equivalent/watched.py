@@ -1,0 +1,195 @@
+"""One attention of a call, run again with gradients: every element at hand, by its token and its feature."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.codes import feature_of, known, numbered, place_of, sources_in, token_of
+from equivalence_tests.checker.engine.judgement import Judgement
+from equivalence_tests.checker.engine.names import Source
+from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Patch, Recorder
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.unread import UnreadError
+
+EXACT, SINGLE = 1e-9, 2e-5  # relative; the second where a part is computed in float32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the arguments and what comes back are laid out.
+
+    Args:
+        inward: From an argument to (batch, tokens, features).
+        outward: From the output to the same.
+        output: Finds the output in what came back.
+    """
+
+    inward: Callable[[Tensor], Tensor]
+    outward: Callable[[Tensor], Tensor]
+    output: Callable[[Any], Tensor]
+
+
+@dataclass(eq=False)
+class Watched:
+    """A call that was examined, and run again with gradients.
+
+    What goes into the projections, and what the values are averaged to, is cut off there from what made it, so that
+    a gradient says what one projection does.
+
+    Args:
+        found: What the engine saw.
+        judgement: Of the attention that is read.
+        layout: Of its arguments and its output.
+        operations: Those of the second run, by the same numbers.
+        returned: What the second run gave.
+    """
+
+    found: Examination
+    judgement: Judgement
+    layout: Layout
+    recorder: Recorder = field(init=False)
+    returned: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        cuts = {operation.index: _cut for operation in self._cut_off() if operation is not None}
+        run = self.call.run(cuts, read=False, gradients=True)
+        self.recorder, self.returned = run.recorder, run.output
+        if [op.name for op in self.operations] != [op.name for op in self.found.run.operations]:
+            raise UnreadError("it runs otherwise where gradients are asked for")
+
+    @property
+    def call(self) -> Call:
+        """What is called."""
+        return self.found.call
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Of the run with gradients."""
+        return self.recorder.operations
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """Those of the module; of a function the matrices that it is given."""
+        return Parameters.of(self.call.module)
+
+    @cached_property
+    def tolerance(self) -> float:
+        """What differs by less, relative to the largest value, is rounding."""
+        low = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
+        single = any(x.value.dtype in low for op in self.operations for x in op.outputs)
+        return SINGLE if single else EXACT
+
+    @cached_property
+    def given(self) -> dict[str, Tensor]:
+        """The data among the arguments, each as (batch, tokens, features)."""
+        return data_of(self.call, self.layout)
+
+    @cached_property
+    def arguments(self) -> Mapping[int, str]:
+        """The names of the arguments, by the ids of their tensors."""
+        names = dict(zip(self.recorder.names, self.recorder.given, strict=True))
+        return {slot.key: name.partition(":")[2] for name, slot in names.items() if name.startswith("arg:")}
+
+    @cached_property
+    def learnt(self) -> Mapping[int, str]:
+        """The names of the parameters, by the ids of their tensors."""
+        return {id(x): name for name, x in self.parameters.named.items()}
+
+    def sources(self, numbers: list[int]) -> list[Source]:
+        """Give what made the names, with what only normed or multiplied it followed back to its projection."""
+        every = self.found.run.names.sources
+        found = [every[number] for number in numbers]
+        while any(source.kind in ("normed", "gain") and source.parents for source in found):
+            found = [
+                every[number]
+                for source in found
+                for number in (source.parents if source.kind in ("normed", "gain") else (source.number,))
+            ]
+        return list({source.number: source for source in found}.values())
+
+    def taken_by(self, source: Source) -> tuple[Tensor, Operation] | None:
+        """Give the tokens that a projection takes, and the operation; None for what is an argument itself."""
+        if source.operation is None:
+            return None
+        operation = self.operations[source.operation.index]
+        before = self.found.run.names.before[operation.index]
+        named = [slot.tensor for slot, codes in zip(operation.inputs, before, strict=True) if codes is not None]
+        return (named or [operation.inputs[0].tensor])[0], operation
+
+    def maker_of(self, tensor: Tensor, before: int) -> Operation | None:
+        """Give the last operation that gave a tensor, of those before another one; None where none did."""
+        made = (op for op in reversed(self.operations[:before]) if any(out.tensor is tensor for out in op.outputs))
+        return next(made, None)
+
+    def call_of(self, tensor: Tensor, before: int) -> ModuleCall | None:
+        """Give the outermost sub-module that gave a tensor and holds nothing of the attention itself."""
+        first, last = self.judgement.attention.first.index, self.judgement.attention.last.index
+        return next(
+            (
+                call
+                for call in self.recorder.calls
+                if call.end <= before
+                and any(x is tensor for x in call.outputs)
+                and not any(x is tensor for x in call.inputs)
+                and not call.first <= first <= last < call.end
+            ),
+            None,
+        )
+
+    def positions(self, tensor: Tensor, made_by: Operation | None) -> Tensor | None:
+        """Lay the elements of a tensor out by tokens and features: (tokens, features), each its place in memory order.
+
+        Returns:
+            None where the names do not say it.
+        """
+        codes = self._codes_of(tensor, made_by)
+        if codes is None or codes.is_complex() or not bool(known(codes).all()):
+            return None
+        flat = codes.reshape(-1)
+        token, feature = token_of(flat), feature_of(flat)
+        count = len(token.unique())
+        if len(flat) % count or bool((torch.bincount(token)[token.unique()] != len(flat) // count).any()):
+            return None
+        order = (token * (int(feature.max()) + 1) + feature).argsort(stable=True)
+        return order.view(count, -1)
+
+    def _codes_of(self, tensor: Tensor, made_by: Operation | None) -> Tensor | None:
+        names = self.found.run.names
+        if made_by is None:
+            return numbered(tensor.shape) if id(tensor) in self.arguments else None
+        place = [slot.tensor is tensor for slot in made_by.outputs].index(True)
+        return names.after[made_by.index][place]
+
+    def _cut_off(self) -> list[Operation | None]:
+        """What gives the tokens that are projected, and the averaged values."""
+        attention = self.judgement.attention
+        run = self.found.run
+        ends = [context.operation for part in attention.parts for context in part.contexts]
+        sides = [codes for part in attention.parts for codes, _ in part.sides.values()]
+        numbers = sorted({number for codes in sides for number in sources_in(codes)})
+        cut: list[Operation | None] = [*ends, run.operations[attention.end.index]]
+        for source in self.sources(numbers):
+            if source.operation is not None:
+                before = run.names.before[source.operation.index]
+                taken = [x for x, codes in zip(source.operation.inputs, before, strict=True) if codes is not None]
+                cut += [run.maker_of(slot, source.operation.index) for slot in taken[:1]]
+        return [op for op in cut if op is not None and len(op.outputs) == 1 and not op.inplace]
+
+
+def _cut(recorder: Recorder, operation: Operation) -> Tensor:
+    return operation.outputs[0].value
+
+
+def data_of(call: Call, layout: Layout) -> dict[str, Tensor]:
+    """Give the tokens among the arguments of a call by name, each as (batch, tokens, features)."""
+    return {name: layout.inward(x.detach()) for name, x in call.tensors if id(x) in call.seeds}
+
+
+def places_in(codes: Tensor) -> dict[int, int]:
+    """Say where each name lies in memory order."""
+    return {int(x): place for place, x in enumerate(place_of(codes).reshape(-1).tolist())}
