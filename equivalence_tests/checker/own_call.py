@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.running import Call, in_dtype
-from equivalence_tests.checker.engine.subjects import examine_attention
+from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reach.tracing import tensors_in

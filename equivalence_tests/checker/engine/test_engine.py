@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.calls import diagnose_call
-from equivalence_tests.checker.engine.subjects import diagnose_subject
+from equivalence_tests.checker.equivalent.subjects import diagnose_subject
 from equivalence_tests.checker.reach.construction import prepare
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, subjects

@@ -16,6 +16,7 @@ from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.reading import Reading, read
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
+from equivalence_tests.checker.equivalent.writing import Signature, Writer
 from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -37,6 +38,8 @@ class Equivalent:
         compared: The calls that were compared.
         not_run: Those that could not be.
         tolerance: What differs by less, relative to the largest value, is rounding.
+        source: The program as Python; "" where it cannot be written down.
+        unwritten: Why it cannot.
     """
 
     program: Program
@@ -45,6 +48,11 @@ class Equivalent:
     compared: tuple[str, ...]
     not_run: tuple[str, ...] = ()
     tolerance: float = 1e-9
+    source: str = ""
+    unwritten: str = ""
+
+    def __str__(self) -> str:
+        return self.source
 
     @property
     def agrees(self) -> bool:
@@ -87,7 +95,11 @@ class _Held:
         with kept_parameters(module):
             worst = self._worst(reading, layout)
         compared, not_run = tuple(self.compared), tuple(self.not_run)
-        return Equivalent(program, steps, worst, compared, not_run, reading.tolerance)
+        try:
+            source, why = Writer(program, signature_of(situation), parameters, module).source(), ""
+        except UnreadError as error:
+            source, why = "", str(error)
+        return Equivalent(program, steps, worst, compared, not_run, reading.tolerance, source, why)
 
     def _worst(self, reading: Reading, layout: Layout) -> Difference:
         """The greatest difference; the first that is more than rounding ends it."""
@@ -130,6 +142,17 @@ def layout_of(trial: Trial) -> Layout:
     """Say how a trial lays out its arguments and its output."""
     turned = partial(from_layout, layout=trial.plan.layout)
     return Layout(turned, turned, partial(_output, place=trial.plan.output))
+
+
+def signature_of(situation: Situation) -> Signature:
+    """Say how the code that was checked is called."""
+    plan, names = situation.plan, [name for name, _ in situation.plan.roles]
+    data = [name for name, x in situation.call.tensors if id(x) in situation.call.seeds]
+    arguments = tuple((name, names[int(name)] if plan.positional else name) for name in data)
+    returned = _output(situation.found.run.output, plan.output)
+    return Signature(
+        situation.subject.name, arguments, plan.layout, plan.mask_parameter, situation.understood, returned.dim() < 4
+    )
 
 
 def _output(returned: Any, place: int) -> Tensor:

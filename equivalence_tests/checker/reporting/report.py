@@ -1,7 +1,7 @@
 """The answer to ``verify``, as data and on the screen."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -80,7 +80,8 @@ class Report(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain data."""
-        return asdict(self) | {"exit_status": self.exit_status}
+        plain = asdict(replace(self, equivalent=None))
+        return plain | {"equivalent": str(self.equivalent or ""), "exit_status": self.exit_status}
 
     def __rich__(self) -> Group:
         """Lay the report out for a terminal: what is wrong first, and how the code was read after it."""

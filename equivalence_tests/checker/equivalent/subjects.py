@@ -33,6 +33,7 @@ from equivalence_tests.checker.engine.reading import counted_heads, notes_of, re
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, trials_for
 from equivalence_tests.checker.engine.unpaired import judge_linear, judge_pooling
 from equivalence_tests.checker.engine.unwatched import compare_output
+from equivalence_tests.checker.equivalent.holding import hold
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -147,6 +148,8 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         report.findings += exercised_cache(situation.trial)[1]  # held against its own full pass, right or wrong
     if report.verdict in ("equal", "partial") and situation.found.judgements:
         _check(report, situation)
+    if report.verdict in ("equal", "partial") and situation.found.judgements and subject.adapter.call is None:
+        hold(report, situation)
     report.seconds = time.process_time() - started
     return report
 

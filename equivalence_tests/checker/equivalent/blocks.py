@@ -1,0 +1,124 @@
+"""Parts of parameters, as Python expressions: which rows of which weight are those of which head."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.equivalent.parameters import Parameters
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of one parameter, as ``Tensor.as_strided`` takes it.
+
+    Args:
+        name: The parameter.
+        shape: Of the parameter.
+        size: Of the part.
+        stride: By how many elements of the parameter each axis of the part goes on.
+        offset: Its first element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def read(self, state: str) -> str:
+        """Write the expression that takes it out of a state_dict.
+
+        Args:
+            state: What the state_dict is called.
+        """
+        whole = f'{state}["{self.name}"]'
+        if len(self.shape) == len(self.size) == 2 and self.stride == (self.shape[1], 1) and self.size[1] == self.shape[1]:
+            return whole + self._rows(self.offset // self.shape[1], self.size[0], self.shape[0])
+        if len(self.shape) == len(self.size) == 2 and self.stride == (1, self.shape[1]) and self.size[1] == self.shape[0]:
+            return whole + ".T" + self._rows(self.offset, self.size[0], self.shape[1])
+        if len(self.shape) == len(self.size) == 1 and self.stride == (1,):
+            return whole + self._rows(self.offset, self.size[0], self.shape[0])
+        return f"{whole}.as_strided({self.size}, {self.stride}, {self.offset})"
+
+    @staticmethod
+    def _rows(start: int, count: int, every: int) -> str:
+        return "" if (start, count) == (0, every) else f"[{start}:{start + count}]"
+
+
+def blocks_of(places: Tensor, parameters: Parameters) -> list[Block] | None:
+    """Write places of parameter elements as parts, one after the other along the first axis.
+
+    Args:
+        places: (rows, features), or (rows,).
+        parameters: Where they are.
+
+    Returns:
+        As few parts as there are; None where some place is not an even step from the one before, or is none.
+    """
+    found: list[Block] = []
+    start = 0
+    if bool((places < 0).any()):
+        return None
+    while start < len(places):
+        count = _even_rows(places[start:], parameters)
+        block = _block(places[start : start + count], parameters)
+        if block is None:
+            return None
+        found.append(block)
+        start += count
+    return found
+
+
+def _even_rows(places: Tensor, parameters: Parameters) -> int:
+    """Count the first rows that follow one another by even steps, in one parameter."""
+    first = places.reshape(len(places), -1)[:, 0]
+    name = parameters.name_at(int(first[0]))
+    low = parameters.start[name]
+    inside = (first >= low) & (first < low + parameters.named[name].numel())
+    count = int(inside.long().cumprod(0).sum())
+    if count < 3:
+        return count if count < 2 or _block(places[:count], parameters) is not None else 1
+    steps = first[1:count] - first[: count - 1]
+    even = int((steps == steps[0]).long().cumprod(0).sum()) + 1
+    return even
+
+
+def _block(places: Tensor, parameters: Parameters) -> Block | None:
+    name = parameters.name_at(int(places.reshape(-1)[0]))
+    shape, offset = tuple(parameters.named[name].shape), int(places.reshape(-1)[0]) - parameters.start[name]
+    stride = tuple(_step(places, axis) for axis in range(places.dim()))
+    want = torch.tensor(offset + parameters.start[name])
+    for axis, step in enumerate(stride):
+        along = torch.arange(places.size(axis)) * step
+        want = want + along.view([-1 if axis == other else 1 for other in range(places.dim())])
+    even = torch.equal(want.expand(places.shape), places) and all(step >= 0 for step in stride)
+    return Block(name, shape, tuple(places.shape), stride, offset) if even else None
+
+
+def _step(places: Tensor, axis: int) -> int:
+    if places.size(axis) == 1:
+        return int(places.size(-1)) if axis == 0 and places.dim() == 2 else 1
+    return int(places.select(axis, 1).reshape(-1)[0] - places.select(axis, 0).reshape(-1)[0])
+
+
+def joined(blocks: list[Block], state: str) -> str:
+    """Write the expression that takes parts out of a state_dict, one after the other."""
+    pieces = [block.read(state) for block in blocks]
+    return pieces[0] if len(pieces) == 1 else f"torch.cat([{', '.join(pieces)}])"
+
+
+def written_back(blocks: list[Block], target: str, source: str) -> list[str]:
+    """Write the lines that put parts back into a state_dict.
+
+    Args:
+        blocks: The parts.
+        target: What the state_dict is called.
+        source: The expression of the tensor that holds them, one after the other.
+    """
+    lines, start = [], 0
+    for block in blocks:
+        rows = "" if len(blocks) == 1 else f"[{start}:{start + block.size[0]}]"
+        lines.append(f"{block.read(target)}.copy_({source}{rows})")
+        start += block.size[0]
+    return lines
