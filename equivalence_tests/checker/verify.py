@@ -10,8 +10,8 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.engine.unpaired import POOLING
+from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_meant
 from equivalence_tests.checker.layers.walking import examine_layers, joined
 from equivalence_tests.checker.own_call import examine_call
@@ -166,6 +166,8 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
     first = examined_as(guess)
     if (
         first.verdict != "unchecked"
+        or first.equivalent
+        or first.unread
         or first.kind == POOLING
         or any(check.outcome == "passed" for check in first.checks)
     ):

@@ -133,7 +133,8 @@ class WithABackwardToCome(torch.autograd.Function):
 
 def test_a_function_with_a_backward_of_its_own_is_applied() -> None:
     report = verify(WithABackwardToCome)
-    assert report.verdict == "equal", str(report)
+    assert (report.verdict, report.mistakes) == ("unchecked", ()), str(report)
+    assert "it cannot be called with gradients (NotImplementedError" in report.reason
 
 
 OVER_SAMPLES = (OfOneQueryOverSamples, OfAWiderMemoryOverSamples)

@@ -21,23 +21,37 @@ class Visible:
     Args:
         least: Of the distance; 0 hides the future.
         most: Of the distance; the length of a window. None for any.
+        from_end: Whether the last query stands beside the last key; else the first beside the first.
+        block: The length of the windows into which the tokens are cut; None for one of all.
     """
 
     least: int | None = None
     most: int | None = None
+    from_end: bool = False
+    block: int | None = None
 
     @property
     def is_everything(self) -> bool:
         """Whether nothing is hidden."""
-        return self.least is None and self.most is None
+        return self.least is None and self.most is None and self.block is None
 
     def __str__(self) -> str:
-        if self == Visible(0):
-            return "the future is hidden"
+        if self.block is not None:
+            return f"the tokens are cut into windows of {self.block}"
+        if self.least == 0 and self.most is None:
+            return "the future is hidden" + (", counted from the last key" if self.from_end else "")
         return f"a query sees keys at distances from {self.least} to {self.most} only"
 
     def hidden(self, gap: Tensor) -> Tensor:
-        """Say which distances are hidden."""
+        """Say which distances are hidden.
+
+        Args:
+            gap: query - key, (q, k).
+        """
+        if self.block is not None:
+            query, key = (torch.arange(length) // self.block for length in gap.shape)
+            return query[:, None] != key
+        gap = gap + gap.size(1) - gap.size(0) if self.from_end else gap
         low = torch.zeros_like(gap, dtype=torch.bool) if self.least is None else gap < self.least
         return low if self.most is None else low | (gap > self.most)
 
@@ -83,11 +97,11 @@ class Bias:
 
     @property
     def is_alibi(self) -> bool:
-        """Whether the slopes are those of attention with linear biases: 2^(-8/h), 2^(-16/h), ..."""
-        if self.slopes is None:
+        """Whether the slopes are those of attention with linear biases: powers of one number, from head to head."""
+        if self.slopes is None or bool((self.slopes <= 0).any()):
             return False
-        count = len(self.slopes)
-        return torch.allclose(self.slopes, 2.0 ** (-8.0 * torch.arange(1, count + 1).double() / count), rtol=1e-5)
+        ratios = self.slopes[1:] / self.slopes[:-1]
+        return bool((ratios < 1).all()) and torch.allclose(ratios, ratios[:1].expand_as(ratios), rtol=1e-5)
 
 
 @dataclass
@@ -130,7 +144,9 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
 
 def _score_table(reader: OperandReader, lengths: tuple[int, int]) -> ScoreTable:
     watched = reader.watched
-    models = dict(zip((part.number for part in watched.judgement.attention.parts), watched.judgement.models, strict=False))
+    models = dict(
+        zip((part.number for part in watched.judgement.attention.parts), watched.judgement.models, strict=False)
+    )
     bias = torch.full((len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
     table = ScoreTable(bias, {})
     for one in reader.slices:
@@ -170,7 +186,14 @@ def _visible(hidden: Tensor, gap: Tensor) -> Visible:
     if bool((hidden != hidden[0]).any()) or bool(hidden[0].all()):
         raise UnreadError("heads differ in what they hide")
     seen = gap[~hidden[0]]
-    tried = [Visible(0), Visible(int(seen.min())), Visible(int(seen.min()), int(seen.max())), Visible(None, int(seen.max()))]
+    tried = [
+        Visible(0),
+        Visible(0, None, True),
+        Visible(int(seen.min())),
+        Visible(int(seen.min()), int(seen.max())),
+        Visible(None, int(seen.max())),
+    ]
+    tried += [Visible(block=length) for length in range(1, gap.size(0))]
     found = next((one for one in tried if torch.equal(one.hidden(gap), hidden[0])), None)
     if found is None:
         raise UnreadError("what is hidden follows no rule of the distance")

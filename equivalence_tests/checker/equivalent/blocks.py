@@ -33,9 +33,17 @@ class Block:
             state: What the state_dict is called.
         """
         whole = f'{state}["{self.name}"]'
-        if len(self.shape) == len(self.size) == 2 and self.stride == (self.shape[1], 1) and self.size[1] == self.shape[1]:
+        if (
+            len(self.shape) == len(self.size) == 2
+            and self.stride == (self.shape[1], 1)
+            and self.size[1] == self.shape[1]
+        ):
             return whole + self._rows(self.offset // self.shape[1], self.size[0], self.shape[0])
-        if len(self.shape) == len(self.size) == 2 and self.stride == (1, self.shape[1]) and self.size[1] == self.shape[0]:
+        if (
+            len(self.shape) == len(self.size) == 2
+            and self.stride == (1, self.shape[1])
+            and self.size[1] == self.shape[0]
+        ):
             return whole + ".T" + self._rows(self.offset, self.size[0], self.shape[1])
         if len(self.shape) == len(self.size) == 1 and self.stride == (1,):
             return whole + self._rows(self.offset, self.size[0], self.shape[0])

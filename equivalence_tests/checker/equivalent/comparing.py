@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.running import Call, named_tensors
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.watched import Layout, data_of
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.state import keeping_state
 
 
@@ -24,12 +25,14 @@ class Case:
         may_attend: What the mask among them lets each query look at; None where none is handed over.
         words: What it is, for the user.
         redrawn: Draws all parameters anew; None keeps them.
+        rows: Which tokens of the output are compared, (batch, query_len) bool; None for all.
     """
 
     call: Call
     may_attend: Tensor | None
     words: str
     redrawn: int | None = None
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,18 @@ class Difference:
 
 @contextmanager
 def kept_parameters(module: nn.Module | None) -> Iterator[None]:
-    """Put the parameters back afterwards."""
+    """Let all parameters be differentiated and drawn anew, and put them back afterwards."""
     every = [] if module is None else list(module.parameters())
-    kept = [x.detach().clone() for x in every]
+    kept = [(x, x.detach().clone(), x.requires_grad) for x in every if x.is_floating_point()]
+    for x, _, _ in kept:
+        x.requires_grad_()
     try:
         yield
     finally:
         with torch.no_grad():
-            for x, before in zip(every, kept, strict=True):
+            for x, before, learns in kept:
                 x.copy_(before)
+                x.requires_grad_(learns)
 
 
 def redraw(module: nn.Module | None, seed: int) -> None:
@@ -90,9 +96,13 @@ def compare(program: Program, case: Case, layout: Layout, gradients: bool = True
     args, kwargs = _with(call, leaves)
     with torch.set_grad_enabled(gradients), keeping_state(call.module):
         torch.manual_seed(5)
-        theirs = layout.outward(layout.output(call.function(*args, **kwargs)))
-        given = {name: layout.inward(x) for name, x in leaves.items()}
+        theirs = layout.outward(layout.output(call.function(*args, **kwargs))).double()
+        if not bool(theirs.isfinite().all()):
+            raise UnreadError("it gives numbers that are none")
+        given = {name: layout.inward(x.double()) for name, x in leaves.items()}
         ours = program(given, call.module, parameters, case.may_attend)
+        if case.rows is not None and ours.shape == theirs.shape:
+            ours, theirs = ours[case.rows], theirs[case.rows]
     yield Difference(case.words, "output", _far(ours, theirs))
     for (name, before), (_, after) in zip(call.tensors, named_tensors(args, kwargs), strict=True):
         if not torch.equal(before, after):

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.expressions import Expression
+from equivalence_tests.checker.equivalent.parameters import Row
 from equivalence_tests.checker.equivalent.tracing import Tracer
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched
@@ -73,9 +75,8 @@ class EndReader:
         positions = self._positions(tensor, operation)
         if positions is None or len(positions) != len(self.averaged):
             return False
-        token = len(positions) - 1
-        found = self._projected(tensor.reshape(-1)[positions[token]], self.averaged[token])
-        found = found or self._as_they_are(tensor.detach().reshape(-1)[positions])
+        values = tensor.detach().reshape(-1)[positions].double()
+        found = self._projected(tensor.reshape(-1)[positions[-1]], values) or self._as_they_are(values)
         self.projection = found or self.projection
         return found is not None
 
@@ -87,16 +88,20 @@ class EndReader:
             return self.watched.layout.outward(numbers).flatten(0, -2).long()
         return self.watched.positions(tensor, operation)
 
-    def _projected(self, elements: Tensor, averaged: Tensor) -> tuple[Tensor, Tensor, None, float] | None:
-        """Read the rows of a projection, one for each feature of a token."""
-        rows = []
+    def _projected(self, elements: Tensor, values: Tensor) -> tuple[Tensor, Tensor, None, float] | None:
+        """Read the rows of a projection, one for each feature of the last token; they have to give all tokens."""
+        parameters, tolerance = self.watched.parameters, self.watched.tolerance
+        rows: list[Row] = []
         for element in elements:
-            row = self.watched.parameters.row(element, averaged, self.watched.tolerance)
-            if row is None or (rows and abs(row.factor / rows[0].factor - 1) > 10 * self.watched.tolerance):
+            row = parameters.row(element, self.averaged[-1], tolerance)
+            if row is None or (rows and abs(row.factor / rows[0].factor - 1) > 10 * tolerance):
                 return None
             rows.append(row)
         weight, bias = torch.stack([row.weight for row in rows]), torch.tensor([row.bias for row in rows])
-        return weight, bias, None, rows[0].factor
+        with torch.no_grad():
+            given = rows[0].factor * F.linear(self.averaged, parameters.taken(weight), parameters.taken(bias))
+        close = torch.allclose(given, values, rtol=0, atol=100 * tolerance * float(values.abs().max()))
+        return (weight, bias, None, rows[0].factor) if close else None
 
     def _as_they_are(self, have: Tensor) -> tuple[None, None, Tensor, float] | None:
         """Find which averaged value each feature is, where the last token tells and all others agree."""

@@ -75,28 +75,45 @@ class Attended:
 
 @dataclass(frozen=True)
 class Learnt:
-    """A parameter as it is, such as a gain, or a part of one."""
+    """A parameter as it is, such as a gain or a table of positions.
+
+    Args:
+        name: Of the parameter.
+        rows: Whether only as many of its rows take part as there are tokens.
+    """
 
     name: str
-    shape: tuple[int, ...]
+    rows: bool = False
 
     def __call__(self, values: Values) -> Tensor:
         """Give the parameter."""
-        return values.parameters.named[self.name].reshape(self.shape)
+        whole = values.parameters.named[self.name]
+        return whole[..., : next(iter(values.given.values())).size(1), :] if self.rows else whole
 
 
 @dataclass(frozen=True)
 class Called:
-    """A sub-module of the user's, called as it is."""
+    """A sub-module of the user's, called as it is.
+
+    Args:
+        path: Of the sub-module.
+        inner: What it is given.
+        turned: Whether it is given the features first, (batch, features, tokens).
+    """
 
     path: str
     inner: tuple["Expression", ...]
+    turned: bool = False
 
     def __call__(self, values: Values) -> Tensor:
-        """Call it."""
+        """Call it, in its own precision."""
         assert values.module is not None  # it has a path in one
-        result = values.module.get_submodule(self.path)(*(inner(values) for inner in self.inner))
-        return result if isinstance(result, Tensor) else result[0]  # type: ignore[no-any-return]
+        module = values.module.get_submodule(self.path)
+        dtype = next((x.dtype for x in module.parameters()), torch.float64)
+        given = [inner(values) for inner in self.inner]
+        result = module(*((x.mT if self.turned else x).to(dtype) for x in given))
+        found: Tensor = (result if isinstance(result, Tensor) else result[0]).to(given[0].dtype)
+        return found.mT if self.turned else found
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Queries, keys and values: which parameter elements make each of their elements, of which tokens, and what follows."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from equivalence_tests.checker.engine.codes import feature_of, place_of, source_
 from equivalence_tests.checker.engine.names import Context, Part
 from equivalence_tests.checker.equivalent.expressions import Expression, Given, Learnt, Values, all_of
 from equivalence_tests.checker.equivalent.parameters import Row
-from equivalence_tests.checker.equivalent.rotation import Change, change_between
+from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
 from equivalence_tests.checker.equivalent.tracing import Tracer
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched, places_in
@@ -69,6 +69,11 @@ class Projection:
         return self.change(self.projected(values), values.parameters)
 
     @property
+    def number(self) -> float:
+        """What the heads are multiplied by; a norm takes away what stands before it."""
+        return self.change.factor * (self.factor if self.change.norm is None else 1.0)
+
+    @property
     def places(self) -> Tensor:
         """The parameter elements that it uses."""
         if self.bias is None:
@@ -86,7 +91,7 @@ class OperandReader:
 
     def __init__(self, watched: Watched) -> None:
         self.watched = watched
-        self.values = Values(watched.given, watched.call.module, watched.parameters)
+        self.values = watched.values
         self.slices: list[Slice] = list(_slices(watched))
         self.heads: list[Head] = list(dict.fromkeys(one.head for one in self.slices))
         self.found: dict[str, Projection] = {}
@@ -124,17 +129,18 @@ class OperandReader:
     def _finished(self, found: Projection, role: str) -> Projection:
         """Add what is done to each head between projection and product."""
         with torch.no_grad():
-            projected = found.projected(self.values)  # (b, h, l, d)
-            pieces = [self._met(one, role) for one in self.slices]
-            length = projected.size(2)
-            flat = projected.transpose(1, 2).flatten(0, 1)  # (b * l, h, d)
-            rows = torch.cat([tokens for tokens, _ in pieces])
-            if int(rows.max()) >= len(flat):
+            projected = found.projected(self.values)
+            met = self._all_met(role)
+            if int(met.rows.max()) >= projected.size(0) * projected.size(2):
                 raise UnreadError(f"there are other tokens among the {role}s than those that are handed over")
-            heads = torch.cat([torch.full_like(x, self.heads.index(s.head)) for s, (x, _) in zip(self.slices, pieces, strict=True)])
-            have = torch.cat([numbers for _, numbers in pieces])
-            change, factor = change_between(flat[rows, heads], have, rows % length, self.watched)
-        return Projection(found.tokens, found.weight, found.bias, found.factor * factor, change)
+            change = change_between(projected, met, self.watched)
+        return replace(found, change=change)
+
+    def _all_met(self, role: str) -> Met:
+        pieces = [(self._met(one, role), self.heads.index(one.head)) for one in self.slices]
+        rows = torch.cat([tokens for (tokens, _), _ in pieces])
+        heads = torch.cat([torch.full_like(tokens, head) for (tokens, _), head in pieces])
+        return Met(rows, heads, torch.cat([numbers for (_, numbers), _ in pieces]))
 
     def _met(self, one: Slice, role: str) -> tuple[Tensor, Tensor]:
         """Give the tokens of one slice, and its elements as they meet, (tokens, d)."""
@@ -146,7 +152,7 @@ class OperandReader:
         return token[:, 0], tensor[places].double()
 
     def _rows(self, one: Slice, role: str) -> tuple[Expression, tuple[Tensor, Tensor, Tensor], bool]:
-        """Read the rows of the projection of one head: the tokens, (weight, bias, factors), and whether none is there."""
+        """Read the projection of one head: its tokens, (weight, bias, factors), and whether it is none at all."""
         codes = _side(one, role)[0]
         sources = self.watched.sources(sources_in(codes[:1]))
         if len(sources) != 1:
@@ -156,7 +162,11 @@ class OperandReader:
         wanted = codes[0]
         if taken is None:
             name = self.watched.arguments.get(id(self._argument(source.slot.value)), "")
-            return Given(name or self._name_of(source.number)), (feature_of(wanted), torch.tensor(0), torch.ones(1)), True
+            return (
+                Given(name or self._name_of(source.number)),
+                (feature_of(wanted), torch.tensor(0), torch.ones(1)),
+                True,
+            )
         tensor, operation = taken
         tokens = Tracer(self.watched).read(tensor, operation.index)
         features = self._features(tokens, int(token_of(wanted[0])))
@@ -213,12 +223,9 @@ def _slices(watched: Watched) -> Iterator[Slice]:
         context, out = part.contexts[0], part.product.contraction.out
         slice_of = torch.empty(out.numel(), dtype=torch.long)
         slice_of[out.reshape(-1)] = torch.arange(len(out)).repeat_interleave(out[0].numel())
-        weights = context.weights
-        mine = (source_of(weights) == part.number).flatten(1)
-        for place in range(len(weights)):
-            if bool(mine[place].any()):
-                at = place_of(weights[place].reshape(-1)[mine[place]][:1])
-                number = int(slice_of[at])
+        for place, weights in enumerate(context.weights):
+            mine = weights[source_of(weights) == part.number]
+            for number in slice_of[place_of(mine)].unique().tolist():
                 first = part.product.left[number, 0]
                 head = tuple(source_of(first).tolist()), tuple(feature_of(first).tolist())
                 yield Slice(head, part, number, context, place)

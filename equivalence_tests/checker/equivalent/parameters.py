@@ -59,7 +59,8 @@ class Parameters:
     def names_at(self, places: Tensor) -> list[str]:
         """Name the parameters that elements belong to, in the order of the state_dict."""
         found = [
-            (name, (places >= start) & (places < start + self.named[name].numel())) for name, start in self.start.items()
+            (name, (places >= start) & (places < start + self.named[name].numel()))
+            for name, start in self.start.items()
         ]
         return [name for name, inside in found if bool(inside.any())]
 
@@ -115,7 +116,7 @@ class Parameters:
 
 
 def _rows(places: Tensor, numbers: Tensor, features: Tensor, tolerance: float) -> list[Row]:
-    """Pair gradients with features by their values: numbers = factor * features in some order, and factor for a bias."""
+    """Pair gradients with features by value: numbers = factor * features in some order, and factor for a bias."""
     count = len(features)
     if len(numbers) not in (count, count + 1) or not bool(features.any()):
         return []

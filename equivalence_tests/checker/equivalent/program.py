@@ -1,7 +1,7 @@
 """The program: an attention of torch's parts, with the user's own weights."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ class Program:
         scale: What the scores are multiplied by.
         bias: What is added to them.
         output: What is made of the averaged values.
+        cap: Of a tanh that holds the scores; 0 if there is none.
+        mask_replaces: Whether a mask that is handed over takes the place of what is hidden without one.
     """
 
     query: Projection
@@ -35,6 +37,8 @@ class Program:
     scale: float
     bias: Bias
     output: Output
+    cap: float = 0.0
+    mask_replaces: bool = False
 
     def __call__(
         self,
@@ -62,11 +66,16 @@ class Program:
     def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give the averaged values of all heads, (b, h, q, d)."""
         query, key, value = self.query(values), self.key(values), self.value(values)
-        bias = self.bias(query.size(-2), key.size(-2), values.parameters)
+        replaced = self.mask_replaces and may_attend is not None
+        own = replace(self.bias, visible=Visible()) if replaced else self.bias
+        bias = own(query.size(-2), key.size(-2), values.parameters)
         if may_attend is not None:
             hidden = torch.zeros(may_attend.shape, dtype=query.dtype).masked_fill(~may_attend, -torch.inf)[:, None]
             bias = hidden if bias is None else bias + hidden
         bias = None if bias is None else bias.to(query.dtype)
+        if self.cap:
+            scores = self.cap * torch.tanh(self.scale / self.cap * query @ key.mT)
+            return (scores if bias is None else scores + bias).softmax(-1) @ value
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
 
     def projected(self, averaged: Tensor, parameters: Parameters) -> Tensor:
@@ -82,21 +91,26 @@ class Program:
         return ("query", self.query), ("key", self.key), ("value", self.value)
 
     @property
-    def is_single(self) -> bool:
-        """Whether a part of it is kept in float32."""
-        return any(one.change.rotation is not None and one.change.rotation.single for _, one in self.roles)
-
-    @property
     def is_multi_head_attention(self) -> bool:
         """Whether ``nn.MultiheadAttention`` suffices."""
         plain = all(
-            one.bias is not None and isinstance(one.tokens, Given) and one.change.norm is one.change.rotation is None
+            one.bias is not None
+            and isinstance(one.tokens, Given)
+            and (one.change.norm, one.change.rotation) == (None, None)
             for _, one in self.roles
         )
         heads, width, features = self.query.weight.shape if self.query.bias is not None else (0, 0, 0)
         whole = plain and self.value.weight.size(1) == width and features == heads * width
         out = self.output.weight is not None and self.output.weight.shape == (features, features)
-        return whole and out and (self.bias.is_none or self.bias.is_causal) and self.output.around == Attended()
+        factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
+        as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)
+        bias = not self.cap and not self.mask_replaces and (self.bias.is_none or self.bias.is_causal)
+        return whole and out and bias and as_they_are and self.output.around == Attended()
+
+    @property
+    def scale_of_scores(self) -> float:
+        """What the product of projected queries and keys is multiplied by."""
+        return self.scale * self.query.number * self.key.number
 
     def steps(self, module: nn.Module | None, parameters: Parameters) -> Iterator[Step]:
         """List what torch's formula does not have, each with the evidence that it is intended; "" without."""
@@ -144,12 +158,12 @@ class Program:
                 alike = role != "value" and all(change.rotation is not None for change in both)
                 said = "queries and keys turn alike, by angles that grow with the position" if alike else ""
                 yield Step(f"the {role} is rotated by its position", said, "rotary")
-        if abs(self.value.factor - 1) > ROUNDING:
-            yield Step(f"the values times {self.value.factor:.6g}", "", "context")
+        if abs(self.value.number - 1) > ROUNDING:
+            yield Step(f"the values times {self.value.number:.6g}", "", "context")
 
     def _of_scores(self, parameters: Parameters) -> Iterator[Step]:
         width = self.query.weight.size(1)
-        scale = self.scale * self.query.factor * self.key.factor
+        scale = self.scale_of_scores
         if abs(scale * width**0.5 - 1) > ROUNDING:
             yield Step(f"the scores times {scale:.6g} in the place of 1/sqrt({width})", "", "scale")
         if self.bias.table is not None:
@@ -158,5 +172,7 @@ class Program:
         if self.bias.slopes is not None:
             said = "the slopes of ALiBi" if self.bias.is_alibi else ""
             yield Step("the distance times a slope is subtracted from the scores", said, "scores")
-        if self.bias.visible not in (Visible(), Visible(0)):
+        if self.cap:
+            yield Step(f"the scores are capped at {self.cap:.6g} by a tanh", "", "cap")
+        if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):
             yield Step(str(self.bias.visible), "", "mask")

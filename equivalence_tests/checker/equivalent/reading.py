@@ -1,6 +1,6 @@
 """Read somebody's attention into a program."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from equivalence_tests.checker.equivalent.expressions import Attended, Values
 from equivalence_tests.checker.equivalent.operands import OperandReader, Projection
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.equivalent.watched import Layout, Watched
+from equivalence_tests.checker.equivalent.watched import SINGLE, Layout, Watched
 
 NOT_READ = (RuntimeError, IndexError, KeyError, ValueError, TypeError)  # of shapes that no part of the reading expects
 NOTHING = Output(None, None, None, 1.0, Attended())
@@ -53,19 +53,19 @@ def read(found: Examination, judgement: Judgement, layout: Layout) -> Reading:
 def _read(watched: Watched) -> Reading:
     reader = OperandReader(watched)
     three = [reader.read(role) for role in ("query", "key", "value")]
-    values = Values(watched.given, watched.call.module, watched.parameters)
+    if any(one.change.rotation is not None and one.change.rotation.single for one in three):
+        watched.tolerance = SINGLE
     why = UnreadError("")
-    for scale, bias in _scores(reader, three, values):
-        program = Program(*three, scale, bias, NOTHING)
+    for scale, bias in _scores(reader, three, watched.values):
+        program = Program(three[0], three[1], three[2], scale, bias, NOTHING, _cap(watched.judgement))
         with torch.no_grad():
-            averaged = program.averaged(values).transpose(1, 2).flatten(2).flatten(0, 1)
+            averaged = program.averaged(watched.values).transpose(1, 2).flatten(2).flatten(0, 1)
         try:
             output = EndReader(watched, averaged).read()
         except UnreadError as error:
             why = error
             continue
-        program = Program(*three, scale, bias, output)
-        return Reading(program, max(watched.tolerance, 2e-5 if program.is_single else 0.0))
+        return Reading(replace(program, output=output), watched.tolerance)
     raise why
 
 
@@ -76,19 +76,35 @@ def _scores(reader: OperandReader, three: list[Projection], values: Values) -> l
     with torch.no_grad():
         lengths = query.projected(values).size(2), key.projected(values).size(2)
     if not models or any((one.kind, one.axis) == ("softmax", "") for one in models):
-        scale = query.weight.size(1) ** -0.5 / query.factor / key.factor
+        scale = query.weight.size(1) ** -0.5 / query.number / key.number
         return [(scale, Bias()), (scale, Bias(Visible(0)))]
-    factors = torch.tensor([_factor(model) for model in models])
+    if not any(model.tells for model in models):  # one key each: its weight is 1
+        return [(query.weight.size(1) ** -0.5 / query.number / key.number, Bias())]
+    factors = torch.tensor([_factor(model) for model in models if model.tells])
     if float((factors / factors[0] - 1).abs().max()) > 1e-6:
         raise UnreadError("heads multiply their scores by different numbers")
-    return [(float(factors[0]), read_bias(reader, lengths))]
+    usual = query.weight.size(1) ** -0.5 / query.number / key.number
+    return [(_exact(float(factors[0]), usual), read_bias(reader, lengths))]
+
+
+def _cap(judgement: Judgement) -> float:
+    caps = {model.cap for model in judgement.models}
+    if len(caps) > 1:
+        raise UnreadError("heads cap their scores at different numbers")
+    cap = caps.pop() if caps else 0.0
+    return _exact(cap, round(cap, 6))
+
+
+def _exact(measured: float, written: float) -> float:
+    """Take the number that somebody will have written, where one was measured that is the same but for rounding."""
+    return written if abs(measured - written) <= 1e-6 * abs(measured) else measured
 
 
 def _factor(model: WeightsModel) -> float:
     if model.kind != "softmax" or model.axis != "keys":
         raise UnreadError(f"its weights are no softmax over the keys ({model.kind} over {model.axis or 'nothing'})")
-    if model.cap or model.by_head is not None or bool(model.replaced.any()):
-        raise UnreadError("its scores are capped, replaced, or multiplied by a number of each head")
+    if model.by_head is not None or bool(model.replaced.any()):
+        raise UnreadError("its scores are replaced, or multiplied by a number of each head")
     return model.factor
 
 

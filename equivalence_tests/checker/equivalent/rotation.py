@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ EPS = {
     "rms_norm": (1e-5, 1e-6, 1e-8, torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps),
     "normalize": (1e-12, 1e-6, 1e-8),
 }
+EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 LOOSE, MEASURED = 1e-5, 1e-10  # angles of tables in float32, and of exact ones
 
 
@@ -30,6 +31,7 @@ class HeadNorm:
         gain: The name of its gain; "" for none.
         bias: The name of its bias; "" for none.
         added: What is added to the gain: 1 where it is kept as a difference from 1.
+        whole: Whether it is over the features of all heads.
     """
 
     kind: str
@@ -37,12 +39,14 @@ class HeadNorm:
     gain: str = ""
     bias: str = ""
     added: float = 0.0
+    whole: bool = False
 
     def __call__(self, x: Tensor, parameters: Parameters) -> Tensor:
-        """Normalise heads, (..., d)."""
-        y = normalised(self.kind, x, self.eps)
+        """Normalise heads, (b, h, l, d)."""
+        y = normalised(self.kind, x.transpose(1, 2).flatten(2) if self.whole else x, self.eps)
         y = y * (parameters.named[self.gain].reshape(-1) + self.added) if self.gain else y
-        return y + parameters.named[self.bias].reshape(-1) if self.bias else y
+        y = y + parameters.named[self.bias].reshape(-1) if self.bias else y
+        return y.unflatten(-1, (x.size(1), -1)).transpose(1, 2) if self.whole else y
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,10 @@ class Rotation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate heads, (b, h, l, d)."""
-        angles = self.angles_of(x.size(-2)).to(x.dtype)
+        return self.by(x, self.angles_of(x.size(-2)).to(x.dtype))
+
+    def by(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Rotate rows by angles of their own, (..., d) by (..., pairs)."""
         rotated = x[..., self.start : self.start + self.width]
         first, second = paired(rotated, self.apart)
         turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
@@ -96,16 +103,16 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to each head between projection and product."""
+    """What is done to each head between projection and product: a norm, a rotation, and a number."""
 
     norm: HeadNorm | None = None
     rotation: Rotation | None = None
-    steps: tuple[str, ...] = field(default=())
+    factor: float = 1.0
 
     def __call__(self, x: Tensor, parameters: Parameters) -> Tensor:
         """Change heads, (b, h, l, d)."""
         x = x if self.norm is None else self.norm(x, parameters)
-        return x if self.rotation is None else self.rotation(x)
+        return self.factor * (x if self.rotation is None else self.rotation(x))
 
 
 def paired(x: Tensor, apart: int) -> tuple[Tensor, Tensor]:
@@ -113,48 +120,82 @@ def paired(x: Tensor, apart: int) -> tuple[Tensor, Tensor]:
     return (x[..., 0::2], x[..., 1::2]) if apart == 1 else (x[..., :apart], x[..., apart:])
 
 
-def change_between(x: Tensor, have: Tensor, positions: Tensor, watched: Watched) -> tuple[Change, float]:
-    """Find what turns projected rows into those that meet.
+@dataclass(frozen=True)
+class Met:
+    """Rows of heads as they meet in a product, and which rows of the projection they are.
 
     Args:
-        x: Rows of heads as they are projected, (n, d).
-        have: The same as they meet, (n, d).
-        positions: Of the tokens, (n,).
-        watched: The run.
+        rows: Each token's place among all of the projection, (n,).
+        heads: Each one's head, (n,).
+        numbers: Their features, (n, d).
+    """
 
-    Returns:
-        The change, and the number that the rows are multiplied by besides.
+    rows: Tensor
+    heads: Tensor
+    numbers: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """Take the same rows of heads, (b, h, l, d)."""
+        return x.transpose(1, 2).flatten(0, 1)[self.rows, self.heads]
+
+
+def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
+    """Find what turns projected heads into those that meet.
+
+    Args:
+        projected: Heads as they are projected, (b, h, l, d).
+        met: The same as they meet.
+        watched: The run.
 
     Raises:
         UnreadError: If it is no norm or rotation that is known.
     """
-    if x.shape != have.shape:
+    if projected.size(-1) != met.numbers.size(-1):
         raise UnreadError("heads have another width where they meet than behind their projection")
-    for norm in _norms(x, have, watched):
-        y = x if norm is None else norm(x, watched.parameters)
-        factor = _factor(y, have, watched.tolerance)
+    factor = _factor(met.of(projected), met.numbers, watched.tolerance)
+    if factor is not None:
+        return Change(factor=factor)
+    positions, found = met.rows % projected.size(2), list[tuple[float, Change]]()
+    for norm in (None, *_norms(projected, watched)):
+        x = met.of(projected if norm is None else norm(projected, watched.parameters))
+        rotated = _rotation(x, met.numbers, positions)
+        factor = _factor(x, met.numbers, watched.tolerance)
         if factor is not None:
-            return Change(norm), factor
-        found = _rotation(y, have, positions)
-        if found is not None:
-            return Change(norm, found[0]), found[1]
-    raise UnreadError("what is done to a head between its projection and the product is no norm or rotation")
+            found.append((float((factor * x - met.numbers).abs().max()), Change(norm, None, factor)))
+        elif rotated is not None:
+            turned = rotated[0].by(x, rotated[0].angles_of(int(positions.max()) + 1)[positions])
+            gap = (rotated[1] * turned - met.numbers).abs().max()
+            found.append((float(gap), Change(norm, *rotated)))
+            if norm is None:
+                break
+    if not found:
+        raise UnreadError("what is done to a head between its projection and the product is no norm or rotation")
+    best = min(gap for gap, _ in found)
+    close = max(10 * best, 1e-12 * float(met.numbers.abs().max()))
+    return next(change for gap, change in found if gap <= close)
 
 
-def _norms(x: Tensor, have: Tensor, watched: Watched) -> Iterator[HeadNorm | None]:
-    """List the norms that it could be, none first."""
-    yield None
+def _norms(projected: Tensor, watched: Watched) -> Iterator[HeadNorm]:
+    """List the norms that it could be: of each head, and of all heads side by side."""
+    module = watched.call.module
+    own = {getattr(m, name) for m in (module.modules() if module else ()) for name in EPS_NAMES if hasattr(m, name)}
+    numbers = sorted(x for x in own if isinstance(x, float))
+    for kind, usual in EPS.items():
+        for eps in dict.fromkeys([*numbers, *usual]):
+            for whole, width in ((False, projected.size(-1)), (True, projected.size(1) * projected.size(-1))):
+                yield from _with_gains(HeadNorm(kind, eps, whole=whole), width, watched)
+
+
+def _with_gains(plain: HeadNorm, width: int, watched: Watched) -> Iterator[HeadNorm]:
     named = watched.parameters.named
-    vectors = [name for name, p in named.items() if p.numel() == x.size(-1) and p.dim() <= 1 + (p.dim() - 1) * (max(p.shape) == p.numel())]
-    for kind, every in EPS.items():
-        for eps in every:
-            yield HeadNorm(kind, eps)
-            for gain in vectors:
-                yield HeadNorm(kind, eps, gain)
-                yield HeadNorm(kind, eps, gain, added=1.0)
-                for bias in vectors if kind == "layer_norm" else ():
-                    if bias != gain:
-                        yield HeadNorm(kind, eps, gain, bias)
+    vectors = [name for name, x in named.items() if x.numel() == width == max(x.shape, default=0)]
+    yield plain
+    for gain in vectors:
+        yield replace(plain, gain=gain)
+        yield replace(plain, gain=gain, added=1.0)
+        for bias in vectors if plain.kind == "layer_norm" else ():
+            if bias != gain:
+                yield replace(plain, gain=gain, bias=bias)
 
 
 def _factor(x: Tensor, have: Tensor, tolerance: float) -> float | None:

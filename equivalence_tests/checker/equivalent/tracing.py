@@ -1,12 +1,13 @@
-"""Follow a tensor back to the arguments, through sub-modules, norms, sums and products: what stands around an attention."""
+"""Follow a tensor back to the arguments: the sub-modules, norms, sums and products around an attention."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.vocabulary import MOVES
+from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation
 from equivalence_tests.checker.equivalent.expressions import (
     ACTIVATIONS,
@@ -20,12 +21,13 @@ from equivalence_tests.checker.equivalent.expressions import (
     Scaled,
     Sum,
     Times,
+    all_of,
 )
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched
 from equivalence_tests.checker.reporting.lines import code_lines
 
-PASSES = MOVES | frozenset("to type_as float double half bfloat16 dropout alpha_dropout feature_dropout type".split())
+PASSES = MOVES | words("to type_as type float double half bfloat16 dropout alpha_dropout feature_dropout")
 DEFAULT_EPS = {"layer_norm": 1e-5, "normalize": 1e-12}
 MOST = 64  # steps, after which it is given up
 
@@ -58,7 +60,7 @@ class Tracer:
             raise UnreadError("what stands around the attention is too long to be read")
         watched = self.watched
         if id(tensor) in watched.learnt:
-            return Learnt(watched.learnt[id(tensor)], tuple(tensor.shape))
+            return Learnt(watched.learnt[id(tensor)])
         maker = watched.maker_of(tensor, before)
         if maker is None:
             return self._given(tensor)
@@ -81,13 +83,24 @@ class Tracer:
             raise UnreadError(f"{call.path} makes something of no tokens")
         if next(module.get_submodule(call.path).parameters(), None) is None and _same(data[0], call.outputs[0]):
             return self.read(data[0], call.first)  # dropout in eval mode, nn.Identity
-        return Called(call.path, tuple(self.read(x, call.first) for x in data))
+        found = Called(call.path, tuple(self.read(x, call.first) for x in data))
+        return replace(found, turned=self._is_turned(data[0], found.inner[0]))
+
+    def _is_turned(self, tensor: Tensor, inner: Expression) -> bool:
+        """Whether a module is given (batch, features, tokens)."""
+        if tensor.dim() != 3 or any(isinstance(one, Attended) for one in all_of(inner)):
+            return False
+        with torch.no_grad():
+            x = inner(self.watched.values)
+        return x.mT.shape == tensor.shape and torch.allclose(x.mT, tensor.double())
 
     def _made(self, operation: Operation, tensor: Tensor) -> Expression:
         name, inputs = operation.name, [slot.tensor for slot in operation.inputs]
         args = operation.arguments[0]
         if name in PASSES and len(inputs) == 1 and inputs[0].numel() == tensor.numel():
             return self.read(inputs[0], operation.index)
+        if name in ("getitem", "narrow") and (rows := self._rows(tensor, inputs)) is not None:
+            return rows
         if name in ("add", "mul") and len(inputs) == 2:
             first, second = (self.read(x, operation.index) for x in inputs)
             return Sum(first, second) if name == "add" else Times(first, second)
@@ -105,6 +118,15 @@ class Tracer:
         where = f" (line {line[0].number}: {line[0].text})" if line else ""
         raise UnreadError(f"{name} is not among the parts that an equivalent is made of{where}")
 
+    def _rows(self, tensor: Tensor, inputs: list[Tensor]) -> Expression | None:
+        """The first rows of a parameter, as many as there are tokens."""
+        name = self.watched.learnt.get(id(inputs[0]), "")
+        if not name or inputs[0].dim() < 2 or tensor.dim() != inputs[0].dim():
+            return None
+        first = inputs[0][..., : tensor.size(-2), :]
+        tokens = next(iter(self.watched.given.values())).size(1)
+        return Learnt(name, rows=True) if tokens == tensor.size(-2) and _same(first, tensor) else None
+
     def _normed(self, operation: Operation) -> Expression:
         inner = self.read(operation.inputs[0].tensor, operation.index)
         if operation.name == "normalize":
@@ -114,7 +136,7 @@ class Tracer:
         eps = torch.finfo(operation.inputs[0].value.dtype).eps if eps is None else eps
         found: Expression = Normed(operation.name, float(eps), inner)
         for slot, join in zip(operation.inputs[1:], (Times, Sum), strict=False):
-            found = join(found, self.read(slot.tensor, operation.index))
+            found = cast(Expression, join(found, self.read(slot.tensor, operation.index)))
         return found
 
 

@@ -12,7 +12,8 @@ from equivalence_tests.checker.engine.codes import feature_of, known, numbered, 
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.names import Source
 from equivalence_tests.checker.engine.running import Call, Examination
-from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Patch, Recorder
+from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.unread import UnreadError
 
@@ -54,6 +55,7 @@ class Watched:
     layout: Layout
     recorder: Recorder = field(init=False)
     returned: Any = field(init=False)
+    tolerance: float = field(init=False)  # what differs by less, relative to the largest value, is rounding
 
     def __post_init__(self) -> None:
         cuts = {operation.index: _cut for operation in self._cut_off() if operation is not None}
@@ -61,6 +63,9 @@ class Watched:
         self.recorder, self.returned = run.recorder, run.output
         if [op.name for op in self.operations] != [op.name for op in self.found.run.operations]:
             raise UnreadError("it runs otherwise where gradients are asked for")
+        low = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
+        single = any(x.value.dtype in low for op in self.operations for x in op.outputs)
+        self.tolerance = SINGLE if single else EXACT
 
     @property
     def call(self) -> Call:
@@ -78,16 +83,14 @@ class Watched:
         return Parameters.of(self.call.module)
 
     @cached_property
-    def tolerance(self) -> float:
-        """What differs by less, relative to the largest value, is rounding."""
-        low = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
-        single = any(x.value.dtype in low for op in self.operations for x in op.outputs)
-        return SINGLE if single else EXACT
-
-    @cached_property
     def given(self) -> dict[str, Tensor]:
         """The data among the arguments, each as (batch, tokens, features)."""
         return data_of(self.call, self.layout)
+
+    @cached_property
+    def values(self) -> Values:
+        """What its expressions are computed from."""
+        return Values(self.given, self.call.module, self.parameters)
 
     @cached_property
     def arguments(self) -> Mapping[int, str]:
@@ -187,7 +190,7 @@ def _cut(recorder: Recorder, operation: Operation) -> Tensor:
 
 def data_of(call: Call, layout: Layout) -> dict[str, Tensor]:
     """Give the tokens among the arguments of a call by name, each as (batch, tokens, features)."""
-    return {name: layout.inward(x.detach()) for name, x in call.tensors if id(x) in call.seeds}
+    return {name: layout.inward(x.detach().double()) for name, x in call.tensors if id(x) in call.seeds}
 
 
 def places_in(codes: Tensor) -> dict[int, int]:

@@ -172,7 +172,7 @@ class Writer:
     # ------------------------------------------------------------------------------------------- torch's module
     def _of_multi_head_attention(self) -> Iterator[str]:
         program = self.program
-        heads, width, features = program.query.weight.shape
+        heads, _, features = program.query.weight.shape
         query, key, value = (one.tokens for _, one in program.roles)
         bias = any(bool((one.bias >= 0).any()) for _, one in program.roles if one.bias is not None)
         out = program.output
@@ -234,6 +234,8 @@ class Writer:
         arguments += ["is_causal=True"] if not bias and program.bias.is_causal else []
         arguments += [f"scale={program.scale!r}"] if abs(program.scale * width**0.5 - 1) > ROUNDING else []
         called = ", ".join(["query", "key", "value", *arguments])
+        if program.cap or program.mask_replaces:
+            raise UnreadError("capped scores, and masks that replace the causal one, are not written down")
         yield f"averaged = F.scaled_dot_product_attention({called})"
         yield "merged = averaged.transpose(1, 2).flatten(2)  # heads side by side"
         yield f"output = {self._projected()}"
@@ -251,8 +253,8 @@ class Writer:
             yield f"{role} = {self._head_norm(role, one.change.norm, weight.size(1))}"
         if one.change.rotation is not None:
             yield from self._rotated(role, one.change.rotation)
-        if abs(one.factor - 1) > ROUNDING:
-            yield f"{role} = {one.factor!r} * {role}"
+        if abs(one.number - 1) > ROUNDING:
+            yield f"{role} = {one.number!r} * {role}"
         if heads is not None:
             yield f"{role} = {role}[:, {heads}]  # which heads share it"
 
@@ -302,7 +304,7 @@ class Writer:
 
     def _score_bias(self) -> Iterator[str]:
         bias = self.program.bias
-        if bias.is_none and not self._has_mask or (bias.is_causal and not self._has_mask):
+        if (bias.is_none and not self._has_mask) or (bias.is_causal and not self._has_mask):
             return
         yield "bias = torch.zeros(1, 1, query.size(-2), key.size(-2), dtype=query.dtype)"
         if bias.slopes is not None or not bias.visible.is_everything:
@@ -340,9 +342,13 @@ class Writer:
         if isinstance(one, Attended):
             return "output"
         if isinstance(one, Learnt):
-            return f"self.{self._parameter(one.name)}.view({one.shape})"
+            first = next(name for _, name in self.signature.arguments)
+            rows = f"[..., :{first}.size(1), :]" if one.rows else ""
+            return f"self.{self._parameter(one.name)}{rows}"
         if isinstance(one, Called):
-            return f"self.{self._sub_module(one.path)}({', '.join(self._expression(x) for x in one.inner)})"
+            turn = ".mT" if one.turned else ""
+            given = ", ".join(self._expression(x) + turn for x in one.inner)
+            return f"self.{self._sub_module(one.path)}({given}){turn}"
         if isinstance(one, Normed):
             inner = self._expression(one.inner)
             if one.kind == "normalize":

@@ -23,8 +23,8 @@ from equivalence_tests.checker.engine.meaning import HIDDEN, modules_around
 from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.engine.token_numbers import numbers_exercised
+from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.masks import Masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring

@@ -37,6 +37,7 @@ class Report(Shown):
         reason: Why it could not be checked, or what differs where no finding says so; "" otherwise.
         place: Path of the module that runs it, where it is one of several in a call; "" otherwise.
         equivalent: Torch's own program with the user's weights, where one was made.
+        unread: Why none could be made; "" otherwise.
         seconds: CPU time that it took.
     """
 
@@ -52,6 +53,7 @@ class Report(Shown):
     reason: str = ""
     place: str = ""
     equivalent: Any = None
+    unread: str = ""
     seconds: float = 0.0
 
     def __bool__(self) -> bool:
