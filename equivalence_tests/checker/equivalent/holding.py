@@ -21,12 +21,15 @@ from equivalence_tests.checker.equivalent.writing import Signature, Writer
 from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.report import Report
 
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 # The names of the deviations that a step of a program is, by its stage.
 NAMES = {
     "project": "input|norm",
+    "split": "grouped|paired",
+    "merge": "merged|order",
     "output": "output|changed_by|scale",
     "residual": "residual",
     "operand": "norm",
@@ -52,6 +55,7 @@ class Equivalent:
         tolerance: What differs by less, relative to the largest value, is rounding.
         source: The program as Python; "" where it cannot be written down.
         unwritten: Why it cannot.
+        projections: The parameters that its projections use.
     """
 
     program: Program
@@ -62,6 +66,7 @@ class Equivalent:
     tolerance: float = 1e-9
     source: str = ""
     unwritten: str = ""
+    projections: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return self.source
@@ -71,16 +76,17 @@ class Equivalent:
         """Whether whole outputs and gradients agree."""
         return self.worst.size <= self.tolerance
 
-    def unexplained(self, intended: Sequence[str]) -> list[Step]:
+    def unexplained(self, intended: Sequence[Finding]) -> list[Step]:
         """List the steps that nothing says are intended.
 
         Args:
-            intended: The names of the deviations that are known to be.
+            intended: The deviations that are known to be; that a projection takes part is no evidence for any.
         """
+        told = [one.name for one in intended if not any(name in one.meant for name in self.projections)]
         return [
             step
             for step in self.steps
-            if not step.evidence and not any(re.search(NAMES[step.stage], name) for name in intended)
+            if not step.evidence and not any(re.search(NAMES[step.stage], name) for name in told)
         ]
 
 
@@ -116,13 +122,13 @@ class _Held:
         parameters = Parameters.of(module)
         worst = self._worst(reading, layout)
         program = self.program
-        steps = tuple(program.steps(module, parameters))
+        steps, projections = tuple(program.steps(module, parameters)), frozenset(program.projections(parameters))
         compared, not_run = tuple(self.compared), tuple(self.not_run)
         try:
             source, why = Writer(program, signature_of(situation), parameters, module).source(), ""
         except UnreadError as error:
             source, why = "", str(error)
-        return Equivalent(program, steps, worst, compared, not_run, reading.tolerance, source, why)
+        return Equivalent(program, steps, worst, compared, not_run, reading.tolerance, source, why, projections)
 
     def _worst(self, reading: Reading, layout: Layout) -> Difference:
         """The greatest difference; the first that is more than rounding ends it."""
@@ -240,7 +246,7 @@ def hold(report: Report, situation: Situation) -> None:
             f"{worst.case}), and the checker could not say where."
         )
         return
-    open_steps = equivalent.unexplained([finding.name for finding in report.meant])
+    open_steps = equivalent.unexplained(report.meant)
     if open_steps:
         report.verdict = "unchecked"
         said = "; ".join(step.words for step in open_steps)

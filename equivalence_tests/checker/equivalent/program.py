@@ -11,6 +11,7 @@ from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.ending import Output
 from equivalence_tests.checker.equivalent.expressions import Attended, Called, Evidence, Given, Step, Values, all_of
 from equivalence_tests.checker.equivalent.operands import Projection
+from equivalence_tests.checker.equivalent.orders import order_steps
 from equivalence_tests.checker.equivalent.parameters import Parameters
 
 ROUNDING = 1e-6  # of numbers that were measured
@@ -114,21 +115,27 @@ class Program:
 
     def steps(self, module: nn.Module | None, parameters: Parameters) -> Iterator[Step]:
         """List what torch's formula does not have, each with the evidence that it is intended; "" without."""
-        used = {name for one in (*self.roles,) for name in parameters.names_at(one[1].places)}
-        evidence = Evidence(module, parameters, used | set(parameters.names_at(self.output.places)))
+        evidence = Evidence(module, parameters, self.projections(parameters))
         yield from self._twice(parameters)
+        yield from order_steps(self.query, self.key, self.value, self.output)
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
             yield from evidence.steps(tokens, "project")
         yield from self._of_operands()
         yield from self._of_scores(parameters)
         if abs(self.output.factor - 1) > ROUNDING:
             yield Step(f"the output times {self.output.factor:.6g}", "", "output")
-        yield from self._behind(evidence)
+        yield from self._behind(evidence, module)
 
-    def _behind(self, evidence: Evidence) -> Iterator[Step]:
+    def projections(self, parameters: Parameters) -> set[str]:
+        """Name the parameters that its projections use."""
+        places = [*(one.places for _, one in self.roles), self.output.places]
+        return {name for one in places for name in parameters.names_at(one)}
+
+    def _behind(self, evidence: Evidence, module: nn.Module | None) -> Iterator[Step]:
         around = self.output.around
         tokens = [one.tokens for _, one in self.roles]
-        normed = [x.path for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
+        called = [x.path for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
+        normed = [path for path in called if module is not None and _is_norm(module.get_submodule(path))]
         for step in evidence.steps(around, "output"):
             if step.stage == "residual":
                 said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else ""
@@ -176,3 +183,7 @@ class Program:
             yield Step(f"the scores are capped at {self.cap:.6g} by a tanh", "", "cap")
         if self.bias.visible not in (Visible(), Visible(0), Visible(0, from_end=True)):
             yield Step(str(self.bias.visible), "", "mask")
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
