@@ -73,6 +73,12 @@ def verify_command(
     allow_partial: Annotated[
         bool, typer.Option("--allow-partial", help="Exit with 0, not 3, if the code is equal as far as it was run.")
     ] = False,
+    equivalent: Annotated[
+        bool,
+        typer.Option(
+            "--equivalent", help="Print the same in torch's own parts, as Python; the report goes to standard error."
+        ),
+    ] = False,
     run_all: Annotated[
         bool, typer.Option("--run-all", help="Run every cell of a notebook, not only imports and definitions.")
     ] = False,
@@ -90,9 +96,10 @@ def verify_command(
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
     paths = (json_file, junit_file, sarif_file)
-    if paths.count(PRINTED) > 1:
-        raise typer.BadParameter("only one of --json, --junit and --sarif can be -: give the others a file")
-    console, reasons = Console(stderr=PRINTED in paths), _meant(meant or [], meant_file)
+    if paths.count(PRINTED) + equivalent > 1:
+        said = "only one of --json, --junit and --sarif can be -, and none beside --equivalent: give the others a file"
+        raise typer.BadParameter(said)
+    console, reasons = Console(stderr=equivalent or PRINTED in paths), _meant(meant or [], meant_file)
     if compiled and inputs:
         raise typer.BadParameter("works on single attentions, not with --inputs", param_hint="--compile")
     requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, reasons, run_all, compiled))
@@ -106,6 +113,8 @@ def verify_command(
             path.write_text(export(reports) + "\n", encoding="utf-8")
     if github:
         typer.echo("\n".join(to_github(reports)))
+    if equivalent:
+        typer.echo("\n\n".join(_equivalent(report) for report in reports).rstrip("\n"))
     raise typer.Exit(_status(reports, allow_partial))
 
 
@@ -174,6 +183,15 @@ def _show(reports: Sequence[Report], console: Console) -> None:
         show(first, console)
         if others:
             show(Text("  The same in " + ", ".join(report.place for report in others)), console)
+
+
+def _equivalent(report: Report) -> str:
+    """The same in torch's own parts; where it is not written down, a comment that says why."""
+    if report.equivalent is not None and report.equivalent.source:
+        return report.equivalent.source
+    why = report.equivalent.unwritten if report.equivalent is not None else report.unread
+    reason = why or (report.reason.splitlines() or [report.verdict])[0]
+    return f"# {report.title}: no equivalent is written down: {reason}\n"
 
 
 def _alike(report: Report) -> Any:

@@ -1,6 +1,8 @@
 """Hold a verdict against torch: the program of what was read, compared as a whole with what the code gives."""
 
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +23,7 @@ from equivalence_tests.checker.equivalent.writing import Signature, Writer
 from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.report import Report
 
@@ -43,33 +46,22 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Equivalent:
-    """Torch's own program with the user's weights, and how it compares.
+class Holding:
+    """A program, and how it compares.
 
     Args:
         program: The program.
+        parameters: Those of the user's module.
         steps: What torch's formula does not have.
         worst: The greatest difference that was seen.
-        compared: The calls that were compared.
-        not_run: Those that could not be.
         tolerance: What differs by less, relative to the largest value, is rounding.
-        source: The program as Python; "" where it cannot be written down.
-        unwritten: Why it cannot.
-        projections: The parameters that its projections use.
     """
 
     program: Program
+    parameters: Parameters
     steps: tuple[Step, ...]
     worst: Difference
-    compared: tuple[str, ...]
-    not_run: tuple[str, ...] = ()
-    tolerance: float = 1e-9
-    source: str = ""
-    unwritten: str = ""
-    projections: frozenset[str] = frozenset()
-
-    def __str__(self) -> str:
-        return self.source
+    tolerance: float
 
     @property
     def agrees(self) -> bool:
@@ -82,7 +74,8 @@ class Equivalent:
         Args:
             intended: The deviations that are known to be; that a projection takes part is no evidence for any.
         """
-        told = [one.name for one in intended if not any(name in one.meant for name in self.projections)]
+        projections = self.program.projections(self.parameters)
+        told = [one.name for one in intended if not any(name in one.meant for name in projections)]
         return [
             step
             for step in self.steps
@@ -103,7 +96,7 @@ class _Held:
     compared: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
 
-    def equivalent(self) -> Equivalent:
+    def holding(self) -> Holding:
         """Read the program, and compare it."""
         situation = self.situation
         judgement = situation.judgement
@@ -113,7 +106,7 @@ class _Held:
         with kept_parameters(situation.subject.module):
             return self._compared(situation)
 
-    def _compared(self, situation: Situation) -> Equivalent:
+    def _compared(self, situation: Situation) -> Holding:
         judgement = situation.judgement
         assert judgement is not None  # the same
         layout = layout_of(situation.trial)
@@ -121,14 +114,36 @@ class _Held:
         self.program, module = reading.program, situation.subject.module
         parameters = Parameters.of(module)
         worst = self._worst(reading, layout)
-        program = self.program
-        steps, projections = tuple(program.steps(module, parameters)), frozenset(program.projections(parameters))
-        compared, not_run = tuple(self.compared), tuple(self.not_run)
+        steps = tuple(self.program.steps(module, parameters))
+        return Holding(self.program, parameters, steps, worst, reading.tolerance)
+
+    def written(self, holding: Holding, report: Report) -> Equivalent:
+        """Write the program down."""
+        situation, worst = self.situation, holding.worst
+        writer = Writer(self.program, signature_of(situation), holding.parameters, situation.subject.module)
         try:
-            source, why = Writer(program, signature_of(situation), parameters, module).source(), ""
+            source, why = writer.source(), ""
         except UnreadError as error:
             source, why = "", str(error)
-        return Equivalent(program, steps, worst, compared, not_run, reading.tolerance, source, why, projections)
+        told = {
+            step: [one.meant for one in report.meant if re.search(NAMES[step.stage], one.name)]
+            for step in holding.steps
+        }
+        return Equivalent(
+            source=source,
+            unwritten=why,
+            theirs=_source_of(situation.subject.function),
+            handed=tuple(writer.handed.values()),
+            steps=tuple(
+                (step.words, next((said for said in (step.evidence, *told[step]) if said), ""))
+                for step in holding.steps
+            ),
+            compared=tuple(self.compared),
+            not_run=tuple(self.not_run),
+            difference=worst.size,
+            where=f"{worst.what}, {worst.case}",
+            agrees=holding.agrees,
+        )
 
     def _worst(self, reading: Reading, layout: Layout) -> Difference:
         """The greatest difference; the first that is more than rounding ends it."""
@@ -191,7 +206,12 @@ def signature_of(situation: Situation) -> Signature:
     arguments = tuple((name, names[int(name)] if plan.positional else name) for name in data)
     returned = _output(situation.found.run.output, plan.output)
     return Signature(
-        situation.subject.name, arguments, plan.layout, plan.mask_parameter, situation.understood, returned.dim() < 4
+        situation.subject.name.rpartition("/")[2],
+        arguments,
+        plan.layout,
+        plan.mask_parameter,
+        situation.understood,
+        returned.dim() < 4,
     )
 
 
@@ -231,23 +251,31 @@ def hold(report: Report, situation: Situation) -> None:
         report: Receives the program, and the verdict that follows.
         situation: What was seen.
     """
+    held = _Held(situation)
     try:
-        equivalent = _Held(situation).equivalent()
+        holding = held.holding()
     except UnreadError as why:
         report.verdict, report.unread = "unchecked", str(why)
         report.reason = f"No program of torch's own parts could be made of it: {why}."
         return
-    report.equivalent = equivalent
-    worst = equivalent.worst
-    if not equivalent.agrees:
+    report.equivalent = held.written(holding, report)
+    if not holding.agrees:
         report.verdict = "unchecked"
         report.reason = (
-            f"It differs from torch with the same weights by {worst.size:.2g} of the largest value ({worst.what}, "
-            f"{worst.case}), and the checker could not say where."
+            f"It differs from torch with the same weights by {holding.worst.size:.2g} of the largest value "
+            f"({report.equivalent.where}), and the checker could not say where."
         )
         return
-    open_steps = equivalent.unexplained(report.meant)
+    open_steps = holding.unexplained(report.meant)
     if open_steps:
         report.verdict = "unchecked"
         said = "; ".join(step.words for step in open_steps)
         report.reason = f"Nothing says whether this is intended: {said}. If it is, say so with --intended."
+
+
+def _source_of(function: Any) -> str:
+    """The source of a class or function; "" where there is none."""
+    try:
+        return textwrap.dedent(inspect.getsource(type(function) if isinstance(function, nn.Module) else function))
+    except (OSError, TypeError):
+        return ""

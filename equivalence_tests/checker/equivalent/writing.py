@@ -31,8 +31,7 @@ HEAD = '''"""The same as {target}, in torch's own parts, for {heads} heads of {w
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-
+{functional}
 '''
 # From a layout to (batch, tokens, features), and back.
 LAYOUTS: Mapping[str, tuple[str, str]] = {
@@ -103,7 +102,7 @@ class Writer:
     made: list[str] = field(default_factory=list)  # lines of __init__
     taken: list[str] = field(default_factory=list)  # entries of the converted state_dict
     returned: list[str] = field(default_factory=list)  # lines that put weights back
-    handed: list[str] = field(default_factory=list)  # the user's own sub-modules
+    handed: dict[str, str] = field(default_factory=dict)  # the paths of the user's own sub-modules, by their names
     named: dict[str, str] = field(default_factory=dict)  # parts that were made already
 
     def source(self) -> str:
@@ -117,8 +116,9 @@ class Writer:
         plain = self.program.is_multi_head_attention
         lines = list(self._of_multi_head_attention() if plain else self._of_parts())
         heads, width = self.program.query.weight.shape[:2]
-        text = HEAD.format(target=self.signature.target, heads=heads, width=width)
-        return text + "\n".join([*self._class(plain, lines), "", "", *self._conversion()]) + "\n"
+        body = "\n".join([*self._class(plain, lines), "", "", *self._conversion()]) + "\n"
+        functional = "from torch.nn import functional as F\n" if "F." in body else ""
+        return HEAD.format(target=self.signature.target, heads=heads, width=width, functional=functional) + body
 
     # ------------------------------------------------------------------------------------------- the class
     def _class(self, plain: bool, forward: list[str]) -> Iterator[str]:
@@ -192,8 +192,7 @@ class Writer:
         yield from self._mask_of_module(heads)
         names = ", ".join(self._identifier(one.name) for one in (query, key, value) if isinstance(one, Given))
         mask = ", attn_mask=mask" if self._has_mask or program.bias.is_causal else ""
-        yield f"output = super().forward({names}{mask}, need_weights=False)[0]"
-        yield self._outward("output")
+        yield self._outward(f"super().forward({names}{mask}, need_weights=False)[0]")
 
     def _mask_of_module(self, heads: int) -> Iterator[str]:
         first = self._first_names()
@@ -213,8 +212,11 @@ class Writer:
         return names[0], names[1]
 
     def _three(self, name: str, places: list[Tensor]) -> None:
-        pieces = [self._taken(one) for one in places]
-        self.taken.append(f'"{name}": torch.cat([{", ".join(pieces)}]),')
+        """Convert what torch packs: the rows of queries, keys and values."""
+        if all(bool((one >= 0).all()) for one in places):
+            self._convert(name, torch.cat(places))
+            return
+        self.taken.append(f'"{name}": torch.cat([{", ".join(self._taken(one) for one in places)}]),')
         start = 0
         for one in places:
             self._give_back(one, f'ours["{name}"][{start}:{start + len(one)}]')
@@ -373,7 +375,7 @@ class Writer:
         of_torch = type(part).__module__.startswith("torch.nn") and next(part.children(), None) is None
         self.made.append(f"self.{name} = nn.{part!r}" if of_torch else f"self.{name} = {name}")
         if not of_torch:
-            self.handed.append(name)
+            self.handed[name] = path
         for key in part.state_dict():
             self.taken.append(f'"{name}.{key}": theirs["{path}.{key}"],')
             self.returned.append(f'theirs["{path}.{key}"].copy_(ours["{name}.{key}"])')

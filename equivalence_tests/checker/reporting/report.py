@@ -1,13 +1,14 @@
 """The answer to ``verify``, as data and on the screen."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import VERDICTS, CheckResult, Exercise, Finding, Verdict
 from equivalence_tests.checker.reporting.rendering import (
     Shown,
@@ -52,7 +53,7 @@ class Report(Shown):
     notes: list[str] = field(default_factory=list)
     reason: str = ""
     place: str = ""
-    equivalent: Any = None
+    equivalent: Equivalent | None = None
     unread: str = ""
     seconds: float = 0.0
 
@@ -82,8 +83,7 @@ class Report(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain data."""
-        plain = asdict(replace(self, equivalent=None))
-        return plain | {"equivalent": str(self.equivalent or ""), "exit_status": self.exit_status}
+        return asdict(self) | {"exit_status": self.exit_status}
 
     def __rich__(self) -> Group:
         """Lay the report out for a terminal: what is wrong first, and how the code was read after it."""
@@ -99,6 +99,8 @@ class Report(Shown):
             yield coverage_view(self.not_exercised)
         if self.conventions:
             yield reading_view(self.conventions)
+        if self.equivalent is not None:
+            yield self.equivalent.__rich__()
         if self.checks:
             yield checks_view(self.checks, explained=bool(self.findings))
         if self.notes:

@@ -1,0 +1,104 @@
+"""The same in torch: a program of torch's own parts that gives the numbers of the code that was checked."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+SHOWN_LINES = 24
+WIDE_ENOUGH = 100
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """Torch's own program with the user's weights, as Python, and how it compares.
+
+    Args:
+        source: The program: a class ``Equivalent``, ``from_theirs`` and ``to_theirs``; "" where it is not written down.
+        unwritten: Why it is not.
+        theirs: The source of the code that was checked.
+        handed: The paths of the user's own sub-modules that the program calls as they are.
+        steps: What torch's formula does not have, each with the evidence that it is intended.
+        compared: The calls in which whole outputs were compared.
+        not_run: Those that could not be.
+        difference: The greatest difference in any of them, relative to the largest value.
+        where: In which, and of what.
+        agrees: Whether that is rounding.
+    """
+
+    source: str
+    unwritten: str
+    theirs: str
+    handed: tuple[str, ...]
+    steps: tuple[tuple[str, str], ...]
+    compared: tuple[str, ...]
+    not_run: tuple[str, ...]
+    difference: float
+    where: str
+    agrees: bool
+
+    def of(self, theirs: Any) -> Any:
+        """Build the program with the weights of a module.
+
+        Args:
+            theirs: An instance of the class that was checked, of the sizes that the program is written for.
+
+        Returns:
+            A module of torch's own parts, with weights of its own, that gives the same numbers.
+
+        Raises:
+            ValueError: If the program is not written down.
+        """
+        if not self.source:
+            raise ValueError(f"the equivalent cannot be built: {self.unwritten}")
+        names: dict[str, Any] = {}
+        exec(compile(self.source, "<equivalent>", "exec"), names)  # our own text
+        made = names["Equivalent"](*(copy.deepcopy(theirs.get_submodule(path)) for path in self.handed))
+        state = names["from_theirs"](theirs.state_dict())
+        for x in list(state.values())[:1]:
+            made.to(x.device, x.dtype)
+        made.load_state_dict(state, strict=True)
+        return made.train(theirs.training)
+
+    def __rich__(self) -> Group:
+        """Lay the user's code and the same in torch out side by side, folded to one screen."""
+        heading = Text("The same in torch", style="bold")
+        rows = [Text(f"  {words}: {evidence or 'nothing says that it is intended'}") for words, evidence in self.steps]
+        if not self.source:
+            return Group(heading, *rows, Text(f"  It is not written down: {self.unwritten}.", style="dim"))
+        ours = self.source.split("\n\n\ndef from_theirs")[0].split("\n\n\n", 1)[1]
+        panels = [_panel("your code", self.theirs), _panel("torch", ours)] if self.theirs else [_panel("torch", ours)]
+        said = f"Equal to {self.difference:.0e} in {len(self.compared)} calls" if self.agrees else "It differs"
+        more = Text(f"  {said}; --equivalent prints all of it, with the conversion of the weights.", style="dim")
+        return Group(heading, *rows, _Beside(panels), more)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Panels beside one another where the screen is wide enough, else one below the other."""
+
+    panels: Sequence[RenderableType]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Lay them out."""
+        if options.max_width < WIDE_ENOUGH:
+            yield from self.panels
+            return
+        beside = Table.grid(expand=True)
+        for _ in self.panels:
+            beside.add_column(ratio=1)
+        beside.add_row(*self.panels)
+        yield beside
+
+
+def _panel(title: str, source: str) -> RenderableType:
+    lines = source.strip("\n").splitlines()
+    kept = lines[:SHOWN_LINES]
+    text = "\n".join([*kept, *([f"# ... and {len(lines) - len(kept)} more lines"] if len(lines) > len(kept) else [])])
+    return Panel(Syntax(text, "python", theme="ansi_light", background_color="default", word_wrap=True), title=title)
