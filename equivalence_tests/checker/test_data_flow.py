@@ -304,8 +304,9 @@ def test_a_norm_is_told_by_what_it_does() -> None:
     assert guess_kind(Evened(5)) == "layer_norm"
     assert guess_kind(Stretched(5)) == ""
     report = verify(EvenedStep)
-    assert (report.verdict, report.mistakes) == ("partial", ()), str(report)
-    assert [e.what for e in report.not_exercised] == ["what stands around the attention"]
+    assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
+    assert report.equivalent is not None
+    assert "self.second(self.two((x + output)))" in report.equivalent.source
 
 
 class SharesQueriesAndKeys(nn.Module):

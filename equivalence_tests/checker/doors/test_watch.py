@@ -15,6 +15,11 @@ from equivalence_tests.checker.doors.watch import watch
 from equivalence_tests.checker.reporting.report import Report
 
 
+@pytest.fixture(autouse=True)
+def _referrers_are_seen() -> None:
+    gc.unfreeze()  # a function is found by what refers to its code
+
+
 def training_step(layer: nn.Module) -> list[Tensor]:
     """Draw an input, go forward with dropout and back, and give everything that came of it."""
     torch.manual_seed(7)

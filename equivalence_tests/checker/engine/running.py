@@ -62,7 +62,7 @@ class Call:
         recorder = Recorder([*self._owned(), *given], patches)
         state = torch.get_rng_state()
         try:
-            torch.manual_seed(5)
+            torch.default_generator.manual_seed(5)
             mode = torch.enable_grad() if gradients else torch.no_grad()
             with mode, keeping_state(self.module), _placed(self.module, recorder), recorder:
                 output = self.function(*args, **kwargs)

@@ -1,6 +1,6 @@
 """Parts of parameters, as Python expressions: which rows of which weight are those of which head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ class Block:
         size: Of the part.
         stride: By how many elements of the parameter each axis of the part goes on.
         offset: Its first element.
+        folded: Whether its last two axes are one of the part, as where the features of heads lie apart.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Block:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    folded: bool = False
 
     def read(self, state: str) -> str:
         """Write the expression that takes it out of a state_dict.
@@ -47,7 +49,20 @@ class Block:
             return whole + ".T" + self._rows(self.offset, self.size[0], self.shape[1])
         if len(self.shape) == len(self.size) == 1 and self.stride == (1,):
             return whole + self._rows(self.offset, self.size[0], self.shape[0])
-        return f"{whole}.as_strided({self.size}, {self.stride}, {self.offset})"
+        return f"{whole}.as_strided({self.size}, {self.stride}, {self.offset})" + (
+            ".flatten(-2)" if self.folded else ""
+        )
+
+    def write(self, state: str, source: str) -> str:
+        """Write the line that puts it back into a state_dict.
+
+        Args:
+            state: What the state_dict is called.
+            source: The expression of the part.
+        """
+        if self.folded:
+            return f"{replace(self, folded=False).read(state)}.copy_({source}.unflatten(-1, {self.size[-2:]}))"
+        return f"{self.read(state)}.copy_({source})"
 
     @staticmethod
     def _rows(start: int, count: int, every: int) -> str:
@@ -100,8 +115,19 @@ def _block(places: Tensor, parameters: Parameters) -> Block | None:
     for axis, step in enumerate(stride):
         along = torch.arange(places.size(axis)) * step
         want = want + along.view([-1 if axis == other else 1 for other in range(places.dim())])
-    even = torch.equal(want.expand(places.shape), places) and all(step >= 0 for step in stride)
-    return Block(name, shape, tuple(places.shape), stride, offset) if even else None
+    if torch.equal(want.expand(places.shape), places) and all(step >= 0 for step in stride):
+        return Block(name, shape, tuple(places.shape), stride, offset)
+    return _folded(places, parameters) if places.dim() == 2 else None
+
+
+def _folded(places: Tensor, parameters: Parameters) -> Block | None:
+    """A part whose columns go on by even steps of two kinds."""
+    width = places.size(-1)
+    for count in (count for count in range(2, width) if width % count == 0):
+        block = _block(places.unflatten(-1, (count, -1)), parameters)
+        if block is not None:
+            return replace(block, folded=True)
+    return None
 
 
 def _step(places: Tensor, axis: int) -> int:
@@ -127,6 +153,6 @@ def written_back(blocks: list[Block], target: str, source: str) -> list[str]:
     lines, start = [], 0
     for block in blocks:
         rows = "" if len(blocks) == 1 else f"[{start}:{start + block.size[0]}]"
-        lines.append(f"{block.read(target)}.copy_({source}{rows})")
+        lines.append(block.write(target, source + rows))
         start += block.size[0]
     return lines

@@ -26,6 +26,7 @@ class Case:
         words: What it is, for the user.
         redrawn: Draws all parameters anew; None keeps them.
         rows: Which tokens of the output are compared, (batch, query_len) bool; None for all.
+        lengths: How many queries and keys it has, where these are others than those that were read.
     """
 
     call: Call
@@ -33,6 +34,7 @@ class Case:
     words: str
     redrawn: int | None = None
     rows: Tensor | None = None
+    lengths: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def compare(program: Program, case: Case, layout: Layout, gradients: bool = True
     leaves = {name: x.clone().requires_grad_(gradients) for name, x in call.tensors if id(x) in call.seeds}
     args, kwargs = _with(call, leaves)
     with torch.set_grad_enabled(gradients), keeping_state(call.module):
-        torch.manual_seed(5)
+        torch.default_generator.manual_seed(5)
         theirs = layout.outward(layout.output(call.function(*args, **kwargs))).double()
         if not bool(theirs.isfinite().all()):
             raise UnreadError("it gives numbers that are none")

@@ -186,4 +186,6 @@ class Program:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
+    """Whether all that it learns is a number for each feature."""
+    learnt = list(module.parameters())
+    return bool(learnt) and all(x.dim() == 1 for x in learnt)

@@ -84,7 +84,10 @@ def _scores(reader: OperandReader, three: list[Projection], values: Values) -> l
     if float((factors / factors[0] - 1).abs().max()) > 1e-6:
         raise UnreadError("heads multiply their scores by different numbers")
     usual = query.weight.size(1) ** -0.5 / query.number / key.number
-    return [(_exact(float(factors[0]), usual), read_bias(reader, lengths))]
+    scale = _exact(float(factors[0]), usual)
+    if abs(scale / float(factors[0]) - 1) > 1e-10:  # a root that was rounded to float32
+        reader.watched.tolerance = SINGLE
+    return [(scale, read_bias(reader, lengths))]
 
 
 def _cap(judgement: Judgement) -> float:

@@ -325,7 +325,7 @@ class Writer:
     def _table(self, places: Tensor) -> str:
         name = self.parameters.name_at(int(places.max()))
         index = (places - self.parameters.start[name]).clamp_min(0)
-        return f"self.{self._parameter(name)}.flatten()[torch.tensor({index.tolist()})]"
+        return f"self.{self._parameter(name)}.flatten()[{_index(index)}]"
 
     def _projected(self) -> str:
         output = self.program.output
@@ -440,3 +440,18 @@ def _grouped(one: Projection) -> tuple[str | None, int, Tensor, Tensor | None]:
         return None, len(rows), one.weight, one.bias
     heads = str([order.index(int(place)) for place in which])
     return heads, len(kept), one.weight[kept], None if one.bias is None else one.bias[kept]
+
+
+def _index(places: Tensor) -> str:
+    """Write which element of a table each head, query and key takes: by even steps, or else one by one."""
+    heads, queries, keys = places.shape
+    first = int(places[0, 0, 0])
+    steps = [int(x) - first for x in (places[-1, 0, 0], places[0, -1, 0], places[0, 0, -1])]
+    per_head, per_query, per_key = (step // max(n - 1, 1) for step, n in zip(steps, places.shape, strict=True))
+    axes = torch.meshgrid(torch.arange(heads), torch.arange(queries), torch.arange(keys), indexing="ij")
+    even = first + per_head * axes[0] + per_query * axes[1] + per_key * axes[2]
+    if not torch.equal(even, places):
+        return f"torch.tensor({places.tolist()})"
+    of_head = f"{per_head} * torch.arange({heads})[:, None, None]"
+    of_query = f"{per_query} * torch.arange(query.size(-2))[:, None]"
+    return f"{first} + {of_head} + {of_query} + {per_key} * torch.arange(key.size(-2))"

@@ -1,0 +1,308 @@
+"""An EQUAL is a program: it is written down, runs alone, and gives the numbers of the code that was checked."""
+
+import inspect
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.equivalent.biases import Bias, Visible
+from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
+from equivalence_tests.checker.equivalent.comparing import _far
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.reach.subject import Adapter, subjects
+from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.conventions import CONVENTIONS
+from equivalence_tests.instruments.weights import randomize_parameters
+
+WIDTH, HEADS = 33, 3
+
+ALONE = """
+import importlib.util, sys, torch
+for path in sys.argv[1:]:
+    case = torch.load(path + ".pt")
+    spec = importlib.util.spec_from_file_location("theirs", path)
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    made = theirs.Equivalent().double()
+    made.load_state_dict(theirs.from_theirs(case["state"]), strict=True)
+    error = (made(**case["inputs"]) - case["output"]).abs().max() / case["output"].abs().max()
+    assert error < 1e-12, (path, error)
+    back = theirs.to_theirs(made.state_dict(), {name: torch.zeros_like(x) for name, x in case["state"].items()})
+    for name in case["learnt"]:
+        assert torch.equal(back[name], case["state"][name]), (path, name)
+assert not {"equivalence_tests", "scratch", "builtin"} & {name.partition(".")[0] for name in sys.modules}
+"""
+
+
+class Base(nn.Module):
+    """Attention of a sequence with itself, whose stages the classes below replace."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT / math.sqrt(q.size(-1))
+
+    def merge(self, context: Tensor) -> Tensor:
+        return context.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        return self.o(self.merge(self.scores(q, k).softmax(-1) @ v))
+
+
+class SplitsTheOtherWay(Base):
+    """The features of a head lie apart, in the projections and behind the merge alike."""
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.heads)).permute(0, 3, 1, 2)
+
+    def merge(self, context: Tensor) -> Tensor:
+        return context.permute(0, 2, 3, 1).flatten(2)
+
+
+class Grouped(Base):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.k, self.v = (nn.Linear(dim, dim // heads) for _ in range(2))
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = (f(x)[:, None].expand(-1, self.heads, -1, -1) for f in (self.k, self.v))
+        return self.split(self.q(x)), k, v
+
+
+class Biased(Base):
+    """A table of relative positions that is learnt."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.table = nn.Parameter(torch.zeros(heads, 63))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        gap = torch.arange(q.size(-2))[:, None] - torch.arange(k.size(-2))
+        return super().scores(q, k) + self.table[:, gap.clamp(-31, 31) + 31]
+
+
+class Gated(Base):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.gate = nn.Linear(dim, dim)
+
+    def merge(self, context: Tensor) -> Tensor:
+        return super().merge(context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gate(x).sigmoid()
+
+
+class NormedBefore(Base):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.norm, self.q_norm, self.k_norm = nn.LayerNorm(dim), nn.RMSNorm(dim // heads), nn.RMSNorm(dim // heads)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(self.norm(x))
+        return self.q_norm(q), self.k_norm(k), v
+
+
+RIGHT: tuple[Callable[..., nn.Module], ...] = (
+    Base,
+    SplitsTheOtherWay,
+    Grouped,
+    Biased,
+    Gated,
+    NormedBefore,
+    *CONVENTIONS,
+)
+
+
+def test_the_same_in_torch_runs_alone_in_a_fresh_interpreter(tmp_path: Path) -> None:
+    paths = [_saved(right, tmp_path) for right in RIGHT]
+    run = subprocess.run([sys.executable, "-c", ALONE, *paths], capture_output=True, text=True, check=False)
+    assert not run.returncode, run.stderr
+
+
+def _saved(right: Callable[..., nn.Module], folder: Path) -> str:
+    """Write the program of a class down, with the weights, inputs and output of an instance."""
+    report = verify(right)
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert report.equivalent.source, report.equivalent.unwritten
+    subject = next(iter(subjects(right, "it", Adapter())))
+    module = randomize_parameters(subject.function.double().eval(), seed=5)  # type: ignore[attr-defined]
+    parameters = inspect.signature(module.forward).parameters.values()
+    wanted = [one.name for one in parameters if one.default is one.empty]
+    inputs = {name: torch.randn(2, 7, subject.sizes.embed_dim, dtype=torch.float64) for name in wanted[:3]}
+    inputs |= {name: torch.rand(2, 1, 7, 7) > 0.3 for name in wanted[3:]}  # of the one that cannot do without a mask
+    with torch.no_grad():
+        output = module(**inputs)
+    output = output if isinstance(output, Tensor) else output[0]
+    path = folder / f"{getattr(right, '__name__', 'it')}.py"
+    path.write_text(report.equivalent.source, encoding="utf-8")
+    learnt = [name for name, _ in module.named_parameters()]
+    torch.save({"state": module.state_dict(), "inputs": inputs, "output": output, "learnt": learnt}, f"{path}.pt")
+    return str(path)
+
+
+def test_where_nothing_more_is_needed_it_is_torchs_own_module() -> None:
+    report = verify(Base)
+    assert report.equivalent is not None
+    module = Base(WIDTH, HEADS)
+    made = report.equivalent.of(module)
+    assert isinstance(made, nn.MultiheadAttention)
+    plain = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    plain.load_state_dict(made.state_dict(), strict=True)
+    x = torch.randn(2, 5, WIDTH)
+    assert torch.allclose(plain(x, x, x)[0], module(x), atol=1e-6)
+
+
+class SquaresWeights(Base):
+    """Twice the scale, which no row of a projection asks for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        weights = self.scores(q, k).softmax(-1) ** 2
+        return self.o(self.merge(weights / weights.sum(-1, keepdim=True) @ v))
+
+
+class Sorts(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sort(-1).values
+
+
+class AddsItsInput(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+class ProjectsTwice(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(super().forward(x))
+
+
+class SubtractsValues(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.operands(x)
+        return self.o(self.merge(self.scores(q, k).softmax(-1) @ v - v))
+
+
+class GatedByWhatItProjects(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.o(x).sigmoid()
+
+
+class MergesTheOtherWay(SplitsTheOtherWay):
+    merge = Base.merge
+
+
+class ExchangesHalves(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = super().forward(x).tensor_split(2, -1)
+        return torch.cat([two, one], -1)
+
+
+class FlipsTheFeaturesOfKeys(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, k.flip(-1), v
+
+
+class NormsKeysWithoutAGain(Base):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().operands(x)
+        return q, F.layer_norm(k, k.shape[-1:]), v
+
+
+class WritesIntoItsInput(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        x.data.mul_(0.5)
+        return y
+
+
+WRONG = (
+    SquaresWeights,
+    AddsItsInput,
+    ProjectsTwice,
+    SubtractsValues,
+    GatedByWhatItProjects,
+    MergesTheOtherWay,
+    ExchangesHalves,
+    FlipsTheFeaturesOfKeys,
+    NormsKeysWithoutAGain,
+    WritesIntoItsInput,
+)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_torch_does_not_compute_is_not_called_equal(wrong: type[nn.Module]) -> None:
+    report = verify(wrong)
+    assert report.verdict in ("deviates", "unchecked"), str(report)
+    assert report.findings or report.reason
+
+
+def test_a_difference_is_stated_where_no_line_explains_it() -> None:
+    reason = verify(AddsItsInput).reason
+    assert reason == "Nothing says whether this is intended: a residual connection. If it is, say so with --intended."
+    assert "times -1; v is called" in verify(SubtractsValues).reason
+    assert "sort is not among the parts that an equivalent is made of (line" in verify(Sorts).reason
+
+
+def test_nan_is_no_agreement() -> None:
+    assert _far(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
+    assert _far(torch.zeros(2), torch.zeros(3)) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("shape", "places", "written"),
+    [
+        ((6, 4), lambda x: x[2:4], 'w["p"][2:4]'),
+        ((4, 6), lambda x: x.T, 'w["p"].T'),
+        ((2, 3, 5), lambda x: x[1], 'w["p"].as_strided((3, 5), (5, 1), 15)'),
+        ((6, 4), lambda x: x[[0, 2, 4, 1, 3, 5]], 'torch.cat([w["p"].as_strided((3, 4), (8, 1), 0), '),
+    ],
+)
+def test_rows_of_parameters_are_written_as_python(shape: tuple[int, ...], places: Any, written: str) -> None:
+    value = torch.randn(shape)
+    parameters = Parameters({"before": torch.zeros(7), "p": value})
+    wanted = places(torch.arange(value.numel()).view(shape))
+    blocks = blocks_of(wanted + 7, parameters)
+    assert blocks is not None
+    text = joined(blocks, "w")
+    assert text.startswith(written)
+    assert torch.equal(eval(text, {"torch": torch, "w": {"p": value}}), value.reshape(-1)[wanted])
+    empty = {"p": torch.zeros(shape)}
+    for line in written_back(blocks, "w", "new"):
+        exec(line, {"w": empty, "new": value.reshape(-1)[wanted]})
+    assert torch.equal(empty["p"].reshape(-1)[wanted], value.reshape(-1)[wanted])
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (Visible(0), [[1, 0, 0], [1, 1, 0]]),
+        (Visible(0, from_end=True), [[1, 1, 0], [1, 1, 1]]),
+        (Visible(0, 0), [[1, 0, 0], [0, 1, 0]]),
+        (Visible(block=2), [[1, 1, 0], [1, 1, 0]]),
+    ],
+)
+def test_what_a_distance_hides(visible: Visible, seen: list[list[int]]) -> None:
+    bias = Bias(visible)(2, 3, Parameters({}))
+    assert bias is not None
+    assert (~bias[0].isinf()).int().tolist() == seen

@@ -1,0 +1,18 @@
+"""None of the fixed wrong versions is called equal, and none is left without a word."""
+
+from pathlib import Path
+
+import pytest
+
+from equivalence_tests.checker.verify import verify
+from equivalence_tests.wrong.editing import Version
+from equivalence_tests.wrong.fixed import versions
+
+
+@pytest.mark.parametrize("version", versions(), ids=lambda version: str(version.operator))
+def test_a_wrong_version_is_not_called_equal(version: Version, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text(version.text, encoding="utf-8")
+    report = verify(f"{path}:Attention")
+    assert report.verdict in ("deviates", "unchecked"), str(report)
+    assert report.findings or report.reason
