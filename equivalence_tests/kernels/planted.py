@@ -82,7 +82,7 @@ def planted(mistake: str = "") -> Callable[..., Tensor]:
         bias = _bias(q, k, attn_mask, is_causal, mistake)
         if mistake == "mask scaled" and attn_mask is not None and attn_mask.is_floating_point():
             bias = bias * scale
-        return _Tiles.apply(q, k, v, bias, scale, mistake, is_causal)
+        return _Tiles.apply(q, k, v, bias, scale, mistake, is_causal)  # type: ignore[no-untyped-call]
 
     return attention
 

@@ -124,7 +124,7 @@ def test_a_gradient_that_alone_is_wrong_is_named_and_reproduced(
     monkeypatch.setattr(
         F,
         "scaled_dot_product_attention",
-        lambda q, k, v, m=None, **kw: torch_sdpa(q, _WrongBackward.apply(k), v, m, **kw),
+        lambda q, k, v, m=None, **kw: torch_sdpa(q, _WrongBackward.apply(k), v, m, **kw),  # type: ignore[no-untyped-call]
     )
     report = running.judged(Request(), [SDPA], [SITUATIONS["length 64"], SITUATIONS["length 16"]])
     (fault,) = report.faults
