@@ -83,7 +83,7 @@ def _compared(scripted: Mapping[str, Any], name: str, meant: Mapping[str, str]) 
     """Compare the output of what can be called as an attention by itself, and cannot be watched."""
     for path, part in scripted.items():
         with contextlib.suppress(CannotCheckError):
-            report = examine_attention(part, name, Adapter(meant=meant))
+            report = examine_attention(part, name, Adapter(intended=meant))
             report.place = path
             yield report
 

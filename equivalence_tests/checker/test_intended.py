@@ -1,9 +1,13 @@
-"""What the user says is meant so is told and not blamed, in an attention, a part and a layer."""
+"""What the user says is intended is reported and does not count, in an attention, a part and a layer."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
-from equivalence_tests import verify
+from equivalence_tests import Adapter, verify
 from equivalence_tests.checker.zoo.layers import ParallelLayer
 from equivalence_tests.checker.zoo.parts import TanhGeluFeedForward
 
@@ -72,12 +76,12 @@ class Layer(nn.Module):
     ("target", "name"),
     [(Unscaled, "scale_missing"), (TanhGeluFeedForward, "gelu_approximated"), (Layer, "scale_missing")],
 )
-def test_what_is_meant_so_is_told_once(target: type[nn.Module], name: str) -> None:
+def test_what_is_intended_is_listed_once(target: type[nn.Module], name: str) -> None:
     assert verify(target).mistakes == (name,)
-    report = verify(target, meant={name: "as the paper has it"})
+    report = verify(target, intended={name: "as the paper has it"})
     assert report.verdict == "equal", str(report)
     assert [(finding.name, finding.meant) for finding in report.meant] == [(name, "as the paper has it")]
-    assert str(report).startswith("EQUAL, but for what is meant so")
+    assert str(report).startswith("EQUAL, except where intended")
     assert bool(report)
 
 
@@ -85,11 +89,11 @@ def test_what_is_meant_so_is_told_once(target: type[nn.Module], name: str) -> No
     ("target", "name"),
     [(T5Attention, "scale_missing"), (GPT2FeedForward, "gelu_approximated"), (GPTJBlock, "sublayers_side_by_side")],
 )
-def test_the_name_of_a_model_that_does_so_says_that_it_is_meant_so(target: type[nn.Module], name: str) -> None:
+def test_the_name_of_a_model_that_does_so_says_that_it_is_intended(target: type[nn.Module], name: str) -> None:
     report = verify(target)
     assert report, str(report)
-    told = [(finding.name, finding.meant.partition(",")[0].split()[0]) for finding in report.meant]
-    assert (name, target.__name__) in told
+    listed = [(finding.name, finding.meant.partition(",")[0].split()[0]) for finding in report.meant]
+    assert (name, target.__name__) in listed
 
 
 @pytest.mark.parametrize("target", [T5WithAnotherScale, T5WithAScaleThatIsLeftOut, T5OverQueries])
@@ -97,16 +101,39 @@ def test_the_name_of_a_model_excuses_nothing_else(target: type[nn.Module]) -> No
     assert verify(target).verdict == "deviates"
 
 
-def test_what_is_meant_excuses_nothing_else() -> None:
-    assert verify(Unscaled, meant={"softmax_missing": "as in linear attention"}).mistakes == ("scale_missing",)
+def test_what_is_intended_excuses_nothing_else() -> None:
+    assert verify(Unscaled, intended={"softmax_missing": "as in linear attention"}).mistakes == ("scale_missing",)
 
 
 def test_a_name_that_is_none_and_a_reason_that_is_none_raise() -> None:
     with pytest.raises(ValueError, match="is it 'scale_missing'"):
-        verify(Unscaled, meant={"scale_mising": "as T5"})
+        verify(Unscaled, intended={"scale_mising": "as T5"})
     with pytest.raises(ValueError, match="must give a reason"):
-        verify(Unscaled, meant={"scale_missing": " "})
+        verify(Unscaled, intended={"scale_missing": " "})
     with pytest.raises(ValueError, match="got 'check_xyz'"):
-        verify(Unscaled, meant={"check_xyz": "as T5"})
+        verify(Unscaled, intended={"check_xyz": "as T5"})
     with pytest.raises(ValueError, match="is it 'check_values'"):
-        verify(Unscaled, meant={"check_valus": "as T5"})
+        verify(Unscaled, intended={"check_valus": "as T5"})
+
+
+REASON = {"scale_missing": "as T5"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"meant": REASON},
+        {"adapter": Adapter(intended=REASON)},
+        {"adapter": Adapter(meant=REASON)},
+        {"adapter": Adapter(intended=REASON), "intended": {"softmax_missing": "as in linear attention"}},
+    ],
+)
+def test_it_is_said_by_an_adapter_too_and_under_its_old_name(given: dict[str, Any]) -> None:
+    report = verify(Unscaled, **given)
+    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["scale_missing"])
+
+
+@pytest.mark.parametrize("take", [Adapter, partial(verify, Unscaled)])
+def test_both_names_at_once_raise(take: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match="give only intended"):
+        take(intended=REASON, meant=REASON)

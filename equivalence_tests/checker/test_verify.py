@@ -168,7 +168,7 @@ class TestDoors:
 
     def test_an_expected_failure_needs_a_reason(self) -> None:
         with pytest.raises(ValueError, match="must give a reason for 'check_gradients'"):
-            verify(nn.MultiheadAttention, meant={"check_gradients": " "})
+            verify(nn.MultiheadAttention, intended={"check_gradients": " "})
 
     def test_first_divergence_names_the_path(self) -> None:
         right = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20), 2, enable_nested_tensor=False).double()

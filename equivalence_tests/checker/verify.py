@@ -12,7 +12,7 @@ from torch import nn
 
 from equivalence_tests.checker.engine.unpaired import POOLING
 from equivalence_tests.checker.equivalent.subjects import examine_attention
-from equivalence_tests.checker.intended import accepted, check_meant
+from equivalence_tests.checker.intended import accepted, check_intended
 from equivalence_tests.checker.layers.walking import examine_layers, joined
 from equivalence_tests.checker.own_call import examine_call
 from equivalence_tests.checker.parts.checking import examine_part
@@ -21,7 +21,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.state import preserved_global_state
-from equivalence_tests.checker.reach.subject import Adapter, subjects
+from equivalence_tests.checker.reach.subject import Adapter, either, subjects
 from equivalence_tests.checker.reporting.findings import KINDS, Exercise
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
@@ -38,6 +38,7 @@ def verify(
     kind: str | None = None,
     adapter: Adapter | None = None,
     progress: Callable[[str], None] = ...,
+    intended: Mapping[str, str] | None = None,
     meant: Mapping[str, str] | None = None,
     run_all: bool = False,
 ) -> Report: ...
@@ -51,6 +52,7 @@ def verify(
     kind: str | None = None,
     adapter: Adapter | None = None,
     progress: Callable[[str], None] = ...,
+    intended: Mapping[str, str] | None = None,
     meant: Mapping[str, str] | None = None,
     run_all: bool = False,
 ) -> list[Report]: ...
@@ -63,30 +65,33 @@ def verify(
     kind: str | None = None,
     adapter: Adapter | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    intended: Mapping[str, str] | None = None,
     meant: Mapping[str, str] | None = None,
     run_all: bool = False,
 ) -> Report | list[Report]:
     """Check an attention (or another part of a Transformer) against the built-in, and name its mistakes.
 
-    How the code is built and called, which parameter is which, and how masks are meant is found out by inspection
+    How the code is built and called, which parameter is which, and what its masks mean is found out by inspection
     and by trying. Weights are read out of the module and randomised in a copy; the module itself stays as it was.
 
     Args:
         target: "file.py:Name", "module.path:Name", a class, an instance, a function, or a factory without arguments.
         inputs: What the target, an instance or a function, is called with, where that is not to be worked out: a
             dictionary of arguments by name, a tuple or list of arguments, or one tensor.
-        kind: One of ``KINDS``; told from the name if not given.
+        kind: One of ``KINDS``; inferred from the name if not given.
         adapter: What the checker could not find out by itself.
         progress: Receives a line of text now and then.
-        meant: Which deviations are on purpose, and which checks may fail: the name -> the reason. They are told and not
-            blamed.
+        intended: Which deviations are on purpose, and which checks may fail: the name -> the reason. They are reported
+            and do not count against the code.
+        meant: The same: the old name of ``intended``.
         run_all: Run every cell of a notebook, not only its imports and definitions.
 
     Returns:
         A ``Report``; print it. With ``inputs`` a list, one report for each attention that ran.
 
     Raises:
-        ValueError: For an unknown kind, or a deviation without a reason or of no known name.
+        ValueError: For an unknown kind, a deviation without a reason or of no known name, or both ``intended`` and
+            ``meant``.
 
     In torch.nn: the built-in that it is compared with, ``nn.MultiheadAttention`` for an attention.
 
@@ -97,7 +102,8 @@ def verify(
     """
     if kind is not None:
         check_choice("kind", kind, KINDS)
-    given = check_meant(meant or {})
+    own = adapter.meant if adapter else {}
+    given = check_intended({**own, **(either(intended, meant) or {})})
     name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
     def checked() -> list[Report]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from equivalence_tests.checker.doors.discovery import Candidate, candidates, names_one_thing
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
-from equivalence_tests.checker.intended import check_meant
+from equivalence_tests.checker.intended import check_intended
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reporting.exports import to_github, to_json, to_junit, to_sarif
 from equivalence_tests.checker.reporting.findings import KINDS, VERDICTS
@@ -53,13 +53,15 @@ def verify_command(
     adapter: Annotated[
         str, typer.Option(help="file.py:NAME of an Adapter, for what cannot be found out automatically.")
     ] = "",
-    meant: Annotated[
+    intended: Annotated[
         list[str] | None,
         typer.Option(help="Accept the deviation NAME as intended, for this REASON. Repeatable.", metavar="NAME=REASON"),
     ] = None,
-    meant_file: Annotated[
+    intended_file: Annotated[
         Path | None, typer.Option(help="TOML file of such names and reasons.", exists=True, dir_okay=False)
     ] = None,
+    meant: Annotated[list[str] | None, typer.Option(hidden=True)] = None,  # the old names of the two above
+    meant_file: Annotated[Path | None, typer.Option(hidden=True, exists=True, dir_okay=False)] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the reports as a JSON list; - prints it.", callback=_writable)
     ] = None,
@@ -71,7 +73,7 @@ def verify_command(
     ] = None,
     github: Annotated[bool, typer.Option("--github", help="Print the findings as GitHub annotations.")] = False,
     allow_partial: Annotated[
-        bool, typer.Option("--allow-partial", help="Exit with 0, not 3, if the code is equal as far as it was run.")
+        bool, typer.Option("--allow-partial", help="Exit with 0, not 3, if the code is equal as far as it ran.")
     ] = False,
     equivalent: Annotated[
         bool,
@@ -91,7 +93,7 @@ def verify_command(
     """Check attention code against torch.nn: what is wrong, on which line, and how to fix it.
 
     Your code is run, and every operation in it is watched. Exit status: 0 equal, 1 deviates, 2 could not be checked,
-    3 equal as far as it was run.
+    3 equal as far as it ran.
     """
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
@@ -99,7 +101,8 @@ def verify_command(
     if paths.count(PRINTED) + equivalent > 1:
         said = "only one of --json, --junit and --sarif can be -, and none beside --equivalent: give the others a file"
         raise typer.BadParameter(said)
-    console, reasons = Console(stderr=equivalent or PRINTED in paths), _meant(meant or [], meant_file)
+    reasons = _intended([*(meant or []), *(intended or [])], [file for file in (meant_file, intended_file) if file])
+    console = Console(stderr=equivalent or PRINTED in paths)
     if compiled and inputs:
         raise typer.BadParameter("works on single attentions, not with --inputs", param_hint="--compile")
     requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, reasons, run_all, compiled))
@@ -173,11 +176,11 @@ def _show(reports: Sequence[Report], console: Console) -> None:
         lines = [(report.title, report.verdict, _in_short(report)) for report in reports]
         show(table(("target", "verdict", "what"), lines), console)
         show(Text(), console)
-    told: dict[Any, list[Report]] = {}
+    shown: dict[Any, list[Report]] = {}
     for report in reports:
         if len(reports) == 1 or report.verdict in ("deviates", "partial"):
-            told.setdefault(_alike(report), []).append(report)
-    for number, (first, *others) in enumerate(told.values()):
+            shown.setdefault(_alike(report), []).append(report)
+    for number, (first, *others) in enumerate(shown.values()):
         if number:
             show(Text(), console)
         show(first, console)
@@ -195,7 +198,7 @@ def _equivalent(report: Report) -> str:
 
 
 def _alike(report: Report) -> Any:
-    """What two attentions of one model share that need not be told twice."""
+    """What two attentions of one model share that need not be shown twice."""
     found = tuple((finding.name, finding.line) for finding in report.findings)
     return (report.target, report.verdict, found) if report.place and found else id(report)
 
@@ -205,32 +208,33 @@ def _in_short(report: Report) -> str:
         return "not run: " + ", ".join(exercise.what for exercise in report.not_exercised)
     first, *rest = report.reason.splitlines() or [""]
     reason = f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
-    told = ", ".join(report.mistakes) or reason
-    meant = ", ".join(finding.name for finding in report.meant)
-    return told or (f"meant so: {meant}" if meant else "")
+    wrong = ", ".join(report.mistakes) or reason
+    intended = ", ".join(finding.name for finding in report.meant)
+    return wrong or (f"intended: {intended}" if intended else "")
 
 
-def _meant(options: Sequence[str], file: Path | None) -> dict[str, str]:
+def _intended(options: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
     """Read which deviations are on purpose, each with its reason."""
     reasons: dict[str, str] = {}
-    if file is not None:
+    for file in files:
         try:
-            reasons = {name: str(reason) for name, reason in tomllib.loads(file.read_text(encoding="utf-8")).items()}
+            read = tomllib.loads(file.read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
-            raise typer.BadParameter(f"{file} is not TOML: {error}", param_hint="--meant-file") from error
+            raise typer.BadParameter(f"{file} is not TOML: {error}", param_hint="--intended-file") from error
+        reasons |= {name: str(reason) for name, reason in read.items()}
     for option in options:
         name, sign, reason = option.partition("=")
         if not (name.strip() and sign and reason.strip()):
-            raise typer.BadParameter(f"must be NAME=REASON, got {option!r}", param_hint="--meant")
+            raise typer.BadParameter(f"must be NAME=REASON, got {option!r}", param_hint="--intended")
         reasons[name.strip()] = reason.strip()
     try:
-        return dict(check_meant(reasons))
+        return dict(check_intended(reasons))
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--meant") from error
+        raise typer.BadParameter(str(error), param_hint="--intended") from error
 
 
 def _status(reports: Sequence[Report], allow_partial: bool) -> int:
-    """Give the worst exit status: deviating is worse than unchecked, that than equal as far as it was run."""
+    """Give the worst exit status: deviating is worse than unchecked, that than equal as far as it ran."""
     statuses = {report.exit_status for report in reports} or {VERDICTS["unchecked"]}
     worst = next(status for status in WORST_FIRST if status in statuses)
     return VERDICTS["equal"] if allow_partial and worst == VERDICTS["partial"] else worst

@@ -38,7 +38,7 @@ def parametrize_with_checks(
     items, ids = [], []
     for target in targets:
         label = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
-        made = cache(partial(verify, target, adapter=adapter, meant=expected_failures))
+        made = cache(partial(verify, target, adapter=adapter, intended=expected_failures))
         for name in ("diagnosis", *(check.__name__ for check in attention_checks())):
             items.append(partial(_ask, name, made))
             ids.append(f"{label}-{name}")

@@ -105,7 +105,7 @@ def test_of_several_the_table_comes_first(answered: Callable[..., Result]) -> No
     table, _, rest = printed.partition("DEVIATES")
     for word in ("a.py:A", "scale_missing", "not run: past_key_value"):
         assert word in table
-    assert "EQUAL, as far as it was run  c.py:C" in rest
+    assert "EQUAL, as far as it ran  c.py:C" in rest
     assert "a.py:A" not in rest
 
 
@@ -176,8 +176,9 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, answe
     ("arguments", "said"),
     [
         (["--kind", "zebra"], "must be one of attention"),
+        (["--intended", "no_scale"], "must be NAME=REASON"),
+        (["--intended", "scale_mising=as T5"], "is it 'scale_missing'?"),
         (["--meant", "no_scale"], "must be NAME=REASON"),
-        (["--meant", "scale_mising=as T5"], "is it 'scale_missing'?"),
         (["--json", "-", "--sarif", "-"], "only one of --json, --junit and --sarif can be -"),
         (["--timeout", "0"], "greater than or equal to 1"),
     ],
@@ -188,7 +189,11 @@ def test_bad_options_are_named(arguments: list[str], said: str, answered: Callab
     assert said in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_reasons_come_from_options_and_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", ["--intended", "--meant"])
+@pytest.mark.parametrize("other", ["--intended", "--meant"])
+def test_reasons_come_from_options_and_from_a_file(
+    option: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Request] = []
 
     def answers(requests: Sequence[Request], *_: object) -> Iterator[list[Report]]:
@@ -196,10 +201,16 @@ def test_reasons_come_from_options_and_from_a_file(tmp_path: Path, monkeypatch: 
         yield [report("a.py:A", "equal")]
 
     monkeypatch.setattr(command, "checked", answers)
-    (tmp_path / "meant.toml").write_text('scale_missing = "as T5"')
-    arguments = ["a.py:A", "--meant-file", str(tmp_path / "meant.toml"), "--meant", "own_mask=as Mistral"]
+    (tmp_path / "reasons.toml").write_text('scale_missing = "as T5"')
+    arguments = ["a.py:A", f"{option}-file", str(tmp_path / "reasons.toml"), other, "own_mask=as Mistral"]
     assert CliRunner().invoke(app, ["verify", *arguments]).exit_code == 0
     assert seen[0].meant == {"scale_missing": "as T5", "own_mask": "as Mistral"}
+
+
+def test_the_old_names_of_options_are_not_shown() -> None:
+    shown = CliRunner().invoke(app, ["verify", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "--intended-file" in shown
+    assert "--meant" not in shown
 
 
 def test_an_empty_target_is_refused() -> None:

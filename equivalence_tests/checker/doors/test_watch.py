@@ -89,13 +89,13 @@ def test_what_does_not_fit_into_memory_is_named() -> None:
 def test_reports_are_made_once_and_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def verify(module: nn.Module, *, inputs: Any, meant: Any) -> list[Report]:
-        asked.append((module, inputs, meant))
+    def verify(module: nn.Module, *, inputs: Any, intended: Any) -> list[Report]:
+        asked.append((module, inputs, intended))
         return [Report("a", verdict="equal"), Report("b", verdict="deviates")]
 
     monkeypatch.setattr(watching, "verify", verify)
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
-    with watch(meant={"scale_missing": "as T5"}) as seen:
+    with watch(intended={"scale_missing": "as T5"}) as seen:
         layer(x)
     assert not asked
     assert not seen

@@ -21,6 +21,7 @@ from torch import nn
 
 from equivalence_tests.checker.doors.frames import Functions, Notebook, WatchedCall
 from equivalence_tests.checker.own_call import NO_ATTENTION
+from equivalence_tests.checker.reach.subject import either
 from equivalence_tests.checker.reporting.rendering import Shown
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify, without
@@ -33,12 +34,12 @@ class Watched(Shown):
     """What was called while watching.
 
     Args:
-        meant: As in ``verify``.
+        intended: As in ``verify``.
         calls: The first call of each module, and of each function that computes an attention.
         notes: What was not kept, and why.
     """
 
-    meant: Mapping[str, str] = field(default_factory=dict)
+    intended: Mapping[str, str] = field(default_factory=dict)
     calls: list[WatchedCall] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -47,14 +48,14 @@ class Watched(Shown):
         """One report for each attention that ran; made when it is first asked for."""
         found = []
         for call in self.calls:
-            for report in verify(call.function, inputs=(call.args, call.kwargs), meant=self.meant):
+            for report in verify(call.function, inputs=(call.args, call.kwargs), intended=self.intended):
                 report.notes += without(call.wrapped)
                 if not report.reason.startswith(NO_ATTENTION):
                     found.append(report)
         return found
 
     def __bool__(self) -> bool:
-        """True if there were attentions, and all of them are equal to torch's, but for what is meant so."""
+        """True if there were attentions, and all of them are equal to torch's, except where intended."""
         return bool(self.reports) and all(self.reports)
 
     def __iter__(self) -> Iterator[Report]:
@@ -71,7 +72,9 @@ class Watched(Shown):
 
 
 @contextlib.contextmanager
-def watch(*, memory_mib: int = 512, meant: Mapping[str, str] | None = None) -> Iterator[Watched]:
+def watch(
+    *, memory_mib: int = 512, intended: Mapping[str, str] | None = None, meant: Mapping[str, str] | None = None
+) -> Iterator[Watched]:
     """Note what is called in a block, modules and plain functions, to check the attentions in it afterwards.
 
     Outputs, gradients and random numbers of the block are what they would have been without it. Of each module and
@@ -80,7 +83,8 @@ def watch(*, memory_mib: int = 512, meant: Mapping[str, str] | None = None) -> I
 
     Args:
         memory_mib: How much the arguments that are set aside may take.
-        meant: Which deviations are on purpose: name -> reason.
+        intended: Which deviations are on purpose: name -> reason.
+        meant: The same: the old name of ``intended``.
 
     Yields:
         What was seen; its ``reports`` are made when they are asked for.
@@ -92,7 +96,7 @@ def watch(*, memory_mib: int = 512, meant: Mapping[str, str] | None = None) -> I
     >>> [report.verdict for report in seen]
     ['equal']
     """
-    seen = Watched(meant or {})
+    seen = Watched(either(intended, meant) or {})
     notebook = Notebook(seen.calls, seen.notes, memory_mib * 1024**2)
     functions = Functions(notebook)
     original = nn.Module.__call__

@@ -32,5 +32,5 @@ def _changed(departure: Departure, proof: Proof | None) -> Mistake:
         f"The {what} {is_or_are} changed by {function}, which torch's formula does not have.",
         f"{what} = {function}({what})",
         f"the {what} as {was} before",
-        f"{fix}, or say with --meant {departure.name}=REASON that it is meant so.",
+        f"{fix}, or say with --intended {departure.name}=REASON that it is intended.",
     )

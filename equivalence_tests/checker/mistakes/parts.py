@@ -153,7 +153,7 @@ ROWS = (
         "gelu_approximated",
         "The activation is an approximation of GELU, not GELU itself.",
         "linear2(approximate GELU(linear1(x)))",
-        'Use nn.GELU(), or say with --meant gelu_approximated="as GPT-2" that it is meant so.',
+        'Use nn.GELU(), or say with --intended gelu_approximated="as GPT-2" that it is intended.',
         on_purpose_in="GPT-2 uses the approximation by tanh, CLIP the one by a sigmoid.",
     ),
     _activation(

@@ -60,7 +60,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake, or one deviation that is meant so.
+    """One mistake, or one deviation that is intended.
 
     Args:
         name: Its short identifier; "changed_by_clamp" where no catalogue knows it.
@@ -74,7 +74,7 @@ class Finding:
         proof: What putting it right does; None where nothing was put right.
         evidence: Why we are sure where nothing was put right.
         on_purpose_in: Which well-known models do this on purpose; "" if none does.
-        meant: The evidence that it is meant so; "" if there is none.
+        meant: The evidence that it is intended; "" if there is none.
         where: Path of the sub-module; "" for the checked object itself.
     """
 

@@ -20,7 +20,7 @@ from equivalence_tests.checker.reporting.lines import CodeLine
 
 WORDS: dict[Verdict, tuple[str, str]] = {
     "equal": ("EQUAL", "bold green"),
-    "partial": ("EQUAL, as far as it was run", "bold yellow"),
+    "partial": ("EQUAL, as far as it ran", "bold yellow"),
     "deviates": ("DEVIATES", "bold red"),
     "unchecked": ("COULD NOT BE CHECKED", "bold yellow"),
 }
@@ -62,7 +62,7 @@ def headline(verdict: Verdict, target: str, kind: str, meant: Sequence[Finding])
     """Give the verdict in a word, and what it is about."""
     word, style = WORDS[verdict]
     if verdict == "equal" and meant:
-        word = "EQUAL, but for what is meant so"
+        word = "EQUAL, except where intended"
     return Text.assemble((word, style), f"  {target}", (f"  ({kind})" if kind else "", "dim"))
 
 
@@ -74,7 +74,7 @@ def findings_view(findings: Sequence[Finding]) -> Iterator[Group]:
 
 def _finding_view(finding: Finding, alone: bool) -> Group:
     sentence = (f"{finding.where}: " if finding.where else "") + finding.sentence
-    told = (
+    parts = (
         ("line", _lines(finding.stack)),
         ("have", _formula(finding.have, finding.example, "have")),
         ("want", _formula(finding.want, finding.example, "want")),
@@ -83,16 +83,16 @@ def _finding_view(finding: Finding, alone: bool) -> Group:
         ("evidence", Text(finding.evidence)),
         ("on purpose in", Text(finding.on_purpose_in)),
     )
-    return _under(Text(sentence, style="bold"), ((Text(label, style="dim"), value) for label, value in told if value))
+    return _under(Text(sentence, style="bold"), ((Text(label, style="dim"), value) for label, value in parts if value))
 
 
-def meant_view(meant: Iterable[Finding]) -> Group:
+def intended_view(meant: Iterable[Finding]) -> Group:
     """List what deviates from torch's formula on purpose, with the evidence."""
-    told: dict[tuple[str, str], None] = {}  # of several parts alike, once
+    listed: dict[tuple[str, str], None] = {}  # of several parts alike, once
     for finding in meant:
         difference = f" Without it, the difference from torch is {finding.proof.without:.2g}." if finding.proof else ""
-        told[finding.name, f"{finding.sentence} Meant so: {finding.meant}{difference}"] = None
-    return _under(Text("Meant so", style="bold"), ((Text(name, style="bold"), Text(said)) for name, said in told))
+        listed[finding.name, f"{finding.sentence} Intended: {finding.meant}{difference}"] = None
+    return _under(Text("Intended", style="bold"), ((Text(name, style="bold"), Text(said)) for name, said in listed))
 
 
 def coverage_view(not_exercised: Iterable[Exercise]) -> Group:
@@ -114,8 +114,8 @@ def checks_view(checks: Sequence[CheckResult], explained: bool) -> RenderableTyp
     if explained and len(passed) < len(counted):
         return Text(f"{heading}; the others fail because of the above" if passed else "", style="dim")
     styles = {"failed": "red", "expected": "yellow"}
-    told = [check for check in checks if check.outcome in styles]
-    rows = [(Text(c.outcome, style=styles[c.outcome]), Text(f"{c.name}: {c.detail}")) for c in told]
+    listed = [check for check in checks if check.outcome in styles]
+    rows = [(Text(c.outcome, style=styles[c.outcome]), Text(f"{c.name}: {c.detail}")) for c in listed]
     return _under(Text(heading, style="dim"), rows) if rows else Text(heading, style="dim")
 
 

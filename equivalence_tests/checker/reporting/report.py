@@ -16,7 +16,7 @@ from equivalence_tests.checker.reporting.rendering import (
     coverage_view,
     findings_view,
     headline,
-    meant_view,
+    intended_view,
     reading_view,
 )
 
@@ -28,9 +28,9 @@ class Report(Shown):
     Args:
         target: What was checked.
         kind: What it is: "multi-head attention", "decoder layer", ...
-        verdict: "equal" (with ``meant`` too), "partial" (equal as far as it was run), "deviates" or "unchecked".
+        verdict: "equal" (with ``meant`` too), "partial" (equal as far as it ran), "deviates" or "unchecked".
         findings: What is wrong.
-        meant: What deviates from torch's formula and is meant so.
+        meant: What deviates from torch's formula on purpose.
         coverage: What the code offers, exercised or not.
         conventions: What was found out about the code: (what, as found, as torch.nn has it).
         checks: The small checks.
@@ -58,7 +58,7 @@ class Report(Shown):
     seconds: float = 0.0
 
     def __bool__(self) -> bool:
-        """True if it is equal to torch, but for what is meant so at most."""
+        """True if it is equal to torch, except where intended."""
         return self.verdict == "equal"
 
     @property
@@ -68,7 +68,7 @@ class Report(Shown):
 
     @property
     def exit_status(self) -> int:
-        """0 equal, 1 deviates, 2 could not be checked, 3 equal as far as it was run."""
+        """0 equal, 1 deviates, 2 could not be checked, 3 equal as far as it ran."""
         return VERDICTS[self.verdict]
 
     @property
@@ -94,7 +94,7 @@ class Report(Shown):
     def _parts(self) -> Iterator[RenderableType]:
         yield from findings_view(self.findings)
         if self.meant:
-            yield meant_view(self.meant)
+            yield intended_view(self.meant)
         if self.not_exercised:
             yield coverage_view(self.not_exercised)
         if self.conventions:
