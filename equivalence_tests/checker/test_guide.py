@@ -16,11 +16,13 @@ from equivalence_tests.checker.helpers_for_tests import blocks, without_rounding
 
 GUIDE = Path(checker.__file__).with_name("GUIDE.md")
 WIDTH = 100
+MY_ATTENTION, EQUIVALENT, SAME, *SESSION = blocks(GUIDE, "python")
+CORRECTED = MY_ATTENTION.replace("sqrt(e)", "sqrt(k.size(-1))").replace("context.r", "context.transpose(1, 2).r")
 
 
 @pytest.fixture
 def my_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "my_attention.py").write_text(blocks(GUIDE, "python")[0])
+    (tmp_path / "my_attention.py").write_text(MY_ATTENTION)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_attention", raising=False)
@@ -38,13 +40,23 @@ def test_the_report_is_the_one_that_is_shown(my_attention: Path) -> None:
 
 def test_the_code_runs(my_attention: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    for block in blocks(GUIDE, "python")[1:]:
+    for block in SESSION:
         exec(compile(block, str(GUIDE), "exec"), names)  # the reader's own session
     first, *_, adapted, parted = capsys.readouterr().out.splitlines()
     assert first == "deviates ('scale_wrong', 'heads_merged_without_transpose')"
     assert adapted == "equal"
     assert parted == "layers.1.linear1"
     assert names["report"].exit_status == 1
+
+
+def test_the_same_in_torch_is_the_program_that_is_shown(my_attention: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (my_attention / "my_attention.py").write_text(CORRECTED)
+    command = "verify my_attention.py:MultiHeadAttention --equivalent"
+    assert f"sidebyside {command} > theirs.py\n" in blocks(GUIDE, "sh")
+    result = CliRunner().invoke(app, command.split())
+    assert (result.exit_code, result.stdout) == (0, EQUIVALENT)
+    exec(compile(SAME, str(GUIDE), "exec"), {})
+    assert "class Equivalent(nn.MultiheadAttention):" in capsys.readouterr().out
 
 
 def test_links_of_the_guide_lead_somewhere() -> None:
