@@ -87,7 +87,7 @@ class TiledFromSettings(FromSettings, Tiled):
 
 
 class TakesThemOptionally(Tiled):
-    """As many heads of keys as of queries, unless it is told otherwise."""
+    """As many heads of keys as of queries, unless it is asked otherwise."""
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int | None = None) -> None:
         super().__init__(dim, n_heads, n_heads if n_kv_heads is None else n_kv_heads)

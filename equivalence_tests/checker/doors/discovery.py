@@ -133,7 +133,7 @@ def _in_file(path: Path) -> Iterator[Candidate]:
 def _statements(path: Path) -> Iterator[ast.stmt]:
     if path.suffix == ".ipynb":
         for cell in cells_of(path):
-            with contextlib.suppress(SyntaxError):  # which is told when the notebook is run
+            with contextlib.suppress(SyntaxError):  # which is reported when the notebook is run
                 yield from ast.parse(without_magics(cell)).body
         return
     try:

@@ -1,4 +1,4 @@
-"""Tests of ``verify --compile``: right code stays right, and what a compiler changes is told."""
+"""Tests of ``verify --compile``: right code stays right, and what a compiler changes is reported."""
 
 from pathlib import Path
 from typing import Any

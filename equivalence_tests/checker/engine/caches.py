@@ -69,13 +69,13 @@ def cache_arguments(function: Callable[..., Any]) -> list[str]:
 
 @torch.no_grad()
 def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
-    """Decode with every cache that the code offers, in every way that can be told from its arguments."""
+    """Decode with every cache that the code offers, in every way that its arguments suggest."""
     given = {name for name, role in trial.plan.roles if not role.startswith("=")}
     names = [name for name in cache_arguments(trial.function) if name not in given]
     if not names or unread_arguments(trial.function).issuperset(names):
         return [Exercise(name, True, NEVER_READ) for name in names], []
     if not _attends_to_itself(trial) or trial.plan.positional:
-        return [Exercise(name, False, "what is kept is not told from its call") for name in names], []
+        return [Exercise(name, False, "its call does not show what is kept") for name in names], []
     reasons: list[str] = []
     for causal in _causal_ways(trial):
         for protocol in _protocols(trial, names):

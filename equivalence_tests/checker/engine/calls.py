@@ -47,7 +47,7 @@ def diagnose_call(
         kwargs: Its arguments by name.
         module: Holds the parameters, where the function is not the module itself.
         name: What to call it.
-        meant: Findings that are meant so, by name, each with the user's word for it.
+        meant: Findings that are intended, by name, each with the user's reason.
         proofs: Whether to show by further runs that what was found is all, and needed.
         features_last: Whether the last axis of the arguments is known to hold the features of tokens.
 
@@ -100,14 +100,14 @@ def conclude(
     meant: Mapping[str, str],
     proofs: bool = True,
 ) -> None:
-    """Write into a report what departs: the mistakes, with their proofs, and what is meant so.
+    """Write into a report what departs: the mistakes, with their proofs, and what is intended.
 
     Args:
         report: Receives it.
         found: What was seen in the call.
         place: Which of its attentions.
         departures: Of that one; those that were seen in this call can be proven.
-        meant: Findings that are meant so, by name, each with the user's word for it.
+        meant: Findings that are intended, by name, each with the user's reason.
         proofs: Whether to prove them.
     """
     departures = Evidence(found.judgements[place], found.call.module).added_to(departures)

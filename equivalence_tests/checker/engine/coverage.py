@@ -61,7 +61,7 @@ class Covered:
         judge: Judges a call by its arguments, as the one before was.
         exercises: What was run, or not.
         findings: What deviates.
-        meant: What is meant so.
+        meant: What deviates on purpose.
         angles: The form that each argument takes which asks for the angles of rotary positions.
     """
 
@@ -434,7 +434,7 @@ def _long_lengths(covered: Covered) -> None:
             else:
                 covered.findings += without
         elif ran and not LIMITED.search(name) and _is_cut_off(trial, length):
-            why = f"of {length} tokens the last no longer sees the first: only its author knows whether that is meant"
+            why = f"of {length} tokens the last no longer sees the first: only its author knows whether it is intended"
             covered.leave_out(what, why)
 
 
@@ -446,9 +446,9 @@ def _is_in_blocks(trial: Trial, limit: int, length: int) -> bool:
 
 
 def _tell_blocks(covered: Covered, name: str, limit: int) -> None:
-    """Blocks side by side are meant so where a setting has their width, unless a name says that they slide."""
+    """Blocks side by side are intended where a setting has their width, unless a name says that they slide."""
     if any(SLIDES.search(one) for one in (name, type(covered.trial.function).__name__)):
-        why = f"blocks of {limit} tokens side by side do not slide: only its author knows whether they are meant"
+        why = f"blocks of {limit} tokens side by side do not slide: only its author knows whether they are intended"
         covered.leave_out(name, why)
     else:
         covered.meant.append(told(named_mistake("own_mask"), meant=f"its blocks are as wide as {name} says ({limit})"))

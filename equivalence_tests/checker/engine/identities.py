@@ -1,7 +1,7 @@
 """Follow every element of a recorded run by its name.
 
 What a weight makes of a token gets new names; what only moves data moves the names; a product of two activations is
-read by the names on both of its sides. Nothing is told from the names of variables, modules or axes.
+read by the names on both of its sides. Nothing is inferred from the names of variables, modules or axes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -200,7 +200,7 @@ class _Follower(Meetings):
         return second[0]
 
     def _without_doubles(self, operation: Operation, first: Tensor, second: Tensor) -> Tensor:
-        """Where a name stands twice in what was put together, take the second name of the later piece."""
+        """Where a name stands twice in what was concatenated, take the second name of the later piece."""
         if operation.name not in JOINS or first.is_complex():
             return first
         pieces = {
@@ -263,7 +263,7 @@ class _Follower(Meetings):
         return named
 
     def _in_one_role(self, before: list[Tensor | None]) -> list[Tensor | None]:
-        """Names of what is put together: where tokens are features in some of it alone, they are tokens again."""
+        """Names of what is concatenated: where tokens are features in some of it alone, they are tokens again."""
         exchanged = [self.found.is_exchanged(codes) for codes in before if codes is not None]
         apart = any(exchanged) and not all(exchanged)
         return [codes if codes is None or not apart else self.found.plain(codes) for codes in before]

@@ -64,7 +64,7 @@ def _divided_later(found: Judgement) -> bool:
 
 
 def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterator[Departure]:
-    """Values that are turned as the keys are, and turned back once they are averaged, are meant so."""
+    """Values that are rotated as the keys are, and rotated back once they are averaged, are intended."""
     attention = found.attention
     turned = [departure for departure in found.departures if departure.name == "rotary_values"]
     back = turned_back(attention) if turned and len(attention.parts) == 1 else False
@@ -75,7 +75,7 @@ def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterat
     if back:
         found.turned = True
         for departure in turned:
-            departure.evidence = "values turn as keys do, and what they are averaged to turns back"
+            departure.evidence = "values are rotated as the keys are, and their average is rotated back"
 
 
 def padding_of(attention: Attention, expected: Mapping[int, Expectation]) -> Tensor:
@@ -99,7 +99,7 @@ def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> None:
 
 
 def _judge_beside(found: Judgement, part: Part, operands: list[Operand], expected: Expectation) -> None:
-    """A part whose scores lie beside those of others in one softmax: its scale and its mask can be told."""
+    """A part whose scores lie beside those of others in one softmax: its scale and its mask can be read."""
     model = read_weights(found.attention.run, part, part.contexts[0])
     found.models.append(model)
     for departure in Scores(found.attention, part, operands, model, expected).beside_others():

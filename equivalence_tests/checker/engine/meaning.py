@@ -1,4 +1,4 @@
-"""What deviates from torch's formula and is meant so: told by evidence beyond the deviation itself."""
+"""What deviates from torch's formula on purpose: shown by evidence beyond the deviation itself."""
 
 import functools
 import linecache
@@ -41,7 +41,7 @@ SIZES = re.compile(
 
 
 class Evidence:
-    """What speaks for it that a departure is meant so.
+    """What shows that a departure is intended.
 
     Args:
         judgement: Of one attention.
@@ -54,7 +54,7 @@ class Evidence:
         self.recorder, self._names = judgement.attention.run.recorder, judgement.attention.run.names
 
     def added_to(self, departures: list[Departure]) -> list[Departure]:
-        """Say which departures are meant so, and add what is meant so and no mistake at all."""
+        """Say which departures are intended, and add what is intended and no mistake at all."""
         for departure in departures:
             departure.evidence = departure.evidence or self.of(departure) or self._as_named(departure)
         return [*departures, *self.conventions(departures)]
@@ -68,11 +68,11 @@ class Evidence:
         if any(model.kind == "other" for model in self.judgement.models) and self._parameters_between(MULTIPLIES):
             yield Exercise("the weights", False, "a parameter mixes them with others: they are no softmax of scores")
         if any(ways_back(part) for part in self.judgement.attention.parts):
-            yield Exercise("the way back", False, "keys attend to queries by the same scores, which is not judged")
+            yield Exercise("keys that attend to queries", False, "by the same scores, which is not judged")
         for name in waiting_parameters(self.judgement.attention.run, self.module):
             yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
         if not are_followed(self.judgement.attention):
-            yield Exercise("heads put together", False, "queries or keys come from where tokens are not followed")
+            yield Exercise("where heads come from", False, "queries or keys come from where tokens are not followed")
         own = self.own_mask()
         if own is not None and not own.evidence:
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
@@ -83,7 +83,7 @@ class Evidence:
 
     # ------------------------------------------------------------------------------------------ departures
     def of(self, departure: Departure) -> str:
-        """Say why a departure is meant so; "" if nothing says that."""
+        """Say why a departure is intended; "" if nothing says that."""
         if self._is_of_wide_weights(departure):
             return "each projection is divided by the root of the features that it takes, whose weights are drawn so"
         if departure.stage == "scale":

@@ -134,7 +134,7 @@ class Meetings:
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
 
     def _told_apart(self, tokens: Tensor, sources: Tensor, tensor: Tensor) -> Tensor:
-        """New numbers for tokens of a second tensor, where two that are put together have tokens of one number."""
+        """New numbers for tokens of a second tensor, where two that are concatenated have tokens of one number."""
         pairs = sources * (tokens.max() + 1) + tokens
         if len(pairs.unique()) == len(tokens.unique()):
             return tokens

@@ -787,7 +787,7 @@ def test_a_sink_hides_no_other_mistake(target: type[nn.Module], names: tuple[str
 
 
 class TurnedByLearntAngles(Base):
-    """Angles that are learnt, some of which fall: pairs are put together again behind a cast."""
+    """Angles that are learnt, some of which fall: pairs are joined again after a cast."""
 
     steps = (-0.3, 0.4, -0.2, 0.1)
 
@@ -962,7 +962,8 @@ class BothWaysWithHeadsTurned(BothWays):
 def test_keys_may_attend_to_queries_beside_the_way_that_is_judged() -> None:
     text = torch.randn(2, 7, WIDTH).double()
     report = judged(BothWays, text)
-    assert (report.verdict, [exercise.what for exercise in report.not_exercised]) == ("partial", ["the way back"])
+    not_run = [exercise.what for exercise in report.not_exercised]
+    assert (report.verdict, not_run) == ("partial", ["keys that attend to queries"])
     assert judged(BothWaysUnscaled, text).mistakes == ("scale_missing",)
     assert judged(BothWaysWithHeadsTurned, text).verdict == "deviates"
 

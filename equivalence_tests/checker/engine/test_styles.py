@@ -982,7 +982,7 @@ def test_a_norm_behind_and_windows_that_are_put_back_are_right(target: type[nn.M
 
 
 class TurnsItBack(TurnedByMatrices):
-    """Turns values with the keys, turns back what they are averaged to, and merges it through groups of low rank."""
+    """Rotates values as the keys, rotates their average back, and merges it through groups of low rank."""
 
     def __init__(self) -> None:
         super().__init__()

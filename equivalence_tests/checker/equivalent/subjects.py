@@ -208,7 +208,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
 
 
 def _check(report: Report, situation: Situation) -> None:
-    """Ask the small questions that no stage answers; what fails without a name is told as it is."""
+    """Ask the small questions that no stage answers; what fails without a name is reported as it is."""
     checked = Checked(situation, report)
     report.checks = [run_check(check, checked) for check in attention_checks()]
     failed = [check for check in report.checks if check.outcome == "failed"]

@@ -1,1 +1,1 @@
-"""Layers, stacks and whole models: how attentions and parts are put together, and which masks reach them."""
+"""Layers, stacks and whole models: how attentions and parts are wired, and which masks reach them."""

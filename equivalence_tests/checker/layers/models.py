@@ -20,7 +20,7 @@ GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)
 
 
 def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
-    """Look at how a model is put together.
+    """Look at how a model is wired.
 
     Yields:
         What was looked at, the name of the mistake ("" if there is none), and where.

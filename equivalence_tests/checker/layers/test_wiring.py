@@ -1,4 +1,4 @@
-"""Layers and models: what is put together rightly is followed to its end, what is not is named, the rest is said."""
+"""Layers and models: what is wired rightly is followed to its end, what is not is named, the rest is said."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

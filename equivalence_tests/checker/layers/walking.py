@@ -1,4 +1,4 @@
-"""Check a layer, a stack or a model: its parts one by one, then how they are put together.
+"""Check a layer, a stack or a model: its parts one by one, then how they are wired.
 
 Every sub-module of a known kind is examined by itself, so that errors do not add up. The wiring of each kind of layer
 is followed from the input to the output (``wiring``), its masks are tried (``masks``), and a model is run on token ids
@@ -201,7 +201,7 @@ def _watch(walk: Walk, run: ModelRun) -> None:
 
 
 def joined(known: Report, report: Report) -> Report:
-    """Give one report on all the attentions of one call, each mistake told once."""
+    """Give one report on all the attentions of one call, each mistake reported once."""
     worse = max(known.verdict, report.verdict, key=FROM_BEST.index)
     told = {(finding.name, finding.line) for finding in known.findings}
     new = [finding for finding in report.findings if (finding.name, finding.line) not in told]
@@ -523,7 +523,7 @@ FOLLOWS = {
 
 
 def _add_model(walk: Walk, run: ModelRun) -> None:
-    """Run a whole model, or a stack, and look at how it is put together."""
+    """Run a whole model, or a stack, and look at how it is wired."""
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
     called = {call.path: call.frames for call in reversed(walk.calls)}
     judged = itertools.chain(judge_model(walk.module, run), _judged_masks(walk, run))

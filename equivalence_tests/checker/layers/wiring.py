@@ -244,7 +244,7 @@ def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool)
 
 
 class _LostError(Exception):
-    """The way of the residual stream is lost: why, or "" where that is told already."""
+    """The way of the residual stream is lost: why, or "" where that is reported already."""
 
 
 class _Stream:

@@ -1,6 +1,6 @@
 """Every known mistake: what it is in a sentence, the formula it makes, the right one, and the fix.
 
-A mistake is one row here. How it is told from others stands in the contract of its stage (``engine/contracts``), or
+A mistake is one row here. How it is recognised stands in the contract of its stage (``engine/contracts``), or
 in the readings of its part; which change makes it of a right attention stands in its row, and a test makes that
 change and asks for the name.
 """

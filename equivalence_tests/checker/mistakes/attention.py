@@ -172,7 +172,7 @@ LAYOUTS = (
     ),
     _merge(
         "heads_merged_in_another_order",
-        "The features of the heads are put together in another order than the values have them.",
+        "The features of the heads are merged in another order than the values have them.",
         "(b, l, d, h) -> (b, l, d * h)",
         "Transpose heads and length only, and keep the elements of a head together.",
         (MERGE_LINE, "context.permute(0, 2, 3, 1).flatten(2)"),
@@ -180,7 +180,7 @@ LAYOUTS = (
     ),
     _merge(
         "heads_missing_or_repeated",
-        "Some heads are left out where they are put together, and others stand twice.",
+        "Some heads are left out of the merge, and others are in it twice.",
         ("cat of some heads", "cat of all heads, each once"),
         "Put every head in its own place.",
         (MERGE_LINE, "context[:, :1].expand_as(context).transpose(1, 2).flatten(2)"),
@@ -725,7 +725,7 @@ CALLS = (
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- what may be meant so
+# ---------------------------------------------------------------------------------------------- what may be intended
 _scores, _bias = rows("scores", SCALE), rows("bias")
 
 MEANT = (

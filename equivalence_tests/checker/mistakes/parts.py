@@ -261,7 +261,7 @@ ROWS = (
     ),
     _added(
         "position_one_row",
-        "One row of the table is added to every token: the order of the tokens cannot be told.",
+        "One row of the table is added to every token: the order of the tokens is lost.",
         "x + pe[:, len]",
         "Put a colon before the length: pe[:, :x.size(1)].",
         ran="last getitem",

@@ -35,7 +35,7 @@ def test_every_mistake_is_named(name: str, tmp_path: Path) -> None:
 SPLIT = "q, k, v = (self.split(x) for x in (q, k, v))"
 HELD = "self.num_heads = num_heads"
 WEIGHTS = "weights = scores.softmax(-1)"
-# What is meant so, where the code holds something that has no other use.
+# What is intended, where the code holds something that has no other use.
 INTENDED = {
     "queries_and_keys_normalised": (
         (HELD, f"{HELD}\n        self.norms = nn.ModuleList(nn.RMSNorm(embed_dim // num_heads) for _ in range(2))"),

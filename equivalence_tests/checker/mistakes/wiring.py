@@ -1,4 +1,4 @@
-"""The known mistakes in how a layer or a model is put together."""
+"""The known mistakes in how a layer or a model is wired."""
 
 from equivalence_tests.checker.mistakes.mistake import rows
 

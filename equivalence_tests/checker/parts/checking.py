@@ -108,7 +108,7 @@ def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, 
 
 
 def _explain(report: Report, module: nn.Module, x: Tensor, turned: bool, words: str) -> None:
-    """Say why no reading fits, as far as that can be told."""
+    """Say why no reading fits, as far as that is known."""
     given = _as_given(x, turned)
     named = words != "feed forward" and re.search("layer_?norm|rms_?norm", type(module).__name__, re.IGNORECASE)
     seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)

@@ -114,7 +114,7 @@ def feed_forward_readings(module: nn.Module, given: Tensor) -> Iterator[PartRead
     norm = next((m for m in module.modules() if m is not module and _is_norm(m)), None)
     wraps = [(words, *wrap) for words, wrap in WRAPS.items() if norm is not None or "LayerNorm" not in words]
     for body, (words, wrap, mistakes) in itertools.product(_bodies(_applied(recorder), idle), wraps):
-        if not (body.notes and mistakes):  # nothing is told of what stands around a gated one but what is right
+        if not (body.notes and mistakes):  # of what stands around a gated one only what is right is reported
             reading = replace(body, formula=functools.partial(wrap, body.formula, norm or nn.Identity()))
             yield reading.beside((("includes", words, PLAIN),), mistakes)
 

@@ -1,4 +1,4 @@
-"""Layers and models, put together rightly and wrongly; their parts are torch's own or right."""
+"""Layers and models, wired rightly and wrongly; their parts are torch's own or right."""
 
 import torch
 from torch import Tensor, nn
@@ -220,7 +220,7 @@ class UnfinishedModel(TranslationModel):
 
 
 CORRECT = (LayerOfSelfResiduals, SequentialFeedForwardLayer, TwoMaskDecoderLayer, TranslationModel)
-MASKS, MODEL = "source padding mask not passed on, or used for the target", "layers and stacks put together wrongly"
+MASKS, MODEL = "source padding mask not passed on, or used for the target", "layers and stacks wired wrongly"
 BROKEN = (
     (LayerWithoutActivation, ("activation_missing",), "activation missing inside a layer"),
     (LinearMlpLayer, ("activation_missing",), "activation missing inside a layer"),

@@ -30,7 +30,7 @@ class Departure:
         have: A few numbers as they are.
         want: As they should be.
         quantity: What those numbers are.
-        evidence: Why it is meant so; "" if nothing says that.
+        evidence: Why it is intended; "" if nothing says that.
         blocks: Whether later stages cannot be read before it is put right.
         frames: The lines, where they are not those of the operation.
     """

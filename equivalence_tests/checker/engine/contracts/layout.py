@@ -379,7 +379,7 @@ def are_followed(attention: Attention) -> bool:
 
 
 def merge_departures(attention: Attention) -> Iterator[Departure]:
-    """Hold the order in which the heads are put together against the order of their features."""
+    """Hold the order in which the heads are merged against the order of their features."""
     numbers = attention.context_sources
     consumer = _consumer(attention) or _returned(attention)
     if consumer is None or not are_followed(attention):

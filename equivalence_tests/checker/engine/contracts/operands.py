@@ -1,7 +1,7 @@
 """What happens to queries, keys and values between their projection and their product.
 
 Equal, or equal up to a factor, is right. Queries and keys may also be rotated by their positions, alike, or normalised;
-that is told by experiments: the recorded operations between are run again on inputs of our own.
+that is found by experiments: the recorded operations between are run again on inputs of our own.
 """
 
 import itertools

@@ -282,7 +282,7 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
     Args:
         attention: Of the call.
         module: Holds the weights.
-        found: What departs already; a weight whose idleness that explains is not told again.
+        found: What departs already; a weight whose idleness that explains is not reported again.
     """
     missed = list(_unused(attention, module, found)) if module is not None else []
     norms = [one.facts["norms"] for one in missed if one.name == "norm_never_used" and one.operation is None]
