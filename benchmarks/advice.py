@@ -1,11 +1,12 @@
 """What to use: the best contender of each case, and a sentence or two about it."""
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.contenders import BASELINE, CONTENDERS
 from benchmarks.grids import Case
-from benchmarks.own import is_own
+from benchmarks.own import code_of, in_torch, is_in_torch, is_own
 from benchmarks.results import Row, Status, ratio_between
 from benchmarks.summarising import Ratio
 from benchmarks.tables import bytes_in_words, cost_in_words, short_names
@@ -29,6 +30,7 @@ class Advice:
         case: The case.
         best: The contender to use, of those that come with the project; None if none of them was timed.
         own: The user's.
+        in_torch: The equivalents of these, by the names of the user's.
         compared: builtin and scratch, where they are not the best themselves.
         names: How the user's are called.
     """
@@ -36,6 +38,7 @@ class Advice:
     case: Case
     best: Row | None
     own: tuple[Row, ...]
+    in_torch: Mapping[str, Row]
     compared: tuple[Row, ...]
     names: Mapping[str, str]
 
@@ -44,6 +47,11 @@ class Advice:
         if self.best is None and not self.own:
             return "Nothing could be timed."
         sentences = [f"{self.names[row.contender]} {_against(row, self.best)}." for row in self.own]
+        sentences += [
+            f"{in_torch(self.names[row.contender])} {_migrating(row, self.in_torch[row.contender])}."
+            for row in self.own
+            if row.contender in self.in_torch
+        ]
         if self.best is not None and not self.own:
             sentences.append(f"Use {_in_full(self.best)}: {cost_in_words(self.best)}.")
         if self.best is not None and self.compared:
@@ -66,10 +74,12 @@ def advice_by_case(rows: Iterable[Row]) -> Iterator[Advice]:
         by_case.setdefault(row.case, []).append(row)
     names = short_names(row.contender for found in by_case.values() for row in found if is_own(row.contender))
     for case, found in by_case.items():
-        own, known = ([row for row in found if is_own(row.contender) == wanted] for wanted in (True, False))
+        known = [row for row in found if not is_own(row.contender)]
+        own = [row for row in found if is_own(row.contender) and not is_in_torch(row.contender)]
+        equivalents = {code_of(row.contender): row for row in found if is_in_torch(row.contender)}
         best = fastest(known)
         compared = [row for row in known if row.contender in (BASELINE, "scratch") and row is not best]
-        yield Advice(case, best, tuple(own), tuple(compared), names)
+        yield Advice(case, best, tuple(own), equivalents, tuple(compared), names)
 
 
 def fastest(rows: Sequence[Row]) -> Row | None:
@@ -116,6 +126,22 @@ def _against(own: Row, best: Row | None) -> str:
     ratio = ratio_between(own, best)
     speed = f"{ratio.value:.2f}× the time of" if ratio.is_clear else "within the noise as fast as"
     return f"takes {cost_in_words(own)}: {speed} {best.contender}, the best of the others ({cost_in_words(best)})"
+
+
+def _migrating(own: Row, equivalent: Row) -> str:
+    """Say what the equivalent of the user's own would gain."""
+    if equivalent.status == "unavailable":
+        return f"was not timed: {equivalent.detail}"
+    if equivalent.median_us is None:
+        return NOT_TIMED[equivalent.status]
+    if own.median_us is None:
+        return f"takes {cost_in_words(equivalent)}"
+    ratio = ratio_between(own, equivalent)
+    speed = "is as fast" if ratio.is_clear else "is as fast within the noise"
+    if ratio.is_clear and not 1 / NOTICEABLE <= ratio.value <= NOTICEABLE:
+        speed = f"is {ratio.value:.1f} times as fast" if ratio.value > 1 else f"takes {1 / ratio.value:.2f}× the time"
+    command = f"sidebyside verify {shlex.quote(own.contender)} --equivalent"
+    return f"{speed} at length {own.case.query_len}, with the same numbers; print it with {command}"
 
 
 def _beside(row: Row, best: Row) -> str:

@@ -14,7 +14,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.fitting import fitted
 from benchmarks.grids import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Case, Grid, cases_of
 from benchmarks.measuring import machine_rates
-from benchmarks.own import check_own, own_takes_part
+from benchmarks.own import check_own, in_torch, own_takes_part
 from benchmarks.readme import goals, renewed
 from benchmarks.regressions import change_table, changes_between
 from benchmarks.results import read_rows
@@ -74,6 +74,9 @@ def run(
     implementation: Annotated[
         list[str] | None, typer.Option(metavar="FILE:NAME", help="Your own attention; may be given several times.")
     ] = None,
+    with_equivalent: Annotated[
+        bool, typer.Option("--with-equivalent", help="Time what --implementation names in torch's own parts too.")
+    ] = False,
     memory: Annotated[
         float | None,
         typer.Option(metavar="GIB", help="Memory that a large case may use on the CPU; by default all free memory."),
@@ -108,7 +111,7 @@ def run(
             "bias": _switches("bias", bias),
             "key_heads": _numbers("key-heads", key_heads),
         }
-        preset, own = _preset(quick, standard, full), _own(implementation)
+        preset, own = _preset(quick, standard, full), _own(implementation, with_equivalent)
         components = _names(component) or (WITH_OWN if own else ())
         counts, devices = _numbers("threads", threads) or (torch.get_num_threads(),), _devices(device)
         grids, done = PRESETS[preset], begun(output, resume)
@@ -233,11 +236,13 @@ def _devices(given: str) -> list[str]:
     return [str(device) for device in found]
 
 
-def _own(given: Sequence[str] | None) -> tuple[str, ...]:
+def _own(given: Sequence[str] | None, with_equivalent: bool) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name for text in given or () for name in _split(text)))
     for name in names:
         check_own(name)
-    return names
+    if with_equivalent and not names:
+        raise validation.ArgumentValueError("--with-equivalent needs --implementation, your own attention")
+    return tuple(x for name in names for x in ((name, in_torch(name)) if with_equivalent else (name,)))
 
 
 def _bytes(gib: float | None) -> int | None:

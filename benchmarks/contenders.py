@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import builtin
 import scratch
 from benchmarks.grids import TOKEN_LEVEL, Case
-from benchmarks.own import is_own, own_takes_part, own_workload
+from benchmarks.own import is_in_torch, is_own, own_takes_part, own_workload
 from benchmarks.workloads import Workload, seen_lengths, workload
 from equivalence_tests.instruments.side_by_side import TORCH, fast_path
 from scratch.tiling import TILES_FROM
@@ -188,4 +188,5 @@ def contenders_of(case: Case, chosen: Sequence[str]) -> list[Contender]:
 
 
 def _own(name: str) -> Contender:
-    return Contender(name, "your own", partial(own_workload, name), partial(own_takes_part, name))
+    meaning = "your own, in torch's own parts" if is_in_torch(name) else "your own"
+    return Contender(name, meaning, partial(own_workload, name), partial(own_takes_part, name))

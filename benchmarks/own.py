@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from benchmarks.own_weights import places_of
 from benchmarks.workloads import Results, Workload, compiled, may_attend_of, workload
 from equivalence_tests.checker.engine.mask_trials import mask_form_of
 from equivalence_tests.checker.engine.reading import is_causal
-from equivalence_tests.checker.engine.situations import Situation, likeliest, trials_for
+from equivalence_tests.checker.engine.situations import Situation, likeliest, situation_of, trials_for
+from equivalence_tests.checker.equivalent.holding import equivalent_of
+from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.construction import Sizes, built, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -25,9 +27,13 @@ from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
+from equivalence_tests.checker.reporting.equivalents import Equivalent
 from scratch.validation import ArgumentValueError
 
-__all__ = ["check_own", "is_own", "own_takes_part", "own_workload"]
+__all__ = ["check_own", "code_of", "in_torch", "is_in_torch", "is_own", "own_takes_part", "own_workload"]
+
+IN_TORCH = " in torch"
+INPUTS = ("query", "key")  # of the modules
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,29 @@ class _Own:
 def is_own(name: str) -> bool:
     """Whether a contender's name is where the user's code stands: "my.py:MyAttention"."""
     return ":" in name
+
+
+def in_torch(name: str) -> str:
+    """Name the equivalent of the user's code in torch's own parts.
+
+    >>> in_torch("my.py:MyAttention")
+    'my.py:MyAttention in torch'
+    """
+    return name + IN_TORCH
+
+
+def is_in_torch(name: str) -> bool:
+    """Whether a contender is the equivalent of the user's code."""
+    return is_own(name) and name.endswith(IN_TORCH)
+
+
+def code_of(name: str) -> str:
+    """Say where the user's code stands, of which a contender may be the equivalent.
+
+    >>> code_of("my.py:MyAttention in torch")
+    'my.py:MyAttention'
+    """
+    return name.removesuffix(IN_TORCH)
 
 
 def check_own(name: str) -> None:
@@ -80,36 +109,77 @@ def own_takes_part(name: str, case: Case) -> bool:
         name: Where it stands.
         case: What is computed.
     """
-    components = ("attention",) if _is_function(_load(name)) else ("self_attention", "cross_attention")
+    components = ("attention",) if _is_function(_load(code_of(name))) else ("self_attention", "cross_attention")
     return case.component in components and not case.need_weights
 
 
 def own_workload(name: str, case: Case) -> Workload:
-    """Build the user's attention at the sizes of a case, with the weights of the built-in.
+    """Build the user's attention, or its equivalent, at the sizes of a case, with the weights of the built-in.
 
     Args:
-        name: Where it stands.
+        name: Where it stands, or the name of its equivalent.
         case: What is computed.
 
     Returns:
         A ``Workload``, in eval mode always, because nothing else is known to hold its dropout back.
 
     Raises:
-        NotImplementedError: If it cannot be built, called or masked as the case asks, with the reason.
+        NotImplementedError: If it cannot be built, called or masked as the case asks, or has no equivalent, with the
+            reason.
     """
-    own = _examined(name, case.num_heads, case.head_dim)
+    own = _examined(code_of(name), case.num_heads, case.head_dim)
     if own is None:
         raise NotImplementedError(
             "the checker could not tell at this width what it computes; sidebyside verify says more"
         )
     theirs = workload(case, builtin)
     if own.subject.module is None:
-        return _bound(own, case, own.subject.function, theirs)
+        function = _equivalent(own, case).of(nn.Module()) if is_in_torch(name) else own.subject.function
+        return _bound(own, case, function, theirs)
     module = prepare(copy.deepcopy(own.subject.module), getattr(torch, case.dtype)).to(case.device)
     assert theirs.module is not None  # only the function has none
     places = _Places(module, own.situation, theirs.module)
     places.fill(module, theirs.module)
+    if is_in_torch(name):
+        equivalent = _equivalent(own, case)
+        made = equivalent.of(module)
+        translated = partial(_translated, equivalent, module, places)
+        return replace(_bound(own, case, made, theirs), module=made, translated=translated)
     return replace(_bound(own, case, module, theirs), module=module, translated=places.translated)
+
+
+def _equivalent(own: _Own, case: Case) -> Equivalent:
+    """Read the equivalent at the sizes of a case; a function is read anew, because it was read at others."""
+    heads = case.num_heads if own.situation.plan.layout == "b h l d" else 1
+    sizes = own.subject.sizes if own.subject.module else Sizes(num_heads=heads, head_dim=case.head_dim)
+    try:
+        equivalent = _read_equivalent(own.situation, sizes)
+    except UnreadError as error:
+        raise NotImplementedError(f"no program of torch's own parts could be made of it: {error}") from error
+    if not equivalent.source:
+        raise NotImplementedError(f"its program of torch's own parts could not be written down: {equivalent.unwritten}")
+    if not equivalent.agrees:
+        raise NotImplementedError(f"its program of torch's own parts gives other numbers ({equivalent.where})")
+    return equivalent
+
+
+def _read_equivalent(situation: Situation, sizes: Sizes) -> Equivalent:
+    with preserved_global_state():
+        torch.set_num_threads(1)  # as above
+        torch.set_default_dtype(torch.float64)
+        if sizes != situation.subject.sizes:
+            situation = situation_of(situation.subject, replace(situation.trial, sizes=sizes))
+            mask_form_of(situation)
+        return equivalent_of(situation)
+
+
+def _translated(equivalent: Equivalent, module: nn.Module, places: "_Places", gradients: Results) -> Results:
+    """Give the gradients of the equivalent's parameters the built-in's names and places."""
+    ours = {name.removeprefix("gradient of "): x for name, x in gradients.items() if x is not None}
+    zeros = {name: torch.zeros_like(x) for name, x in module.state_dict().items()}
+    theirs = {f"gradient of {name}": x for name, x in equivalent.to_theirs(ours, zeros).items()}
+    inputs = {name: x for name, x in gradients.items() if name.removeprefix("gradient of ") in INPUTS}
+    return places.translated(inputs | theirs)
 
 
 @cache

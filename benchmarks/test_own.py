@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import builtin
-from benchmarks import measuring
+from benchmarks import measuring, own
 from benchmarks.command import app
 from benchmarks.contenders import contenders_of
 from benchmarks.equality import Gate
@@ -17,6 +17,7 @@ from benchmarks.grids import MASKS, Case
 from benchmarks.own import check_own, own_takes_part, own_workload
 from benchmarks.results import read_rows
 from benchmarks.workloads import may_attend_of, workload
+from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.instruments.warm_processes import warm_context
 
 SOURCE = """
@@ -190,3 +191,30 @@ def test_the_command_times_it(file: Path, tmp_path: Path, monkeypatch: pytest.Mo
     refused = CliRunner().invoke(app, ["--implementation", "nowhere.py:Mine"])
     assert refused.exit_code == 2
     assert refused.output.startswith("error: implementation must name your code as in")
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_the_equivalent_is_equal_at_the_sizes_of_the_case(file: Path, mode: str) -> None:
+    case = replace(CASE, mode=mode, mask="both")
+    assert objection(f"{file}:Separate in torch", case) == ""
+    assert objection(f"{file}:Separate in torch", replace(case, component="cross_attention", key_len=7)) == ""
+    assert objection(f"{file}:attention in torch", replace(case, component="attention", key_len=7)) == ""
+    assert objection(f"{file}:PackedCausal in torch", replace(case, mask="causal")) == ""
+
+
+def test_the_equivalent_is_torchs_own_module(file: Path) -> None:
+    made = own_workload(f"{file}:Separate in torch", CASE).module
+    assert isinstance(made, torch.nn.MultiheadAttention)
+    assert (made.embed_dim, made.num_heads) == (CASE.embed_dim, CASE.num_heads)
+
+
+def test_without_an_equivalent_the_reason_is_given(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unread(_situation: object) -> None:
+        raise UnreadError("it asks the clock")
+
+    monkeypatch.setattr(own, "equivalent_of", unread)
+    with pytest.raises(NotImplementedError, match="could be made of it: it asks the clock"):
+        own_workload(f"{file}:Separate in torch", CASE)
+    nothing = CliRunner().invoke(app, ["--with-equivalent"])
+    assert nothing.exit_code == 2
+    assert "--with-equivalent needs --implementation" in nothing.output

@@ -65,6 +65,18 @@ def advice(rows: Sequence[Row]) -> str:
 
 
 class TestAdvice:
+    def test_what_migrating_to_torch_would_gain_is_said(self) -> None:
+        case = Case("self_attention", query_len=1024, key_len=1024)
+        mine, same = row("old/my.py:Mine", 340.0, case=case), row("old/my.py:Mine in torch", 100.0, case=case)
+        printed = "at length 1024, with the same numbers; print it with sidebyside verify old/my.py:Mine --equivalent."
+        assert f" my.py:Mine in torch is 3.4 times as fast {printed}" in advice([mine, same])
+        slower = replace(same, median_us=680.0, rounds_us=(680.0,) * 3)
+        assert f" my.py:Mine in torch takes 2.00× the time {printed}" in advice([mine, slower])
+        alike = replace(same, median_us=330.0, rounds_us=(330.0,) * 3)
+        assert f" my.py:Mine in torch is as fast {printed}" in advice([mine, alike])
+        none = replace(same, status="unavailable", median_us=None, rounds_us=(), detail="no program could be made")
+        assert advice([mine, none]).endswith(" my.py:Mine in torch was not timed: no program could be made.")
+
     def test_the_fastest_is_named_with_what_the_others_cost(self) -> None:
         rows = [row("builtin", 200.0), row("scratch", 300.0, peak_memory_bytes=2**21), row("flex", 100.0)]
         assert advice(rows) == (

@@ -294,6 +294,21 @@ def hold(report: Report, situation: Situation) -> None:
         report.verdict = "equal"
 
 
+def equivalent_of(situation: Situation) -> Equivalent:
+    """Make the equivalent of code for the size at which it was read.
+
+    Args:
+        situation: What was seen.
+
+    Raises:
+        UnreadError: If none can be made.
+    """
+    if situation.judgement is None:
+        raise UnreadError("no attention runs in it")
+    held = _Held(situation)
+    return held.written(held.holding(), Report(situation.subject.name))
+
+
 def _source_of(function: Any) -> str:
     """The source of a class or function; "" where there is none."""
     try:

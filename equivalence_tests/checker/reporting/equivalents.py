@@ -1,7 +1,7 @@
 """The same in torch: a program of torch's own parts that gives the numbers of the code that was checked."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,16 +55,37 @@ class Equivalent:
         Raises:
             ValueError: If the program is not written down.
         """
-        if not self.source:
-            raise ValueError(f"the equivalent cannot be built: {self.unwritten}")
-        names: dict[str, Any] = {}
-        exec(compile(self.source, "<equivalent>", "exec"), names)  # our own text
+        names = self._names()
         made = names["Equivalent"](*(copy.deepcopy(theirs.get_submodule(path)) for path in self.handed))
         state = names["from_theirs"](theirs.state_dict())
         for x in list(state.values())[:1]:
             made.to(x.device, x.dtype)
         made.load_state_dict(state, strict=True)
         return made.train(theirs.training)
+
+    def to_theirs(self, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """Put the weights of the program, or their gradients, where the user's code has them.
+
+        Args:
+            ours: A state_dict of the program.
+            theirs: A state_dict of the user's module, which is copied.
+
+        Returns:
+            The copy with the weights of the program.
+
+        Raises:
+            ValueError: If the program is not written down.
+        """
+        found: dict[str, Any] = self._names()["to_theirs"](ours, theirs)
+        return found
+
+    def _names(self) -> dict[str, Any]:
+        """Run the program's text."""
+        if not self.source:
+            raise ValueError(f"the equivalent cannot be built: {self.unwritten}")
+        names: dict[str, Any] = {}
+        exec(compile(self.source, "<equivalent>", "exec"), names)  # our own text
+        return names
 
     def __rich__(self) -> Group:
         """Lay the user's code and the same in torch out side by side, folded to one screen."""
