@@ -44,6 +44,7 @@ from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, 
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
 
+WHOLE = "the whole, beside torch's own program"
 MOST_SIZES = 2
 NEEDED = ("(attention)", "(multi-head attention)", "(wiring)", "wiring", "the whole model")
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
@@ -229,8 +230,10 @@ def _add_inline(walk: Walk) -> None:
     for path, report in walk.watched.items():
         child = walk.module.get_submodule(path)
         held = any(path == one or _is_inside(path, one) or _is_inside(one, path) for one in attentions)
-        if not path and _is_attention_alone(child):
-            return  # it is one, whatever it is called
+        if not path and _is_attention_alone(child):  # it is one, whatever it is called
+            _add_part(walk, path, report)
+            walk.report.coverage.append(Exercise(WHOLE, False, "it could not be called as an attention alone"))
+            return
         if type(child) not in seen and not held:
             seen.add(type(child))
             _add_part(walk, path, report)
