@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.running import Call, in_dtype
+from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.subject import Adapter

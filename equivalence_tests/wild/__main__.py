@@ -53,7 +53,7 @@ def listed_models(libraries: list[str]) -> list[WildModel]:
 
 def judged_by_checker(attention: Attention) -> Report:
     """Judge an attention where it stands: the call that was seen, on the module in its model."""
-    from equivalence_tests.checker.engine.calls import diagnose_call
+    from equivalence_tests.checker.equivalent.calls import diagnose_call
 
     call = attention.call
     found = diagnose_call(attention.module, call.args, dict(call.kwargs), module=attention.module, name=attention.name)

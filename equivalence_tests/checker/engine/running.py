@@ -132,7 +132,7 @@ def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
         if path and not isinstance(child, torch.jit.ScriptModule):
 
             def enter(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-                recorder.enter(path, (args, kwargs))
+                recorder.enter(path, args, kwargs)
 
             def leave(_: nn.Module, args: Any, output: Any) -> None:
                 recorder.leave(output)

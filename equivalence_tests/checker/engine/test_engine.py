@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.subjects import diagnose_subject
 from equivalence_tests.checker.reach.construction import prepare
 from equivalence_tests.checker.reach.state import preserved_global_state

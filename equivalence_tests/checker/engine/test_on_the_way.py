@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
-from equivalence_tests.checker.engine.calls import diagnose_call
 from equivalence_tests.checker.engine.test_styles import (
     HEADS,
     WIDTH,
@@ -19,6 +18,7 @@ from equivalence_tests.checker.engine.test_styles import (
     TwoStreams,
     judged,
 )
+from equivalence_tests.checker.equivalent.calls import diagnose_call
 
 
 class BiasFromPlaces(Base):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.engine.calls import diagnose_call
+from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reporting.report import Report
 
 WIDTH, HEADS = 12, 3
+UNREAD = "partial"  # right as far as the stages tell; there is no program of torch's parts to hold the whole against
 
 
 def judged(target: Callable[[], nn.Module], *more: Tensor, length: int = 5) -> Report:
@@ -70,7 +71,7 @@ class TwoStreams(Base):
 
 
 def test_two_streams_may_be_joined() -> None:
-    assert judged(TwoStreams, torch.randn(2, 4, WIDTH).double()).verdict == "equal"
+    assert judged(TwoStreams, torch.randn(2, 4, WIDTH).double()).verdict == UNREAD
 
 
 class TurnedByMatrices(Base):
@@ -114,7 +115,7 @@ class LearntScalesOnTheValues(LearntScales):
 
 def test_each_head_may_have_a_scale_that_is_trained() -> None:
     report = judged(LearntScales)
-    assert report.verdict == "equal"
+    assert report.verdict == UNREAD
     assert {finding.name for finding in report.meant} >= {"scale_differs_by_head", "bias_added"}
     assert judged(LearntScalesOnTheValues).mistakes == ("weights_scaled",)
 
@@ -201,7 +202,7 @@ class MergesPooledWithoutTranspose(PooledQueries):
 
 @pytest.mark.parametrize("target", [PooledQueries, PooledImages])
 def test_tokens_may_be_pooled(target: type[nn.Module]) -> None:
-    assert judged(target, length=6).verdict == "equal"
+    assert judged(target, length=6).verdict == UNREAD
 
 
 def test_pooled_tokens_are_followed_to_the_end() -> None:
@@ -540,13 +541,14 @@ class Indexed(Base):
 )
 def test_what_a_configuration_or_a_part_says_is_meant_so(target: type[nn.Module], meant: list[str]) -> None:
     report = judged(target)
-    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", meant)
+    assert report.verdict in ("equal", UNREAD)
+    assert [finding.name for finding in report.meant] == meant
 
 
 def test_a_factor_of_each_query_that_is_given_is_no_rotation() -> None:
     growth = (1 + torch.arange(5).float() / 2048).pow(0.1)[:, None]
     report = judged(ScaledByArgument, growth)
-    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["query_changed_by_mul"])
+    assert (report.verdict, [finding.name for finding in report.meant]) == (UNREAD, ["query_changed_by_mul"])
     assert judged(ScaledByArgument, growth - 1).mistakes[:1] == ("query_changed_by_mul",)
 
 
@@ -709,7 +711,7 @@ class AddsWhatCameBefore(Base):
 
 
 def test_a_residual_from_anywhere_may_be_added() -> None:
-    assert judged(AddsWhatCameBefore).verdict == "equal"
+    assert judged(AddsWhatCameBefore).verdict == UNREAD
 
 
 class TurnsBothToTheTypeOfValues(TurnedByMatrices):
@@ -978,7 +980,7 @@ class ShiftsItsWindows(Base):
 
 @pytest.mark.parametrize("target", [NormedAfterwards, ShiftsItsWindows])
 def test_a_norm_behind_and_windows_that_are_put_back_are_right(target: type[nn.Module]) -> None:
-    assert judged(target).verdict == "equal"
+    assert judged(target).verdict in ("equal", UNREAD)
 
 
 class TurnsItBack(TurnedByMatrices):
@@ -1071,7 +1073,7 @@ class KeysFromBesideToo(ValuesFromBeside):
 def test_an_argument_that_only_the_values_get_is_meant_for_them() -> None:
     looked_up = torch.randn(2, 5, WIDTH).double()
     report = judged(ValuesFromBeside, looked_up)
-    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["value_changed_by_add"])
+    assert (report.verdict, [finding.name for finding in report.meant]) == (UNREAD, ["value_changed_by_add"])
     assert "value_changed_by_add" in judged(KeysFromBesideToo, looked_up).mistakes
 
 
@@ -1093,7 +1095,9 @@ class NormalisesOverTokens(LearntScales):
 
 
 def test_a_feed_forward_may_bend_and_a_norm_runs_over_features() -> None:
-    assert judged(BendsAFeedForward).verdict == "equal"
+    report = judged(BendsAFeedForward)
+    assert report.mistakes == ()
+    assert "Nothing says whether this is intended: a residual connection" in report.reason
     assert judged(NormalisesOverTokens).mistakes == ("norm_leaves_different_sizes",)
 
 
@@ -1233,8 +1237,9 @@ class FavoursTheFutureOfNobody(FavoursTheFuture):
 def test_a_bias_by_position_falls_with_the_distance(target: type[nn.Module], names: tuple[str, ...]) -> None:
     report = judged(target)
     assert report.mistakes == names
-    left_to_the_caller = ["the bias of later keys"] if target is FavoursTheFutureOfNobody else []
-    assert names or [one.what for one in report.not_exercised] == left_to_the_caller
+    left_to_the_caller = {"the bias of later keys"} if target is FavoursTheFutureOfNobody else set()
+    left_out = {one.what for one in report.not_exercised} - {"the whole, beside torch's own program"}
+    assert names or left_out == left_to_the_caller
 
 
 class RollsAllThree(Base):

@@ -108,17 +108,24 @@ class ModuleCall:
 
     Args:
         path: Of the module.
-        inputs: The tensors that it was given.
+        args: What it was given.
+        kwargs: What it was given by name.
         outputs: The tensors that it gave.
         first: The index of the first operation inside.
         end: The index of the first operation behind it.
     """
 
     path: str
-    inputs: list[Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     first: int
     outputs: list[Tensor] = field(default_factory=list)
     end: int = 0
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that it was given."""
+        return list(tensors_of((self.args, self.kwargs)))
 
 
 class Recorder(TorchFunctionMode):
@@ -145,9 +152,9 @@ class Recorder(TorchFunctionMode):
             self.names.append(name)
             self.given.append(self._slot(tensor))
 
-    def enter(self, path: str, given: Any) -> None:
+    def enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a sub-module begins."""
-        self.calls.append(ModuleCall(path, list(tensors_of(given)), len(self.operations)))
+        self.calls.append(ModuleCall(path, args, kwargs, len(self.operations)))
         self.running.append(self.calls[-1])
 
     def leave(self, given: Any) -> None:

@@ -65,15 +65,21 @@ class Bias:
         slopes: What each head subtracts for each step of distance, (h,); None for nothing.
         table: Which parameter element is added, (h, q, k); None for none.
         factor: What the elements of the table are multiplied by.
+        given: What a mask that is handed over adds, (b, h, q, k), where samples differ in that; None for nothing.
     """
 
     visible: Visible = Visible()
     slopes: Tensor | None = None
     table: Tensor | None = None
     factor: float = 1.0
+    given: Tensor | None = None
 
     def __call__(self, query_len: int, key_len: int, parameters: Parameters) -> Tensor | None:
-        """Give what is added, (h, q, k) or (1, q, k); None for nothing."""
+        """Give what is added, (h, q, k), (1, q, k) or (b, h, q, k); None for nothing."""
+        if self.given is not None:
+            if self.given.shape[-2:] != (query_len, key_len):
+                raise UnreadError("what a mask adds was read for one length only")
+            return self.given
         gap = torch.arange(query_len)[:, None] - torch.arange(key_len)
         hidden = self.visible.hidden(gap)
         bias = torch.zeros(1, query_len, key_len, dtype=torch.float64)
@@ -88,12 +94,12 @@ class Bias:
     @property
     def is_none(self) -> bool:
         """Whether nothing is added and nothing hidden."""
-        return self.visible.is_everything and self.slopes is None and self.table is None
+        return self.visible.is_everything and self.slopes is None and self.table is None and self.given is None
 
     @property
     def is_causal(self) -> bool:
         """Whether it hides the future, and that is all."""
-        return self.visible == Visible(0) and self.slopes is None and self.table is None
+        return self.visible == Visible(0) and self.slopes is None and self.table is None and self.given is None
 
     @property
     def is_alibi(self) -> bool:
@@ -109,9 +115,8 @@ class ScoreTable:
     """What is added to each score, and where each score is, by head, query and key.
 
     Args:
-        bias: (h, q, k) up to a constant of each row; -inf where a key is hidden.
+        bias: (b, h, q, k) up to a constant of each row; -inf where a key is hidden; of one sample where all agree.
         where: For each head, query and key: the part, and the place in its product.
-        samples: Of how many samples it was read.
     """
 
     bias: Tensor
@@ -129,6 +134,9 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
         UnreadError: If it follows no rule that is known.
     """
     table = _score_table(reader, lengths)
+    if len(table.bias) > 1:
+        return Bias(given=table.bias)
+    table.bias = table.bias[0]
     hidden = table.bias.isinf()
     gap = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
     visible = _visible(hidden, gap)
@@ -147,25 +155,25 @@ def _score_table(reader: OperandReader, lengths: tuple[int, int]) -> ScoreTable:
     models = dict(
         zip((part.number for part in watched.judgement.attention.parts), watched.judgement.models, strict=False)
     )
-    bias = torch.full((len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
+    batch = next(iter(watched.given.values())).size(0)
+    bias = torch.full((batch, len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
     table = ScoreTable(bias, {})
     for one in reader.slices:
         if one.part.number not in models:
             raise UnreadError("what is added to the scores cannot be read")
         got = one.part.product.contraction.result(models[one.part.number].bias)[one.number]
-        query = token_of(one.part.product.left[one.number][:, 0]) % lengths[0]
+        token = token_of(one.part.product.left[one.number][:, 0])
+        sample, query = int(token[0]) // lengths[0], token % lengths[0]
         key = token_of(one.part.product.right[one.number][:, 0]) % lengths[1]
         head = reader.heads.index(one.head)
-        old = bias[head][query[:, None], key]
-        new = _without_constant(got)
-        if bool((~old.isnan() & ~torch.isclose(old, new, atol=CLOSE)).any()):
-            raise UnreadError("samples differ in what is added to their scores")
-        bias[head][query[:, None], key] = new
+        bias[sample, head][query[:, None], key] = _without_constant(got)
         places = one.part.product.contraction.out[one.number]
         for i, q in enumerate(query.tolist()):
             for j, k in enumerate(key.tolist()):
                 table.where.setdefault((head, q, k), (one.part.number, int(places[i, j])))
-    table.bias = torch.where(bias.isnan(), -torch.inf, bias)
+    bias = torch.where(bias.isnan(), -torch.inf, bias)
+    alike = all(torch.allclose(bias[:1], one, atol=CLOSE) for one in bias)
+    table.bias = bias[:1] if alike else bias
     return table
 
 

@@ -233,11 +233,11 @@ class Evidence:
             elif isinstance(one, Learnt):
                 yield Step(f"{one.name} takes part", self._once({one.name}, f"the parameter {one.name}"), stage)
             elif isinstance(one, Scaled):
-                yield Step(f"times {one.factor:.6g}", "", stage)
+                yield Step(f"times {one.factor:.6g}", "", "factor")
             elif isinstance(one, Normed):
                 yield Step(f"{one.kind} without a parameter", "", stage)
             elif isinstance(one, Acted) and not any(isinstance(x, Called | Learnt) for x in all_of(one)):
-                yield Step(one.name, "", stage)
+                yield Step(one.name, "", "gate")
         if stage == "output" and any(isinstance(one, Sum) for one in all_of(expression)):
             yield Step("a residual connection", "what is added is an argument as it is", "residual")
 

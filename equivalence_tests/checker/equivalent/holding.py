@@ -34,7 +34,11 @@ NAMES = {
     "project": "input|norm",
     "split": "grouped|paired",
     "merge": "merged|order",
-    "output": "output|changed_by|scale",
+    "output": "output",
+    "gate": "gate",
+    "factor": "scale|changed_by_(mul|div)",
+    "unused": "never_used|without_effect",
+    "heads": "heads",
     "residual": "residual",
     "operand": "norm",
     "rotary": "rota",
@@ -115,8 +119,14 @@ class _Held:
         self.program, module = reading.program, situation.subject.module
         parameters = Parameters.of(module)
         worst = self._worst(reading, layout)
-        steps = tuple(self.program.steps(module, parameters))
+        steps = (*self.program.steps(module, parameters), *self._of_heads())
         return Holding(self.program, parameters, steps, worst, reading.tolerance)
+
+    def _of_heads(self) -> Iterator[Step]:
+        """As many heads as each should have features, and the other way round."""
+        asked, heads = self.situation.subject.sizes, self.program.query.weight.shape[:2]
+        if heads == (asked.head_dim, asked.num_heads) != (asked.num_heads, asked.head_dim):
+            yield Step(f"it has {heads[0]} heads of {heads[1]}; it was built for {heads[1]} of {heads[0]}", "", "heads")
 
     def written(self, holding: Holding, report: Report) -> Equivalent:
         """Write the program down."""
@@ -276,11 +286,17 @@ def hold(report: Report, situation: Situation) -> None:
         report.reason = f"No program of torch's own parts could be made of it: {why}."
         return
     report.equivalent = held.written(holding, report)
+    judge(report, holding)
+
+
+def judge(report: Report, holding: Holding) -> None:
+    """Write into a report what a comparison of the whole says."""
+    worst = holding.worst
     if not holding.agrees:
         report.verdict = "unchecked"
         report.reason = (
-            f"It differs from torch with the same weights by {holding.worst.size:.2g} of the largest value "
-            f"({report.equivalent.where}), and the checker could not say where."
+            f"It differs from torch with the same weights by {worst.size:.2g} of the largest value "
+            f"({worst.what}, {worst.case}), and the checker could not say where."
         )
         return
     open_steps = holding.unexplained(report.meant)

@@ -117,13 +117,14 @@ class Program:
         """List what torch's formula does not have, each with the evidence that it is intended; "" without."""
         evidence = Evidence(module, parameters, self.projections(parameters))
         yield from self._twice(parameters)
+        yield from self._in_part(parameters)
         yield from order_steps(self.query, self.key, self.value, self.output)
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
             yield from evidence.steps(tokens, "project")
         yield from self._of_operands()
         yield from self._of_scores(parameters)
         if abs(self.output.factor - 1) > ROUNDING:
-            yield Step(f"the output times {self.output.factor:.6g}", "", "output")
+            yield Step(f"the output times {self.output.factor:.6g}", "", "factor")
         yield from self._behind(evidence, module)
 
     def projections(self, parameters: Parameters) -> set[str]:
@@ -154,6 +155,14 @@ class Program:
                     named = parameters.name_at(int(both[0]))
                     yield Step(f"{named} projects both the {first} and the {second}", "", "project")
 
+    def _in_part(self, parameters: Parameters) -> Iterator[Step]:
+        """A weight of which some elements take no part."""
+        used = torch.cat([*(one.places for _, one in self.roles), self.output.places]).unique()
+        for name in sorted(self.projections(parameters)):
+            start, count = parameters.start[name], parameters.named[name].numel()
+            if int(((used >= start) & (used < start + count)).sum()) < count:
+                yield Step(f"only a part of {name} takes part", "", "unused")
+
     def _of_operands(self) -> Iterator[Step]:
         both = [one.change for one in (self.query, self.key)]
         for role, one in self.roles:
@@ -176,6 +185,8 @@ class Program:
         if self.bias.table is not None:
             name = parameters.name_at(int(self.bias.table.max()))
             yield Step(f"{name} is added to the scores", f"the parameter {name}", "scores")
+        if self.bias.given is not None:
+            yield Step("what the mask of this call adds to the scores", "the mask that is handed over", "mask")
         if self.bias.slopes is not None:
             said = "the slopes of ALiBi" if self.bias.is_alibi else ""
             yield Step("the distance times a slope is subtracted from the scores", said, "scores")

@@ -1,5 +1,6 @@
 """Read somebody's attention into a program."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.judgement import Judgement, WeightsModel
-from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.equivalent.biases import Bias, Visible, read_bias
 from equivalence_tests.checker.equivalent.ending import EndReader, Output
 from equivalence_tests.checker.equivalent.expressions import Attended, Values
@@ -111,7 +112,7 @@ def _factor(model: WeightsModel) -> float:
     return model.factor
 
 
-def plain_layout(call: Call, output: Any) -> Layout:
+def plain_layout(output: Callable[[Any], Tensor]) -> Layout:
     """The layout of arguments that hold features last: all axes between the first and the last hold tokens."""
 
     def inward(x: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def _with_gains(plain: HeadNorm, width: int, watched: Watched) -> Iterator[HeadN
 def _factor(x: Tensor, have: Tensor, tolerance: float) -> float | None:
     """Give the number that turns one into the other; None if none does."""
     factor = float((x * have).sum() / (x * x).sum())
-    close = torch.allclose(x * factor, have, rtol=0.0, atol=10 * tolerance * float(have.abs().max()))
+    close = torch.allclose(x * factor, have, rtol=0.0, atol=tolerance * float(have.abs().max()))
     return factor if close and factor != 0 else None
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from equivalence_tests.checker.engine.caches import NEVER_READ, exercised_cache
-from equivalence_tests.checker.engine.calls import conclude, diagnose_call
 from equivalence_tests.checker.engine.checks import Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover, cover_options
@@ -33,6 +32,7 @@ from equivalence_tests.checker.engine.reading import counted_heads, notes_of, re
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, trials_for
 from equivalence_tests.checker.engine.unpaired import judge_linear, judge_pooling
 from equivalence_tests.checker.engine.unwatched import compare_output
+from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import hold
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare

@@ -306,6 +306,8 @@ class Writer:
 
     def _score_bias(self) -> Iterator[str]:
         bias = self.program.bias
+        if bias.given is not None:
+            raise UnreadError("the mask of one call cannot be written down")
         if (bias.is_none and not self._has_mask) or (bias.is_causal and not self._has_mask):
             return
         yield "bias = torch.zeros(1, 1, query.size(-2), key.size(-2), dtype=query.dtype)"

@@ -23,6 +23,7 @@ from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.equivalent.one_call import hold_call
 from equivalence_tests.checker.reporting.report import Report
 
 EXCHANGED = ("query_key_swapped", "key_value_swapped", "query_value_swapped", "arguments_rotated")
@@ -89,6 +90,8 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
         report.verdict = "partial"
     report.conventions, report.notes = _conventions(judgement), judgement.notes
     report.place = judgement.attention.first.place
+    if report.verdict in ("equal", "partial"):
+        hold_call(report, found, judgement)
     return report
 
 
