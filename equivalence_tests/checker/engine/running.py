@@ -79,8 +79,8 @@ class Call:
 
     def _kind(self, x: Tensor) -> str:
         """A matrix that is handed to a plain function beside tokens is a weight of it."""
-        tokens = any(other.dim() >= 3 and _is_data(other) for _, other in self.tensors)
-        return "param" if self.module is None and tokens and x.dim() == 2 and _is_data(x) else "arg"
+        tokens = any(other.dim() >= 3 and is_data(other) for _, other in self.tensors)
+        return "param" if self.module is None and tokens and x.dim() == 2 and is_data(x) else "arg"
 
     def _owned(self) -> list[tuple[str, Tensor]]:
         if self.module is None:
@@ -88,8 +88,18 @@ class Call:
         buffers = [(f"buffer:{name}", x) for name, x in self.module.named_buffers()]
         return [*((f"param:{name}", x) for name, x in self.module.named_parameters(remove_duplicate=False)), *buffers]
 
-    def fresh(self, seed: int | None = None) -> tuple[Any, Any, dict[int, Tensor]]:
-        """Fresh copies of the arguments: the code may write into them."""
+    def fresh(
+        self, seed: int | None = None, leaves: Mapping[int, Tensor] | None = None
+    ) -> tuple[Any, Any, dict[int, Tensor]]:
+        """Fresh copies of the arguments: the code may write into them.
+
+        Args:
+            seed: Draws other numbers for those that hold data; None for their own.
+            leaves: What to copy in the place of some, with gradients, by the id of the tensor.
+
+        Returns:
+            The arguments, those by name, and each copy by the id of its original.
+        """
         generator = torch.Generator().manual_seed(seed or 0)
         replaced: dict[int, Tensor] = {}
 
@@ -97,8 +107,10 @@ class Call:
             if not isinstance(x, Tensor):
                 return _copied(x)
             if id(x) not in replaced:
-                drawn = seed is not None and _is_data(x)
-                replaced[id(x)] = _drawn(x, generator) if drawn else x.detach().clone()
+                drawn = seed is not None and is_data(x)
+                leaf = (leaves or {}).get(id(x))
+                copied = _drawn(x, generator) if drawn else x.detach().clone()
+                replaced[id(x)] = copied if leaf is None else leaf * 1
             return replaced[id(x)]
 
         args, kwargs = tree_map(fresh, (self.args, self.kwargs), is_leaf=_is_leaf)
@@ -129,7 +141,7 @@ def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which module is running."""
     handles = []
     for path, child in module.named_modules() if module is not None else ():
-        if path and not isinstance(child, torch.jit.ScriptModule):
+        if not isinstance(child, torch.jit.ScriptModule):
 
             def enter(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
                 recorder.enter(path, args, kwargs)
@@ -165,7 +177,7 @@ def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
 
 
-def _is_data(x: Tensor) -> bool:
+def is_data(x: Tensor) -> bool:
     """Whether it looks like data: real numbers that vary, and none that hides something."""
     if not x.is_floating_point() or x.dim() < 2 or x.numel() < 2:
         return False

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +94,7 @@ def compare(program: Program, case: Case, layout: Layout, gradients: bool = True
         redraw(call.module, case.redrawn)
     parameters = Parameters.of(call.module)
     leaves = {name: x.clone().requires_grad_(gradients) for name, x in call.tensors if id(x) in call.seeds}
-    args, kwargs = _with(call, leaves)
+    args, kwargs, _ = call.fresh(leaves={id(x): leaves[name] for name, x in call.tensors if name in leaves})
     with torch.set_grad_enabled(gradients), keeping_state(call.module):
         torch.default_generator.manual_seed(5)
         theirs = layout.outward(layout.output(call.function(*args, **kwargs))).double()
@@ -111,17 +110,6 @@ def compare(program: Program, case: Case, layout: Layout, gradients: bool = True
             yield Difference(case.words, f"{name}, which the call writes into", torch.inf)
     if gradients and theirs.requires_grad and ours.shape == theirs.shape:
         yield from _of_gradients(case, ours, theirs, {**leaves, **parameters.named})
-
-
-def _with(call: Call, leaves: dict[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs, _ = call.fresh()
-    args = tuple(_leaf(leaves, str(place), x) for place, x in enumerate(args))
-    return args, {name: _leaf(leaves, name, x) for name, x in kwargs.items()}
-
-
-def _leaf(leaves: dict[str, Tensor], name: str, x: Any) -> Any:
-    """A copy that can be differentiated, in the memory order of the original."""
-    return leaves[name] * 1 if name in leaves else x
 
 
 def _of_gradients(case: Case, ours: Tensor, theirs: Tensor, named: dict[str, Tensor]) -> Iterator[Difference]:

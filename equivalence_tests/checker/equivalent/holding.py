@@ -29,6 +29,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 COMPARED_WHOLE = ("the output", "what stands around the attention")  # what the stages alone say nothing about
+COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 # The names of the deviations that a step of a program is, by its stage.
 NAMES = {
     "project": "input|norm",
@@ -125,7 +126,8 @@ class _Held:
     def _of_heads(self) -> Iterator[Step]:
         """As many heads as each should have features, and the other way round."""
         asked, heads = self.situation.subject.sizes, self.program.query.weight.shape[:2]
-        if heads == (asked.head_dim, asked.num_heads) != (asked.num_heads, asked.head_dim):
+        counts = any(getattr(self.situation.subject.module, name, 0) == asked.num_heads for name in COUNTS_HEADS)
+        if counts and heads == (asked.head_dim, asked.num_heads) != (asked.num_heads, asked.head_dim):
             yield Step(f"it has {heads[0]} heads of {heads[1]}; it was built for {heads[1]} of {heads[0]}", "", "heads")
 
     def written(self, holding: Holding, report: Report) -> Equivalent:

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.codes import numbered, sources_in, token_o
 from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.engine.running import Call, Examination, is_data
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, kept_parameters
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.holding import Holding, judge
@@ -70,13 +70,10 @@ def _apart(found: Examination, judgement: Judgement) -> _Apart:
     if inside is not None and module is not None:
         call = Call(module.get_submodule(inside.path), inside.args, inside.kwargs)
     call = _copied(call)
-    tokens = {id(x): numbered(x.shape) for _, x in call.tensors if x.is_floating_point() and x.dim() >= 3}
-    if not Parameters.of(call.module).count:  # nothing projects them: they are queries, keys and values themselves
-        call.seeds = tokens
+    call.seeds = {id(x): numbered(x.shape) for _, x in call.tensors if x.dim() >= 3 and is_data(x)}
     apart = examine(call, GivenMasks(call))
     if len(apart.judgements) != 1:
         raise UnreadError("more than one attention runs in one forward")
-    call.seeds = tokens
     layout = plain_layout(lambda returned: next(tensors_in((returned,))))
     _require_batch_first(apart.judgements[0], call)
     return _Apart(apart, apart.judgements[0], layout)

@@ -24,6 +24,7 @@ from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.equivalent.calls import diagnose_call
+from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.masks import Masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
@@ -44,7 +45,6 @@ from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, 
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
 
-WHOLE = "the whole, beside torch's own program"
 MOST_SIZES = 2
 NEEDED = ("(attention)", "(multi-head attention)", "(wiring)", "wiring", "the whole model")
 FROM_BEST: tuple[Verdict, ...] = ("equal", "partial", "unchecked", "deviates")
@@ -232,7 +232,7 @@ def _add_inline(walk: Walk) -> None:
         held = any(path == one or _is_inside(path, one) or _is_inside(one, path) for one in attentions)
         if not path and _is_attention_alone(child):  # it is one, whatever it is called
             _add_part(walk, path, report)
-            walk.report.coverage.append(Exercise(WHOLE, False, "it could not be called as an attention alone"))
+            walk.report.coverage += [one for one in report.not_exercised if one.what == WHOLE]
             return
         if type(child) not in seen and not held:
             seen.add(type(child))
