@@ -1,7 +1,7 @@
 """All parameters laid end to end, and which of their elements make a number: measured by its gradient."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,8 @@ class Parameters:
             The row; None if no such row makes the number.
         """
         places, numbers = self.gradient(element, without)
-        for row in _rows(places, numbers, features, tolerance):
+        for found in _rows(places, numbers, features, tolerance):
+            row = replace(found, factor=snapped(found.factor, 1.0, tolerance))
             if self._gives(row, features, element, tolerance):
                 return row
         return None
@@ -113,6 +114,11 @@ class Parameters:
         given = row.factor * (self.taken(row.weight) @ features + bias)
         size = float((self.taken(row.weight).abs() @ features.abs() + bias.abs()) * abs(row.factor))
         return abs(float(given - element)) <= 10 * tolerance * max(size, 1e-30)
+
+
+def snapped(measured: float, exact: float, tolerance: float) -> float:
+    """Take an exact number in the place of one that was measured, where they differ by rounding alone."""
+    return exact if abs(measured - exact) <= 1e-2 * tolerance * abs(exact) else measured
 
 
 def _rows(places: Tensor, numbers: Tensor, features: Tensor, tolerance: float) -> list[Row]:

@@ -14,7 +14,7 @@ from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.orders import order_steps
 from equivalence_tests.checker.equivalent.parameters import Parameters
 
-ROUNDING = 1e-6  # of numbers that were measured
+ROUNDING = 1e-13  # of factors that are products of exact ones
 
 
 @dataclass(frozen=True)

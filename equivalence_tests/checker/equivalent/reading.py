@@ -13,6 +13,7 @@ from equivalence_tests.checker.equivalent.biases import Bias, Visible, read_bias
 from equivalence_tests.checker.equivalent.ending import EndReader, Output
 from equivalence_tests.checker.equivalent.expressions import Attended, Values
 from equivalence_tests.checker.equivalent.operands import OperandReader, Projection
+from equivalence_tests.checker.equivalent.parameters import snapped
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import SINGLE, Layout, Watched
@@ -85,10 +86,19 @@ def _scores(reader: OperandReader, three: list[Projection], values: Values) -> l
     if float((factors / factors[0] - 1).abs().max()) > 1e-6:
         raise UnreadError("heads multiply their scores by different numbers")
     usual = query.weight.size(1) ** -0.5 / query.number / key.number
-    scale = _exact(float(factors[0]), usual)
-    if abs(scale / float(factors[0]) - 1) > 1e-10:  # a root that was rounded to float32
-        reader.watched.tolerance = SINGLE
-    return [(scale, read_bias(reader, lengths))]
+    return [(_scale(float(factors[0]), usual, reader.watched), read_bias(reader, lengths))]
+
+
+def _scale(measured: float, usual: float, watched: Watched) -> float:
+    """The scale as it will have been written: the usual one, or that with a root that was rounded to float32."""
+    if (exact := snapped(measured, usual, watched.tolerance)) == usual:
+        return exact
+    single = torch.tensor(usual, dtype=torch.float64).pow(-2).float().sqrt().double()
+    rounded = (1 / float(single), float(torch.tensor(usual, dtype=torch.float32)), float(1 / single.float()))
+    if any(snapped(measured, one, watched.tolerance) == one for one in rounded):
+        watched.tolerance = SINGLE
+        return usual
+    return measured
 
 
 def _cap(judgement: Judgement) -> float:
@@ -96,12 +106,8 @@ def _cap(judgement: Judgement) -> float:
     if len(caps) > 1:
         raise UnreadError("heads cap their scores at different numbers")
     cap = caps.pop() if caps else 0.0
-    return _exact(cap, round(cap, 6))
-
-
-def _exact(measured: float, written: float) -> float:
-    """Take the number that somebody will have written, where one was measured that is the same but for rounding."""
-    return written if abs(measured - written) <= 1e-6 * abs(measured) else measured
+    written = round(cap, 6)
+    return written if abs(cap - written) <= 1e-6 * abs(cap) else cap  # read off a tanh, not to the last digits
 
 
 def _factor(model: WeightsModel) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.equivalent.expressions import normalised
-from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.parameters import Parameters, snapped
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched
 
@@ -165,7 +165,7 @@ def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
         elif rotated is not None:
             turned = rotated[0].by(x, rotated[0].angles_of(int(positions.max()) + 1)[positions])
             gap = (rotated[1] * turned - met.numbers).abs().max()
-            found.append((float(gap), Change(norm, *rotated)))
+            found.append((float(gap), Change(norm, rotated[0], snapped(rotated[1], 1.0, watched.tolerance))))
             if norm is None:
                 break
     if not found:
@@ -202,7 +202,7 @@ def _factor(x: Tensor, have: Tensor, tolerance: float) -> float | None:
     """Give the number that turns one into the other; None if none does."""
     factor = float((x * have).sum() / (x * x).sum())
     close = torch.allclose(x * factor, have, rtol=0.0, atol=tolerance * float(have.abs().max()))
-    return factor if close and factor != 0 else None
+    return snapped(factor, 1.0, tolerance) if close and factor != 0 else None
 
 
 def _rotation(x: Tensor, have: Tensor, positions: Tensor) -> tuple[Rotation, float] | None:

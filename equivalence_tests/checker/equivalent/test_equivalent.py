@@ -181,6 +181,11 @@ class SquaresWeights(Base):
         return self.o(self.merge(weights / weights.sum(-1, keepdim=True) @ v))
 
 
+class ScalesByAlmostNothing(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 1e-9)
+
+
 class Sorts(Base):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).sort(-1).values
@@ -247,6 +252,7 @@ WRONG = (
     FlipsTheFeaturesOfKeys,
     NormsKeysWithoutAGain,
     WritesIntoItsInput,
+    ScalesByAlmostNothing,
 )
 
 
