@@ -17,6 +17,7 @@ from benchmarks.grids import MASKS, Case
 from benchmarks.own import check_own, own_takes_part, own_workload
 from benchmarks.results import read_rows
 from benchmarks.workloads import may_attend_of, workload
+from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.instruments.warm_processes import warm_context
 
@@ -218,3 +219,13 @@ def test_without_an_equivalent_the_reason_is_given(file: Path, monkeypatch: pyte
     nothing = CliRunner().invoke(app, ["--with-equivalent"])
     assert nothing.exit_code == 2
     assert "--with-equivalent needs --implementation" in nothing.output
+
+
+def test_gradients_of_an_equivalent_in_parts_come_under_the_names_of_the_built_in(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Program, "is_multi_head_attention", property(lambda _: False))
+    case = replace(CASE, mode="backward")
+    made = own_workload(f"{file}:Separate in torch", case).module
+    assert not isinstance(made, torch.nn.MultiheadAttention)
+    assert objection(f"{file}:Separate in torch", case) == ""
