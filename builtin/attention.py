@@ -24,7 +24,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Traps:
         Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
-        ``in_proj_weight`` is drawn as one matrix, narrower than three would be: see trap `packed_init`.
+        ``in_proj_weight`` is drawn as one matrix, with smaller values than three would have: see trap `packed_init`.
         ``kdim`` and ``vdim`` change the names in the state_dict: see trap `state_dict_forks`.
         ``add_bias_kv`` adds a token, not a bias: see trap `bias_kv_is_a_token`.
         A causal mask does not reach the zero token: see trap `zero_attn_after_causal`.
@@ -79,8 +79,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
             A query that may look at no key: NaN, 0 or a bias, by the path taken: see trap `fully_masked_row`.
             ``is_causal`` masks nothing by itself: see trap `is_causal_is_a_hint`.
-            torch.nn itself lets it pass without a mask on the fast path: see trap `is_causal_without_mask`.
-            Beside it the mask may have any shape, for it is not read: see trap `promise_drops_mask`.
+            The fast path accepts ``is_causal`` without a mask: see trap `is_causal_without_mask`.
+            Where ``is_causal`` replaces the mask, its shape is not checked: see trap `promise_drops_mask`.
             With appended tokens the hint changes the output: see trap `is_causal_with_extra_tokens`.
             A mask of 0.0 and 1.0 hides nothing: see trap `float_mask_added`.
             A padding mask is (batch, key_len) even without batch_first: see trap `padding_mask_batch_first`.
@@ -89,7 +89,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             Without a batch axis self-attention costs three projections: see trap `unbatched_projects_thrice`.
             The weights are the mean over heads, after dropout: see traps `weights_averaged`, `weights_after_dropout`.
             Padded queries carry numbers too: see trap `padded_queries_carry_numbers`.
-            Without weights the gradient has no gradient: see trap `no_second_derivative`.
+            With need_weights=False there may be no second derivative: see trap `no_second_derivative`.
         """
         validation.check_no_cache(cache)
         validation.check_attention_inputs(self, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights)

@@ -31,9 +31,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         It drops from the start, until ``eval()``: see trap `dropout_by_default`.
         Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.
         The fast path treats padding in its own way: see trap `fast_path_padding`.
-        It takes the weights of the parts and does not call them: see trap `parts_bypassed`.
-        It goes by the activation that the layer was built with: see trap `activation_replaced_later`.
-        It is not always the faster one: see trap `fast_path_slower_on_cpu`.
+        The fast path reads the weights of the parts without calling them: see trap `parts_bypassed`.
+        The fast path uses the activation that the layer was built with: see trap `activation_replaced_later`.
+        The fast path is not always the faster one: see trap `fast_path_slower_on_cpu`.
     """
 
     def __init__(

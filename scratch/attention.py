@@ -115,7 +115,7 @@ class MultiheadAttention(nn.Module):
         self.dropout = dropout
         self.batch_first = batch_first
         self.head_dim = embed_dim // num_heads if qk_head_dim is None else qk_head_dim
-        # As in torch.nn, num_heads may be changed later: so the width of all heads together is kept.
+        # As in torch.nn, num_heads may be reassigned: keep total widths, and derive d_k and d_v at each call.
         self._given_widths = tuple(None if size is None else num_heads * size for size in (qk_head_dim, v_head_dim))
         self.add_zero_attn = add_zero_attn
         self._register_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
@@ -174,18 +174,21 @@ class MultiheadAttention(nn.Module):
             value: (key_len, batch, vdim), likewise.
             key_padding_mask: (batch, key_len), or (key_len) without a batch. Bool: True = **not** looked at;
                 float: added to the scores.
-            need_weights: Return the weights. A query that may look at no key is NaN then, and 0 (before
-                ``out_proj``) otherwise.
+            need_weights: Return the weights. For a query that may look at no key, output and weights are then NaN;
+                without weights its context is 0, so that the output is the bias of ``out_proj``.
             attn_mask: (query_len, key_len) or (batch * num_heads, query_len, key_len). Bool: True = may **not** look;
                 float: added to the scores.
             average_attn_weights: Return the mean of the weights over heads instead of one map for each head.
-            is_causal: A promise that ``attn_mask`` is causal. Without weights and padding mask it replaces the mask.
+            is_causal: Promises that ``attn_mask`` is causal. If ``need_weights`` is False and there is neither a
+                padding mask nor a cache, a causal diagonal is used and the mask is not read. The diagonal hides
+                appended tokens.
             cache: Keys and values of earlier calls, which this call extends. The masks then span the earlier keys too,
                 and ``is_causal`` replaces nothing. Keyword only.
 
         Returns:
             The output in the shape of ``query``, and the weights, (batch, query_len, key_len) or
-            (batch, num_heads, query_len, key_len), or None. They are taken after dropout.
+            (batch, num_heads, query_len, key_len), or None. They are taken after dropout; key_len counts appended
+            tokens and cached keys too.
 
         Raises:
             ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
@@ -366,7 +369,7 @@ def resolve_masks(
     padding = masks.score_bias_from_module(key_padding_mask, q.dtype)
     if padding is not None:
         padding = F.pad(padding, (0, key_len - padding.size(-1))).view(batch, 1, 1, key_len)
-        # For each head, as torch.nn sums the gradient of a float mask; without weights once is enough.
+        # With weights, one copy for each head: so torch.nn sums the gradient of a float mask.
         padding = padding.expand(-1, heads, -1, -1) if need_weights else padding
         bias = padding if bias is None else bias + padding
     return Visible(bias)
@@ -378,7 +381,7 @@ def score_scale(d_k: int) -> float:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, dropout_p: float) -> Tensor:
-    """Attend where nobody asks for the weights: by the textbook, at length in tiles.
+    """Attend without returning weights: in tiles where the inputs are long, else by the textbook's formula.
 
     Args:
         q: Queries, (batch, num_heads, query_len, head_dim).
@@ -405,6 +408,8 @@ def attend_with_weights(
     q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Attend and give the weights too, rounded as torch.nn's module does, to the last bit.
+
+    The equation of ``functional.attention``, with batch and heads folded into one axis as torch.nn has them.
 
     Args:
         q: Queries, (batch, num_heads, query_len, head_dim).

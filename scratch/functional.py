@@ -29,7 +29,7 @@ def attention(
         k: Keys.
         v: Values.
         score_bias: Broadcastable to (..., query_len, key_len); -inf hides a key.
-        scale: Factor on the scores: 1 / sqrt(d_k) in the paper.
+        scale: Factor on the scores. Pass 1 / sqrt(d_k) for the paper's attention; the default leaves them unscaled.
         dropout_p: Probability with which a weight is dropped.
 
     Returns:

@@ -162,7 +162,7 @@ class TransformerEncoderLayer(nn.Module):
             src: (len, batch, d_model), (batch, len, d_model) if batch_first, or (len, d_model).
             src_mask: (len, len) or (batch * nhead, len, len). Bool: True = may **not** look; float: added.
             src_key_padding_mask: (batch, len) or (len). Bool: True = **not** looked at; float: added.
-            is_causal: A promise that ``src_mask`` is causal.
+            is_causal: Promises that ``src_mask`` is causal; without padding a causal diagonal is used instead of it.
 
         Returns:
             The shape of ``src``.

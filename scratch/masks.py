@@ -300,7 +300,7 @@ def score_bias_from_module(module_mask: Tensor | None, dtype: torch.dtype) -> Te
 
 
 class Visible(NamedTuple):
-    """Who may look at whom, as one value: all masks of a call become it, and everything after reads it alone.
+    """All masks of a call in one value: a score bias, a causal diagonal, or neither (every query sees every key).
 
     Args:
         score_bias: Broadcastable to (..., query_len, key_len). Float: added to the scores; bool: True = may look.

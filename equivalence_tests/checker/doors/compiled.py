@@ -59,8 +59,8 @@ def add_compiled(report: Report, target: Any, adapter: Adapter | None) -> None:
 
     Args:
         report: Of the code in eager mode; it deviates from then on where compiled code gives other numbers.
-        target: As for ``verify``.
-        adapter: Likewise.
+        target: What was verified, as ``verify`` takes it.
+        adapter: What the checker could not find out by itself.
     """
     if report.verdict == "unchecked":
         return

@@ -104,7 +104,7 @@ def compare(program: Program, case: Case, layout: Layout, gradients: bool = True
         ours = program(given, call.module, parameters, case.may_attend)
         if case.rows is not None and ours.shape == theirs.shape:
             ours, theirs = ours[case.rows], theirs[case.rows]
-    yield Difference(case.words, "output", _far(ours, theirs))
+    yield Difference(case.words, "output", difference_of(ours, theirs))
     for (name, before), (_, after) in zip(call.tensors, named_tensors(args, kwargs), strict=True):
         if not torch.equal(before, after):
             yield Difference(case.words, f"{name}, which the call writes into", torch.inf)
@@ -132,7 +132,8 @@ def _gradients(y: Tensor, wanted: list[Tensor]) -> list[Tensor | None]:
     return list(torch.autograd.grad(y, wanted, allow_unused=True))
 
 
-def _far(ours: Tensor, theirs: Tensor) -> float:
+def difference_of(ours: Tensor, theirs: Tensor) -> float:
+    """The greatest difference of two tensors, relative to the largest value; infinite where they cannot be compared."""
     if ours.shape != theirs.shape:
         return torch.inf
     return _number((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))

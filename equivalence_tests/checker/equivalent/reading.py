@@ -86,7 +86,10 @@ def _scores(reader: OperandReader, three: list[Projection], values: Values) -> l
     if float((factors / factors[0] - 1).abs().max()) > 1e-6:
         raise UnreadError("heads multiply their scores by different numbers")
     usual = query.weight.size(1) ** -0.5 / query.number / key.number
-    return [(_scale(float(factors[0]), usual, reader.watched), read_bias(reader, lengths))]
+    measured = float(factors[0])
+    if any(model.cap for model in models) and abs(measured / usual - 1) <= 1e-6:  # read off a tanh
+        measured = usual
+    return [(_scale(measured, usual, reader.watched), read_bias(reader, lengths))]
 
 
 def _scale(measured: float, usual: float, watched: Watched) -> float:

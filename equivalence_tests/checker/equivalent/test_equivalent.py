@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
-from equivalence_tests.checker.equivalent.comparing import _far
+from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.verify import verify
@@ -271,8 +271,8 @@ def test_a_difference_is_stated_where_no_line_explains_it() -> None:
 
 
 def test_nan_is_no_agreement() -> None:
-    assert _far(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
-    assert _far(torch.zeros(2), torch.zeros(3)) == math.inf
+    assert difference_of(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
+    assert difference_of(torch.zeros(2), torch.zeros(3)) == math.inf
 
 
 @pytest.mark.parametrize(

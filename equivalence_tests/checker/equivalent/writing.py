@@ -157,17 +157,14 @@ class Writer:
     def _identifier(self, name: str) -> str:
         return dict(self.signature.arguments)[name]
 
-    def _hidden(self) -> Iterator[str]:
-        """Write the lines that say what is hidden, (batch, heads, query, key) bool, True = may not look."""
-        if self._has_mask:
-            form = self.signature.form
-            assert form is not None  # there is a mask
-            if form.shape not in MASK_SHAPES or form.held:
-                raise UnreadError(f"a mask of the form {form} cannot be written down")
-            turned = self.signature.mask + MASK_SHAPES[form.shape].format(heads=self.program.query.weight.size(0))
-            yield "hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool)  # True = may not look"
-            yield f"if {self.signature.mask} is not None:"
-            yield f"    hidden = {HIDES[form.encoding].format(turned)}"
+    def _hidden(self) -> str:
+        """Write what the mask hides, (batch, heads, query, key) bool, True = may not look."""
+        form = self.signature.form
+        assert form is not None  # there is a mask
+        if form.shape not in MASK_SHAPES or form.held:
+            raise UnreadError(f"a mask of the form {form} cannot be written down")
+        turned = self.signature.mask + MASK_SHAPES[form.shape].format(heads=self.program.query.weight.size(0))
+        return HIDES[form.encoding].format(turned)
 
     # ------------------------------------------------------------------------------------------- torch's module
     def _of_multi_head_attention(self) -> Iterator[str]:
@@ -188,21 +185,26 @@ class Writer:
         if bias:
             self._convert("out_proj.bias", out.bias)
         yield from self._inward()
-        yield from self._hidden()
         yield from self._mask_of_module(heads)
         names = ", ".join(self._identifier(one.name) for one in (query, key, value) if isinstance(one, Given))
-        mask = ", attn_mask=mask" if self._has_mask or program.bias.is_causal else ""
-        yield self._outward(f"super().forward({names}{mask}, need_weights=False)[0]")
+        mask = ", attn_mask=hidden" if self._has_mask or program.bias.is_causal else ""
+        causal = ", is_causal=True" if program.bias.is_causal and not self._has_mask else ""
+        yield self._outward(f"super().forward({names}{mask}{causal}, need_weights=False)[0]")
 
     def _mask_of_module(self, heads: int) -> Iterator[str]:
-        first = self._first_names()
+        """Write what is hidden, True = may not look, as torch's module takes it."""
+        first, second = self._first_names()
         if self.program.bias.is_causal:
-            lengths = f"{first[0]}.size(1), {first[1]}.size(1)"
-            yield f"mask = torch.ones({lengths}, dtype=torch.bool).triu(1)  # the future"
+            sizes = f"{first}.size(1), {second}.size(1), dtype=torch.bool, device={first}.device"
+            yield f"hidden = torch.ones({sizes}).triu(1)  # True = may not look: the future"
+        elif self._has_mask:
+            yield "hidden = None"
         if self._has_mask:
-            joined_with = "mask | hidden" if self.program.bias.is_causal else "hidden"
-            sizes = f"{first[0]}.size(0), {heads}, {first[0]}.size(1), {first[1]}.size(1)"
-            yield f"mask = ({joined_with}).expand({sizes}).flatten(0, 1)"
+            text = f"hidden | ({self._hidden()})" if self.program.bias.is_causal else self._hidden()
+            sizes = f"{first}.size(0), {heads}, {first}.size(1), {second}.size(1)"
+            yield f"if {self.signature.mask} is not None:"
+            yield f"    hidden = {text}  # True = may not look"
+            yield f"    hidden = hidden.expand({sizes}).flatten(0, 1)"
 
     def _first_names(self) -> tuple[str, str]:
         names = [
@@ -228,7 +230,6 @@ class Writer:
         yield from self._inward()
         for role, one in program.roles:
             yield from self._operand(role, one)
-        yield from self._hidden()
         bias = list(self._score_bias())
         yield from bias
         width = program.query.weight.size(1)
@@ -306,13 +307,20 @@ class Writer:
 
     def _score_bias(self) -> Iterator[str]:
         bias = self.program.bias
-        if bias.given is not None:
-            raise UnreadError("the mask of one call cannot be written down")
-        if (bias.is_none and not self._has_mask) or (bias.is_causal and not self._has_mask):
+        if bias.given is not None or bias.visible.block is not None:
+            raise UnreadError("the mask of one call, and windows that tokens are cut into, cannot be written down")
+        if not self._has_mask and (bias.is_none or bias.is_causal):
             return
-        yield "bias = torch.zeros(1, 1, query.size(-2), key.size(-2), dtype=query.dtype)"
+        if bias.is_none:
+            yield "bias = None"
+            yield f"if {self.signature.mask} is not None:"
+            yield f"    bias = ~({self._hidden()})  # True = may look"
+            return
+        yield "bias = query.new_zeros(1, 1, query.size(-2), key.size(-2))"
         if bias.slopes is not None or not bias.visible.is_everything:
-            yield "distance = torch.arange(query.size(-2))[:, None] - torch.arange(key.size(-2))"
+            yield "queries, keys = (torch.arange(x.size(-2), device=x.device) for x in (query, key))"
+            from_end = " + key.size(-2) - query.size(-2)" if bias.visible.from_end else ""
+            yield f"distance = queries[:, None] - keys{from_end}"
         if bias.slopes is not None:
             yield f"bias = bias - torch.tensor({bias.slopes.tolist()}).to(bias)[:, None, None] * distance.abs()"
         if bias.table is not None:
@@ -322,7 +330,8 @@ class Writer:
         if bias.visible.most is not None:
             yield f"bias = bias.masked_fill(distance > {bias.visible.most}, -torch.inf)"
         if self._has_mask:
-            yield "bias = bias.masked_fill(hidden, -torch.inf)"
+            yield f"if {self.signature.mask} is not None:"
+            yield f"    bias = bias.masked_fill({self._hidden()}, -torch.inf)"
 
     def _table(self, places: Tensor) -> str:
         name = self.parameters.name_at(int(places.max()))
