@@ -169,10 +169,11 @@ class Program:
             norm, rotation = one.change.norm, one.change.rotation
             if norm is not None:
                 said = f"the parameter {norm.gain}" if norm.gain else ""
-                yield Step(f"each head of the {role} is normalised ({norm.kind})", said, "operand")
+                what = f"the {role}, all heads side by side," if norm.whole else f"each head of the {role}"
+                yield Step(f"{what} is normalised ({norm.kind})", said, "operand")
             if rotation is not None:
                 alike = role != "value" and all(change.rotation is not None for change in both)
-                said = "queries and keys turn alike, by angles that grow with the position" if alike else ""
+                said = "queries and keys are both rotated, by angles that grow with the position" if alike else ""
                 yield Step(f"the {role} is rotated by its position", said, "rotary")
         if abs(self.value.number - 1) > ROUNDING:
             yield Step(f"the values times {self.value.number:.6g}", "", "context")

@@ -253,7 +253,7 @@ class Writer:
             self._linear(f"{role}_proj", weight.flatten(0, 1), bias.flatten())
             yield f"{role} = self.{role}_proj({tokens}).unflatten(-1, ({own}, -1)).transpose(1, 2)"
         if one.change.norm is not None:
-            yield f"{role} = {self._head_norm(role, one.change.norm, weight.size(1))}"
+            yield f"{role} = {self._normed(role, one.change.norm, own, weight.size(1))}"
         if one.change.rotation is not None:
             yield from self._rotated(role, one.change.rotation)
         if abs(one.number - 1) > ROUNDING:
@@ -268,10 +268,17 @@ class Writer:
             return f"{tokens}.unflatten(-1, ({heads}, {width})).transpose(1, 2)"
         return f"{tokens}[..., {weight.flatten().tolist()}].unflatten(-1, ({heads}, {width})).transpose(1, 2)"
 
-    def _head_norm(self, role: str, norm: HeadNorm, width: int) -> str:
+    def _normed(self, role: str, norm: HeadNorm, heads: int, width: int) -> str:
+        """Normalise each head, or all of a token's heads side by side."""
+        if not norm.whole:
+            return self._head_norm(role, role, norm, width)
+        normed = self._head_norm(role, f"{role}.transpose(1, 2).flatten(2)", norm, heads * width)
+        return f"{normed}.unflatten(-1, ({heads}, -1)).transpose(1, 2)"
+
+    def _head_norm(self, role: str, of: str, norm: HeadNorm, width: int) -> str:
         if norm.kind == "normalize":
             gain = f" * self.{self._parameter(norm.gain)}" if norm.gain else ""
-            return f"F.normalize({role}, dim=-1, eps={norm.eps!r}){gain}"
+            return f"F.normalize({of}, dim=-1, eps={norm.eps!r}){gain}"
         made = "nn.LayerNorm" if norm.kind == "layer_norm" else "nn.RMSNorm"
         name = f"{role}_norm"
         affine = f", elementwise_affine={bool(norm.gain)}" if not norm.gain else ""
@@ -284,7 +291,7 @@ class Writer:
             self.returned.append(f'theirs["{norm.gain}"].view(-1).copy_(ours["{name}.weight"]{less})')
         if norm.bias:
             self._convert(f"{name}.bias", self._places(norm.bias))
-        return f"self.{name}({role})"
+        return f"self.{name}({of})"
 
     def _rotated(self, role: str, rotation: Rotation) -> Iterator[str]:
         if rotation.angles is not None:
