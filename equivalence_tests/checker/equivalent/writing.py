@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
+from equivalence_tests.checker.equivalent.conversion import Conversion
 from equivalence_tests.checker.equivalent.expressions import (
     Acted,
     Attended,
@@ -85,7 +85,7 @@ class Signature:
 
 
 @dataclass
-class Writer:
+class Writer(Conversion):
     """Writes one program.
 
     Args:
@@ -116,7 +116,7 @@ class Writer:
         plain = self.program.is_multi_head_attention
         lines = list(self._of_multi_head_attention() if plain else self._of_parts())
         heads, width = self.program.query.weight.shape[:2]
-        body = "\n".join([*self._class(plain, lines), "", "", *self._conversion()]) + "\n"
+        body = "\n".join([*self._class(plain, lines), "", "", *self._conversion(self.signature.target)]) + "\n"
         functional = "from torch.nn import functional as F\n" if "F." in body else ""
         return HEAD.format(target=self.signature.target, heads=heads, width=width, functional=functional) + body
 
@@ -416,35 +416,6 @@ class Writer:
         self._convert(f"{name}.weight", weight)
         if not said:
             self._convert(f"{name}.bias", bias)
-
-    def _convert(self, name: str, places: Tensor) -> None:
-        self.taken.append(f'"{name}": {self._taken(places)},')
-        self._give_back(places, f'ours["{name}"]')
-
-    def _places(self, name: str) -> Tensor:
-        return torch.arange(self.parameters.named[name].numel()) + self.parameters.start[name]
-
-    def _taken(self, places: Tensor) -> str:
-        if bool((places < 0).all()):
-            return f"torch.zeros{tuple(places.shape)}" if places.dim() > 1 else f"torch.zeros({len(places)})"
-        blocks = blocks_of(places, self.parameters)
-        if blocks is None:
-            raise UnreadError("the weights lie in an order that cannot be written down")
-        return joined(blocks, "theirs")
-
-    def _give_back(self, places: Tensor, source: str) -> None:
-        blocks = [] if bool((places < 0).all()) else blocks_of(places, self.parameters) or []
-        self.returned += written_back(blocks, "theirs", source)
-
-    def _conversion(self) -> Iterator[str]:
-        yield "def from_theirs(theirs: dict[str, Tensor]) -> dict[str, Tensor]:"
-        yield f'    """Turn a state_dict of {self.signature.target} into one of Equivalent."""'
-        yield from ("    return {", *(f"        {line}" for line in self.taken), "    }")
-        yield from ("", "", "def to_theirs(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Tensor]:")
-        yield '    """Put the weights of Equivalent into a copy of a state_dict of theirs."""'
-        yield "    theirs = {name: x.clone() for name, x in theirs.items()}"
-        yield from (f"    {line}" for line in self.returned)
-        yield "    return theirs"
 
 
 def _grouped(one: Projection) -> tuple[str | None, int, Tensor, Tensor | None]:

@@ -1,0 +1,53 @@
+"""The conversion of a state_dict, both ways, as Python."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.unread import UnreadError
+
+
+class Conversion:
+    """Lines that say which of the user's weights each of the equivalent's is, and where each goes back.
+
+    Args:
+        parameters: Of the user's module.
+        taken: Entries of the converted state_dict.
+        returned: Lines that put weights back.
+    """
+
+    parameters: Parameters
+    taken: list[str]
+    returned: list[str]
+
+    def _convert(self, name: str, places: Tensor) -> None:
+        self.taken.append(f'"{name}": {self._taken(places)},')
+        self._give_back(places, f'ours["{name}"]')
+
+    def _places(self, name: str) -> Tensor:
+        return torch.arange(self.parameters.named[name].numel()) + self.parameters.start[name]
+
+    def _taken(self, places: Tensor) -> str:
+        if bool((places < 0).all()):
+            return f"torch.zeros{tuple(places.shape)}" if places.dim() > 1 else f"torch.zeros({len(places)})"
+        blocks = blocks_of(places, self.parameters)
+        if blocks is None:
+            raise UnreadError("the weights lie in an order that cannot be written down")
+        return joined(blocks, "theirs")
+
+    def _give_back(self, places: Tensor, source: str) -> None:
+        blocks = [] if bool((places < 0).all()) else blocks_of(places, self.parameters) or []
+        self.returned += written_back(blocks, "theirs", source)
+
+    def _conversion(self, target: str) -> Iterator[str]:
+        yield "def from_theirs(theirs: dict[str, Tensor]) -> dict[str, Tensor]:"
+        yield f'    """Turn a state_dict of {target} into one of Equivalent."""'
+        yield from ("    return {", *(f"        {line}" for line in self.taken), "    }")
+        yield from ("", "", "def to_theirs(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Tensor]:")
+        yield '    """Put the weights of Equivalent into a copy of a state_dict of theirs."""'
+        yield "    theirs = {name: x.clone() for name, x in theirs.items()}"
+        yield from (f"    {line}" for line in self.returned)
+        yield "    return theirs"
