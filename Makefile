@@ -1,7 +1,7 @@
 # Everything runs in .venv. `make setup` builds it; the other targets bring it up to date first.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare page benchmark test test-thorough triton mutants wild wild-mutants wrong diagnose-report lint format clean
+.PHONY: help setup compare page benchmark test test-thorough triton mutants wild wild-mutants wrong diagnose-report ledger lint format clean
 
 # What an earlier `make setup PYTHON=... CONSTRAINTS=... TORCH=...` chose stays chosen.
 -include .venv/choices.mk
@@ -68,6 +68,9 @@ triton: $(STAMP) ## Run the tests of the CUDA kernel in Triton's interpreter, on
 
 diagnose-report: $(STAMP) ## Verify every class of the zoo, right or broken, and print what was found and named
 	$(BIN)/python -m equivalence_tests.checker.zoo.confusion
+
+ledger: $(STAMP) ## Run the checker over all that its tests show it, say which verdicts changed, and write them down
+	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.ledger $(ARGS)
 
 mutants: $(STAMP) ## Break scratch in every small way and see that a test fails; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.mutation $(ARGS)
