@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.metadata
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -77,7 +79,19 @@ def about(
 
 def main() -> None:
     """Run the command line."""
+    _find_ours_first()
     app(prog_name="sidebyside")
+
+
+def bench() -> None:
+    """Run the command line of ``benchmarks``, from here, where no folder of the same name can be in the way."""
+    _find_ours_first()
+    importlib.import_module("benchmarks.__main__").main()
+
+
+def _find_ours_first() -> None:
+    """Pass by what is called ``scratch`` or ``benchmarks`` in a folder on PYTHONPATH, and in that of ``python -m``."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 if __name__ == "__main__":

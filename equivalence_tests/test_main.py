@@ -3,8 +3,11 @@
 import importlib
 import importlib.metadata
 import inspect
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,15 @@ try:
     app(sys.argv[1:])
 finally:
     assert "torch" not in sys.modules
+"""
+# Runs commands as their console scripts do, all in one process.
+SCRIPTS = """
+import contextlib, importlib, sys
+for home, *arguments in (words.split() for words in sys.argv[1:]):
+    module, _, function = home.partition(":")
+    sys.argv[1:] = arguments
+    with contextlib.suppress(SystemExit):
+        getattr(importlib.import_module(module), function)()
 """
 
 
@@ -50,6 +62,19 @@ def test_an_unknown_command_is_named() -> None:
     result = CliRunner().invoke(app, ["verfy"])
     assert result.exit_code == 2
     assert "verfy" in result.stderr
+
+
+def test_folders_of_the_users_that_are_called_like_ours_are_not_taken_for_them(tmp_path: Path) -> None:
+    for name in ("scratch", "builtin", "benchmarks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('a package of the user')")
+    homes = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    calls = (f"{homes['sidebyside']} explain --help", f"{homes['sidebyside-bench']} --help")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", SCRIPTS, *calls]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ran.stderr == ""
+    assert re.findall(r"Usage: (.*) \[OPTIONS", ran.stdout) == ["sidebyside explain", "sidebyside-bench"]
 
 
 @pytest.mark.parametrize("package", [equivalence_tests, checker])

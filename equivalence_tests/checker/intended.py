@@ -1,7 +1,7 @@
 """What the user says is intended, or may fail: it is reported, and does not count against the code."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from equivalence_tests.checker.mistakes import MISTAKES
@@ -11,6 +11,24 @@ from equivalence_tests.checker.reporting.report import Report
 OF_ANY_FUNCTION = "changed_by_"  # the names of what no catalogue knows
 OF_A_CHECK = "check_"
 VALUES = "check_values"  # the one check of a part
+
+
+def reasons(options: Sequence[str]) -> dict[str, str]:
+    """Read what is given as NAME=REASON.
+
+    Raises:
+        ValueError: If it is something else.
+
+    >>> reasons(["scale_missing=as T5"])
+    {'scale_missing': 'as T5'}
+    """
+    read = {}
+    for option in options:
+        name, _, reason = (part.strip() for part in option.partition("="))
+        if not (name and reason):
+            raise ValueError(f"must be NAME=REASON, got {option!r}")
+        read[name] = reason
+    return read
 
 
 def check_intended(intended: Mapping[str, str]) -> Mapping[str, str]:

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from equivalence_tests.checker.doors.discovery import Candidate, candidates, names_one_thing
+from equivalence_tests.checker.doors.discovery import Candidate, NothingToCheckError, candidates, names_one_thing
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
-from equivalence_tests.checker.intended import check_intended
+from equivalence_tests.checker.intended import check_intended, reasons
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reporting.exports import to_github, to_json, to_junit, to_sarif
 from equivalence_tests.checker.reporting.findings import KINDS, VERDICTS
@@ -84,6 +84,9 @@ def verify_command(
     run_all: Annotated[
         bool, typer.Option("--run-all", help="Run every cell of a notebook, not only imports and definitions.")
     ] = False,
+    skip_empty: Annotated[
+        bool, typer.Option("--skip-empty", help="Skip files that hold no attention, layer or mask builder.")
+    ] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the code too, and hold it against itself in eager mode.")
     ] = False,
@@ -101,11 +104,13 @@ def verify_command(
     if paths.count(PRINTED) + equivalent > 1:
         said = "only one of --json, --junit and --sarif can be -, and none beside --equivalent: give the others a file"
         raise typer.BadParameter(said)
-    reasons = _intended([*(meant or []), *(intended or [])], [file for file in (meant_file, intended_file) if file])
+    excused = _intended([*(meant or []), *(intended or [])], [file for file in (meant_file, intended_file) if file])
     console = Console(stderr=equivalent or PRINTED in paths)
     if compiled and inputs:
         raise typer.BadParameter("works on single attentions, not with --inputs", param_hint="--compile")
-    requests, unread = _requests(targets, console, Request("", inputs, kind, adapter, reasons, run_all, compiled))
+    requests, unread = _requests(
+        targets, console, Request("", inputs, kind, adapter, excused, run_all, compiled), skip_empty
+    )
     reports = [*unread, *_checked(requests, Limits(timeout, memory_mib), Console(stderr=True))]
     if PRINTED not in paths:
         _show(reports, console)
@@ -118,10 +123,12 @@ def verify_command(
         typer.echo("\n".join(to_github(reports)))
     if equivalent:
         typer.echo("\n\n".join(_equivalent(report) for report in reports).rstrip("\n"))
-    raise typer.Exit(_status(reports, allow_partial))
+    raise typer.Exit(VERDICTS["equal"] if skip_empty and not reports else _status(reports, allow_partial))
 
 
-def _requests(targets: Sequence[str], console: Console, pattern: Request) -> tuple[list[Request], list[Report]]:
+def _requests(
+    targets: Sequence[str], console: Console, pattern: Request, skip_empty: bool
+) -> tuple[list[Request], list[Report]]:
     """Turn what was named into what is checked: one thing each, or all that a file or folder holds."""
     requests: list[Request] = []
     unread: list[Report] = []
@@ -136,6 +143,8 @@ def _requests(targets: Sequence[str], console: Console, pattern: Request) -> tup
         try:
             found, broken = candidates(target)
         except CannotCheckError as error:
+            if skip_empty and isinstance(error, NothingToCheckError):
+                continue
             unread.append(Report(target, reason=str(error)))
             continue
         unread += [Report(file, reason=reason) for file, reason in broken.items()]
@@ -215,20 +224,15 @@ def _in_short(report: Report) -> str:
 
 def _intended(options: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
     """Read which deviations are on purpose, each with its reason."""
-    reasons: dict[str, str] = {}
+    given: dict[str, str] = {}
     for file in files:
         try:
             read = tomllib.loads(file.read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
             raise typer.BadParameter(f"{file} is not TOML: {error}", param_hint="--intended-file") from error
-        reasons |= {name: str(reason) for name, reason in read.items()}
-    for option in options:
-        name, sign, reason = option.partition("=")
-        if not (name.strip() and sign and reason.strip()):
-            raise typer.BadParameter(f"must be NAME=REASON, got {option!r}", param_hint="--intended")
-        reasons[name.strip()] = reason.strip()
+        given |= {name: str(reason) for name, reason in read.items()}
     try:
-        return dict(check_intended(reasons))
+        return dict(check_intended(given | reasons(options)))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--intended") from error
 

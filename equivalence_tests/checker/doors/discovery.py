@@ -46,6 +46,10 @@ class Candidate:
         return f"{self.path}:{self.name}"
 
 
+class NothingToCheckError(CannotCheckError):
+    """Nothing in the files looks like an attention, a layer or a mask builder."""
+
+
 def names_one_thing(target: str) -> bool:
     """Whether a target names one class or function: "file.py:Name" or "module.path:Name".
 
@@ -77,7 +81,7 @@ def candidates(target: str) -> tuple[list[Candidate], dict[str, str]]:
     if not found and not unread:
         if not files:
             raise CannotCheckError(f"there is no Python file and no notebook in {target}")
-        raise CannotCheckError(
+        raise NothingToCheckError(
             f"{target}: looked at {len(files)} file{'s' * (len(files) != 1)} and found no attention, layer or mask "
             "builder. Name one thing to check it all the same: file.py:Name"
         )
