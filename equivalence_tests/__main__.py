@@ -29,6 +29,10 @@ COMMANDS = {
         "equivalence_tests.learn.explain.command:explain",
         "Explain an argument of torch.nn's attention, with live code.",
     ),
+    "practice": (
+        "equivalence_tests.learn.practice.command:practice",
+        "Learn by writing: twenty exercises, by hand and with torch, with a check that says why it is wrong.",
+    ),
     "page": (
         "equivalence_tests.learn.page.command:page",
         "Write one self-contained HTML page: hand-written and built-in attention side by side, with live numbers.",
