@@ -19,7 +19,7 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
-from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.mistakes import MISTAKES, named_mistake, told
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs
 from equivalence_tests.checker.reach.construction import retype
 from equivalence_tests.checker.reach.errors import said
@@ -33,7 +33,7 @@ Check = Callable[["Checked"], str]
 FRESH = range(201, 204)
 DRAWS = 200
 SINGLE = 1e-7
-PLAIN = ("rotary_positions", "queries_and_keys_normalised")  # what the formula is held against has these too
+KEPT = frozenset(name for name, mistake in MISTAKES.items() if mistake.kept)
 NO_GRADIENT = "the output carries no gradient: it is detached, or computed under no_grad"
 
 
@@ -105,7 +105,7 @@ class Checked:
 
     def formula(self, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
         """Torch's formula in the place of the context; skips the check where something else is meant."""
-        others = [finding.name for finding in self.report.meant if finding.name not in PLAIN]
+        others = [finding.name for finding in self.report.meant if finding.name not in KEPT]
         judgements = self.situation.found.judgements
         if others or any(judgement.attention.tiled for judgement in judgements):
             raise SkippedError(f"the formula is another one: {', '.join(others) or 'tiles'}")

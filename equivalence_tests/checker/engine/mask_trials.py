@@ -31,22 +31,6 @@ OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
 OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)$")  # what leaves "y" of "y_mask"
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
 CODE_ERRORS = (AttributeError, NameError)
-TELLING = {"mask_of_first_sample", "mask_repeated_in_wrong_order", "mask_transposed"}
-# How far a reading of the mask is from right; what is not named costs 4.
-COSTS = {
-    "mask_after_softmax": 0,
-    "mask_fill_zero": 1,
-    "mask_fill_not_negative": 1,
-    "mask_fill_too_small": 1,
-    "mask_of_first_sample": 1,
-    "mask_repeated_in_wrong_order": 1,
-    "padding_mask_on_queries": 2,
-    "mask_transposed": 2,
-    "mask_multiplied": 2,
-    "mask_added_as_01": 3,
-    "mask_never_used": 5,
-    "mask_inverted": 6,
-}
 
 
 def masked_departures(situation: Situation, report: Report) -> list[Departure]:
@@ -226,7 +210,9 @@ class _Masks:
     def _understood(self, form: MaskForm) -> list[Departure]:
         """A form in which all samples or queries are alike hides what a general form shows."""
         general = [
-            new for _, other, new in self.tried if other.pattern == "full" and new and {d.name for d in new} <= TELLING
+            new
+            for _, other, new in self.tried
+            if other.pattern == "full" and new and all(departure.mistake.by_query for departure in new)
         ]
         self.understood = self.situation.understood = form
         self._tell(form)
@@ -379,6 +365,6 @@ def _switched_off(module: nn.Module | None) -> str:
 
 def _score(form: MaskForm, new: list[Departure], blocked: bool) -> tuple[float, ...]:
     """How far a reading of the mask is from right: the nearest one is reported."""
-    worst = max((COSTS.get(departure.name, 4) for departure in new), default=0)
+    worst = max((departure.mistake.cost for departure in new), default=0)
     kind = 0 if form.encoding in ("look", "block") else 2 if form.encoding == "additive" else 1
     return (float(blocked), float(worst + len(new)), float(form.pattern != "full"), float(kind))

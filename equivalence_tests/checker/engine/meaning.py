@@ -23,7 +23,6 @@ from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.taking_part import waiting_parameters
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES, MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation, Slot
-from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -95,7 +94,7 @@ class Evidence:
         if departure.name == "changed_by_mul" and departure.stage == "scores" and departure.operation is not None:
             gates = self._parameters_beside(departure.operation)
             return f"the parameter {gates[0]} says how much is taken of them" if gates else ""
-        if departure.operation is not None and departure.name in SINKS:
+        if departure.operation is not None and (departure.mistake.sink or departure.name in CUTS):
             joined = [bits for one, _, bits, _ in self._beside_scores() if one.name in JOINS]
             names = [name for bits in joined for name in self.recorder.parameters(bits)]
             if names:
@@ -105,11 +104,11 @@ class Evidence:
 
     def _as_named(self, departure: Departure) -> str:
         """What the class in which it stands, or one around that, is named after; a scale that is stated says more."""
-        mistake, first = MISTAKES.get(departure.name), self.judgement.attention.first
+        first = self.judgement.attention.first
         if departure.name == "scale_missing" and self._stated_scale():
             return ""
         around = modules_around(self.module, (departure.operation or first).place)
-        return "" if mistake is None else mistake.as_named([type(module).__name__ for module in around])
+        return departure.mistake.as_named([type(module).__name__ for module in around])
 
     def _is_of_this_run(self, operation: Operation) -> bool:
         """Whether it ran in the call that is judged, and not in another one, with a mask or a second tensor."""
@@ -537,7 +536,7 @@ DIVISORS = re.compile(r"temperature|divisor|denominator")
 NORMED = ("normed", "gain")
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat hstack")
-SINKS = ("mask_after_softmax", "causal_mask_after_softmax", "weights_scaled", "changed_by_getitem", "changed_by_narrow")
+CUTS = ("changed_by_getitem", "changed_by_narrow")  # of the column of a sink, after the softmax
 
 
 def modules_around(module: nn.Module | None, place: str) -> list[nn.Module]:

@@ -26,8 +26,6 @@ from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.equivalent.one_call import hold_call
 from equivalence_tests.checker.reporting.report import Report
 
-EXCHANGED = ("query_key_swapped", "key_value_swapped", "query_value_swapped", "arguments_rotated")
-
 
 def diagnose_call(
     function: Callable[..., Any],
@@ -81,7 +79,7 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     if len(found.judgements) == 1:  # of several, none says which weights are its own
         found.departures[place] += _of_weights(judgement, found.call.module, found.departures[place])
         found.departures[place] += idle_departures(judgement.attention, found.call.function)
-    if any(departure.name in EXCHANGED for departure in found.departures[place]):  # rotations of other roles follow
+    if any(departure.mistake.roles for departure in found.departures[place]):  # rotations of other roles follow
         found.departures[place] = [one for one in found.departures[place] if one.stage != "rotary"]
     report = Report(name or f"attention {place + 1}", "multi-head attention")
     conclude(report, found, place, found.departures[place], meant, proofs)

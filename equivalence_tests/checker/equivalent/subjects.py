@@ -45,7 +45,6 @@ from equivalence_tests.checker.reporting.lines import code_lines, raised_at
 from equivalence_tests.checker.reporting.report import Report
 
 FIXED = ("NameError", "ModuleNotFoundError")  # what no other argument or size would change
-NO_FACTOR = ("scale_after_softmax", "scale_differs_by_head", "scale_argument_wrong")  # wrong by any factor
 MOST_SIZES = 3  # after which what could not be read at any is not tried at others
 
 
@@ -125,7 +124,7 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         errors.append(f"{type(error).__name__}: {error}{raised_at(error)}")
         return None
     said = _callers_scale(situation)
-    meant = {row.name: said for row in SCALES if said and row.name not in NO_FACTOR} | dict(subject.adapter.meant)
+    meant = {row.name: said for row in SCALES if said and row.chosen} | dict(subject.adapter.meant)
     subject.adapter = replace(subject.adapter, meant=meant)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
     departures = list(situation.departures)

@@ -517,14 +517,6 @@ def _add_mask_methods(walk: Walk) -> None:
                 _add_part(walk, name, part)
 
 
-# What shows in a whole model and follows from what was said of a part: the beginnings of the names of that.
-FOLLOWS = {
-    "no_positions": ("position_",),
-    "future_is_seen": ("causal_", "cross_attention_from_"),
-    "part_never_used": ("cross_attention_",),
-}
-
-
 def _add_model(walk: Walk, run: ModelRun) -> None:
     """Run a whole model, or a stack, and look at how it is wired."""
     evidence = "seen when the model is run, and run again with one or two of its tokens changed"
@@ -532,7 +524,8 @@ def _add_model(walk: Walk, run: ModelRun) -> None:
     judged = itertools.chain(judge_model(walk.module, run), _judged_masks(walk, run))
     try:
         for what, mistake, where in judged:
-            if any(finding.name.startswith(FOLLOWS.get(mistake, ())) for finding in walk.report.findings):
+            follows = named_mistake(mistake).follows if mistake else ()
+            if any(finding.name.startswith(follows) for finding in walk.report.findings):
                 continue
             lines = _called_at(called, mistake, where) or _ran_at(walk, run, mistake, where) if mistake else ()
             mistakes = {mistake: lines} if mistake else {}

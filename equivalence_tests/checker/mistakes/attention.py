@@ -1,6 +1,7 @@
 """The known mistakes of attentions, each with the change that makes it of a right one."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from equivalence_tests.checker.mistakes.mistake import Change, Mistake, rows
 
@@ -17,6 +18,7 @@ SCALES = (
         "scores = q kᵀ",
         "Divide the scores by sqrt(head_dim).",
         (SCALE_LINE, "q @ k.mT"),
+        chosen=True,
         on_purpose_in="T5 leaves the scale out and makes up for it in the initialisation, and so do UDOP, Pop2Piano, "
         "Pix2Struct and Switch Transformers, which are made from it; non-local blocks have none.",
     ),
@@ -26,6 +28,7 @@ SCALES = (
         "scores = q kᵀ {scale}",
         "Divide by sqrt(head_dim) = sqrt(embed_dim / num_heads), once: take the size of the last axis of the keys.",
         (SCALE_LINE, "q @ k.mT / math.sqrt(query.size(-1))"),
+        chosen=True,
     ),
     _scaled(
         "scale_differs_by_head",
@@ -260,6 +263,7 @@ SOFTMAXES = (
         "weights = softmax(scores) * {factor:.4g}",
         "Leave the weights as the softmax gives them.",
         (SOFTMAX_LINE, "scores.softmax(-1) * 0.5"),
+        sink=True,
     ),
     _softmax(
         "tiles_do_not_add_up",
@@ -355,11 +359,12 @@ WORDS = {"q": "query", "k": "key", "v": "value", "-": ""}
 _project = rows("project")
 
 
-def _inputs(order: str, name: str, sentence: str) -> Mistake:
+def _inputs(order: str, name: str, sentence: str, roles: bool = False) -> Mistake:
     """Queries, keys and values made from other arguments."""
     formulas = f"Attention({', '.join(WORDS[letter] for letter in order)})", "Attention(query, key, value)"
     code = ", ".join(f"self.{role}_proj({WORDS[letter]})" for role, letter in zip("qkv", order, strict=True))
-    return _project(name, sentence, formulas, "Use query, key and value as their names say.", (ROLES_LINE, code))
+    change = ROLES_LINE, code
+    return _project(name, sentence, formulas, "Use query, key and value as their names say.", change, roles=roles)
 
 
 def _matrices(order: str, name: str, sentence: str, fix: str, on_purpose_in: str = "") -> Mistake:
@@ -388,17 +393,17 @@ SHARING = {
 }
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
 SWAPS = (
-    ("qvk", "key_value_swapped", "Key and value are swapped: the values are matched and the keys are averaged."),
-    ("kqv", "query_key_swapped", "Query and key are swapped."),
-    ("vkq", "query_value_swapped", "Query and value are swapped."),
-    ("kvq", "arguments_rotated", "Query, key and value are used in the wrong order."),
+    ("qvk", "key_value_swapped", "Key and value are swapped: the values are matched and the keys are averaged.", True),
+    ("kqv", "query_key_swapped", "Query and key are swapped.", True),
+    ("vkq", "query_value_swapped", "Query and value are swapped.", True),
+    ("kvq", "arguments_rotated", "Query, key and value are used in the wrong order.", True),
     ("qkq", "values_from_query", "The values are made from the queries' tensor."),
     ("qqv", "keys_from_query", "The keys are made from the queries' tensor."),
     ("qqq", "memory_unused", "Keys and values are made from the queries' tensor: it is self-attention."),
     ("qkk", "values_from_key", "The values are made from the keys' tensor."),
     ("qvv", "keys_from_value", "The keys are made from the values' tensor."),
 )
-ORDERS = {order: name for order, name, _ in SWAPS} | {"vqk": "arguments_rotated"}
+ORDERS = {order: name for order, name, *_ in SWAPS} | {"vqk": "arguments_rotated"}
 ROLES = (
     *(_inputs(*swap) for swap in SWAPS),
     *map(_not_projected, PLURAL, PLURAL.values()),
@@ -531,31 +536,36 @@ _mask = rows("mask", MASK, ran="masked_fill, where, full, full_like, mul")
 _causal = rows("mask", CAUSAL, "causal", ran="tril, triu, le, lt, ge, gt, arange")
 
 
-def _both(names: tuple[str, str], sentence: str, have: str, fix: str, *changes: Change) -> Iterator[Mistake]:
-    """A mask that is given and a causal one, applied in the same wrong way."""
+def _both(
+    names: tuple[str, str], sentence: str, have: str, fix: str, *changes: Change, cost: int = 4, sink: bool = False
+) -> Iterator[Mistake]:
+    """A mask that is given, which costs a reading so much, and a causal one, applied in the same wrong way."""
     for name, right, mask, kind in zip(names, ("cross", "causal"), ("mask", "future"), ("", "causal "), strict=True):
         made = ((old.format(mask=mask), new.format(mask=mask)) for old, new in changes)
-        yield _mask(name, sentence.replace("mask", f"{kind}mask", 1), have, fix, *made, of=right)
+        found = _mask(name, sentence.replace("mask", f"{kind}mask", 1), have, fix, *made, of=right, sink=sink)
+        yield found if kind else replace(found, cost=cost)
 
 
-def _filled(name: str, what: str, fill: str) -> Iterator[Mistake]:
+def _filled(name: str, what: str, fill: str, cost: int) -> Iterator[Mistake]:
     """A number that does not hide."""
     names, sentence = (f"mask_{name}", f"causal_{name}"), f"The mask fills with {{fill:g}}, {what}."
     change = APPLIED, APPLIED.replace("-math.inf", fill)
-    return _both(names, sentence, "scores.masked_fill(hidden, {fill:g}), then softmax", "Fill with -inf.", change)
+    have = "scores.masked_fill(hidden, {fill:g}), then softmax"
+    return _both(names, sentence, have, "Fill with -inf.", change, cost=cost)
 
 
 MASKS = (
-    *_filled("fill_zero", "which hides nothing", "0.0"),
-    *_filled("fill_not_negative", "a number near 0 where a large negative one was meant: hidden keys leak", "1e-9"),
-    *_filled("fill_too_small", "which does not quite hide keys", "-10.0"),
-    *_filled("fill_positive", "a large positive number: only hidden keys are looked at", "1e9"),
+    *_filled("fill_zero", "which hides nothing", "0.0", 1),
+    *_filled("fill_not_negative", "a number near 0 where a large negative one was meant: hidden keys leak", "1e-9", 1),
+    *_filled("fill_too_small", "which does not quite hide keys", "-10.0", 1),
+    *_filled("fill_positive", "a large positive number: only hidden keys are looked at", "1e9", 4),
     *_both(
         ("mask_added_as_01", "causal_mask_added_as_01"),
         "The mask is added to the scores as zeros and ones, so that hidden keys leak.",
         "softmax(scores + mask)",
         HIDE,
         (APPLIED, "scores = scores + (~{mask}).to(scores.dtype)"),
+        cost=3,
     ),
     *_both(
         ("mask_multiplied", "causal_mask_multiplied"),
@@ -563,6 +573,7 @@ MASKS = (
         "softmax(scores * mask)",
         HIDE,
         (APPLIED, "scores = scores * (~{mask}).to(scores.dtype)"),
+        cost=2,
     ),
     *_both(
         ("mask_after_softmax", "causal_mask_after_softmax"),
@@ -571,6 +582,8 @@ MASKS = (
         HIDE,
         (APPLIED, "pass"),
         (WEIGHTS, f"{WEIGHTS} if {{mask}} is None else scores.softmax(-1).masked_fill({{mask}}, 0.0)"),
+        cost=0,
+        sink=True,
     ),
     _mask(
         "mask_never_used",
@@ -579,6 +592,7 @@ MASKS = (
         "Fill the scores with -inf where it hides a key, before the softmax; a layer or a model hands it on to where "
         "that is done.",
         (MASK_LINE, "scores.masked_fill(mask, -math.inf)"),
+        cost=5,
     ),
     _mask(
         "mask_transposed",
@@ -586,6 +600,8 @@ MASKS = (
         "mask[b, k, q]",
         "Transpose the mask, or use mask[:, None, None, :] for padding.",
         (MASK_LINE, APPLIED.format(mask="mask.mT")),
+        cost=2,
+        by_query=True,
         ran="last setitem",
     ),
     _mask(
@@ -593,6 +609,7 @@ MASKS = (
         "The padding mask is applied to the queries instead of the keys.",
         "mask[:, None, :, None]",
         "Use mask[:, None, None, :].",
+        cost=2,
         ran="last getitem, last unsqueeze",
     ),
     _mask(
@@ -601,6 +618,8 @@ MASKS = (
         "mask.repeat(num_heads, 1, 1)",
         "Heads lie inside each sample: use mask.repeat_interleave(num_heads, 0).",
         (MASK_LINE, APPLIED.format(mask="mask[:, 0].repeat(self.num_heads, 1, 1).view_as(scores)")),
+        cost=1,
+        by_query=True,
     ),
     _mask(
         "mask_of_first_sample",
@@ -608,6 +627,8 @@ MASKS = (
         "mask[0]",
         "Keep the batch axis of the mask.",
         (MASK_LINE, APPLIED.format(mask="mask[:1]")),
+        cost=1,
+        by_query=True,
     ),
     _mask(
         "mask_inverted",
@@ -615,6 +636,7 @@ MASKS = (
         "masked_fill(~hidden, -inf)",
         "Invert the mask: say in the argument's name which of True and False may look.",
         (">= lengths", "< lengths"),
+        cost=6,
         of="lengths",
     ),
     _mask(
@@ -735,6 +757,7 @@ MEANT = (
         (f"{ROTATED} / sqrt(head_dim)", SCALE),
         "",
         on_purpose_in="RoFormer, LLaMA and most language models since.",
+        kept=True,
     ),
     _norm(
         "queries_and_keys_normalised",
@@ -742,6 +765,7 @@ MEANT = (
         ("scores = norm(q) norm(k)ᵀ * scale", SCALE),
         "",
         on_purpose_in="ViT-22B, Qwen3, OLMo 2.",
+        kept=True,
     ),
     _norm(
         "values_normalised",

@@ -24,6 +24,13 @@ class Mistake:
         named: Whether a class that is named after one of them means it so.
         ran: What runs at its line, the likeliest first, where the output shows the mistake and no single operation
             does: "std", "last mul", "end" for the line that gives the output, "call" for that which calls the part.
+        cost: How far a reading of a mask is from right in which this deviates; the nearest reading is reported.
+        by_query: Whether only a mask with a row for each sample and query shows it.
+        roles: Whether queries, keys and values stand in one another's place: how each is rotated follows from that.
+        chosen: Whether it is a factor that a caller who chooses the scale may have chosen.
+        sink: Whether it is how a learnt share of every row looks, where a parameter lies beside the scores.
+        kept: Whether the formula that the whole is held against has it too.
+        follows: The beginnings of the names of a part's mistakes from which this follows in a whole model.
         right: The right code of ``zoo.right`` that ``changes`` break; "" where the zoo holds a class with it.
         changes: What to replace in that by what.
     """
@@ -37,6 +44,13 @@ class Mistake:
     on_purpose_in: str = ""
     named: bool = True
     ran: str = ""
+    cost: int = 4
+    by_query: bool = False
+    roles: bool = False
+    chosen: bool = False
+    sink: bool = False
+    kept: bool = False
+    follows: tuple[str, ...] = ()
     right: str = ""
     changes: tuple[Change, ...] = ()
 

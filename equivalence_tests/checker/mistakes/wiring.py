@@ -149,6 +149,7 @@ ROWS = (
         ("position i reads the targets j > i", "position i reads the targets j <= i"),
         "Give the decoder's self-attention a causal mask.",
         ran="call",
+        follows=("causal_", "cross_attention_from_"),
     ),
     _layer(
         "no_positions",
@@ -156,6 +157,7 @@ ROWS = (
         ("embedding(ids)", "embedding(ids) + positions"),
         "Add the positional encoding to the embeddings.",
         on_purpose_in="Decoders with a causal mask can do without (NoPE).",
+        follows=("position_",),
     ),
     _layer(
         "random_in_eval",
@@ -176,5 +178,6 @@ ROWS = (
         "A module exists but takes no part in the forward pass.",
         ("the part is constructed and not called", "the part is called, or not there"),
         "Call it, or remove it.",
+        follows=("cross_attention_",),
     ),
 )

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+from equivalence_tests.checker.mistakes import MISTAKES, Mistake
 from equivalence_tests.checker.reporting.lines import Frames
 
+UNKNOWN = Mistake("", "", "", "", "", "")
 ROLES = ("query", "key", "value")
 
 TOLERANCE = 1e-7
@@ -52,6 +54,11 @@ class Departure:
     def lines(self) -> Frames:
         """The user's lines that led there, the innermost first."""
         return self.frames or (self.operation.frames if self.operation is not None else ())
+
+    @property
+    def mistake(self) -> Mistake:
+        """The row of the catalogue; an empty one where no catalogue knows it."""
+        return MISTAKES.get(self.name, UNKNOWN)
 
     def show(self, have: Tensor, want: Tensor) -> None:
         """Take over the four numbers that differ most, as they are and as they should be."""
