@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from equivalence_tests.checker.equivalent.steps import names_a_step
 from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, CheckResult
 from equivalence_tests.checker.reporting.report import Report
@@ -43,7 +44,7 @@ def check_intended(intended: Mapping[str, str]) -> Mapping[str, str]:
     """
     for name, reason in intended.items():
         known = _checks() if name.startswith(OF_A_CHECK) else list(MISTAKES)
-        if name not in known and OF_ANY_FUNCTION not in name:
+        if name not in known and OF_ANY_FUNCTION not in name and not names_a_step(name):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; is it {near[0]!r}?" if near else ""
             raise ValueError(f"intended must name deviations that the checker knows, got {name!r}{hint}")

@@ -250,7 +250,8 @@ class _Masks:
             return [infinite]
         wrong = [error for error in self.errors if isinstance(error, CODE_ERRORS)]
         if wrong and len(wrong) == len(self.errors):
-            return [Departure("mask_fails", "mask", None, {"said": said(wrong[0])}, frames=frames_of(wrong[0]))]
+            facts = {"said": said(wrong[0]), "claim": f"A call with {self.parameter} raises {said(wrong[0])}"}
+            return [Departure("mask_fails", "mask", None, facts, frames=frames_of(wrong[0]))]
         why = f"every form raised, {said(self.errors[0])}" if self.errors else "every form gave NaN"
         self.report.notes.append(f"{self.parameter} was not read: {why}")
         self.report.coverage.append(Exercise(self.parameter, False, why))
@@ -267,7 +268,9 @@ class _Masks:
             return []
         judgement = self.situation.judgement
         first = judgement.attention.first if judgement is not None else None
-        return [Departure("mask_never_used", "mask", self._dropped() or first, {"argument": f" {self.parameter}"})]
+        claim = f"The output is the same, bit for bit, whatever {self.parameter} hides."
+        facts = {"argument": f" {self.parameter}", "claim": claim}
+        return [Departure("mask_never_used", "mask", self._dropped() or first, facts)]
 
     def _dropped(self) -> Operation | None:
         """The last operation that makes something of the mask and the scores, of which nothing comes back."""

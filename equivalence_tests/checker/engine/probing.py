@@ -48,7 +48,8 @@ def overflowing(situation: Situation) -> list[Departure]:
     first = next(spoilt, None)
     if first is None or first.name != "exp":
         return []
-    return [Departure("softmax_overflows", "softmax", first)]
+    claim = f"With inputs {LOUDEST:g} times as large the exponential is infinite here, and NaN comes back."
+    return [Departure("softmax_overflows", "softmax", first, {"claim": claim})]
 
 
 def _has_overflown(x: Tensor) -> bool:
@@ -147,8 +148,8 @@ def other_length_departures(situation: Situation) -> list[Departure]:
             return [Departure("query_key_swapped", "project", added)]
         if is_refusal(error):
             return []
-        frames = frames_of(error)
-        return [Departure("other_lengths_crash", "project", None, {"said": said(error)}, frames=frames)]
+        facts = {"said": said(error), "claim": f"With {lengths.query_len + 2} keys the call raises {said(error)}"}
+        return [Departure("other_lengths_crash", "project", None, facts, frames=frames_of(error))]
     return []
 
 
@@ -191,7 +192,10 @@ def in_training(situation: Situation) -> list[Departure]:
         weighed = max((step.index for step in steps if step.name in WEIGHS), default=0)
         for step in steps:
             if "dropout" in step.name and step.index < weighed:
-                return [Departure("dropout_on_scores", "dropout", step)]
+                before, after = step.inputs[0].value, step.outputs[0].value
+                dropped = int(((after == 0) & (before != 0)).sum())
+                claim = f"In training, {dropped} of {after.numel()} scores became 0 here, before the softmax."
+                return [Departure("dropout_on_scores", "dropout", step, {"claim": claim})] if dropped else []
     return []
 
 
@@ -209,7 +213,8 @@ def made_in_forward(situation: Situation) -> list[Departure]:
     if not made:
         return []
     name = "norm_fresh_in_forward" if set(made) == {"LayerNorm"} else "layer_made_in_forward"
-    return [Departure(name, "project", None, frames=next(iter(made.values())))]
+    claim = f"Each call makes {' and '.join(sorted(made))} anew: none of its weights is a parameter of the module."
+    return [Departure(name, "project", None, {"claim": claim}, frames=next(iter(made.values())))]
 
 
 def _sees_no_future(situation: Situation) -> bool:

@@ -148,7 +148,11 @@ def situation_of(
     found = examine(call, expecting)
     situation = Situation(subject, trial, inputs, call, found)
     situation.extra = list(_outside(situation, roles, expecting))
-    for departure in situation.departures:
+    for place, departures in enumerate(found.departures):
+        for departure in departures:
+            departure.seen_in = found, place
+            _name_by_heads(departure, situation)
+    for departure in situation.extra:
         _name_by_heads(departure, situation)
     return situation
 

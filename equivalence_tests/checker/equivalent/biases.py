@@ -103,11 +103,19 @@ class Bias:
 
     @property
     def is_alibi(self) -> bool:
-        """Whether the slopes are those of attention with linear biases: powers of one number, from head to head."""
+        """Whether the slopes are those of ALiBi: the powers of one number, or as its paper has them.
+
+        The paper has 2^(-8 i / heads); where heads are no power of two, those of the next lower one and, behind
+        them, every second of twice as many.
+        """
         if self.slopes is None or bool((self.slopes <= 0).any()):
             return False
-        ratios = self.slopes[1:] / self.slopes[:-1]
-        return bool((ratios < 1).all()) and torch.allclose(ratios, ratios[:1].expand_as(ratios), rtol=1e-5)
+        heads = len(self.slopes)
+        numbers = torch.arange(1.0, heads + 1, dtype=torch.float64)
+        lower = 2 ** (heads.bit_length() - 1)
+        paper = torch.cat([2 ** (-8 * numbers[:lower] / lower), 2 ** (-4 * (2 * numbers[: heads - lower] - 1) / lower)])
+        powers = self.slopes[0] ** numbers
+        return any(torch.allclose(self.slopes, one, rtol=1e-5) for one in (powers, paper)) and float(self.slopes[0]) < 1
 
 
 @dataclass

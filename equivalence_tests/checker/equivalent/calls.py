@@ -24,6 +24,7 @@ from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.equivalent.one_call import hold_call
+from equivalence_tests.checker.reporting.findings import Proof
 from equivalence_tests.checker.reporting.report import Report
 
 
@@ -89,7 +90,7 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     report.conventions, report.notes = _conventions(judgement), judgement.notes
     report.place = judgement.attention.first.place
     if report.verdict in ("equal", "partial"):
-        hold_call(report, found, judgement)
+        hold_call(report, found, judgement, meant)
     return report
 
 
@@ -107,7 +108,7 @@ def conclude(
         report: Receives it.
         found: What was seen in the call.
         place: Which of its attentions.
-        departures: Of that one; those that were seen in this call can be proven.
+        departures: Of that one, in this call and in others.
         meant: Findings that are intended, by name, each with the user's reason.
         proofs: Whether to prove them.
     """
@@ -115,12 +116,22 @@ def conclude(
     for departure in departures:
         departure.evidence = departure.evidence or meant.get(departure.name, "")
     wrong = [departure for departure in departures if not departure.evidence]
-    own = [departure for departure in wrong if departure in found.departures[place]]
-    found.departures[place] = own
-    proven = dict(zip(map(id, own), prove(found, place), strict=True)) if proofs and own else {}
+    proven = _proven(wrong, found, place) if proofs else {}
     report.findings = [finding_of(departure, proven.get(id(departure))) for departure in wrong]
     report.meant = [finding_of(departure) for departure in departures if departure.evidence]
     report.verdict = "deviates" if wrong else "equal"
+
+
+def _proven(wrong: list[Departure], found: Examination, place: int) -> dict[int, Proof | None]:
+    """Prove each departure in the call in which it was seen, beside all others that were seen there."""
+    proofs: dict[int, Proof | None] = {}
+    seen = {id(x): (x, at) for x, at in [(found, place), *(one.seen_in for one in wrong if one.seen_in)]}
+    for examination, at in seen.values():
+        own = [departure for departure in wrong if departure in examination.departures[at]]
+        examination.departures[at] = own
+        new = prove(examination, at) if any(id(departure) not in proofs for departure in own) else ()
+        proofs = dict(zip(map(id, own), new, strict=False)) | {k: v for k, v in proofs.items() if v is not None}
+    return proofs
 
 
 def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Departure]) -> list[Departure]:

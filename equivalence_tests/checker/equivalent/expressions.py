@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.steps import Step
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -18,21 +19,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "softplus": F.softplus,
 }
-
-
-@dataclass(frozen=True)
-class Step:
-    """Something in the program that torch's formula does not have.
-
-    Args:
-        words: What it does.
-        evidence: What says that it is intended; "" if nothing does.
-        stage: Where it stands, as in a finding.
-    """
-
-    words: str
-    evidence: str
-    stage: str
 
 
 @dataclass

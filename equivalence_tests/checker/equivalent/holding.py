@@ -1,9 +1,8 @@
 """Hold a verdict against torch: the program of what was read, compared as a whole with what the code gives."""
 
 import inspect
-import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,11 +11,13 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, named_inputs, situation_of
+from equivalence_tests.checker.equivalent.beside import left_over
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, difference_of, kept_parameters
-from equivalence_tests.checker.equivalent.expressions import Step
+from equivalence_tests.checker.equivalent.deciding import Holding, decide
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.reading import Reading, read
+from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.equivalent.writing import Signature, Writer
@@ -24,69 +25,10 @@ from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
-from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.report import Report
 
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
-COMPARED_WHOLE = ("the output", "what stands around the attention")  # what the stages alone say nothing about
 COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
-# The names of the deviations that a step of a program is, by its stage.
-NAMES = {
-    "project": "input|norm",
-    "split": "grouped|paired",
-    "merge": "merged|order",
-    "output": "output",
-    "gate": "gate",
-    "factor": "scale|changed_by_(mul|div)",
-    "unused": "never_used|without_effect",
-    "heads": "heads",
-    "residual": "residual",
-    "operand": "norm",
-    "rotary": "rota",
-    "context": "value|weights_scaled|scale",
-    "scale": "scale|normalised",
-    "cap": "capped",
-    "scores": "bias|sink|position",
-    "mask": "mask|window|causal",
-}
-
-
-@dataclass(frozen=True)
-class Holding:
-    """A program, and how it compares.
-
-    Args:
-        program: The program.
-        parameters: Those of the user's module.
-        steps: What torch's formula does not have.
-        worst: The greatest difference that was seen.
-        tolerance: What differs by less, relative to the largest value, is rounding.
-    """
-
-    program: Program
-    parameters: Parameters
-    steps: tuple[Step, ...]
-    worst: Difference
-    tolerance: float
-
-    @property
-    def agrees(self) -> bool:
-        """Whether whole outputs and gradients agree."""
-        return self.worst.size <= self.tolerance
-
-    def unexplained(self, intended: Sequence[Finding]) -> list[Step]:
-        """List the steps that nothing says are intended.
-
-        Args:
-            intended: The deviations that are known to be; that a projection takes part is no evidence for any.
-        """
-        projections = self.program.projections(self.parameters)
-        told = [one.name for one in intended if not any(name in one.meant for name in projections)]
-        return [
-            step
-            for step in self.steps
-            if not step.evidence and not any(re.search(NAMES[step.stage], name) for name in told)
-        ]
 
 
 @dataclass
@@ -121,7 +63,9 @@ class _Held:
         parameters = Parameters.of(module)
         worst = self._worst(reading, layout)
         steps = (*self.program.steps(module, parameters), *self._of_heads())
-        return Holding(self.program, parameters, steps, worst, reading.tolerance)
+        first = case_of(situation.trial, None, "", seed=21)
+        rest = left_over(self.program, first, layout, reading.tolerance) if worst.size <= reading.tolerance else ()
+        return Holding(self.program, parameters, steps, worst, reading.tolerance, tuple(rest))
 
     def _of_heads(self) -> Iterator[Step]:
         """As many heads as each should have features, and the other way round."""
@@ -138,19 +82,12 @@ class _Held:
             source, why = writer.source(), ""
         except UnreadError as error:
             source, why = "", str(error)
-        told = {
-            step: [one.meant for one in report.meant if re.search(NAMES[step.stage], one.name)]
-            for step in holding.steps
-        }
         found = Equivalent(
             source=source,
             unwritten=why,
             theirs=_source_of(situation.subject.function),
             handed=tuple(writer.handed.values()),
-            steps=tuple(
-                (step.words, next((said for said in (step.evidence, *told[step]) if said), ""))
-                for step in holding.steps
-            ),
+            steps=tuple((step.words, evidence) for step, evidence in holding.told(report.meant).items()),
             compared=tuple(self.compared),
             not_run=tuple(self.not_run),
             difference=worst.size,
@@ -293,7 +230,7 @@ def case_of(
 
 
 def hold(report: Report, situation: Situation) -> None:
-    """Hold an EQUAL against torch: without a program that gives the same numbers it is none.
+    """Hold a verdict against torch: without a program that gives the same numbers there is no EQUAL.
 
     Args:
         report: Receives the program, and the verdict that follows.
@@ -307,28 +244,7 @@ def hold(report: Report, situation: Situation) -> None:
         report.reason = f"No program of torch's own parts could be made of it: {why}."
         return
     report.equivalent = held.written(holding, report)
-    judge(report, holding)
-
-
-def judge(report: Report, holding: Holding) -> None:
-    """Write into a report what a comparison of the whole says."""
-    worst = holding.worst
-    if not holding.agrees:
-        report.verdict = "unchecked"
-        report.reason = (
-            f"It differs from torch with the same weights by {worst.size:.2g} of the largest value "
-            f"({worst.what}, {worst.case}), and the checker could not say where."
-        )
-        return
-    open_steps = holding.unexplained(report.meant)
-    if open_steps:
-        report.verdict = "unchecked"
-        said = "; ".join(step.words for step in open_steps)
-        report.reason = f"Nothing says whether this is intended: {said}. If it is, say so with --intended."
-        return
-    report.coverage = [one for one in report.coverage if one.exercised or one.what not in COMPARED_WHOLE]
-    if report.verdict == "partial" and not report.not_exercised:
-        report.verdict = "equal"
+    decide(report, holding, situation.subject.adapter.meant)
 
 
 def equivalent_of(situation: Situation) -> Equivalent:

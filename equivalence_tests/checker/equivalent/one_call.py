@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call, Examination, is_data
+from equivalence_tests.checker.equivalent.beside import left_over
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, kept_parameters
+from equivalence_tests.checker.equivalent.deciding import Holding, decide
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
-from equivalence_tests.checker.equivalent.holding import Holding, judge
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.reading import plain_layout, read
@@ -45,13 +46,14 @@ class _Apart:
     layout: Layout
 
 
-def hold_call(report: Report, found: Examination, judgement: Judgement) -> None:
+def hold_call(report: Report, found: Examination, judgement: Judgement, intended: Mapping[str, str]) -> None:
     """Hold the verdict on an attention in a call against torch's own program; where none can be made, say why.
 
     Args:
         report: Receives the verdict that follows.
         found: What was seen in the call.
         judgement: Of the attention.
+        intended: What the user says is intended, by name, each with the reason.
     """
     try:
         holding = _holding(_apart(found, judgement))
@@ -60,7 +62,7 @@ def hold_call(report: Report, found: Examination, judgement: Judgement) -> None:
         report.coverage.append(Exercise(WHOLE, False, f"not compared: {why}"))
         report.verdict = "partial"
         return
-    judge(report, holding)
+    decide(report, holding, intended)
 
 
 def _apart(found: Examination, judgement: Judgement) -> _Apart:
@@ -127,7 +129,10 @@ def _holding(apart: _Apart) -> Holding:
                 raise UnreadError(f"it cannot be called again ({type(error).__name__}: {error})") from error
             worst = max([worst, *differences], key=lambda one: one.size)
         steps = tuple(reading.program.steps(module, parameters))
-    return Holding(reading.program, parameters, steps, worst, reading.tolerance)
+        agrees = worst.size <= reading.tolerance
+        first = Case(apart.found.call, None, "")
+        rest = left_over(reading.program, first, apart.layout, reading.tolerance) if agrees else ()
+    return Holding(reading.program, parameters, steps, worst, reading.tolerance, tuple(rest))
 
 
 def _cases(call: Call, program: Program) -> Iterator[Case]:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.equivalent.ending import Output
-from equivalence_tests.checker.equivalent.expressions import Step
 from equivalence_tests.checker.equivalent.operands import Projection
+from equivalence_tests.checker.equivalent.steps import Step
 
 
 def order_steps(query: Projection, key: Projection, value: Projection, output: Output) -> Iterator[Step]:

@@ -9,10 +9,11 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.ending import Output
-from equivalence_tests.checker.equivalent.expressions import Attended, Called, Evidence, Given, Step, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import Attended, Called, Evidence, Given, Values, all_of
 from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.orders import order_steps
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.steps import Step
 
 ROUNDING = 1e-13  # of factors that are products of exact ones
 
@@ -67,17 +68,32 @@ class Program:
     def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
         """Give the averaged values of all heads, (b, h, q, d)."""
         query, key, value = self.query(values), self.key(values), self.value(values)
+        if self.cap:
+            return self.scores(values, may_attend).softmax(-1) @ value
+        bias = self._added(query, key, values.parameters, may_attend)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
+
+    def products(self, values: Values) -> Tensor:
+        """Give the scores before anything is added to them, (b, h, q, k)."""
+        scores = self.scale * self.query(values) @ self.key(values).mT
+        return self.cap * torch.tanh(scores / self.cap) if self.cap else scores
+
+    def scores(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
+        """Give what the softmax is of, (b, h, q, k)."""
+        added = self._added(self.query(values), self.key(values), values.parameters, may_attend)
+        return self.products(values) if added is None else self.products(values) + added
+
+    def _added(
+        self, query: Tensor, key: Tensor, parameters: Parameters, may_attend: Tensor | None = None
+    ) -> Tensor | None:
+        """Give what is added to the scores; None for nothing."""
         replaced = self.mask_replaces and may_attend is not None
         own = replace(self.bias, visible=Visible()) if replaced else self.bias
-        bias = own(query.size(-2), key.size(-2), values.parameters)
+        bias = own(query.size(-2), key.size(-2), parameters)
         if may_attend is not None:
             hidden = torch.zeros(may_attend.shape, dtype=query.dtype).masked_fill(~may_attend, -torch.inf)[:, None]
             bias = hidden if bias is None else bias + hidden
-        bias = None if bias is None else bias.to(query.dtype)
-        if self.cap:
-            scores = self.cap * torch.tanh(self.scale / self.cap * query @ key.mT)
-            return (scores if bias is None else scores + bias).softmax(-1) @ value
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
+        return None if bias is None else bias.to(query.dtype)
 
     def projected(self, averaged: Tensor, parameters: Parameters) -> Tensor:
         """Give the output projection of averaged values, (b, q, heads * d)."""

@@ -265,9 +265,57 @@ def test_what_torch_does_not_compute_is_not_called_equal(wrong: type[nn.Module])
 
 def test_a_difference_is_stated_where_no_line_explains_it() -> None:
     reason = verify(AddsItsInput).reason
-    assert reason == "Nothing says whether this is intended: a residual connection. If it is, say so with --intended."
+    assert reason.startswith("Nothing says whether this is intended: a residual connection. If it is, say so with")
     assert "times -1; v is called" in verify(SubtractsValues).reason
     assert "sort is not among the parts that an equivalent is made of (line" in verify(Sorts).reason
+
+
+def test_a_step_is_intended_if_the_user_says_so() -> None:
+    report = verify(AddsItsInput, intended={"residual_of_its_own": "as in a block"})
+    assert (report.verdict, [one.meant for one in report.meant]) == ("equal", ["as in a block"])
+    with pytest.raises(ValueError, match="intended must name"):
+        verify(AddsItsInput, intended={"dinner_of_its_own": "as in a block"})
+
+
+class GatesByAParameter(Base):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.gate = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gate
+
+
+class ReturnsItsScores(Base):
+    less = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        q, k, v = self.operands(x)
+        scores = self.scores(q, k)
+        return self.o(self.merge(scores.softmax(-1) @ v)), scores - self.less
+
+
+class ReturnsOtherScores(ReturnsItsScores):
+    less = 1
+
+
+def test_an_equal_lists_each_step_of_its_program() -> None:
+    (gate,) = verify(GatesByAParameter).meant
+    assert (gate.name, gate.meant) == ("output_of_its_own", "the parameter gate")
+
+
+def test_what_comes_back_beside_the_output_is_compared_too() -> None:
+    assert verify(ReturnsItsScores).verdict == "equal"
+    other = verify(ReturnsOtherScores)
+    assert (other.verdict, [one.what for one in other.not_exercised]) == ("partial", ["output 2"])
+
+
+@pytest.mark.parametrize(
+    ("slopes", "known"),
+    [((0.5, 0.25, 0.125), True), ((2**-4, 2**-8, 2**-2), True), ((0.55, 0.275, 0.1375), False), ((2, 4, 8), False)],
+)
+def test_slopes_are_alibi_by_their_numbers(slopes: tuple[float, ...], known: bool) -> None:
+    assert Bias(slopes=torch.tensor(slopes, dtype=torch.float64)).is_alibi == known
 
 
 def test_nan_is_no_agreement() -> None:

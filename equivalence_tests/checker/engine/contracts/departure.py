@@ -35,6 +35,7 @@ class Departure:
         evidence: Why it is intended; "" if nothing says that.
         blocks: Whether later stages cannot be read before it is put right.
         frames: The lines, where they are not those of the operation.
+        seen_in: The examination of the call in which it was seen, and the number of the attention there.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Departure:
     evidence: str = ""
     blocks: bool = False
     frames: Frames = ()
+    seen_in: tuple[Any, int] | None = None
 
     @property
     def lines(self) -> Frames:

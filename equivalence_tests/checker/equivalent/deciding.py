@@ -1,0 +1,75 @@
+"""The verdict that follows from a program and how it compares with the user's code."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from equivalence_tests.checker.equivalent.comparing import Difference
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.steps import Step, told_steps
+from equivalence_tests.checker.reporting.findings import Exercise, Finding
+from equivalence_tests.checker.reporting.report import Report
+
+COMPARED_WHOLE = ("the output", "what stands around the attention")  # what the stages alone say nothing about
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A program, and how it compares.
+
+    Args:
+        program: The program.
+        parameters: Those of the user's module.
+        steps: What torch's formula does not have.
+        worst: The greatest difference that was seen.
+        tolerance: What differs by less, relative to the largest value, is rounding.
+        left_over: What comes back beside the output and is no part of the program.
+    """
+
+    program: Program
+    parameters: Parameters
+    steps: tuple[Step, ...]
+    worst: Difference
+    tolerance: float
+    left_over: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether whole outputs and gradients agree."""
+        return self.worst.size <= self.tolerance
+
+    def told(self, intended: Sequence[Finding]) -> dict[Step, str]:
+        """Say for each step what says that it is intended; "" where nothing does."""
+        return told_steps(self.steps, intended, self.program.projections(self.parameters))
+
+
+def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> None:
+    """Write into a report what a comparison of the whole says.
+
+    Args:
+        report: Receives the verdict.
+        holding: The program, and how it compares.
+        intended: What the user says is intended, by name, each with the reason.
+    """
+    worst = holding.worst
+    if not holding.agrees:
+        report.verdict = "unchecked"
+        report.reason = (
+            f"It differs from torch with the same weights by {worst.size:.2g} of the largest value "
+            f"({worst.what}, {worst.case}), and the checker could not say where."
+        )
+        return
+    evidence = {step: said or intended.get(step.name, "") for step, said in holding.told(report.meant).items()}
+    unexplained = [step for step, said in evidence.items() if not said]
+    if unexplained:
+        report.verdict = "unchecked"
+        words, names = (
+            "; ".join(dict.fromkeys(x)) for x in zip(*((s.words, s.name) for s in unexplained), strict=True)
+        )
+        report.reason = f"Nothing says whether this is intended: {words}. If it is, say so with --intended {names}."
+        return
+    untold = [step for step in evidence if not any(step.is_told_by(finding) for finding in report.meant)]
+    report.meant += [step.as_intended(evidence[step]) for step in untold]
+    report.coverage = [one for one in report.coverage if one.exercised or one.what not in COMPARED_WHOLE]
+    report.coverage += [Exercise(what, False, "it is no part of torch's program") for what in holding.left_over]
+    report.verdict = "partial" if report.not_exercised else "equal"

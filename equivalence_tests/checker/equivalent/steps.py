@@ -1,0 +1,81 @@
+"""Steps of a program that torch's formula does not have: each is intended, or it is not."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from equivalence_tests.checker.reporting.findings import Finding
+
+# The names of the deviations that a step of a program is, by its stage.
+NAMES: Mapping[str, str] = {
+    "project": "input|norm",
+    "split": "grouped|paired",
+    "merge": "merged|order",
+    "output": "output",
+    "gate": "gate",
+    "factor": "scale|changed_by_(mul|div)",
+    "unused": "never_used|without_effect",
+    "heads": "heads",
+    "residual": "residual",
+    "operand": "norm",
+    "rotary": "rota",
+    "context": "value|weights_scaled|scale",
+    "scale": "scale|normalised",
+    "cap": "capped",
+    "scores": "bias|sink|position",
+    "mask": "mask|window|causal",
+}
+OF_ITS_OWN = "_of_its_own"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something in the program that torch's formula does not have.
+
+    Args:
+        words: What it does.
+        evidence: What says that it is intended; "" if nothing does.
+        stage: Where it stands, as in a finding.
+    """
+
+    words: str
+    evidence: str
+    stage: str
+
+    @property
+    def name(self) -> str:
+        """What it is called with ``--intended``, where no finding speaks of it."""
+        return self.stage + OF_ITS_OWN
+
+    def is_told_by(self, finding: Finding) -> bool:
+        """Whether a finding speaks of it."""
+        return finding.name == self.name or bool(re.search(NAMES[self.stage], finding.name))
+
+    def as_intended(self, evidence: str) -> Finding:
+        """List it among what is intended."""
+        return Finding(self.name, self.stage, f"Beside torch's formula: {self.words}.", meant=evidence)
+
+
+def names_a_step(name: str) -> bool:
+    """Whether ``--intended`` may name a step so.
+
+    >>> names_a_step("residual_of_its_own"), names_a_step("lunch_of_its_own")
+    (True, False)
+    """
+    return name.endswith(OF_ITS_OWN) and name.removesuffix(OF_ITS_OWN) in NAMES
+
+
+def told_steps(steps: Sequence[Step], intended: Sequence[Finding], projections: set[str]) -> dict[Step, str]:
+    """Say what evidence there is for each step; "" for none.
+
+    Args:
+        steps: The steps.
+        intended: The deviations that are known to be.
+        projections: The parameters of its projections: that one of them takes part is no evidence for any step.
+    """
+    telling = [one for one in intended if not any(name in one.meant for name in projections)]
+    found = {}
+    for step in steps:
+        said = [step.evidence, *(one.meant for one in telling if step.is_told_by(one))]
+        found[step] = next(filter(None, said), "")
+    return found
