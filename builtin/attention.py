@@ -13,7 +13,7 @@ __all__ = ["MultiheadAttention"]
 
 @documented_like(by_hand.MultiheadAttention)
 class MultiheadAttention(nn.MultiheadAttention):
-    """In torch.nn: ``nn.MultiheadAttention``, of which this is a subclass. Its ``forward`` takes one of three ways:
+    """In torch.nn: ``nn.MultiheadAttention``, of which this is a subclass. Its ``forward`` takes one of three paths:
     ``torch._native_multi_head_attention`` (the fast path: eval, no gradients, self-attention with biases and without
     appended tokens, batch first, an even number of heads, no float mask), ``F.scaled_dot_product_attention``
     (need_weights=False), or ``torch.baddbmm`` and softmax.
@@ -24,7 +24,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Traps:
         Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
-        ``in_proj_weight`` is drawn as one matrix, with smaller values than three would have: see trap `packed_init`.
+        ``in_proj_weight`` is initialised as one matrix, so with smaller values than three: see trap `packed_init`.
         ``kdim`` and ``vdim`` change the names in the state_dict: see trap `state_dict_forks`.
         ``add_bias_kv`` adds a token, not a bias: see trap `bias_kv_is_a_token`.
         A causal mask does not reach the zero token: see trap `zero_attn_after_causal`.
@@ -77,22 +77,23 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
-            A query that may look at no key: NaN, 0 or a bias, by the path taken: see trap `fully_masked_row`.
+            A query that may look at no key gets NaN, 0 or a bias, depending on the path: see trap `fully_masked_row`.
             ``is_causal`` masks nothing by itself: see trap `is_causal_is_a_hint`.
             The fast path accepts ``is_causal`` without a mask: see trap `is_causal_without_mask`.
-            Where ``is_causal`` replaces the mask, its shape is not checked: see trap `promise_drops_mask`.
+            Where ``is_causal`` replaces the mask, the shape of the mask is not checked: see trap `promise_drops_mask`.
             With appended tokens the hint changes the output: see trap `is_causal_with_extra_tokens`.
             A mask of 0.0 and 1.0 hides nothing: see trap `float_mask_added`.
             A padding mask is (batch, key_len) even without batch_first: see trap `padding_mask_batch_first`.
-            Three-dimensional masks run through the heads first: see trap `mask_3d_order`.
+            In a 3-D mask the heads of one sample follow one another: see trap `mask_3d_order`.
             The default need_weights=True is the slow path: see trap `need_weights_slow_path`.
-            Without a batch axis self-attention costs three projections: see trap `unbatched_projects_thrice`.
-            The weights are the mean over heads, after dropout: see traps `weights_averaged`, `weights_after_dropout`.
+            Without a batch dimension self-attention costs three projections: see trap `unbatched_projects_thrice`.
+            The weights are averaged over heads, after dropout: see traps `weights_averaged`, `weights_after_dropout`.
             Padded queries carry numbers too: see trap `padded_queries_carry_numbers`.
             With need_weights=False there may be no second derivative: see trap `no_second_derivative`.
         """
         validation.check_no_cache(cache)
-        validation.check_attention_inputs(self, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights)
+        given = (attn_mask, key_padding_mask, is_causal)
+        validation.check_attention_inputs(self, (query, key, value), given, need_weights)
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )

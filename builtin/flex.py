@@ -6,15 +6,17 @@ hidden blocks out.
 
 from typing import Any
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
+from builtin.block_masks import BlockMask, as_torchs, create_block_mask
+from builtin.mask_functions import and_masks, create_mask, noop_mask, or_masks
 from scratch import flex as by_hand
 from scratch import validation
 from scratch.documentation import documented_like
-from scratch.flex import BLOCK_LENGTH, Device, MaskMod, ScoreMod, device_or_accelerator
+from scratch.mask_functions import ScoreMod
 
 __all__ = [
     "AuxOutput",
@@ -66,7 +68,8 @@ def flex_attention(
               [0.2119, 0.5761, 0.2119],
               [0.0900, 0.2447, 0.6652]]]])
     """
-    validation.check_flex_attention(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux)
+    validation.check_flex_attention(query, key, value, score_mod, block_mask, enable_gqa)
+    validation.check_request(return_aux, return_lse)
     validation.check_flex_on_device(query, key, value, return_aux)
     wanted = AuxRequest(lse=return_lse) if return_aux is None else AuxRequest(*return_aux)
     options: Any = kernel_options
@@ -76,70 +79,3 @@ def flex_attention(
     if return_aux is not None:
         return output, aux
     return (output, aux.lse) if return_lse else output
-
-
-def as_torchs(block_mask: Any) -> BlockMask | None:
-    """Make torch's block mask of one of scratch, and leave others as they are."""
-    if not isinstance(block_mask, by_hand.BlockMask):
-        return block_mask
-    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return BlockMask.from_kv_blocks(*lists, block_mask.BLOCK_SIZE, block_mask.mask_mod, block_mask.seq_lengths)
-
-
-@documented_like(by_hand.and_masks)
-def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    validation.check_functions("mask_mods", mask_mods)
-    return torch_flex.and_masks(*mask_mods)
-
-
-@documented_like(by_hand.or_masks)
-def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    validation.check_functions("mask_mods", mask_mods)
-    return torch_flex.or_masks(*mask_mods)
-
-
-@documented_like(by_hand.create_mask)
-def create_mask(
-    mod_fn: ScoreMod | MaskMod,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device: Device = None,
-) -> Bool[Tensor, "batch num_heads query_len key_len"]:
-    validation.check_create_mask(mod_fn, B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
-    may_attend = torch_flex.create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device_or_accelerator(device))
-    validation.check_mask_mod_result(may_attend)
-    return may_attend
-
-
-@documented_like(by_hand.create_block_mask)
-def create_block_mask(
-    mask_mod: MaskMod,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device: Device = None,
-    BLOCK_SIZE: int | tuple[int, int] = BLOCK_LENGTH,
-    _compile: bool = False,
-    separate_full_blocks: bool = True,
-    compute_dq_write_order: bool = False,
-    dq_kv_order: bool = True,
-) -> "BlockMask":
-    """In torch.nn: ``torch.nn.attention.flex_attention.create_block_mask``, which writes the mask out as a whole first.
-
-    Traps:
-        Without B a plan is made for one sample and serves all: see trap `flex_plan_of_one_sample`.
-        Indices count from 0, also those of queries behind a cache: see trap `flex_index_from_zero`.
-    """
-    validation.check_create_block_mask(mask_mod, BLOCK_SIZE, B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
-    place = device_or_accelerator(device)
-    validation.check_mask_mod_result(torch_flex.create_mask(mask_mod, 1, 1, 1, 1, place))
-    given = {"separate_full_blocks": separate_full_blocks, "compute_dq_write_order": compute_dq_write_order}
-    given |= {"dq_kv_order": dq_kv_order}
-    usual = {"separate_full_blocks": True, "compute_dq_write_order": False, "dq_kv_order": True}
-    # torch 2.11 does not have these three.
-    options: dict[str, Any] = {name: x for name, x in given.items() if x is not usual[name]}
-    validation.check_known_to_torch(torch_flex.create_block_mask, options)
-    return torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, _compile, **options)

@@ -38,7 +38,11 @@ def grouped_attention(
     attention has no gradient on the CPU, and asks to be compiled.
     """
     if soft_cap is not None:
-        return _capped_attention(q, k, v, may_attend, scale, soft_cap, sinks)
+        context, lse = _capped_attention(q, k, v, may_attend, scale, soft_cap)
+        if sinks is None:
+            return context
+        # exp(lse) / (exp(lse) + exp(sink)): what the sink leaves to the keys.
+        return context * torch.sigmoid(lse - sinks.view(-1, 1)).unsqueeze(-1).to(context.dtype)
     if sinks is not None:
         k, v, may_attend = _with_sink_key(q, k, v, may_attend, sinks)
     return F.scaled_dot_product_attention(q, k, v, may_attend, scale=scale, enable_gqa=True)
@@ -56,8 +60,9 @@ def _with_sink_key(
 
 
 def _capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor | None, scale: float, soft_cap: float, sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor | None, scale: float, soft_cap: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with capped scores, without sinks; and give the log-sum-exp of each query's scores."""
     block_mask = None
     if may_attend is not None:
         visible = may_attend.expand(*q.shape[:3], k.size(2))
@@ -69,11 +74,8 @@ def _capped_attention(
         block_mask = create_block_mask(mask_mod, batch, num_heads, query_len, key_len, device=q.device.type)
     cap = score_functions.soft_cap(soft_cap)
     context, aux = flex_attention(q, k, v, cap, block_mask, scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    if sinks is None:
-        return context
     assert aux.lse is not None  # asked for
-    # exp(lse) / (exp(lse) + exp(sink)): what the sink leaves to the keys.
-    return context * torch.sigmoid(aux.lse - sinks.view(-1, 1)).unsqueeze(-1).to(context.dtype)
+    return context, aux.lse
 
 
 @documented_like(grouped.GroupedQueryAttention)

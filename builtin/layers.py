@@ -27,12 +27,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     Traps:
         Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
-        It gives no attention weights: see trap `no_maps_from_layers`.
-        It drops from the start, until ``eval()``: see trap `dropout_by_default`.
-        Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.
+        It returns no attention weights: see trap `no_maps_from_layers`.
+        Dropout is on, with 0.1, until ``eval()``: see trap `dropout_by_default`.
+        ``dim_feedforward`` stays at 2048 whatever ``d_model`` is: see trap `feed_forward_stays_wide`.
         The fast path treats padding in its own way: see trap `fast_path_padding`.
-        The fast path reads the weights of the parts without calling them: see trap `parts_bypassed`.
-        The fast path uses the activation that the layer was built with: see trap `activation_replaced_later`.
+        The fast path reads the weights of the sub-modules without calling them: see trap `parts_bypassed`.
+        The fast path uses the activation that the layer was constructed with: see trap `activation_replaced_later`.
         The fast path is not always the faster one: see trap `fast_path_slower_on_cpu`.
     """
 
@@ -105,10 +105,10 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
 
     Traps:
         Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
-        It gives no attention weights: see trap `no_maps_from_layers`.
-        It drops from the start, until ``eval()``: see trap `dropout_by_default`.
-        Its inner width does not follow ``d_model``: see trap `feed_forward_stays_wide`.
-        Step-by-step decoding computes everything anew: see trap `no_cache`.
+        It returns no attention weights: see trap `no_maps_from_layers`.
+        Dropout is on, with 0.1, until ``eval()``: see trap `dropout_by_default`.
+        ``dim_feedforward`` stays at 2048 whatever ``d_model`` is: see trap `feed_forward_stays_wide`.
+        Step-by-step decoding recomputes everything at each step: see trap `no_cache`.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
-"""Attention as one call of torch: the kernels behind it hold every step that scratch writes out."""
+"""Attention as one call of torch, whose kernels contain every step that scratch writes out."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import CausalBias
 
 from scratch import sdpa as by_hand
 from scratch import validation
@@ -26,28 +25,28 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Float[Tensor, "... query_len v_head_dim"]:
     """In torch.nn: ``F.scaled_dot_product_attention``. It picks one of several kernels;
-    ``torch.nn.attention.sdpa_kernel`` narrows the choice.
+    ``torch.nn.attention.sdpa_kernel`` restricts the choice.
 
     Traps:
         True means the opposite in torch.nn's modules: see trap `mask_polarity`.
         ``is_causal`` starts at the upper left corner, however many keys there are: see trap `sdpa_top_left`.
-        torch's function lets a mask beside it pass on some paths: see trap `sdpa_mask_and_causal`.
-        torch's function lets fewer values than keys pass on CPU: see trap `sdpa_lengths_unchecked`.
+        On some paths torch accepts ``attn_mask`` together with ``is_causal``: see trap `sdpa_mask_and_causal`.
+        On CPU torch accepts fewer values than keys: see trap `sdpa_lengths_unchecked`.
         There is no training mode: see trap `sdpa_dropout_in_eval`.
         A mask of 0.0 and 1.0 hides nothing: see trap `float_mask_added`.
-        A padding mask needs axes for heads and queries: see trap `sdpa_padding_mask_axes`.
-        Heads stand before the tokens, unlike elsewhere: see trap `sdpa_heads_before_length`.
+        A padding mask needs dimensions for heads and queries: see trap `sdpa_padding_mask_axes`.
+        Heads come before tokens, (batch, heads, len, head_dim): see trap `sdpa_heads_before_length`.
         Queries that are scaled already are scaled again: see trap `sdpa_scaled_twice`.
-        The gradient has no gradient, but for the MATH kernel: see trap `no_second_derivative`.
-        Which kernel is taken is not said: see traps `sdpa_falls_back`, `sdpa_without_batch`.
+        Only the MATH kernel has a second derivative: see trap `no_second_derivative`.
+        Nothing says which kernel ran: see traps `sdpa_falls_back`, `sdpa_without_batch`.
 
     >>> query, keys, values = torch.randn(2, 3, 5, 11), torch.randn(2, 3, 7, 11), torch.randn(2, 3, 7, 13)
     >>> scaled_dot_product_attention(query, keys, values, is_causal=True).shape
     torch.Size([2, 3, 5, 13])
     """
-    validation.check_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
-        attn_mask = torch.atleast_2d(attn_mask)  # the fused kernel on CPU stumbles over fewer dimensions
+    validation.check_scaled_dot_product_attention((query, key, value), attn_mask, dropout_p, is_causal, enable_gqa)
+    if attn_mask is not None and not validation.is_causal_bias(attn_mask):
+        attn_mask = torch.atleast_2d(attn_mask)  # the fused kernel on CPU fails with fewer dimensions
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -1,4 +1,4 @@
-"""Multi-head attention: project, attend head by head, put the heads together again."""
+"""Multi-head attention: project, split into heads, attend, merge the heads, project once more."""
 
 import math
 from typing import Any, NamedTuple, Protocol
@@ -28,10 +28,10 @@ __all__ = [
 
 
 class AttentionCache(Protocol):
-    """Keys and values that one attention remembers between calls; see ``scratch.decoding``."""
+    """Keys and values that one attention remembers between calls; see ``scratch.caches``."""
 
     def extended_len(self, key_len: int) -> int:
-        """Give the number of keys that ``extend`` will return for ``key_len`` new ones."""
+        """Return the number of keys that ``extend`` will return for ``key_len`` new ones."""
 
     def extend(
         self, attention: "MultiheadAttention", query: Tensor, key: Tensor, value: Tensor
@@ -40,16 +40,16 @@ class AttentionCache(Protocol):
 
 
 class MultiheadAttention(nn.Module):
-    r"""Attend from several subspaces at once and mix what they found.
+    r"""Attend with several heads in parallel, and combine their results by a linear layer.
 
     MultiHead(Q, K, V) = Concat(head_1, ..., head_h) Wᴼ with head_i = Attention(Q W_iᑫ, K W_iᴷ, V W_iⱽ)
 
     Args:
         embed_dim: Width of queries and of the output.
         num_heads: Number of heads; divides embed_dim unless both head sizes are given.
-        dropout: Probability with which a weight is dropped in training.
+        dropout: Probability of dropping each attention weight, in training.
         bias: Whether the projections have biases.
-        add_bias_kv: Append one learnt token to the projected keys and values.
+        add_bias_kv: Append one learned token to the projected keys and values.
         add_zero_attn: Append one token of zeros to the projected keys and values.
         kdim: Width of ``key``; embed_dim if not given.
         vdim: Width of ``value``; embed_dim if not given.
@@ -122,7 +122,7 @@ class MultiheadAttention(nn.Module):
         self._reset_parameters()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state.setdefault("_qkv_same_embed_dim", True)  # pickles of the first releases of torch are without it
+        state.setdefault("_qkv_same_embed_dim", True)  # models pickled by the first releases of torch lack it
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def _register_parameters(self, bias: bool, add_bias_kv: bool, factory: dict[str, Any]) -> None:
@@ -180,23 +180,22 @@ class MultiheadAttention(nn.Module):
                 float: added to the scores.
             average_attn_weights: Return the mean of the weights over heads instead of one map for each head.
             is_causal: Promises that ``attn_mask`` is causal. If ``need_weights`` is False and there is neither a
-                padding mask nor a cache, a causal diagonal is used and the mask is not read. The diagonal hides
-                appended tokens.
+                padding mask nor a cache, a causal mask is applied and the values of ``attn_mask`` are not read. It also
+                hides the tokens that ``add_bias_kv`` and ``add_zero_attn`` append.
             cache: Keys and values of earlier calls, which this call extends. The masks then span the earlier keys too,
-                and ``is_causal`` replaces nothing. Keyword only.
+                and ``attn_mask`` is read whatever ``is_causal`` promises. Keyword only.
 
         Returns:
             The output in the shape of ``query``, and the weights, (batch, query_len, key_len) or
-            (batch, num_heads, query_len, key_len), or None. They are taken after dropout; key_len counts appended
-            tokens and cached keys too.
+            (batch, num_heads, query_len, key_len), or None. They are those after dropout; key_len includes
+            appended tokens and cached keys.
 
         Raises:
             ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
-        validation.check_attention_inputs(
-            self, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights, cache=cache
-        )
+        given = (attn_mask, key_padding_mask, is_causal)
+        validation.check_attention_inputs(self, (query, key, value), given, need_weights, cache=cache)
         batched = query.dim() == 3
         query, key, value = sequence_first(query, key, value, self.batch_first)
         if cache is None:
@@ -207,7 +206,7 @@ class MultiheadAttention(nn.Module):
         # With a cache, is_causal would misplace the diagonal, so the mask itself is read.
         visible = resolve_masks(attn_mask, key_padding_mask, q, k, is_causal and cache is None, need_weights)
         context, weights = self._attend(q, k, v, visible, need_weights)  # (b, h, q, d), (b, h, q, k)
-        # One long row of tokens, as torch.nn lays it out: the gradient of the bias is summed in the same order.
+        # The tokens of all samples in one dimension, as in torch.nn: the bias's gradient is then summed in its order.
         output = self.out_proj(merge_heads(context).flatten(0, 1)).unflatten(0, query.shape[:2])
 
         if weights is not None and average_attn_weights:
@@ -217,7 +216,7 @@ class MultiheadAttention(nn.Module):
         return output.transpose(0, 1) if self.batch_first else output, weights
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split what is projected into heads, (b, h, len, d), and append the tokens that were asked for."""
+        """Split into heads, (b, h, len, d), and append the tokens of ``add_bias_kv`` and ``add_zero_attn``."""
         if self.bias_k is not None and self.bias_v is not None:
             k, v = append_token(k, self.bias_k), append_token(v, self.bias_v)
         q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))
@@ -234,7 +233,7 @@ class MultiheadAttention(nn.Module):
         return attend(q, k, v, visible, scale, dropout_p), None
 
     def _head_dims(self) -> tuple[int, int]:
-        """Give d_k and d_v, for as many heads as there are now: torch.nn reads num_heads at every call too."""
+        """Return d_k and d_v for the current num_heads, which torch.nn reads at every call too."""
         d_k, d_v = ((self.embed_dim if width is None else width) // self.num_heads for width in self._given_widths)
         return d_k, d_v
 
@@ -248,7 +247,7 @@ class MultiheadAttention(nn.Module):
     def merge_masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
     ) -> tuple[Tensor | None, int | None]:
-        """Put both masks into the one form that torch's fast path takes.
+        """Merge both masks into the form that torch's fast path takes.
 
         ``forward`` resolves masks itself; code written for torch.nn may ask for this form.
 
@@ -258,8 +257,8 @@ class MultiheadAttention(nn.Module):
             query: (batch, len, embed_dim).
 
         Returns:
-            Nothing twice without masks; the padding mask as it is, and 1; or their sum,
-            (batch, num_heads, len, len), and 2.
+            The merged mask and its type: (None, None) without masks; the padding mask as it is and 1 if it is the only
+            one; else ``attn_mask``, plus the padding mask if there is one, (batch, num_heads, len, len), and 2.
 
         In torch.nn: ``nn.MultiheadAttention.merge_masks``.
 
@@ -280,9 +279,9 @@ class InProjection(NamedTuple):
     """Wᑫ, Wᴷ and Wⱽ with their biases.
 
     Args:
-        weights: One packed matrix where query, key and value are equally wide, else three.
-        bias: The three biases in a row, or None.
-        widths: How many features q, k and v have, all heads together.
+        weights: One packed matrix if kdim and vdim are embed_dim, else three.
+        bias: The three biases in one vector, or None.
+        widths: Number of features of q, k and v, all heads together.
 
     In torch.nn: ``in_proj_weight``, or ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight``; ``in_proj_bias``.
     """
@@ -292,14 +291,14 @@ class InProjection(NamedTuple):
     widths: tuple[int, int, int]
 
     def each(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
-        """Give the weight and the bias of each of the three."""
+        """Return the weight and the bias of each of the three."""
         weights = self.weights if len(self.weights) == 3 else self.weights[0].split(self.widths)
         biases = (None, None, None) if self.bias is None else self.bias.split(self.widths)
         return tuple(zip(weights, biases, strict=True))
 
 
 def project(query: Tensor, key: Tensor, value: Tensor, projection: InProjection) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute Q Wᑫ, K Wᴷ and V Wⱽ, in one product where the inputs are the same object.
+    """Compute Q Wᑫ, K Wᴷ and V Wⱽ, in one matrix product for inputs that are the same tensor object.
 
     Args:
         query: (query_len, batch, embed_dim).
@@ -326,7 +325,7 @@ def project(query: Tensor, key: Tensor, value: Tensor, projection: InProjection)
 
 
 def append_token(x: Tensor, token: Tensor) -> Tensor:
-    """Append one learnt token, (1, 1, width), to the keys or values of every sample, (key_len, batch, width)."""
+    """Append one learned token, (1, 1, width), to the keys or values of every sample, (key_len, batch, width)."""
     return torch.cat([x, token.repeat(1, x.size(1), 1)])
 
 
@@ -343,7 +342,7 @@ def resolve_masks(
     is_causal: bool,
     need_weights: bool,
 ) -> Visible:
-    """Make one value of all masks, as torch.nn's plain path does.
+    """Combine the masks into one value, as torch.nn's plain path does.
 
     Args:
         attn_mask: As ``forward`` takes it.
@@ -351,15 +350,15 @@ def resolve_masks(
         q: Queries, (batch, num_heads, query_len, head_dim).
         k: Keys, with the appended tokens, (batch, num_heads, key_len, head_dim).
         is_causal: Whether ``attn_mask`` is promised to be causal.
-        need_weights: Whether weights are asked for: the promise then replaces nothing.
+        need_weights: Whether weights are asked for: ``attn_mask`` is then read, whatever is promised.
 
     Returns:
-        A diagonal if the promise replaces the mask; else a score bias, (1 or batch, 1 or num_heads, 1 or query_len,
-        key_len), -inf where a query may not look; or neither.
+        A causal diagonal if the promise replaces the mask; else a score bias, -inf where a query may not look,
+        (1 or batch, 1 or num_heads, 1 or query_len, key_len); without masks, neither.
 
     In torch.nn: "merge key padding and attention masks" in ``F.multi_head_attention_forward``.
     """
-    if is_causal and key_padding_mask is None and not need_weights:
+    if is_causal and key_padding_mask is None and not need_weights:  # the promise replaces the mask
         return Visible(diagonal=0)
     (batch, heads), key_len = q.shape[:2], k.size(2)
     bias = masks.score_bias_from_module(attn_mask, q.dtype)
@@ -369,27 +368,27 @@ def resolve_masks(
     padding = masks.score_bias_from_module(key_padding_mask, q.dtype)
     if padding is not None:
         padding = F.pad(padding, (0, key_len - padding.size(-1))).view(batch, 1, 1, key_len)
-        # With weights, one copy for each head: so torch.nn sums the gradient of a float mask.
+        # With weights, expanded to every head: the gradient of a float mask is then summed as in torch.nn.
         padding = padding.expand(-1, heads, -1, -1) if need_weights else padding
         bias = padding if bias is None else bias + padding
     return Visible(bias)
 
 
 def score_scale(d_k: int) -> float:
-    """Give 1 / sqrt(d_k) as torch.nn's module rounds it."""
+    """Return 1 / sqrt(d_k), rounded as by torch.nn's module."""
     return math.sqrt(1.0 / float(d_k))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, dropout_p: float) -> Tensor:
-    """Attend without returning weights: in tiles where the inputs are long, else by the textbook's formula.
+    """Attend without returning the weights: in tiles if the inputs are long, else by ``functional.attention``.
 
     Args:
         q: Queries, (batch, num_heads, query_len, head_dim).
         k: Keys, (batch, num_heads, key_len, head_dim).
         v: Values, (batch, num_heads, key_len, v_head_dim).
-        visible: Who may look at whom.
+        visible: The masks, combined.
         scale: Factor on the scores.
-        dropout_p: Probability with which a weight is dropped.
+        dropout_p: Probability of dropping each attention weight.
 
     Returns:
         The context, (batch, num_heads, query_len, v_head_dim). A query that may look at no key gets 0.
@@ -407,9 +406,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, drop
 def attend_with_weights(
     q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend and give the weights too, rounded as torch.nn's module does, to the last bit.
+    """Attend and return the weights too, both equal to those of torch.nn's module to the last bit.
 
-    The equation of ``functional.attention``, with batch and heads folded into one axis as torch.nn has them.
+    It is ``functional.attention`` again, with batch and heads folded into one dimension as in torch.nn.
 
     Args:
         q: Queries, (batch, num_heads, query_len, head_dim).
@@ -417,7 +416,7 @@ def attend_with_weights(
         v: Values, (batch, num_heads, key_len, v_head_dim).
         score_bias: Added to the scores.
         scale: Factor on the scores.
-        dropout_p: Probability with which a weight is dropped.
+        dropout_p: Probability of dropping each attention weight.
 
     Returns:
         The context, (batch, num_heads, query_len, v_head_dim), and the weights, (batch, num_heads, query_len, key_len),

@@ -15,7 +15,7 @@ TITLE = re.compile(rf"({'|'.join(map(re.escape, SECTIONS[1:-1]))}):|(>>>) ")
 
 
 def documented_like(original: Callable[..., Any]) -> Callable[[Documented], Documented]:
-    """Give a function, or a class and its methods, the sections of the original that its own docstrings leave out.
+    """Add to a function, or a class and its methods, the sections of the original that its own docstrings leave out.
 
     Args:
         original: The twin whose docstrings are complete.

@@ -1,4 +1,4 @@
-"""Attention as in the paper: one function, one equation a line.
+"""Scaled dot-product attention as in the paper: one function, one equation per line.
 
 Dimension letters: b batch, h num_heads, q query_len, k key_len, d head_dim, e embed_dim.
 """
@@ -20,7 +20,7 @@ def attention(
     scale: float = 1.0,
     dropout_p: float = 0.0,
 ) -> tuple[Float[Tensor, "*#heads query_len v_head_dim"], Float[Tensor, "*#heads query_len key_len"]]:
-    """Let every query take the mean of the values, weighted by how well their keys match it.
+    """Average the values for every query, weighted by how well their keys match it.
 
     Attention(Q, K, V) = softmax(Q Kᵀ / sqrt(d_k)) V
 
@@ -30,10 +30,10 @@ def attention(
         v: Values.
         score_bias: Broadcastable to (..., query_len, key_len); -inf hides a key.
         scale: Factor on the scores. Pass 1 / sqrt(d_k) for the paper's attention; the default leaves them unscaled.
-        dropout_p: Probability with which a weight is dropped.
+        dropout_p: Probability of dropping each attention weight.
 
     Returns:
-        The context, and the weights after dropout. Both are NaN for a query that may look at no key.
+        The context, and the weights after dropout. Both are NaN for a query from which every key is hidden.
 
     Source: Vaswani et al. 2017, section 3.2.1, equation 1.
 
@@ -53,14 +53,14 @@ def attention(
 
 
 def split_heads(x: Float[Tensor, "len batch width"], num_heads: int) -> Float[Tensor, "batch num_heads len head_dim"]:
-    """Cut the features into heads.
+    """Split the features into heads.
 
     Args:
-        x: Projected queries, keys or values, (q, b, h * d).
-        num_heads: Number of heads, h.
+        x: Projected queries, keys or values, (len, batch, num_heads * head_dim).
+        num_heads: Number of heads.
 
     Returns:
-        (b, h, q, d).
+        (batch, num_heads, len, head_dim).
 
     Source: Vaswani et al. 2017, section 3.2.2.
 
@@ -76,13 +76,13 @@ def split_heads(x: Float[Tensor, "len batch width"], num_heads: int) -> Float[Te
 
 
 def merge_heads(context: Float[Tensor, "batch num_heads len head_dim"]) -> Float[Tensor, "len batch width"]:
-    """Put the heads side by side again, the inverse of ``split_heads``.
+    """Concatenate the heads again: the inverse of ``split_heads``.
 
     Args:
-        context: What each head has found, (b, h, q, d).
+        context: The context of every head, (batch, num_heads, len, head_dim).
 
     Returns:
-        (q, b, h * d).
+        (len, batch, num_heads * head_dim).
 
     Source: Vaswani et al. 2017, section 3.2.2, "Concat".
 

@@ -111,7 +111,7 @@ def stacked(
 def unstacked(
     x: Float[Tensor, "batch num_key_heads rows width"], query_len: int
 ) -> Float[Tensor, "batch num_heads query_len width"]:
-    """Give each head its queries again: the inverse of ``stacked``."""
+    """Split the rows of a group into its heads again: the inverse of ``stacked``."""
     return x.unflatten(2, (-1, query_len)).flatten(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""The two layers: attention and feed-forward, each inside a residual connection with LayerNorm."""
+"""The encoder and the decoder layer: attention and feed-forward, each with a residual connection and LayerNorm."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,19 +14,19 @@ __all__ = ["DecoderLayerCache", "TransformerDecoderLayer", "TransformerEncoderLa
 
 
 class DecoderLayerCache(Protocol):
-    """What the two attentions of one decoder layer remember between calls; see ``scratch.decoding``."""
+    """What the two attentions of one decoder layer remember between calls; see ``scratch.caches``."""
 
     @property
     def self_attn(self) -> AttentionCache:
-        """Of the tokens of the target so far."""
+        """What the self-attention remembers: the target tokens so far."""
 
     @property
     def multihead_attn(self) -> AttentionCache:
-        """Of the memory."""
+        """What the attention to the memory remembers."""
 
 
 def activation_function(activation: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Look up "relu" or "gelu"; a function stands for itself.
+    """Look up "relu" or "gelu", and return any function as it is.
 
     Args:
         activation: A name or a function.
@@ -50,7 +50,7 @@ def activation_function(activation: str | Callable[[Tensor], Tensor]) -> Callabl
 
 
 def given(**extensions: Any) -> dict[str, Any]:
-    """Keep the extra arguments that are given: blocks and attentions written for torch.nn do not know them.
+    """Leave out extensions that are None: blocks and attentions written for torch.nn do not accept them.
 
     >>> given(cache=None)
     {}
@@ -77,7 +77,7 @@ class TransformerEncoderLayer(nn.Module):
         d_model: Width of input and output.
         nhead: Number of heads; divides d_model unless both head sizes are given.
         dim_feedforward: Width of the hidden layer of the feed-forward network.
-        dropout: Probability of dropping: attention weights, hidden units, and what is added to the residual.
+        dropout: Dropout probability for attention weights, hidden units and the output of each sub-layer.
         activation: "relu", "gelu" or a function.
         layer_norm_eps: Epsilon of the LayerNorms.
         batch_first: Input and output are (batch, len, d_model) instead of (len, batch, d_model).
@@ -92,7 +92,7 @@ class TransformerEncoderLayer(nn.Module):
         ValueError: For sizes that do not fit or an unknown activation (also a RuntimeError and an AssertionError).
 
     In torch.nn: ``nn.TransformerEncoderLayer``. Differences: no fused fast path in eval without gradients, so that
-    padded places and fully masked rows get the same numbers in every mode.
+    padded positions and fully masked rows get the same numbers in every mode.
 
     Source: Vaswani et al. 2017, sections 3.1 and 3.3; Xiong et al. 2020, figure 1 (pre-norm);
     https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoderLayer.html
@@ -146,7 +146,7 @@ class TransformerEncoderLayer(nn.Module):
         self.activation_relu_or_gelu = _relu_or_gelu(self.activation)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state.setdefault("activation", F.relu)  # pickles of the first releases of torch are without it
+        state.setdefault("activation", F.relu)  # models pickled by the first releases of torch lack it
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def forward(
@@ -162,7 +162,7 @@ class TransformerEncoderLayer(nn.Module):
             src: (len, batch, d_model), (batch, len, d_model) if batch_first, or (len, d_model).
             src_mask: (len, len) or (batch * nhead, len, len). Bool: True = may **not** look; float: added.
             src_key_padding_mask: (batch, len) or (len). Bool: True = **not** looked at; float: added.
-            is_causal: Promises that ``src_mask`` is causal; without padding a causal diagonal is used instead of it.
+            is_causal: Promises that ``src_mask`` is causal; without padding, a causal mask is applied in its place.
 
         Returns:
             The shape of ``src``.
@@ -172,7 +172,7 @@ class TransformerEncoderLayer(nn.Module):
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
         validation.check_encoder_layer_inputs(self, src, src_mask, src_key_padding_mask, is_causal)
-        # Subclasses and hooks see what they see in torch.nn: masks as biases, passed in the same way.
+        # Overridden blocks and hooks receive what they receive in torch.nn: masks as float biases, passed the same way.
         attn_mask, padding = (masks.score_bias_from_module(x, src.dtype) for x in (src_mask, src_key_padding_mask))
         x = src
         if self.norm_first:
@@ -207,7 +207,7 @@ class TransformerDecoderLayer(nn.Module):
         d_model: Width of input, memory and output.
         nhead: Number of heads; divides d_model unless both head sizes are given.
         dim_feedforward: Width of the hidden layer of the feed-forward network.
-        dropout: Probability of dropping: attention weights, hidden units, and what is added to the residual.
+        dropout: Dropout probability for attention weights, hidden units and the output of each sub-layer.
         activation: "relu", "gelu" or a function.
         layer_norm_eps: Epsilon of the LayerNorms.
         batch_first: Input and output are (batch, len, d_model) instead of (len, batch, d_model).
@@ -282,7 +282,7 @@ class TransformerDecoderLayer(nn.Module):
         self.activation = activation_function(activation)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state.setdefault("activation", F.relu)  # pickles of the first releases of torch are without it
+        state.setdefault("activation", F.relu)  # models pickled by the first releases of torch lack it
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def forward(
@@ -310,7 +310,7 @@ class TransformerDecoderLayer(nn.Module):
             memory_key_padding_mask: (batch, src_len) or (src_len), likewise.
             tgt_is_causal: A promise that ``tgt_mask`` is causal.
             memory_is_causal: A promise that ``memory_mask`` is causal.
-            cache: Keys and values of earlier calls; masks of the target then span the earlier places too. Keyword only.
+            cache: Keys and values of earlier calls; target masks then span the earlier positions too. Keyword only.
 
         Returns:
             The shape of ``tgt``.

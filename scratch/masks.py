@@ -6,12 +6,11 @@ the door. Masks combine by ``&`` and ``|``; ``draw`` prints them.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from scratch import validation
 
@@ -325,8 +324,8 @@ class Visible(NamedTuple):
         return to_score_bias(visible, q.dtype)
 
 
-def visible_from_sdpa(attn_mask: Tensor | None, is_causal: bool, query_len: int, key_len: int) -> Visible:
+def visible_from_sdpa(attn_mask: Any, is_causal: bool, query_len: int, key_len: int) -> Visible:
     """Read the masks of ``scaled_dot_product_attention`` (True = may look, a float bias, or a causal bias)."""
-    if isinstance(attn_mask, CausalBias):
-        return Visible(diagonal=key_len - query_len if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0)
+    if validation.is_causal_bias(attn_mask):
+        return Visible(diagonal=key_len - query_len if attn_mask.variant.name == "LOWER_RIGHT" else 0)
     return Visible(attn_mask, 0 if is_causal else None)

@@ -93,7 +93,7 @@ def tensor_parallel_plan(module: nn.Module, num_ranks: int) -> TensorParallelPla
 
 
 class ShardedSinks(ParallelStyle):
-    """Give each process the sinks of its own heads."""
+    """Leave each process the sinks of its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         sinks = distribute_tensor(module.get_parameter("sinks").detach(), device_mesh, [Shard(0)])

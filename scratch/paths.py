@@ -1,10 +1,10 @@
-"""Which path attention takes, and what that asks for. The equations are in ``functional``.
+"""Which path attention takes, and the steps that several paths share. The equations are in ``functional``.
 
 Three paths give the same numbers:
 
 - **textbook**: ``functional.attention``, which writes down every score;
 - **tiles**: ``tiling.tiled_attention``, where the scores would fill too much memory and nobody asks for the weights;
-- **a kernel**: ``triton_attention``, in the place of tiles on the devices that it is switched on for.
+- **a kernel**: ``triton_attention``, instead of tiles on the devices for which it is switched on.
 """
 
 import math
@@ -30,16 +30,16 @@ _SWITCHED_ON: dict[str, Kernel] = {}
 def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, visible: Visible, dropout_p: float) -> Kernel | None:
     """Choose what computes this attention: tiles or a kernel where it is large, else the textbook.
 
-    The textbook is needed for dropout, which draws for all weights at once; for a score bias that wants a gradient; for
-    whoever transforms, traces or compiles the operations, or differentiates forward; and where torch's own switch,
+    The textbook is needed for dropout, which is drawn for all weights at once; for a score bias that requires a
+    gradient; under transforms, tracing, compilation and forward-mode differentiation; and where torch's own switch,
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, asks for it.
 
     Args:
         q: (..., query_len, head_dim), as ``scaled_dot_product_attention`` takes it.
         k: (..., key_len, head_dim).
         v: (..., key_len, v_head_dim).
-        visible: Who may look at whom.
-        dropout_p: Probability with which a weight is dropped.
+        visible: The masks, combined.
+        dropout_p: Probability of dropping each attention weight.
 
     Returns:
         What to call, or None for the textbook. Devices other than the CPU, where nothing has been measured, have only
@@ -69,14 +69,14 @@ def _kernel_on(device_type: str) -> Kernel | None:
 
 
 def _takes_bias(score_bias: Tensor | None) -> bool:
-    """Say whether tiles or a kernel can add this bias: on the CPU, and without a gradient of its own."""
+    """Return whether tiles or a kernel can add this bias: on the CPU, and without a gradient of its own."""
     if score_bias is None:
         return True
     return score_bias.device.type == "cpu" and not (score_bias.requires_grad and torch.is_grad_enabled())
 
 
 def _are_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Say whether there are at most a batch and heads, none of them empty, and one number of key heads."""
+    """Return whether there are at most a batch and heads, nothing is empty, and k and v have as many heads."""
     if max(q.dim(), k.dim(), v.dim()) > 4 or 0 in (q.numel(), k.numel(), v.numel()):
         return False
     return q.dim() < 3 or k.dim() < 3 or v.dim() < 3 or len({k.size(-3), v.size(-3)} - {1}) <= 1
@@ -105,13 +105,13 @@ def switched_on(device_type: str, kernel: Kernel) -> Iterator[None]:
 
 
 def are_plain(*tensors: Tensor) -> bool:
-    """Say whether operations on tensors do what they say and nothing else.
+    """Return whether operations on these tensors run at once, on plain tensors, and may write into memory.
 
     Args:
         *tensors: Any tensors.
 
     Returns:
-        False under ``torch.func``, where they are traced or compiled or differentiated forward, and for subclasses.
+        False under ``torch.func``, tracing, compilation and forward-mode differentiation, and for subclasses.
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         return False
@@ -119,9 +119,9 @@ def are_plain(*tensors: Tensor) -> bool:
 
 
 def softmax(masked_scores: Float[Tensor, "*heads query_len key_len"]) -> Float[Tensor, "*heads query_len key_len"]:
-    """Turn scores into weights, in the memory of the scores where no gradient needs them.
+    """Turn scores into weights, in place where no gradient needs the scores.
 
-    Fresh memory for as many numbers costs as much time as the softmax itself.
+    Allocating as much memory again would cost as much time as the softmax itself.
 
     Args:
         masked_scores: Not to be read afterwards.
@@ -136,7 +136,7 @@ def softmax(masked_scores: Float[Tensor, "*heads query_len key_len"]) -> Float[T
 def open_blind_rows(
     score_bias: Float[Tensor, "*lead key_len"],
 ) -> tuple[Float[Tensor, "*lead key_len"], Bool[Tensor, "*lead 1"]]:
-    """Open the rows of queries that may look at no key, so that their softmax and its gradient stay finite.
+    """Unmask the rows that are fully masked, so that their softmax and its gradient stay finite.
 
     The context is then multiplied by the second result, which is False for these rows: 0 times a finite number is 0,
     and a NaN in the inputs stays a NaN.
@@ -163,14 +163,14 @@ def weigh(
     v: Float[Tensor, "*#heads key_len v_head_dim"],
     dropout_p: float = 0.0,
 ) -> tuple[Float[Tensor, "*#heads query_len v_head_dim"], Float[Tensor, "*#heads query_len key_len"]]:
-    """Finish ``functional.attention`` for scores that were not found as q kᵀ / sqrt(d_k) + score_bias.
+    """Compute the second half of ``functional.attention``, for scores that were computed in another way.
 
     weights = softmax(masked_scores); context = dropout(weights) v
 
     Args:
         masked_scores: Not to be read afterwards.
         v: Values.
-        dropout_p: Probability with which a weight is dropped.
+        dropout_p: Probability of dropping each attention weight.
 
     Returns:
         The context, and the weights after dropout.

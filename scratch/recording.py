@@ -217,9 +217,8 @@ def trace_attention(
     """
     validation.check_attention("module", module, get_args(AnyAttention))
     attention = _as_ours(module)
-    validation.check_attention_inputs(
-        attention, query, key, value, key_padding_mask, attn_mask, is_causal, need_weights
-    )
+    given = (attn_mask, key_padding_mask, is_causal)
+    validation.check_attention_inputs(attention, (query, key, value), given, need_weights)
     inputs = sequence_first(query, key, value, attention.batch_first)
     q, k, v = attention._split(*project(*inputs, attention._in_projection()))
     visible = resolve_masks(attn_mask, key_padding_mask, q, k, is_causal, need_weights)

@@ -87,7 +87,7 @@ class LinearScaling:
         validation.check_rotary_factor(self.factor)
 
     def __call__(self, head_dim: int, base: float) -> tuple[Tensor, float]:
-        """Give the frequencies and a factor of 1."""
+        """Return the frequencies and a factor of 1."""
         return rotary_frequencies(head_dim, base) / self.factor, 1.0
 
 
@@ -115,7 +115,7 @@ class NTKScaling:
         validation.check_rotary_factor(self.factor)
 
     def __call__(self, head_dim: int, base: float) -> tuple[Tensor, float]:
-        """Give the frequencies and a factor of 1; a head of one pair, which is the fastest, stays as it is."""
+        """Return the frequencies and a factor of 1; a head of one pair, which is the fastest, stays as it is."""
         exponent = head_dim / (head_dim - 2) if head_dim != 2 else 1.0
         return rotary_frequencies(head_dim, base * self.factor**exponent), 1.0
 
@@ -159,7 +159,7 @@ class YaRNScaling:
         validation.check_yarn(self)
 
     def __call__(self, head_dim: int, base: float) -> tuple[Tensor, float]:
-        """Give the frequencies and the factor that sharpens attention."""
+        """Return the frequencies and the factor that sharpens attention."""
         frequencies = rotary_frequencies(head_dim, base)
         fast, slow = (self._pair_that_turns(times, head_dim, base) for times in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -207,7 +207,7 @@ class Llama3Scaling:
         validation.check_llama3(self)
 
     def __call__(self, head_dim: int, base: float) -> tuple[Tensor, float]:
-        """Give the frequencies and a factor of 1."""
+        """Return the frequencies and a factor of 1."""
         frequencies = rotary_frequencies(head_dim, base)
         turns = self.original_max_len * frequencies / (2 * math.pi)
         kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)  # σ

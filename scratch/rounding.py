@@ -24,10 +24,10 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def sequence_first(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn the inputs to (len, batch, features), and keep equal objects equal.
+    """Transpose the inputs to (len, batch, features), so that inputs that are one tensor stay one tensor.
 
     Self-attention is recognised by ``query is key is value``: it is then one packed projection. Without a batch
-    torch.nn loses sight of this and projects three times; so do we, to round alike.
+    torch.nn does not recognise it and projects three times; so do we, to round the same way.
 
     Args:
         query: (query_len, features) without a batch; else with it, in the order that ``batch_first`` says.
@@ -55,9 +55,9 @@ def sequence_first(query: Tensor, key: Tensor, value: Tensor, batch_first: bool)
 
 
 def unpack(packed: Float[Tensor, "len batch packed_width"], widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Cut the product of several projections at once into one tensor for each, each in one piece of memory.
+    """Split the result of a packed projection into one contiguous tensor for each projection.
 
-    Equally wide ones lie in a row, as in torch.nn: the products that follow round as they do there.
+    Equally wide ones are slices of one tensor, as in torch.nn, so that the products that follow round the same way.
 
     Args:
         packed: (len, batch, the sum of the widths).
@@ -77,7 +77,7 @@ def unpack(packed: Float[Tensor, "len batch packed_width"], widths: Sequence[int
 
 
 def halve_the_scale(k: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Put the root of the scale on either side of the product: (sqrt(s) q) (sqrt(s) k)ᵀ = s q kᵀ.
+    """Scale queries and keys by the square root of the scale each: (sqrt(s) q) (sqrt(s) k)ᵀ = s q kᵀ.
 
     It keeps float16 in range and is how torch's MATH backend rounds.
 
@@ -100,10 +100,10 @@ def halve_the_scale(k: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def folded_scores(q: Tensor, k: Tensor, score_bias: Tensor | None, scale: float) -> Tensor:
-    """Compute scores and bias in one product of three dimensions, as torch.nn's module does if weights are asked for.
+    """Compute scores and bias in one batched product, as torch.nn's module does if weights are asked for.
 
     masked_scores = q kᵀ * scale + score_bias, where a product and a sum would round twice. Without a bias ``@`` would
-    do, but for heads of size 1, whose factors it lays out in another way.
+    do, except for heads of size 1, whose factors it lays out differently.
 
     Args:
         q: (batch, num_heads, query_len, head_dim).
@@ -121,7 +121,7 @@ def folded_scores(q: Tensor, k: Tensor, score_bias: Tensor | None, scale: float)
 
 
 def laid_out_like(query: Tensor, context: Tensor) -> Tensor:
-    """Lay the context out in memory as the queries are: heads after tokens where theirs come from a transpose.
+    """Give the context the memory layout of the queries: heads after tokens where the queries were transposed.
 
     ``context.transpose(1, 2).view(batch, query_len, -1)`` is then possible, as after torch's kernels.
 

@@ -226,7 +226,7 @@ def alibi(slopes: Float[Tensor, " num_heads"]) -> ScoreMod:
 
 
 def alibi_slopes(num_heads: int) -> Float[Tensor, " num_heads"]:
-    """Give the slopes of ALiBi: powers of 2, evenly spaced in the exponent.
+    """Return the slopes of ALiBi: powers of 2, evenly spaced in the exponent.
 
     slopes[h] = 2^(-8 (h + 1) / num_heads), for a power of 2; other numbers of heads take the slopes of the power below
     and fill up with those of the power above, every second one.

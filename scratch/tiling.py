@@ -51,7 +51,7 @@ LOG2E = math.log2(math.e)
 
 
 def is_transformed(x: Tensor) -> bool:
-    """Say whether this runs under ``torch.func``, or x is a batch of gradients that stands for one."""
+    """Return whether this runs under ``torch.func``, or x is a batch of gradients that stands for one."""
     return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
@@ -120,7 +120,7 @@ def aligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     In torch.nn: the broadcasting inside ``F.scaled_dot_product_attention``.
     """
     q, k, v = (x[(None,) * (4 - x.dim())] for x in (q, k, v))
-    (batch,) = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])
+    batch = max(q.size(0), k.size(0), v.size(0))
     key_heads = max(k.size(1), v.size(1))
     k, v = (x.expand(batch, key_heads, -1, -1) for x in (k, v))
     return q.expand(batch, max(q.size(1), key_heads), -1, -1), k, v
@@ -167,7 +167,7 @@ class _Inputs:
     safe: bool
 
     def tiles(self) -> Iterator[tuple[slice, slice, list["_Tile"]]]:
-        """Give some rows, some heads, and the tiles of their keys, so that each thread has a head to itself."""
+        """Return some rows, some heads, and the tiles of their keys, so that each thread has a head to itself."""
         for rows, queries in self.mask.row_tiles():
             tiles = list(self.mask.column_tiles(queries, self.q.dtype, self.safe))
             for heads in _pieces(0, self.q.size(0), torch.get_num_threads()):
@@ -175,7 +175,7 @@ class _Inputs:
 
 
 def _attend(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the context, and m and l of every row."""
+    """Return the context, and m and l of every row."""
     q, k, v = x.q, x.k, x.v
     context = torch.empty_like(q) if q.size(-1) == v.size(-1) else q.new_empty(*q.shape[:2], v.size(-1))
     row_max, row_sum = (q.new_empty(*q.shape[:2], 1) for _ in range(2))
@@ -189,7 +189,7 @@ def _attend(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
 def _attend_rows(
     q: Tensor, k: Tensor, v: Tensor, tiles: list["_Tile"], safe: bool, buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the context, m and l of some rows, tile by tile."""
+    """Return the context, m and l of some rows, tile by tile."""
     # The least number, and not -inf: in a row that sees no key, exp(-inf - m) is 0 then and not NaN.
     row_max = q.new_full((*q.shape[:2], 1), 0.0 if safe else torch.finfo(q.dtype).min)
     row_sum, gathered = torch.zeros_like(row_max), q.new_zeros(*q.shape[:2], v.size(-1))
@@ -222,7 +222,7 @@ def _drop_negligible(exponents: Tensor) -> None:
 def _gradients(
     x: _Inputs, context: Tensor, row_max: Tensor, row_sum: Tensor, grad_context: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     grad_q, grad_k, grad_v = torch.empty_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
     buffers = _buffer(x.q, x.mask.group), _buffer(x.q, x.mask.group)
     for rows, heads, tiles in x.tiles():
@@ -256,7 +256,7 @@ class _Keys:
 
 
 def _row_gradients(rows: _Rows, keys: _Keys, tiles: list["_Tile"], buffers: tuple[Tensor, Tensor]) -> Tensor:
-    """Give the gradient of some rows, and add their share to those of keys and values, tile by tile."""
+    """Return the gradient of some rows, and add their share to those of keys and values, tile by tile."""
     grad_q, exponent_q = torch.zeros_like(rows.q), rows.q * LOG2E
     for tile in tiles:
         k, v = keys.k[:, tile.columns], keys.v[:, tile.columns]
@@ -274,7 +274,7 @@ def _row_gradients(rows: _Rows, keys: _Keys, tiles: list["_Tile"], buffers: tupl
 
 
 def _textbook_gradients(x: _Inputs, grad_context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of q, k and v in one piece, from operations that have gradients themselves."""
+    """Return the gradients of q, k and v in one piece, from operations that have gradients themselves."""
     q, k, v, mask = x.q, x.k, x.v, x.mask
     queries, columns = slice(0, mask.query_len), slice(0, mask.key_len)
     bias = mask.bias(queries, columns, q.dtype, mask.diagonal_of(queries, columns))
@@ -305,7 +305,7 @@ def _buffer(q: Tensor, group: int) -> Tensor:
 
 
 def _scores_are_safe(q: Tensor, k: Tensor, score_bias: Tensor | None, scale: float) -> bool:
-    """Say whether no score can be far from 0, unless it is -inf: |q · k| <= |q| |k|."""
+    """Return whether no score can be far from 0, unless it is -inf: |q · k| <= |q| |k|."""
     longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1).amax() for x in (q, k))
     farthest = longest_q * longest_k * abs(scale)
     if score_bias is not None and score_bias.is_floating_point():
@@ -395,7 +395,7 @@ class _Mask:
         return None if diagonal >= columns.stop - columns.start - 1 else diagonal
 
     def bias(self, queries: slice, columns: slice, dtype: torch.dtype, diagonal: int | None) -> Tensor | None:
-        """Give what is added to the scores of a tile, (n or 1, q, g, c); None where every query may look at all."""
+        """Return what is added to the scores of a tile, (n or 1, q, g, c); None where every query may look at all."""
         tile = None
         if self.score_bias is not None:
             tile = _part(_part(self.score_bias, 2, queries), 4, columns).flatten(0, 1)

@@ -29,7 +29,7 @@ class Tracer(fx.Tracer):
     """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Say whether a module becomes one node.
+        """Return whether a module becomes one node.
 
         Args:
             m: The module.

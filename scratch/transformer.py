@@ -19,7 +19,7 @@ __all__ = ["Transformer", "TransformerDecoder", "TransformerEncoder", "is_causal
 
 @validation.quiet_while_tracing
 def is_causal_mask(attn_mask: Tensor | None, is_causal: bool | None, length: int) -> bool:
-    """Say whether a module mask is the causal one, unless the caller has said so already.
+    """Return whether a module mask is the causal one, unless the caller has said so already.
 
     Looking at the values waits for the device: pass ``is_causal`` where that matters.
 
@@ -186,7 +186,7 @@ class TransformerDecoder(nn.Module):
             memory_key_padding_mask: (batch, src_len) or (src_len), likewise.
             tgt_is_causal: A promise that ``tgt_mask`` is causal; None looks at the values to find out.
             memory_is_causal: A promise that ``memory_mask`` is causal.
-            cache: One for each layer; masks of the target then span the earlier places too. Keyword only.
+            cache: One for each layer; masks of the target then span the earlier positions too. Keyword only.
 
         Returns:
             The shape of ``tgt``.
@@ -230,7 +230,7 @@ class Transformer(nn.Module):
         num_encoder_layers: Number of encoder layers.
         num_decoder_layers: Number of decoder layers.
         dim_feedforward: Width of the hidden layer of the feed-forward networks.
-        dropout: Probability of dropping: attention weights, hidden units, and what is added to the residual.
+        dropout: Dropout probability for attention weights, hidden units and the output of each sub-layer.
         activation: "relu", "gelu" or a function.
         custom_encoder: Stands in for the encoder: called as ``encoder(src, mask=, src_key_padding_mask=, is_causal=)``.
         custom_decoder: Stands in for the decoder, called with the decoder's keywords.

@@ -193,7 +193,7 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees) -> di
 def _textbook_gradients(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sees: _Sees, grad_context: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Give the gradients of q, k and v, as far as they want one, from operations that have gradients themselves."""
+    """Return the gradients of q, k and v, as far as they want one, from operations that have gradients themselves."""
     validation.check_differentiable_twice(sees.score_bias)
     places = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
     visible = Visible(places.tril(sees.latest).triu(sees.earliest))
@@ -248,7 +248,7 @@ def _query_gradients(
     GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Give the gradient of one tile of queries, which collects from the keys that they look at."""
+    """Return the gradient of one tile of queries, which collects from the keys that they look at."""
     tiles = tl.cdiv(query_len, ROWS)
     head, first_row = tl.program_id(0) // tiles, tl.program_id(0) % tiles * ROWS
     rows = first_row + tl.arange(0, ROWS)
@@ -277,7 +277,7 @@ def _key_gradients(
     GROUP: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Give the gradients of one tile of keys and values, which collect from the queries that look at them."""
+    """Return the gradients of one tile of keys and values, which collect from the queries that look at them."""
     tiles = tl.cdiv(key_len, COLUMNS)
     key_head, first_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * COLUMNS
     columns = first_column + tl.arange(0, COLUMNS)

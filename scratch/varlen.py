@@ -93,8 +93,8 @@ def varlen_attn(
             [0.0000, 0.0000, 0.5000, 0.5000, 0.0000],
             [0.0000, 0.0000, 0.3333, 0.3333, 0.3333]])
     """
-    lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
-    validation.check_varlen_attn(query, key, value, *lengths, window_size, enable_gqa, return_aux)
+    inputs, cu_seqs, longest = (query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k)
+    validation.check_varlen_attn(inputs, cu_seqs, longest, window_size, enable_gqa, return_aux)
     validation.check_defaults(
         seqused_k=(seqused_k, None), block_table=(block_table, None), num_splits=(num_splits, None)
     )
@@ -112,7 +112,7 @@ def varlen_attn(
 
 
 def sequences(packed: Float[Tensor, "tokens num_heads width"], cu_seq: Tensor | None) -> Iterator[Tensor]:
-    """Give the tokens of each sequence by themselves: (h, q, d)."""
+    """Return the tokens of each sequence by themselves: (h, q, d)."""
     assert cu_seq is not None
     return (packed[begin:end].transpose(0, 1) for begin, end in itertools.pairwise(cu_seq.tolist()))
 

@@ -212,7 +212,8 @@ SCRATCH_ONLY_FILES = {
     "tiling.py": INSIDE_KERNELS,
     "documentation.py": "it attaches to builtin what both say",
     "positional.py": "torch.nn has no positional encoding: both use this one",
-    "decoding.py": "torch.nn has no decoding and no cache; builtin decodes by recomputation",
+    "caches.py": "torch.nn has no cache: builtin decodes by recomputation",
+    "decoding.py": "torch.nn has no decoding: both use this one",
 }
 SCRATCH_ONLY_NAMES = {
     "attention.AttentionCache": "torch.nn has no cache",
@@ -233,10 +234,12 @@ SCRATCH_ONLY_NAMES = {
 }
 # What builtin hands on as torch has it, by the module it comes from: scratch has a class of its own, held to torch's.
 TORCHS_OWN = {
+    "block_masks.BlockMask": flex_attention,
     "flex.AuxOutput": flex_attention,
     "flex.AuxRequest": flex_attention,
     "flex.BlockMask": flex_attention,
     "flex.noop_mask": flex_attention,
+    "mask_functions.noop_mask": flex_attention,
     "varlen.AuxRequest": varlen,
 }
 
@@ -266,11 +269,13 @@ def public_members(owner: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def public_things(modules: dict[str, ModuleType]) -> dict[str, Any]:
-    """Give everything public, functions, classes and methods, in order."""
+    """Give everything public, functions, classes and methods, in order, where it is written."""
+    others = {module.__name__ for module in modules.values()}
     return {
         dotted: thing
         for module_name, module in modules.items()
         for name in getattr(module, "__all__", ())
+        if getattr(getattr(module, name), "__module__", "") not in others - {module.__name__}
         for dotted, thing in public_members(f"{module_name}.{name}", getattr(module, name))
     }
 

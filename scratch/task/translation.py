@@ -203,13 +203,13 @@ class TranslationTask:
                 object.__setattr__(self, name, words)
 
     def source_ids(self, sentences: Sequence[str], device: torch.device | str | None = None) -> Tensor:
-        """Give source sentences as ids, (batch, src_len), padded at the end."""
+        """Return source sentences as ids, (batch, src_len), padded at the end."""
         return padded([self.source.encode(sentence) for sentence in sentences], device)
 
     def batch(
         self, rows: Sequence[int], device: torch.device | str | None = None
     ) -> tuple[Int[Tensor, "batch src_len"], Int[Tensor, "batch tgt_len"]]:
-        """Give pairs as ids; targets begin with the start token and end with the end token."""
+        """Return pairs as ids; targets begin with the start token and end with the end token."""
         src_ids = self.source_ids([self.pairs[row][0] for row in rows], device)
         targets = [[Vocabulary.START, *self.target.encode(self.pairs[row][1]), Vocabulary.END] for row in rows]
         return src_ids, padded(targets, device)
@@ -406,7 +406,7 @@ def translate(
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the name of a temporary file beside ``path`` that takes its place in the end, all or nothing.
+    """Return the name of a temporary file beside ``path`` that takes its place in the end, all or nothing.
 
     Args:
         path: The file to be written.

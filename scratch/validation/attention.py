@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-MaskArguments = tuple[Tensor | None, Tensor | None, bool]
+MaskArguments = tuple[Tensor | None, Tensor | None, bool]  # attn_mask, key_padding_mask and is_causal
 
 
 class Names(NamedTuple):
@@ -112,18 +112,15 @@ def check_no_cache(cache: object) -> None:
 @quiet_while_tracing
 def check_attention_inputs(
     attention: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    given: MaskArguments,
     need_weights: bool = False,
     *,
     cache: Any = None,
     names: Names = ATTENTION,
 ) -> None:
-    """Check the call of a multi-head attention, ours or torch.nn's."""
+    """Check the call of a multi-head attention, ours or torch.nn's: its (query, key, value) and its masks."""
+    (query, key, value), (attn_mask, key_padding_mask, is_causal) = inputs, given
     _check_ranks(query, key, value, key_padding_mask, attn_mask, names)
     _check_mask_kinds(key_padding_mask, attn_mask, is_causal, names)
     time_dim = 1 if attention.batch_first and query.dim() == 3 else 0

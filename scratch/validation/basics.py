@@ -202,13 +202,13 @@ def check_module(name: str, x: object) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Give the dtype in which autocast hands a tensor to torch's own function: its own, without autocast."""
+    """Return the dtype in which autocast hands a tensor to torch's own function: its own, without autocast."""
     if not autocast_is_on(x.device) or not x.is_floating_point() or x.dtype == torch.float64:
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def autocast_is_on(device: torch.device) -> bool:
-    """Say whether operations choose their dtype themselves."""
+    """Return whether operations choose their dtype themselves."""
     # torch.is_autocast_enabled raises for device types that have no autocast, such as meta.
     return device.type != "meta" and torch.is_autocast_enabled(device.type)

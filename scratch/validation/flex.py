@@ -49,10 +49,8 @@ def check_flex_attention(
     score_mod: Callable[..., Tensor] | None,
     block_mask: Any,
     enable_gqa: bool,
-    return_lse: bool,
-    return_aux: Any,
 ) -> None:
-    """Check the call of ``flex_attention``."""
+    """Check what ``flex_attention`` computes with."""
     _check_kinds(query, key, value)
     check_head_dim_and_key_len(query, key, value)
     if value.shape[:2] != key.shape[:2]:
@@ -70,15 +68,14 @@ def check_flex_attention(
             f"key must have the batch of query, {query.size(0)}, or 1 beside a block_mask for each sample, "
             f"got shape {shape(key)}"
         )
-    check_request(return_aux)
-    if return_lse and return_aux is not None:
-        raise ArgumentValueError("return_lse and return_aux exclude each other: ask by return_aux alone, got both")
 
 
-def check_request(return_aux: Any) -> None:
-    """Require an ``AuxRequest``, of either package or of torch."""
+def check_request(return_aux: Any, return_lse: bool = False) -> None:
+    """Require an ``AuxRequest``, of either package or of torch, and no second way of asking beside it."""
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise ArgumentTypeError(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
+    if return_lse and return_aux is not None:
+        raise ArgumentValueError("return_lse and return_aux exclude each other: ask by return_aux alone, got both")
 
 
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:

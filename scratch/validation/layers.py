@@ -71,15 +71,12 @@ def _check_sublayer(
     attention: Any, query: Tensor, memory: Tensor, given: MaskArguments, names: Names, cache: Any = None
 ) -> None:
     """Check what a layer hands to an attention; one with a ``forward`` of its own judges for itself what fits."""
-    attn_mask, padding, is_causal = given
     if getattr(attention.forward, "__module__", None) in TORCHS_FORWARD:
-        check_attention_inputs(
-            attention, query, memory, memory, padding, attn_mask, is_causal, cache=cache, names=names
-        )
+        check_attention_inputs(attention, (query, memory, memory), given, cache=cache, names=names)
         return
     check_tensor(names.query, query)
     check_tensor(names.key, memory)
-    for name, mask in ((names.attn_mask, attn_mask), (names.key_padding_mask, padding)):
+    for name, mask in ((names.attn_mask, given[0]), (names.key_padding_mask, given[1])):
         if mask is not None:
             check_mask_dtype(name, mask)
 

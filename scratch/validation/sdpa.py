@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from scratch.validation.basics import (
     ArgumentTypeError,
@@ -19,34 +18,44 @@ from scratch.validation.basics import (
 __all__ = [
     "check_head_dim_and_key_len",
     "check_scaled_dot_product_attention",
+    "is_causal_bias",
 ]
 
 
 @quiet_while_tracing
 def check_scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     enable_gqa: bool,
 ) -> None:
-    """Check the call of ``scaled_dot_product_attention``."""
+    """Check the call of ``scaled_dot_product_attention``: its (query, key, value), and what goes with them."""
+    query, key, value = inputs
     _check_sdpa_kinds(query, key, value)
     leading = _check_sdpa_shapes(query, key, value, enable_gqa)
     check_dropout("dropout_p", dropout_p)
     if attn_mask is None:
         return
-    if is_causal and isinstance(attn_mask, CausalBias):
+    is_bias = is_causal_bias(attn_mask)
+    if is_causal and is_bias:
         raise ArgumentValueError("attn_mask is already causal: CausalBias should not be used with causal=True")
     if is_causal:
         raise ArgumentValueError(
             "attn_mask and is_causal=True exclude each other: give one of the two "
             "(_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True)"
         )
-    if not isinstance(attn_mask, CausalBias):
+    if not is_bias:
         _check_sdpa_mask(query, key, attn_mask, leading)
+
+
+def is_causal_bias(attn_mask: object) -> bool:
+    """Return whether a mask is a causal bias of ``torch.nn.attention.bias``."""
+    if attn_mask is None or type(attn_mask) is Tensor:
+        return False
+    from torch.nn.attention.bias import CausalBias  # it takes two seconds to import: whoever has one has done so
+
+    return isinstance(attn_mask, CausalBias)
 
 
 def _check_sdpa_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -22,18 +22,15 @@ __all__ = ["check_varlen_attn", "check_varlen_on_device"]
 
 
 def check_varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    cu_seqs: tuple[Tensor, Tensor | None],
+    longest: tuple[int, int],
     window_size: object,
     enable_gqa: bool,
     return_aux: object,
 ) -> None:
     """Check the call of ``varlen_attn``. This reads the lengths, and so waits for the device."""
+    (query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k) = inputs, cu_seqs, longest
     _check_packed(query, key, value)
     check_grouped_heads(query, key, 1, enable_gqa)
     check_whole(max_q=max_q, max_k=max_k)
