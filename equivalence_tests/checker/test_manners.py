@@ -1,6 +1,7 @@
 """verify keeps its manners: whatever the program around it has set, and whatever the code that it runs does."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -97,6 +98,35 @@ def test_compiled_modules_are_looked_through_and_compiled_functions_run_as_writt
     assert report
     assert "run inside OptimizedModule, and checked without it" in report.notes
     assert verify(torch.compile(attend, backend="eager"))
+
+
+# In a fresh interpreter, with a class that compiles itself while it is checked.
+COMPILES_ITSELF = """
+import sys
+import builtin
+from equivalence_tests.checker.test_manners import attend, nn, torch, verify
+
+print(verify(attend).verdict, "torch._dynamo" in sys.modules)
+
+
+class Compiled(nn.Module):
+    def __init__(self, embed_dim, num_heads):
+        super().__init__()
+        self.attend = torch.compile(attend, backend=lambda *_: 1 / 0)
+        self.attend(*torch.ones(3, 1, 1, 1))
+
+    def forward(self, query, key, value):
+        return self.attend(query, key, value)
+
+
+print(verify(Compiled, kind="attention").verdict, "torch._dynamo" in sys.modules)
+"""
+
+
+def test_torchs_compiler_is_imported_once_something_compiles_and_then_switched_off() -> None:
+    """It takes as long to import as torch itself."""
+    ran = subprocess.run([sys.executable, "-c", COMPILES_ITSELF], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == ["equal False", "equal True"]
 
 
 def test_a_cell_of_a_running_notebook_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

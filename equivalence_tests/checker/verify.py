@@ -20,7 +20,7 @@ from equivalence_tests.checker.parts.kinds import guess_kind, kind_of, there_and
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
-from equivalence_tests.checker.reach.state import preserved_global_state
+from equivalence_tests.checker.reach.state import preserved_global_state, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, either, subjects
 from equivalence_tests.checker.reporting.findings import KINDS, Exercise
 from equivalence_tests.checker.reporting.lines import raised_at
@@ -109,7 +109,7 @@ def verify(
     def checked() -> list[Report]:
         found, wrapped = inside_wrappers(with_signature(load(target, run_all)))
         # Whatever the caller, or the imported file, has set.
-        with torch.inference_mode(False), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.inference_mode(False), torch.enable_grad(), uncompiled():
             if inputs is not None:
                 reports = examine_call(found, inputs, name, given)
             else:

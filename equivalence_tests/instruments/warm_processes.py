@@ -5,7 +5,12 @@ from multiprocessing.context import BaseContext
 
 __all__ = ["warm_context"]
 
-IMPORTED = ["equivalence_tests.compare.ranks", "equivalence_tests.checker.verify", "benchmarks.children"]
+IMPORTED = [
+    "torch._dynamo",
+    "equivalence_tests.compare.ranks",
+    "equivalence_tests.checker.verify",
+    "benchmarks.children",
+]
 
 
 def warm_context(_: str = "spawn") -> BaseContext:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,7 @@ def _matmul(first: Tensor, second: Tensor) -> Contraction | None:
     """Read first @ second; None where the second is no matrix."""
     if first.dim() < 1 or second.dim() < 2:
         return None
-    lead, row = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2]), "i" if first.dim() > 1 else ""
+    lead, row = np.broadcast_shapes(first.shape[:-2], second.shape[:-2]), "i" if first.dim() > 1 else ""
     first, second = (x.expand(*lead, *x.shape[-2:]) for x in (first, second))
     return _einsum(f"...{row}d,...dj->...{row}j", first, second)
 

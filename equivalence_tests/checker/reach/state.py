@@ -96,6 +96,39 @@ def preserved_global_state() -> Iterator[io.StringIO]:
 
 
 @contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Let what is compiled run as it is written.
+
+    torch's own switch takes two seconds to import, so it waits until somebody compiles.
+
+    >>> with uncompiled():
+    ...     torch.compile(lambda x: x + 1, backend=lambda *_: 1 / 0)(torch.zeros(1))
+    tensor([1.])
+    """
+    compile_ = torch.compile
+    with contextlib.ExitStack() as stack:
+
+        def switch() -> None:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+        def compile_later(*args: Any, **kwargs: Any) -> Any:
+            if torch.compile is compile_later:
+                torch.compile = compile_
+                switch()
+            return compile_(*args, **kwargs)
+
+        if "torch._dynamo" in sys.modules:
+            switch()
+        else:
+            torch.compile = compile_later
+        try:
+            yield
+        finally:
+            if torch.compile is compile_later:
+                torch.compile = compile_
+
+
+@contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Let code that makes tensors without saying their dtype make them in this one.
 
