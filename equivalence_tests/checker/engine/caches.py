@@ -18,7 +18,7 @@ from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
-from equivalence_tests.checker.reach.plans import POSITION
+from equivalence_tests.checker.reach.plans import POSITION, causal_switches
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import CACHE
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -130,11 +130,9 @@ class _Causal:
 
 def _causal_ways(trial: Trial) -> Iterator[_Causal]:
     """Whatever hides the future in a pass over all tokens."""
-    names = [p.name for p in parameters_of(trial.function)]
     mask = trial.plan.mask_parameter
     forms = [form for form in mask_forms() if form.pattern in ("shared", "full")] if mask else []
-    switches = [_Causal(name) for name in names if "causal" in name and name != mask]
-    ways = [_Causal(), *switches, *(_Causal(mask, form) for form in forms)]
+    ways = [_Causal(), *map(_Causal, causal_switches(trial)), *(_Causal(mask, form) for form in forms)]
     wanted = torch.ones(TOKENS, TOKENS).tril().bool()
     for way in ways:
         try:

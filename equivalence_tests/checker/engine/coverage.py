@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
 from equivalence_tests.checker.engine.contracts.departure import near
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.ran import operations_of
+from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.engine.token_numbers import numbers_exercised
@@ -240,7 +240,9 @@ def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
         sees_the_future = bool((reach & ~wanted).any())
         if sees_the_future or not (torch.equal(reach, wanted) or _has_a_window(trial.function)):
             reports = covered.judge(*trial.arguments(trial.inputs(length, length), extra))
-            findings = [_located(_not_causal(what, reach, wanted), reports)]
+            unused = unused_fill(operations_of(lambda: trial.output(trial.inputs(length, length), extra)))
+            found = _not_causal(what, reach, wanted)
+            findings = [_located(replace(found, stack=code_lines(unused.frames)) if unused else found, reports)]
         return findings, "one token changed at a time"
 
     covered.run(what, look)

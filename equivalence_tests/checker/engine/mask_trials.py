@@ -28,6 +28,8 @@ from equivalence_tests.checker.reporting.lines import frames_of
 from equivalence_tests.checker.reporting.report import Report
 
 OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
+OF_QUERIES = re.compile(r"^(q|query|queries)_|_(q|query|queries)(_|$)", re.IGNORECASE)
+UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; what comes back for those means nothing"
 OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)$")  # what leaves "y" of "y_mask"
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
 CODE_ERRORS = (AttributeError, NameError)
@@ -52,9 +54,13 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     if even is not None:
         return masked_departures(even, report)
     found = masks.nearest() if found is None else found
-    if role_of_parameter(masks.parameter) == "mask" or not any(one.name == "mask_never_used" for one in found):
+    of_queries = bool(OF_QUERIES.search(masks.parameter))
+    is_mask = role_of_parameter(masks.parameter) == "mask" and not of_queries
+    if is_mask or not any(one.name == "mask_never_used" for one in found):
         return found
-    report.coverage.append(Exercise(masks.parameter, False, "taken for a mask, it hides nothing, and no name says so"))
+    why = UNUSED_OF_QUERIES if of_queries else "taken for a mask, it hides nothing, and no name says so"
+    report.coverage.append(Exercise(masks.parameter, of_queries, why))
+    report.notes += [f"{masks.parameter}: {why}"] if of_queries else []
     return [one for one in found if one.name != "mask_never_used"]
 
 

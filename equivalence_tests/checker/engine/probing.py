@@ -11,7 +11,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.scores_table import DROWNED
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Attention
-from equivalence_tests.checker.engine.ran import operations_of
+from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.engine.vocabulary import ADDS, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation
@@ -235,6 +235,5 @@ def never_causal(situation: Situation) -> list[Departure]:
         claim = causal_claim(module, lambda: situation.trial.returned(situation.inputs))
     if not claim or _sees_no_future(situation):
         return []
-    dropped = [op for op in situation.found.run.operations if op.name == "masked_fill" and not op.inplace]
-    place = dropped[-1] if dropped else judgement.attention.first
+    place = unused_fill(situation.found.run.operations) or judgement.attention.first
     return [Departure("causal_mask_never_used", "mask", place, {"claim": claim})]

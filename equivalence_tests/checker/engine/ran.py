@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.watching import Operation, Recorder
+from equivalence_tests.checker.engine.watching import Operation, Recorder, storage_of
 from equivalence_tests.checker.reporting.lines import Frames, frames_here, inside
 
 MIRRORED = {"rsub": "sub", "rdiv": "div", "rpow": "pow"}
@@ -25,6 +25,13 @@ def recorded(call: Callable[[], Any], named: Iterable[tuple[str, Tensor]] = ()) 
     for operation in recorder.operations:
         operation.frames = inside(operation.frames, outside)
     return recorder
+
+
+def unused_fill(operations: Sequence[Operation]) -> Operation | None:
+    """Give the last ``masked_fill`` whose result no operation takes, so that it hides nothing."""
+    taken = {storage_of(slot.tensor) for operation in operations for slot in operation.inputs}
+    fills = (operation for operation in reversed(operations) if operation.name == "masked_fill")
+    return next((fill for fill in fills if storage_of(fill.outputs[0].tensor) not in taken), None)
 
 
 def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:

@@ -30,6 +30,7 @@ from equivalence_tests.checker.engine.probing import (
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, trials_for
+from equivalence_tests.checker.engine.together import hidden_together
 from equivalence_tests.checker.engine.unpaired import judge_linear, judge_pooling
 from equivalence_tests.checker.engine.unwatched import compare_output
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
@@ -200,9 +201,11 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     if not any(departure.stage == "mask" for departure in more):
         add(never_causal(situation))
     add(crossing(situation))
-    add(masked_departures(situation, report))
-    for trial in other_masks(situation.trial):
-        add(masked_departures(replace(situation, trial=trial), report))
+    masked = [situation, *(replace(situation, trial=trial) for trial in other_masks(situation.trial))]
+    for one in masked:
+        add(masked_departures(one, report))
+    if not more:
+        add(hidden_together(masked))
     return more
 
 

@@ -595,6 +595,12 @@ MASKS = (
         cost=5,
     ),
     _mask(
+        "mask_lost_beside_another",
+        "Where {other} is given, {argument} no longer hides anything.",
+        ("query i sees what {other} allows", "query i sees what both allow"),
+        "Combine the two, as in allowed = mask & causal, or fill the scores that the first has filled already.",
+    ),
+    _mask(
         "mask_transposed",
         "The mask is transposed: it hides queries from keys.",
         "mask[b, k, q]",

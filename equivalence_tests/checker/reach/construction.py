@@ -151,7 +151,7 @@ PARTS = (
 OF_A_NUMBER = re.compile(
     r"^(n|num|max)_|_(heads?|dims?|size|width|layers|dropout|drop|rate|prob|len|length|bias|type|window)$"
 )
-CONFIG = re.compile(r"config|cfg|^args$|params|hparams|options|^opts?$|settings|hyper")
+CONFIG = re.compile(r"config|cfg|(^|_)args$|params|hparams|options|^opts?$|settings|hyper")
 MOST_GUESSES = 60
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
 ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
@@ -159,6 +159,7 @@ ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype
 SECTION = re.compile(
     r"^(transformer|attention|attn|encoder|decoder|model|network|arch\w*)(_(config|cfg|args|params))?$"
 )
+ENTRY_OF_A_PART = re.compile(r"^(self|cross|masked|multi_?head)_?(attention|attn)$")
 
 
 class ImitatedConfig:
@@ -189,6 +190,8 @@ class ImitatedConfig:
         return value
 
     def __getitem__(self, name: str) -> Any:
+        if ENTRY_OF_A_PART.search(name.lower()):  # as an attribute such a name is a switch
+            return self
         try:
             return getattr(self, name)
         except AttributeError as error:

@@ -49,7 +49,7 @@ NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
 TILE = re.compile(r"(block|chunk|tile|segment)_?(size|len(gth)?)$")  # several fit into a sequence
 LETTER = re.compile(r"^[a-z]_?\d?$")
 POSITION = re.compile(
-    r"^(start_?(pos|idx)|past_len\w*|offset|(input_|cache_)?pos(ition)?|cache_position|seqlen_offset|step)$"
+    r"^(start_?(pos|idx)|(past|cache|kv)_?len\w*|((rope|seqlen|\w*pos\w*)_)?offset|(input_|cache_)?pos(ition)?|step)$"
 )
 
 
@@ -136,6 +136,11 @@ def other_masks(trial: Trial) -> Iterator[Trial]:
     for name in () if plan.positional else others:
         roles = (*(pair for pair in kept if pair[0] != name), (name, "mask"))
         yield replace(trial, plan=replace(plan, roles=roles))
+
+
+def causal_switches(trial: Trial) -> list[str]:
+    """Name the arguments beside the mask that ask for a causal one."""
+    return [p.name for p in parameters_of(trial.function) if "causal" in p.name and p.name != trial.plan.mask_parameter]
 
 
 def _required(parameters: list[inspect.Parameter]) -> set[str]:

@@ -20,7 +20,7 @@ from torch.backends import mha
 from torch.utils.weak import WeakIdKeyDictionary
 
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reporting.lines import raised_at
+from equivalence_tests.checker.reporting.lines import raised_in
 
 T = TypeVar("T")
 CACHE = re.compile(r"cache|past|(^|_)kv($|_)|memory", re.IGNORECASE)
@@ -220,5 +220,5 @@ def attempt(call: Callable[[], T], errors: list[str] | None = None) -> T | None:
             return call()
     except Exception as error:
         if errors is not None:
-            errors.append(said(error) + raised_at(error))
+            errors.append(said(error) + raised_in(error))
         return None

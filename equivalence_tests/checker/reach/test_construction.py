@@ -17,6 +17,26 @@ from equivalence_tests.checker.verify import verify
 WIDTH = 27
 
 
+class PartsOfADictionary(nn.Module):
+    """Its arguments hold those of its parts."""
+
+    def __init__(self, embed_dim: int, encoder_args: dict[str, dict[str, int]]) -> None:
+        super().__init__()
+        inner = encoder_args["self_attention"]
+        self.heads = inner["n_head"]
+        self.packed = nn.Linear(embed_dim, 3 * inner["n_head"] * inner["d_k"])
+        self.out = nn.Linear(inner["n_head"] * inner["d_k"], embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
+        out: Tensor = self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+def test_a_dictionary_with_the_arguments_of_its_parts_is_imitated() -> None:
+    assert verify(PartsOfADictionary).verdict == "equal"
+
+
 class FixedWidth(nn.Module):
     """Its width stands in the file; only heads that fill it can be split."""
 

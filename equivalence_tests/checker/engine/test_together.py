@@ -1,0 +1,131 @@
+"""Masks given together, masks of queries, fills that nobody takes, and a cache whose length is handed over."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equivalence_tests.checker.verify import verify
+
+
+class Packed(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.packed, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.packed(x).chunk(3, -1))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT / math.sqrt(q.size(-1))
+
+    def end(self, scores: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+class BothMasks(Packed):
+    def forward(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None = None,
+        future_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        q, k, v = self.split(x)
+        scores = self.scores(q, k)
+        if padding_mask is not None:
+            scores = scores.masked_fill(padding_mask[:, None, None] == 0, -torch.inf)
+        if future_mask is not None:
+            scores = scores.masked_fill(future_mask == 0, -torch.inf)
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf)
+        return self.end(scores, v)
+
+
+class SecondMaskForgetsTheFirst(Packed):
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None, future_mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.split(x)
+        masked = scores = self.scores(q, k)
+        if padding_mask is not None:
+            masked = scores.masked_fill(padding_mask[:, None, None] == 0, -torch.inf)
+        if future_mask is not None:
+            masked = scores.masked_fill(future_mask == 0, -torch.inf)
+        return self.end(masked, v)
+
+
+class PaddingEndsCausality(Packed):
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        q, k, v = self.split(x)
+        hidden = None if padding_mask is None else padding_mask[:, None, None]
+        is_causal = is_causal and hidden is None
+        context = functional.scaled_dot_product_attention(q, k, v, hidden, is_causal=is_causal)
+        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
+        return out
+
+
+class DiscardsTheFill(Packed):
+    def forward(self, x: Tensor, causal_mask: bool = False) -> Tensor:
+        q, k, v = self.split(x)
+        scores = self.scores(q, k)
+        if causal_mask:
+            scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf)  # nobody takes it
+        return self.end(scores, v)
+
+
+class LeavesQueriesAlone(Packed):
+    def forward(self, x: Tensor, q_padding_mask: Tensor | None = None, k_padding_mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.split(x)
+        scores = self.scores(q, k)
+        if k_padding_mask is not None:
+            scores = scores.masked_fill(~k_padding_mask[:, None, None], -torch.inf)
+        return self.end(scores, v)
+
+
+class TakesTheLengthOfItsCache(Packed):
+    def forward(
+        self, x: Tensor, past_kv: tuple[Tensor, Tensor] | None = None, cache_len: int = 0
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v = self.split(x)
+        if past_kv is not None:
+            k, v = (torch.cat(pair, -2) for pair in zip(past_kv, (k, v), strict=True))
+        scores = self.scores(q, k)
+        future = torch.arange(k.size(-2)) > torch.arange(q.size(-2))[:, None] + cache_len
+        return self.end(scores.masked_fill(future, -torch.inf), v), (k, v)
+
+
+def test_masks_that_hide_together_are_equal() -> None:
+    assert verify(BothMasks).verdict == "equal"
+
+
+def test_a_mask_that_forgets_the_one_before_it_is_found_on_the_line_of_that() -> None:
+    report = verify(SecondMaskForgetsTheFirst)
+    assert report.mistakes == ("mask_lost_beside_another",)
+    finding = report.findings[0]
+    assert finding.sentence == "Where future_mask is given, padding_mask no longer hides anything."
+    assert "padding_mask[:, None, None]" in finding.stack[0].text
+
+
+def test_a_padding_mask_that_ends_causality_is_found() -> None:
+    report = verify(PaddingEndsCausality)
+    assert [finding.sentence for finding in report.findings] == [
+        "Where padding_mask is given, is_causal no longer hides anything."
+    ]
+
+
+def test_a_fill_that_nobody_takes_is_the_line_of_a_switch_without_effect() -> None:
+    report = verify(DiscardsTheFill)
+    assert report.mistakes == ("causal_switch_wrong",)
+    assert "nobody takes it" in report.findings[0].stack[0].text
+
+
+def test_an_unused_mask_of_queries_is_a_note() -> None:
+    report = verify(LeavesQueriesAlone)
+    assert report.verdict == "equal"
+    assert any(note.startswith("q_padding_mask: it says which queries are padding") for note in report.notes)
+
+
+def test_the_length_of_a_cache_is_handed_over_with_it() -> None:
+    report = verify(TakesTheLengthOfItsCache)
+    assert report.verdict == "equal", str(report)
