@@ -1,4 +1,4 @@
-"""Masks given together, masks of queries, fills that nobody takes, and a cache whose length is handed over."""
+"""Masks given together, masks of queries, fills that nobody takes, a cache with its length, an encoding as argument."""
 
 import math
 
@@ -129,3 +129,35 @@ def test_an_unused_mask_of_queries_is_a_note() -> None:
 def test_the_length_of_a_cache_is_handed_over_with_it() -> None:
     report = verify(TakesTheLengthOfItsCache)
     assert report.verdict == "equal", str(report)
+
+
+class TakesAnEncoding(Packed):
+    """As in Transformer-XL: the scores of positions are made of an encoding that every call is handed."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.positions = nn.Linear(dim, dim, bias=False)
+        self.u, self.v = (nn.Parameter(torch.randn(heads, 1, dim // heads)) for _ in range(2))
+
+    def forward(self, x: Tensor, pos_embedding: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        p = self.positions(pos_embedding).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        by_position = (q + self.v) @ p.mT
+        padded = functional.pad(by_position, (1, 0)).reshape(*by_position.shape[:2], -1, x.size(1))
+        by_position = padded[:, :, 1:].reshape_as(by_position)
+        scores = ((q + self.u) @ k.mT + by_position) / self.divisor(q)
+        return self.end(scores, v)
+
+    def divisor(self, q: Tensor) -> float:
+        return math.sqrt(q.size(-1))
+
+
+class DividesByTheWidth(TakesAnEncoding):
+    def divisor(self, q: Tensor) -> float:
+        return math.sqrt(q.size(-1) * self.heads)
+
+
+def test_an_encoding_that_is_an_argument_is_handed_over() -> None:
+    assert verify(TakesAnEncoding).verdict != "deviates"
+    (finding,) = verify(DividesByTheWidth).findings
+    assert finding.sentence.startswith("The scores are divided by sqrt(embed_dim)")

@@ -25,8 +25,8 @@ class AngleForm:
     """One form in which angles are handed over.
 
     Args:
-        kind: "complex" (cos + i sin), "angles", or "both" (a tuple of cosines and sines). An argument called cos,
-            sin or cos_sin gets just these.
+        kind: "complex" (cos + i sin), "angles", "both" (a tuple of cosines and sines), or "encoding" (sines and
+            cosines as wide as the tokens). An argument called cos, sin or cos_sin gets just these.
         places: One of ``PLACES``.
         axes: "l c" for (len, columns), with a 1 for each axis of that size around the length.
     """
@@ -41,11 +41,14 @@ class AngleForm:
         yield cls("complex")
         for form in itertools.product(("both", "angles"), PLACES, AXES):
             yield cls(*form)
+        yield cls("encoding", axes="b l c")
 
     def build(self, name: str, x: Tensor, base: float) -> Any:
-        """Make the argument of this name for tokens of one head, (..., len, head_dim)."""
+        """Make the argument of this name for tokens of one head, (len, head_dim); "encoding": (b, len, embed_dim)."""
         steps = base ** -(torch.arange(0, x.size(-1), 2, dtype=x.dtype) / x.size(-1))
         angles = torch.outer(torch.arange(x.size(-2), dtype=x.dtype), steps)
+        if self.kind == "encoding":
+            return torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[..., : x.size(-1)].expand_as(x)
         if self.kind == "complex":
             return torch.polar(torch.ones_like(angles), angles)
         axes = self.axes.removesuffix(" c").split()

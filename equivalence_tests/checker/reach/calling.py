@@ -213,8 +213,9 @@ class Trial:
 
     def angles(self, name: str, form: AngleForm, inputs: Inputs) -> Any:
         """Make the argument of this name for the positions of the queries, from 0."""
-        head = inputs.query[0, :, : inputs.query.size(-1) // self.sizes.num_heads].to(self.dtype)
-        return form.build(name, head, base_of(self.function))
+        x = inputs.query.to(self.dtype)
+        head = x[0, :, : inputs.query.size(-1) // self.sizes.num_heads]
+        return form.build(name, x if form.kind == "encoding" else head, base_of(self.function))
 
 
 def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
