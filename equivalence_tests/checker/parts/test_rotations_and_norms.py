@@ -227,7 +227,7 @@ ROTATED, NORMED = "rotary_positions", "queries_and_keys_normalised"
         (TakesCosAndSin, {ROTATED}, "halves of a head"),
         (TakesBoth, {ROTATED}, "halves of a head"),
         (TakesOneTuple, {ROTATED}, "halves of a head"),
-        (NormalisingWithoutWeights, {NORMED}, "each by its own norm"),
+        (NormalisingWithoutWeights, {NORMED, "rotary_of_its_own"}, "each by its own norm"),
         (TakesComplex, {ROTATED}, "pairs of neighbours"),
     ],
 )
