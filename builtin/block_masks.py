@@ -33,6 +33,8 @@ def create_block_mask(
     Traps:
         Without B a plan is made for one sample and serves all: see trap `flex_plan_of_one_sample`.
         Indices count from 0, also those of queries behind a cache: see trap `flex_index_from_zero`.
+        Making the plan takes the memory of the whole mask: see trap `block_mask_written_out`.
+        A table that the function reads must reach to the last key: see trap `mask_mod_asked_beyond_end`.
     """
     validation.check_create_block_mask(mask_mod, BLOCK_SIZE, B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     place = device_or_accelerator(device)

@@ -39,6 +39,10 @@ def scaled_dot_product_attention(
         Queries that are scaled already are scaled again: see trap `sdpa_scaled_twice`.
         Only the MATH kernel has a second derivative: see trap `no_second_derivative`.
         Nothing says which kernel ran: see traps `sdpa_falls_back`, `sdpa_without_batch`.
+        With ``enable_gqa`` in float32 it is the slow one on CUDA: see trap `gqa_falls_back`.
+        Gradients on CUDA may differ from run to run: see trap `deterministic_by_kernel`.
+        Compiled, attention by hand may become another call of it: see trap `compile_rewrites_attention`.
+        Libraries may pass no mask: see traps `attention_function_without_mask`, `all_ones_mask_unpacks`.
 
     >>> query, keys, values = torch.randn(2, 3, 5, 11), torch.randn(2, 3, 7, 11), torch.randn(2, 3, 7, 13)
     >>> scaled_dot_product_attention(query, keys, values, is_causal=True).shape

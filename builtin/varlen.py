@@ -49,6 +49,7 @@ def varlen_attn(
         The log-sum-exp has the heads first, whatever the documents say: see trap `varlen_lse_heads_first`.
         A window counts the keys beside the query: see trap `window_of_neighbours`.
         Causal is aligned to the lower right corner: see trap `varlen_lower_right`.
+        Tokens behind the last sequence spoil the gradients: see trap `varlen_tail_tokens`.
 
     Source: Dao et al. 2022, section 3, for the kernel behind it;
     https://docs.pytorch.org/docs/stable/nn.attention.varlen.html

@@ -14,6 +14,7 @@ READ_BY_COMMANDS = (
     "builtin/py.typed",
     "equivalence_tests/checker/GUIDE.md",
     "equivalence_tests/learn/page/templates/page.html.j2",
+    "equivalence_tests/learn/traps/states.json",
     "equivalence_tests/mutation/equivalent.toml",
     "benchmarks/templates/page.html",
     "benchmarks/results/cpu/results.jsonl",

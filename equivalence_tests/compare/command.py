@@ -5,16 +5,13 @@ import itertools
 import json
 import platform
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 import typer
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from equivalence_tests.compare.components import CALL, Component, Row, compare_component, compare_masks, components
@@ -22,6 +19,7 @@ from equivalence_tests.compare.processes import RanksFailedError
 from equivalence_tests.compare.ranks import CONTEXT_PARALLEL, RankRow, compare_ranks, number_of_comparisons
 from equivalence_tests.compare.timing import Timing, TimingSizes, time_side_by_side
 from equivalence_tests.compare.training import SettledTraining, train_side_by_side
+from equivalence_tests.progress import progress
 from scratch import validation
 from scratch.task.command_line import one_line_errors
 from scratch.task.terminal import Screen
@@ -153,15 +151,6 @@ def about_this_machine(device: torch.device) -> str:
     )
 
 
-@contextmanager
-def progress(title: str, total: int | None) -> Iterator[Any]:
-    """Show a bar on the standard error while something runs; gives a function that advances it."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda what=title: bar.update(task, advance=1, description=what)
-
-
 def new_table(title: str) -> Table:
     """Make an empty table in the look of all of them."""
     return Table(
@@ -218,7 +207,7 @@ def in_a_cell(row: Row) -> str:
     return text if row.passed else f"[bold red]DIFFERS\n{text}[/]"
 
 
-def show_failures(console: Console, rows: Sequence[Row]) -> None:
+def show_failures(console: Screen, rows: Sequence[Row]) -> None:
     """Say in full where anything differs more than allowed."""
     for row in rows:
         if not row.passed:
@@ -239,7 +228,7 @@ def train_all(pairs: Sequence[Pair], device: torch.device, seed: int, quick: boo
     return settled
 
 
-def show_trainings(console: Console, trainings: Sequence[SettledTraining]) -> None:
+def show_trainings(console: Screen, trainings: Sequence[SettledTraining]) -> None:
     """Print losses and parameters of each training, and the translations of the first."""
     table = new_table("Trained from the same seed, dropout on, float64")
     for name in ("", "loss: scratch", "builtin", "greatest difference", "parameters", "allowed", ""):
@@ -282,7 +271,7 @@ def timing_table(timings: Sequence[Timing]) -> Table:
     return table
 
 
-def show_decoding(console: Console, decoding: Timing) -> None:
+def show_decoding(console: Screen, decoding: Timing) -> None:
     """Say what the cache of scratch gains over recomputing all tokens at each step."""
     speed = decoding.tokens / statistics.median(decoding.scratch_ms) * 1e3
     gain = 1 / decoding.ratio

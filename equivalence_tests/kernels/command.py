@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
-from equivalence_tests.compare.command import about_this_machine, progress
+from equivalence_tests.compare.command import about_this_machine
 from equivalence_tests.kernels.faults import Request
 from equivalence_tests.kernels.kernels import BACKENDS, Kernel
 from equivalence_tests.kernels.own import judge_own, own_kernel
 from equivalence_tests.kernels.reporting import Report, to_github, to_json, to_junit
 from equivalence_tests.kernels.running import judged, kernels_for
 from equivalence_tests.kernels.situations import DTYPES
+from equivalence_tests.progress import progress
 from scratch import validation
 from scratch.task.command_line import one_line_errors
 from scratch.task.terminal import Screen

@@ -1,5 +1,6 @@
 """What a trap is: words, the code a person writes, the code that is right, and what is true of both."""
 
+import importlib.util
 import inspect
 from enum import Enum
 from typing import Any, ClassVar
@@ -40,6 +41,8 @@ class Trap:
         mended_in: The first torch version without it.
         raises: Words of the error in which the wrong code ends, if it does.
         warns: Words of the warning that the wrong code gives, if it does.
+        needs: What it takes to see it, where that is not torch on the CPU alone: the name of a package, which is run
+            where it is installed, or a device, of which the trap only tells.
     """
 
     number: ClassVar[int]
@@ -56,11 +59,17 @@ class Trap:
     mended_in: ClassVar[str] = ""
     raises: ClassVar[str] = ""
     warns: ClassVar[str] = ""
+    needs: ClassVar[str] = ""
 
     @property
     def title(self) -> str:
         """The trap in one line."""
         return inspect.cleandoc(type(self).__doc__ or "").splitlines()[0]
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the package that it needs is installed; a device is none."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     def wrong(self) -> Any:
         """Do what people do."""

@@ -7,6 +7,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.traps.entry import Severity, Trap
+from equivalence_tests.learn.traps.operations import largest_result
 from scratch import flex, score_functions
 
 __all__ = ["TRAPS"]
@@ -331,6 +332,94 @@ class GroupedHeadsTiled(Trap):
         return max(right) < 1e-5
 
 
+class BlockMaskWrittenOut(Trap):
+    """create_block_mask writes the whole mask out before it makes blocks of it."""
+
+    number = 74
+    name = "block_mask_written_out"
+    severity = Severity.SLOW
+    concerns = ("create_block_mask.mask_mod", "create_block_mask.Q_LEN", "create_block_mask.KV_LEN")
+    expects = "A plan of 16 by 16 blocks takes a few kilobytes, however long the sequence."
+    happens = (
+        "The plan does, making it does not: several tables of 2048 by 2048 are written first. With 96,000 tokens this "
+        "needs more memory than a GPU has, where the attention itself would fit."
+    )
+    why = "mask_mod is asked for all places at once. By hand it is asked for one row of blocks after the other."
+    places = (Place(flex.create_block_mask, "may_attend ="),)
+    instead = (
+        "Write the lists down, where a formula gives them, as for a causal mask; or take scratch.create_block_mask, or compile "
+        "create_block_mask, which then writes the blocks alone."
+    )
+    issues = ("pytorch/pytorch#134756",)
+
+    def wrong(self) -> int:
+        def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return q_idx >= kv_idx
+
+        largest = largest_result(lambda: create_block_mask(causal, None, None, 2048, 2048, "cpu"))
+        print(f"largest tensor on the way: {largest // 1024} KiB")
+        return largest
+
+    def right(self) -> int:
+        def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return q_idx >= kv_idx
+
+        def planned() -> BlockMask:
+            rows = torch.arange(2048 // 128, dtype=torch.int32)
+            return BlockMask.from_kv_blocks(rows[None, None] + 1, rows.repeat(1, 1, 16, 1), mask_mod=causal)
+
+        largest = largest_result(planned)
+        print(f"largest tensor on the way: {largest / 1024:.1f} KiB")
+        print("the same blocks:", planned().to_dense().equal(torch.ones(1, 1, 16, 16).tril().int()))
+        return largest
+
+    def holds(self, wrong: int) -> bool:
+        return wrong >= 2048 * 2048
+
+    def helps(self, right: int) -> bool:
+        return right < 100 * 1024
+
+
+class MaskModAskedBeyondEnd(Trap):
+    """mask_mod is asked at every place, also beyond the end of the table that it reads."""
+
+    number = 75
+    name = "mask_mod_asked_beyond_end"
+    severity = Severity.ERROR
+    concerns = ("create_block_mask.mask_mod", "flex_attention.score_mod")
+    expects = "kv_idx < 5 comes first, so that the table of 5 tokens is read no further."
+    happens = (
+        "An error: it is read at place 5. On a GPU it ends the process, or, in a compiled kernel, the table is read beyond its "
+        "end in silence. So it is with a table in score_mod, which is asked before mask_mod hides anything."
+    )
+    why = "& is an operation on tensors: both sides are computed for all places. By hand the function gets all indices, too."
+    places = (Place(flex.at_every_place, "vmap("),)
+    instead = "Keep the index inside the table: clamp it, and let the condition hide what that gives."
+    issues = ("pytorch/pytorch#188178", "pytorch/pytorch#137801")
+    raises = "IndexError"
+
+    def wrong(self) -> None:
+        seen = torch.tensor([True, True, False, True, True])
+
+        def some_keys(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (kv_idx < 5) & seen[kv_idx]
+
+        create_block_mask(some_keys, None, None, 4, 8, "cpu", BLOCK_SIZE=2)
+
+    def right(self) -> Tensor:
+        seen = torch.tensor([True, True, False, True, True])
+
+        def some_keys(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (kv_idx < 5) & seen[kv_idx.clamp(max=4)]
+
+        plan = create_block_mask(some_keys, None, None, 4, 8, "cpu", BLOCK_SIZE=2)
+        print(plan.to_dense()[0, 0])
+        return plan.to_dense()[0, 0]
+
+    def helps(self, right: Tensor) -> bool:
+        return right.tolist() == [[1, 1, 1, 0]] * 2
+
+
 TRAPS = (
     FlexNoCpuGradient,
     FlexSinkInScoreMod,
@@ -339,4 +428,6 @@ TRAPS = (
     FlexRowsGuaranteedSafe,
     FlexIndexFromZero,
     GroupedHeadsTiled,
+    BlockMaskWrittenOut,
+    MaskModAskedBeyondEnd,
 )

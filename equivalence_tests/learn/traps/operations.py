@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.profiler import profile
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["inner_operations", "operations"]
+__all__ = ["inner_operations", "largest_result", "operations"]
 
 
 def operations(code: Callable[[], Any]) -> list[str]:
@@ -32,16 +34,36 @@ def operations(code: Callable[[], Any]) -> list[str]:
     return listener.names
 
 
+def largest_result(code: Callable[[], Any]) -> int:
+    """Give the bytes of the largest tensor that an operation makes when code is called.
+
+    Args:
+        code: A function without arguments.
+
+    >>> import torch
+    >>> x = torch.ones(2, 3)
+    >>> largest_result(lambda: (x @ x.T).sum())
+    16
+    """
+    listener = _Listener()
+    with listener:
+        code()
+    return max(listener.sizes)
+
+
 class _Listener(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
+        result = func(*args, **(kwargs or {}))
         if not func.is_view:
             self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+            self.sizes += [x.nbytes for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        return result
 
 
 def inner_operations(code: Callable[[], Any]) -> set[str]:

@@ -1,12 +1,16 @@
 """The list of all traps, and how to find one."""
 
 import difflib
+from typing import Any
 
 from equivalence_tests.learn.traps import (
     attention_maps,
     causal,
+    compiling,
+    devices,
     fast_path,
     flex,
+    libraries,
     masks,
     parameters,
     sdpa,
@@ -16,18 +20,16 @@ from equivalence_tests.learn.traps import (
 )
 from equivalence_tests.learn.traps.entry import Trap
 
-__all__ = ["CHECKED_ON", "TRAPS", "find_trap", "traps_about"]
+__all__ = ["TRAPS", "find_trap", "traps_about"]
 
-# Where the checks of all entries were run, on CPU.
-CHECKED_ON = ("2.11.0", "2.12.1", "2.13.0", "2.14.0", "2.15.0")
+MODULES: tuple[Any, ...] = (
+    *(masks, causal, attention_maps, parameters, fast_path, stacks, sdpa, flex, varlen, todays),
+    *(compiling, devices, libraries),
+)
 
 TRAPS: tuple[Trap, ...] = tuple(
     sorted(
-        (
-            entry()
-            for module in (masks, causal, attention_maps, parameters, fast_path, stacks, sdpa, flex, varlen, todays)
-            for entry in module.TRAPS
-        ),
+        (entry() for module in MODULES for entry in module.TRAPS),
         key=lambda trap: trap.number,
     )
 )

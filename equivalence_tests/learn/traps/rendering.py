@@ -1,6 +1,6 @@
 """The list of traps, one trap in full, and both as data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,20 +11,33 @@ from rich.text import Text
 from equivalence_tests.learn import terminal
 from equivalence_tests.learn.excerpts import as_typed
 from equivalence_tests.learn.traps.entry import Severity, Trap
-from equivalence_tests.learn.traps.registry import CHECKED_ON
 from equivalence_tests.learn.traps.running import Examined, State
+from equivalence_tests.learn.traps.states import INSTALLED, checked_on
 
 __all__ = ["as_data", "in_full", "listing", "typed_code"]
 
-COLOURS = {State.HOLDS: "red", State.MENDED: "green", State.ADVICE_FAILS: "yellow"}
-COUNTED = {State.HOLDS: "hold", State.MENDED: "mended", State.ADVICE_FAILS: "with advice that fails"}
+COLOURS = {
+    State.HOLDS: "red",
+    State.MENDED: "green",
+    State.ADVICE_FAILS: "yellow",
+    State.TOLD: "cyan",
+    State.NOT_TRIED: "dim",
+}
+COUNTED = {
+    State.HOLDS: "hold",
+    State.MENDED: "are mended",
+    State.ADVICE_FAILS: "have advice that fails",
+    State.TOLD: "take more than torch on the CPU and are only told",
+    State.NOT_TRIED: "were not tried on this version, which --run does",
+}
 
 
-def listing(examined: Sequence[Examined]) -> Group:
+def listing(states: Mapping[Trap, State], run_now: bool) -> Group:
     """List traps in one table for each severity, worst first.
 
     Args:
-        examined: The traps and what they did.
+        states: The traps, each with what it is found to be.
+        run_now: Whether they were run just now.
 
     Returns:
         Something to print.
@@ -33,20 +46,20 @@ def listing(examined: Sequence[Examined]) -> Group:
     for severity in Severity:
         table = Table(title=severity.value.capitalize(), title_justify="left", box=None, expand=True, show_header=False)
         table.add_column("number", justify="right", width=2)
-        table.add_column("name", no_wrap=True, width=max(len(one.trap.name) for one in examined))
+        table.add_column("name", no_wrap=True, width=max(len(trap.name) for trap in states))
         table.add_column("trap", ratio=1)
         table.add_column("state")
-        for one in examined:
-            if one.trap.severity is severity:
-                state = Text(one.state.value, style=COLOURS[one.state])
-                table.add_row(str(one.trap.number), one.trap.name, one.trap.title, state)
+        for trap, state in states.items():
+            if trap.severity is severity:
+                table.add_row(str(trap.number), trap.name, trap.title, Text(state.value, style=COLOURS[state]))
         if table.row_count:
             tables += [table, ""]
-    states = [one.state for one in examined]
-    counts = [f"{states.count(state)} {words}" for state, words in COUNTED.items() if state in states]
-    summary = f"{len(examined)} traps, run on torch {torch.__version__}: {', '.join(counts)}."
-    meaning = "A trap holds if the code that people write does here what the entry says, and the advice helps."
-    hint = "One in full: sidebyside traps NAME. All in full: sidebyside traps --all."
+    found = list(states.values())
+    counts = [f"{found.count(state)} {words}" for state, words in COUNTED.items() if state in found]
+    how = "run just now" if run_now else "as they were found to be when this version was tested"
+    summary = f"{len(found)} traps on torch {INSTALLED}, {how}: {', '.join(counts)}."
+    meaning = "A trap holds if the code that people write does what the entry says, and the advice helps."
+    hint = "One in full, run now: sidebyside traps NAME. All of them: --run for this list, --all in full."
     return Group(*tables, *map(Text, (summary, meaning, hint)))
 
 
@@ -69,7 +82,7 @@ def in_full(one: Examined) -> Group:
         terminal.section("What a person writes", terminal.code_block(first)),
         terminal.section("What they expect", terminal.paragraph(trap.expects)),
         terminal.section(
-            f"What happens here, now ({here}, on CPU)",
+            f"What happens here, now ({here}, on CPU)" if trap.runs_here else f"What happens (not run: {needed(trap)})",
             terminal.output_block(one.wrong.lines),
             terminal.paragraph(gone + trap.happens),
         ),
@@ -114,9 +127,21 @@ def versions(trap: Trap) -> str:
     """Say what is known of the versions that have the trap."""
     known = [f"since torch {trap.since}"] if trap.since else []
     known += [f"mended in torch {trap.mended_in}"] if trap.mended_in else []
-    known.append(f"checked on torch {', '.join(CHECKED_ON)}")
+    known.append(needed(trap) or f"checked on torch {', '.join(checked_on(trap))}")
     text = "; ".join(known)
     return f"{text[0].upper()}{text[1:]}."
+
+
+def needed(trap: Trap) -> str:
+    """Say what it takes to see a trap; "" if that is torch on the CPU.
+
+    Args:
+        trap: An entry.
+
+    Returns:
+        A few words.
+    """
+    return f"it takes {trap.needs}" if trap.needs else ""
 
 
 def issue_url(issue: str) -> str:
@@ -143,6 +168,7 @@ def as_data(one: Examined) -> dict[str, Any]:
         "severity": trap.severity.value,
         "state": one.state.value,
         "torch": str(torch.__version__),
+        "needs": trap.needs or None,
         "concerns": list(trap.concerns),
         "expects": trap.expects,
         "wrong": {"code": wrong_code, **one.wrong.data},

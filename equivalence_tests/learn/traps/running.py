@@ -36,12 +36,17 @@ class Outcome:
         return {"printed": list(self.printed), "warnings": list(self.warnings), "error": self.error or None}
 
 
+NOT_RUN = Outcome((), (), None, "")
+
+
 class State(Enum):
-    """What has become of a trap on the installed torch."""
+    """What has become of a trap on a torch."""
 
     HOLDS = "holds"
     MENDED = "mended"
     ADVICE_FAILS = "advice fails"
+    TOLD = "told"
+    NOT_TRIED = "not tried"
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Examined:
     def state(self) -> State:
         """Whether the trap is still there, and whether the advice helps."""
         trap = self.trap
+        if not trap.runs_here:
+            return State.TOLD
         if not _as_told(self.wrong, trap.raises, trap.warns, trap.holds):
             return State.MENDED
         return State.HOLDS if _as_told(self.right, "", "", trap.helps) else State.ADVICE_FAILS
@@ -80,8 +87,10 @@ def examine(trap: Trap) -> Examined:
         trap: An entry.
 
     Returns:
-        The trap with both outcomes.
+        The trap with both outcomes; with none where what it needs is not here.
     """
+    if not trap.runs_here:
+        return Examined(trap, NOT_RUN, NOT_RUN)
     return Examined(trap, run(trap.wrong), run(trap.right))
 
 
@@ -102,6 +111,7 @@ def run(code: Callable[[], Any]) -> Outcome:
         warnings.simplefilter("always")
         # torch says these once in a process: whether they are seen here is chance.
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
+        warnings.filterwarnings("ignore", "`torch.jit.script")  # of what torch's compiler is written with
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         try:
             value = code()

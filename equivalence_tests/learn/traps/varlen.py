@@ -133,4 +133,38 @@ class VarlenLowerRight(Trap):
         return bool((right[0] - right[1]).abs().max() < 1e-6)
 
 
-TRAPS = (VarlenLseHeadsFirst, WindowOfNeighbours, VarlenLowerRight)
+class VarlenTailTokens(Trap):
+    """Tokens behind the last sequence make all gradients NaN."""
+
+    number = 73
+    name = "varlen_tail_tokens"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("varlen_attn.cu_seq_q", "varlen_attn.cu_seq_k")
+    expects = "Padding behind the last sequence, there to keep a shape fixed, is left alone."
+    happens = (
+        "The forward pass ends without an error, and the rows of the padding were never written. Their gradients are not "
+        "written either: what was in memory, NaN often enough, reaches the weights of the projections."
+    )
+    why = (
+        "The kernel fills the rows of each sequence, in memory that was not cleared. By hand the sequences are put side by side, "
+        "and the output has no row without one: other lengths are refused."
+    )
+    places = (Place(varlen.sequences, "itertools.pairwise"),)
+    instead = "End cu_seq at the last token: make the padding a sequence of its own, or cut it off before the call."
+    issues = ("pytorch/pytorch#176793", "pytorch/pytorch#188933")
+    needs = "a CUDA device"
+
+    def wrong(self) -> None:
+        x = torch.randn(8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        cu_seq = torch.tensor([0, 3, 6], dtype=torch.int32, device="cuda")  # two sequences, and 2 tokens of padding
+        varlen_attn(x, x, x, cu_seq, cu_seq, 3, 3).sum().backward()  # type: ignore[union-attr]
+        print(x.grad.isfinite().all())  # type: ignore[union-attr]
+
+    def right(self) -> None:
+        x = torch.randn(8, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        cu_seq = torch.tensor([0, 3, 6, 8], dtype=torch.int32, device="cuda")  # the padding is a sequence
+        varlen_attn(x, x, x, cu_seq, cu_seq, 3, 3)[:6].sum().backward()  # type: ignore[union-attr]
+        print(x.grad.isfinite().all())  # type: ignore[union-attr]
+
+
+TRAPS = (VarlenLseHeadsFirst, WindowOfNeighbours, VarlenLowerRight, VarlenTailTokens)

@@ -1,0 +1,86 @@
+"""What shows on a GPU alone: which kernel computes, and whether it computes the same twice."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from equivalence_tests.learn.excerpts import Place
+from equivalence_tests.learn.traps.entry import Severity, Trap
+from scratch import sdpa, tiling
+
+__all__ = ["TRAPS"]
+
+
+class GqaFallsBack(Trap):
+    """enable_gqa=True in float32 takes the slow kernel, without a word."""
+
+    number = 70
+    name = "gqa_falls_back"
+    severity = Severity.SLOW
+    concerns = ("enable_gqa",)
+    expects = "Fewer heads of keys are less work: enable_gqa=True is faster than repeating the keys."
+    happens = (
+        "Here only the fast kernels are allowed, and the call ends in an error: none of them takes it. Without that limit the "
+        "MATH kernel computes it, which writes all scores out, and nothing is said. One measurement on an RTX 5090 has 23 ms "
+        "against 7.5 ms with repeated keys."
+    )
+    why = (
+        "FLASH groups heads, but takes half precision alone; the kernels that take float32 want as many heads of keys as of "
+        "queries. By hand the keys are repeated before anything else."
+    )
+    places = (Place(sdpa.scaled_dot_product_attention, "x.repeat_interleave"),)
+    instead = "Repeat the keys and values in float32, or compute in bfloat16."
+    issues = ("pytorch/pytorch#181528", "pytorch/pytorch#154363")
+    needs = "a CUDA device"
+
+    def wrong(self) -> Tensor:
+        fast = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+        query = torch.randn(1, 8, 2048, 64, device="cuda")
+        key, value = torch.randn(2, 1, 2, 2048, 64, device="cuda")
+        with sdpa_kernel(fast):
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    def right(self) -> Tensor:
+        fast = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+        query = torch.randn(1, 8, 2048, 64, device="cuda")
+        key, value = torch.randn(2, 1, 2, 2048, 64, device="cuda").repeat_interleave(4, dim=2)
+        with sdpa_kernel(fast):
+            return F.scaled_dot_product_attention(query, key, value)
+
+
+class DeterministicByKernel(Trap):
+    """Whether the gradient is the same twice depends on the kernel."""
+
+    number = 76
+    name = "deterministic_by_kernel"
+    severity = Severity.SURPRISING
+    concerns = ("scaled_dot_product_attention.query",)
+    expects = "With the same seed and the same inputs, two backward passes give the same gradients."
+    happens = (
+        "The outputs are the same, the gradients may differ in the last bits. They are the same with the MATH kernel. With "
+        "torch.use_deterministic_algorithms(True), FLASH and EFFICIENT take a slower way that is the same each time, and "
+        "CUDNN is not taken; with warn_only=True nothing changes."
+    )
+    why = (
+        "Many blocks of the GPU add to one gradient of the queries, in the order in which they are done. By hand, one tile is "
+        "added after the other."
+    )
+    places = (Place(tiling._gradients, "grad_q[heads, rows] ="),)
+    instead = "torch.use_deterministic_algorithms(True), where a run must be repeated to the last bit."
+    issues = ("pytorch/pytorch#178587", "pytorch/pytorch#182551")
+    needs = "a CUDA device"
+
+    def wrong(self) -> None:
+        x = torch.randn(1, 8, 4096, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        first, second = (torch.autograd.grad(F.scaled_dot_product_attention(x, x, x).sum(), x)[0] for _ in range(2))
+        print("equal:", torch.equal(first, second))
+
+    def right(self) -> None:
+        torch.use_deterministic_algorithms(True)
+        x = torch.randn(1, 8, 4096, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        first, second = (torch.autograd.grad(F.scaled_dot_product_attention(x, x, x).sum(), x)[0] for _ in range(2))
+        print("equal:", torch.equal(first, second))
+
+
+TRAPS = (GqaFallsBack, DeterministicByKernel)
