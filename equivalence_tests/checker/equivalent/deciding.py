@@ -51,13 +51,8 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
         holding: The program, and how it compares.
         intended: What the user says is intended, by name, each with the reason.
     """
-    worst = holding.worst
     if not holding.agrees:
-        report.verdict = "unchecked"
-        report.reason = (
-            f"It differs from torch with the same weights by {worst.size:.2g} of the largest value "
-            f"({worst.what}, {worst.case}), and the checker could not say where."
-        )
+        differs(report, holding.worst)
         return
     evidence = {step: said or intended.get(step.name, "") for step, said in holding.told(report.meant).items()}
     unexplained = [step for step, said in evidence.items() if not said]
@@ -73,3 +68,12 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
     report.coverage = [one for one in report.coverage if one.exercised or one.what not in COMPARED_WHOLE]
     report.coverage += [Exercise(what, False, "it is no part of torch's program") for what in holding.left_over]
     report.verdict = "partial" if report.not_exercised else "equal"
+
+
+def differs(report: Report, worst: Difference) -> None:
+    """Write into a report that whole outputs or gradients differ, and that nothing says where."""
+    report.verdict = "unchecked"
+    report.reason = (
+        f"It differs from torch with the same weights by {worst.size:.2g} of the largest value "
+        f"({worst.what}, {worst.case}), and the checker could not say where."
+    )

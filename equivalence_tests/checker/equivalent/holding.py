@@ -85,7 +85,7 @@ class _Held:
         found = Equivalent(
             source=source,
             unwritten=why,
-            theirs=_source_of(situation.subject.function),
+            theirs=source_of(situation.subject.function),
             handed=tuple(writer.handed.values()),
             steps=tuple((step.words, evidence) for step, evidence in holding.told(report.meant).items()),
             compared=tuple(self.compared),
@@ -262,7 +262,7 @@ def equivalent_of(situation: Situation) -> Equivalent:
     return held.written(held.holding(), Report(situation.subject.name))
 
 
-def _source_of(function: Any) -> str:
+def source_of(function: Any) -> str:
     """The source of a class or function; "" where there is none."""
     try:
         return textwrap.dedent(inspect.getsource(type(function) if isinstance(function, nn.Module) else function))

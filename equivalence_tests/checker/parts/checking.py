@@ -18,6 +18,7 @@ from equivalence_tests.checker.engine.ran import frames_where, operations_of
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.parts.feed_forwards import feed_forward_readings
 from equivalence_tests.checker.parts.functions import function_modules
+from equivalence_tests.checker.parts.holding_parts import hold_module, hold_positions
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder
 from equivalence_tests.checker.parts.norms import GAIN_NAME, is_rms_norm, norm_readings
 from equivalence_tests.checker.parts.position_calls import placements
@@ -101,9 +102,12 @@ def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, 
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
     readings = (reading.beside(rows) for reading in readings)
     words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
-    report = judge(subject.name, words, where, readings, observations, [lambda: module(given())], type(module).__name__)
+    judged = judge(subject.name, words, where, readings, observations, [lambda: module(given())], type(module).__name__)
+    report = judged.report
     if report.verdict == "unchecked":
         _explain(report, module, observations[0][0], turned, words)
+        return report
+    hold_module(judged, subject, module, width, turned)
     return report
 
 
@@ -167,8 +171,10 @@ def _examine_positions(subject: Subject, where: str) -> Report | None:
         found = (placement.words, placement.mistakes, placement.notes)
         readings = (reading.beside(*found) for reading in known(module, width))
         calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
-        report = judge(subject.name, "positional encoding", where, readings, placement.observations, calls)
+        judged = judge(subject.name, "positional encoding", where, readings, placement.observations, calls)
+        report = judged.report
         if report.verdict != "unchecked":
+            hold_positions(judged, subject, placement, module or subject.function)
             return report
         unmatched = unmatched or report
     return unmatched

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.ran import recorded
 from equivalence_tests.checker.engine.watching import Operation, Recorder
+from equivalence_tests.checker.equivalent.part_writing import Text
 from equivalence_tests.checker.parts.functions import BIAS
 from equivalence_tests.checker.parts.readings import PartReading, Row
 
@@ -83,15 +85,19 @@ class Projection:
         weight: (out, in).
         bias: (out,); None if none is added.
         end: The operation that gives the result.
+        role: How torch would call it.
     """
 
     name: str
     weight: Tensor
     bias: Tensor | None
     end: Operation
+    role: str = ""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply it."""
+    def __call__(self, x: Any) -> Any:
+        """Apply it, or write it down."""
+        if isinstance(x, Text):
+            return x.writer.projected(x, self.role, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     @property
@@ -111,12 +117,24 @@ def feed_forward_readings(module: nn.Module, given: Tensor) -> Iterator[PartRead
     recorder = recorded(lambda: module(given), [*parameters.items(), (GIVEN, given)])
     touched = {n for operation in recorder.operations for bits in operation.origins for n in recorder.named(bits)}
     idle = {name: p.detach().double() for name, p in parameters.items() if name not in touched}
-    norm = next((m for m in module.modules() if m is not module and _is_norm(m)), None)
+    norms = ((path, m) for path, m in module.named_modules() if m is not module and _is_norm(m))
+    norm = next((_Inner(path, m) for path, m in norms), None)
     wraps = [(words, *wrap) for words, wrap in WRAPS.items() if norm is not None or "LayerNorm" not in words]
     for body, (words, wrap, mistakes) in itertools.product(_bodies(_applied(recorder), idle), wraps):
         if not (body.notes and mistakes):  # of what stands around a gated one only what is right is reported
             reading = replace(body, formula=functools.partial(wrap, body.formula, norm or nn.Identity()))
             yield reading.beside((("includes", words, PLAIN),), mistakes)
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """A sub-module that is called as it is."""
+
+    path: str
+    module: nn.Module
+
+    def __call__(self, x: Any) -> Any:
+        return x.writer.called(x, self.path) if isinstance(x, Text) else self.module(x)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -154,7 +172,7 @@ def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[Part
     """Put what there is between the matrices, as many as are applied."""
     if not applied:
         return
-    last = applied[-1]
+    last = replace(applied[-1], role="linear2")
     first = list({p.name: p for p in applied[:-1]}.values())  # an activation by hand may apply one twice
     pieces = first[0].halves if len(first) == 1 and len(first[0].weight) == 2 * last.weight.size(1) else first
     if len(pieces) == 2:
@@ -162,7 +180,7 @@ def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[Part
             names = f"{gate.name} (gate), {up.name}" if len(first) == 2 else f"{gate.name}: rows are [{order}]"
             yield from _gated(gate, up, last, f"{names}, {last.name}")
     elif len(first) == 1:
-        yield from _plain(first[0], last, idle)
+        yield from _plain(replace(first[0], role="linear1"), last, idle)
         for unused in (name for name, p in idle.items() if p.shape == first[0].weight.shape):
             for gated in _gated(first[0], first[0], last, f"{first[0].name} (gate and values), {last.name}"):
                 yield replace(gated, mistakes=(*gated.mistakes, "gate_gates_itself"), facts={"parameter": unused})
@@ -219,6 +237,7 @@ def _chain(*maps: Map) -> Map:
 
 def _gated(gate: Projection, up: Projection, down: Projection, linears: str) -> Iterator[PartReading]:
     """down(activation(gate(x)) * up(x))."""
+    gate, up, down = (replace(p, role=role) for p, role in ((gate, "gate"), (up, "up"), (down, "down")))
     note = "torch.nn has no gated feed-forward: it equals down(activation(gate(x)) * up(x)), written with F.linear"
     for name, f in GATES.items():
         rows = ("gated", f"{name}: down(activation(gate(x)) * up(x))", "none"), ("linears", linears, "linear1, linear2")

@@ -28,9 +28,9 @@ class FunctionModule(nn.Module):
         for name, value in given.items():
             setattr(self, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, **others: Any) -> Any:
         """Call it."""
-        return self.function(x, *(getattr(self, name) for name in self.names))
+        return self.function(x, *(getattr(self, name) for name in self.names), **others)
 
 
 def function_modules(function: Callable[..., Any], kind: str, width: int, ff_dim: int) -> Iterator[FunctionModule]:

@@ -4,11 +4,14 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.equivalent.part_writing import Normalising, PartWriter, Text
 from equivalence_tests.checker.parts.functions import BIAS, FunctionModule
 from equivalence_tests.checker.parts.readings import PartReading
 
@@ -40,9 +43,41 @@ PLACES: dict[str, tuple[Callable[[float, Tensor], Tensor], tuple[str, ...]]] = {
     "added to the variance, of which no root is taken": (lambda eps, variance: variance + eps, ("norm_without_root",)),
 }
 EPS = (0.0, 1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
-# Gain, bias, what they are called, and what is wrong with them.
 Map = Callable[[Tensor], Tensor]
-Affine = tuple[Tensor, Tensor, str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """What is made of a normalised vector.
+
+    Args:
+        gain: What it is multiplied by.
+        bias: What is added.
+        words: What they are called.
+        mistakes: What is wrong with them.
+        names: The parameter that is the gain, and the one that is the bias; "" for none.
+        plus_one: Whether 1 is added to the gain.
+        inside: Whether the bias is multiplied by the gain too.
+    """
+
+    gain: Any
+    bias: Any
+    words: str
+    mistakes: tuple[str, ...] = ()
+    names: tuple[str, str] = ("", "")
+    plus_one: bool = False
+    inside: bool = False
+
+    def written(self, writer: PartWriter) -> tuple[Any, Any]:
+        """Give gain and bias as text."""
+        gain, bias = (writer.parameter(name) if name else None for name in self.names)
+        if gain is None:
+            return 1, 0
+        gain = 1 + gain if self.plus_one else gain
+        return gain, 0 if bias is None else gain * bias if self.inside else bias
+
+
+SHORTEST = 1e-12  # what F.normalize takes for the length of what is shorter
 SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds unless told otherwise
 
 
@@ -67,10 +102,9 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
     stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
     likely = dict.fromkeys([*stated, *([SMALLEST] if rms else []), *EPS])
     options = itertools.product(_affines(module, width), likely, PLACES.items(), AXES.items(), SPREADS)
-    for (gain, bias, names, wrong), eps, (place, (divisor, misplaced)), (axes_words, axes), spread in options:
-        centred, divided, of_spread = spread
+    for affine, eps, (place, (divisor, misplaced)), (axes_words, axes), (centred, divided, of_spread) in options:
         mistakes = (
-            *wrong,
+            *affine.mistakes,
             *(() if eps else ("norm_without_eps",)),
             *misplaced,
             *of_spread,
@@ -81,48 +115,79 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
             *((("compared with", "nn.RMSNorm", ""),) if rms else ()),
             ("eps", f"{eps:g}, {place}", "inside the root" if rms else "1e-05 by default, inside the root"),
             ("axes", axes_words, "the last"),
-            ("gain and bias", names, "weight" if rms else "weight and bias"),
+            ("gain and bias", affine.words, "weight" if rms else "weight and bias"),
         )
-        formula = partial(_normed, gain, bias, partial(divisor, eps), axes, centred, divided)
-        yield PartReading(formula, words, mistakes)
+        form = _Form(partial(divisor, eps), axes, centred, divided)
+        plain = misplaced == of_spread == () and axes == (-1,) and not affine.inside
+        added = None if eps == SMALLEST else eps
+        gain, bias = affine.names
+        norm = Normalising(width, centred, added, gain, bias, affine.plus_one) if plain else None
+        yield PartReading(
+            partial(_normed, form, affine.gain, affine.bias),
+            words,
+            mistakes,
+            written=partial(_written, form, affine, norm),
+        )
 
 
 def _scale_norms(module: nn.Module) -> Iterator[PartReading]:
     """G x / |x|, with one number g: what is no LayerNorm is no wrong one."""
     note = "torch.nn has no ScaleNorm: it equals g * F.normalize(x, dim=-1)"
     gains = [(name, p.detach()) for name, p in module.named_parameters() if p.numel() == 1]
-    for (name, gain), eps in itertools.product(gains, (1e-12, *EPS)):
+    for (name, gain), eps in itertools.product(gains, (SHORTEST, *EPS)):
         words = (("compared with", "g * F.normalize(x): ScaleNorm", ""), ("gain", name, ""))
-        formula = partial(_normed, gain, torch.zeros(()), partial(_outside, eps), (-1,), False, lambda n: 1)
-        yield PartReading(formula, words, notes=(note,))
+        form, affine = _Form(partial(_outside, eps), (-1,), False, lambda n: 1), Affine(gain, 0, name, names=(name, ""))
+        written = partial(_scaled, name) if eps == SHORTEST else partial(_written, form, affine, None)
+        yield PartReading(partial(_normed, form, gain, 0), words, notes=(note,), written=written)
 
 
 def _affines(module: nn.Module, width: int) -> Iterator[Affine]:
     """Give each parameter the part of the gain, of 1 + the gain, and of the bias."""
     vectors = {name: p.detach() for name, p in module.named_parameters() if p.numel() in (1, width)}
-    one, zero = torch.ones(()), torch.zeros(())
     for (gain, g), (bias, b) in itertools.permutations(vectors.items(), 2):
         exchanged = BIAS.search(gain.lower()) and GAIN_NAME.search(bias.lower())
         wrong = ("norm_gain_and_bias_exchanged",) if exchanged else ()
-        yield (g, b, f"{gain} and {bias}", wrong)
-        yield (1 + g, b, f"1 + {gain} and {bias}", wrong)
-        yield (g, g * b, f"{gain} and {bias}", ("norm_bias_scaled", *wrong))
+        names, words = (gain, bias), f"{gain} and {bias}"
+        yield Affine(g, b, words, wrong, names)
+        yield Affine(1 + g, b, f"1 + {words}", wrong, names, plus_one=True)
+        yield Affine(g, g * b, words, ("norm_bias_scaled", *wrong), names, inside=True)
     bias_lost = ("norm_bias_unused",) if len(vectors) > 1 else ()
     for gain, g in vectors.items():
-        yield (g, zero, gain, bias_lost)
-        yield (1 + g, zero, f"1 + {gain}", bias_lost)
-    yield (one, zero, "none", ("norm_gain_unused",) if vectors else ())
+        yield Affine(g, 0, gain, bias_lost, (gain, ""))
+        yield Affine(1 + g, 0, f"1 + {gain}", bias_lost, (gain, ""), plus_one=True)
+    yield Affine(1, 0, "none", ("norm_gain_unused",) if vectors else ())
 
 
-def _normed(
-    gain: Tensor,
-    bias: Tensor,
-    divisor: Map,
-    axes: tuple[int, ...],
-    centred: bool,
-    divided: Callable[[int], int],
-    x: Tensor,
-) -> Tensor:
-    deviation = x - x.mean(axes, keepdim=True) if centred else x
-    count = divided(math.prod(x.size(axis) for axis in axes))
-    return gain * deviation / divisor(deviation.square().sum(axes, keepdim=True) / count) + bias
+@dataclass(frozen=True)
+class _Form:
+    """How a norm measures and divides.
+
+    Args:
+        divisor: Makes of the spread what is divided by.
+        axes: Over which it is taken.
+        centred: Whether the mean is taken off.
+        divided: By what a sum over so many squares is divided.
+    """
+
+    divisor: Map
+    axes: tuple[int, ...]
+    centred: bool
+    divided: Callable[[int], int]
+
+
+def _normed(form: _Form, gain: Any, bias: Any, x: Any) -> Any:
+    deviation = x - x.mean(form.axes, keepdim=True) if form.centred else x
+    count = form.divided(math.prod(x.size(axis) for axis in form.axes))
+    return gain * deviation / form.divisor(deviation.square().sum(form.axes, keepdim=True) / count) + bias
+
+
+def _written(form: _Form, affine: Affine, norm: Normalising | None, writer: PartWriter, x: Text) -> Text:
+    """Write one of torch's norms; where it has none that is the same, the formula."""
+    if norm is not None:
+        return writer.normed(x, norm)
+    found: Text = _normed(form, *affine.written(writer), x)
+    return found
+
+
+def _scaled(name: str, writer: PartWriter, x: Text) -> Text:
+    return writer.parameter(name) * Text(f"F.normalize({x}, dim=-1)", writer)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,12 @@ class Placement:
         notes: What should be known about it.
         rotated: Whether what is observed are vectors and what came of them, by a rotation if by anything.
         again: Makes the first of the calls once more.
+        roles: What each argument is.
+        draws: What it was called with.
+        output: What the first call gave.
+        scaling: What is made of tokens and table.
+        embedding: Path of what embeds the tokens; "" for none.
+        axis: Along which positions run in what comes back; None where along none.
     """
 
     words: tuple[tuple[str, str, str], ...]
@@ -58,6 +64,12 @@ class Placement:
     notes: tuple[str, ...] = ()
     rotated: bool = False
     again: Callable[[], Any] = lambda: None
+    roles: tuple[str, ...] = ()
+    draws: tuple[Drawn, ...] = ()
+    output: Tensor = field(default_factory=lambda: torch.zeros(0))
+    scaling: str = ""
+    embedding: str = ""
+    axis: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,23 +91,24 @@ def placements(subject: Subject, function: Callable[..., Any]) -> Iterator[Place
     for width, roles in itertools.product(_widths(subject), _role_lists(function, subject)):
         way = CallOfRoles(tuple(("", role) for role in roles))
         for shapes in (SHAPES, *_whole(subject)):
-            draws = [_drawn(batch, length, width) for batch, length in shapes]
+            draws = [drawn_of(batch, length, width) for batch, length in shapes]
             returned = attempt(partial(_returned, way, function, draws))
             if returned is not None:
                 words = " and ".join(WORDS.get(role, role.removeprefix("=")) for role in roles) or "nothing"
                 again = partial(way.call, function, draws[0])
-                for given, xs in _added_to(roles, function, draws):
+                for path, given, xs in _added_to(roles, function, draws):
                     called = [_Called(*one, x, y) for one, x, y in zip(shapes, xs, returned, strict=True)]
-                    yield from _placed(called, words, given, again)
+                    for found in _placed(called, words, given, again):
+                        way_in = {"roles": roles, "draws": tuple(draws), "output": returned[0], "embedding": path}
+                        yield replace(found, **way_in)  # type: ignore[arg-type]
                 break
 
 
 def _widths(subject: Subject) -> list[int]:
     """Give the widths to try: that of the table that it holds, then that of the tokens."""
     held = [] if subject.module is None else [x.size(-1) for x in own_tensors(subject.module) if x.dim() >= 2]
-    pairs = (
-        [2 * held[0], subject.sizes.head_dim] if held else [subject.sizes.head_dim]
-    )  # a table of angles is half as wide
+    head = subject.sizes.head_dim
+    pairs = [*(2 * width for width in held[:1]), head, 2 * head]  # a table of angles is half as wide
     return list(dict.fromkeys([*held[:1], subject.sizes.embed_dim, *pairs]))
 
 
@@ -122,7 +135,8 @@ def _role_lists(function: Callable[..., Any], subject: Subject) -> Iterator[tupl
     yield from ranked(options)
 
 
-def _drawn(batch: int, length: int, width: int) -> Drawn:
+def drawn_of(batch: int, length: int, width: int) -> Drawn:
+    """Draw ids, which no padding is among, for one call."""
     ids = torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
     return Drawn(ids, ids, torch.full((batch,), length), 0, width=width)
 
@@ -136,12 +150,12 @@ def _returned(way: CallOfRoles, function: Callable[..., Any], draws: list[Drawn]
 
 def _added_to(
     roles: tuple[str, ...], function: Callable[..., Any], draws: list[Drawn]
-) -> Iterator[tuple[str, list[Tensor | None]]]:
+) -> Iterator[tuple[str, str, list[Tensor | None]]]:
     """Say what the table may have been added to: what each embedding makes of ids, or the vectors that were given."""
-    modules = function.modules() if isinstance(function, nn.Module) and roles == ("ids",) else ()
-    for embedding in (m for m in modules if isinstance(m, nn.Embedding) and m is not function):
-        yield "embedding(ids)", [attempt(partial(embedding, drawn.first)) for drawn in draws]
-    yield "x", [drawn.value("vectors", "") if roles[:1] == ("vectors",) else None for drawn in draws]
+    modules = function.named_modules() if isinstance(function, nn.Module) and roles == ("ids",) else ()
+    for path, embedding in ((path, m) for path, m in modules if isinstance(m, nn.Embedding) and m is not function):
+        yield path, "embedding(ids)", [attempt(partial(embedding, drawn.first)) for drawn in draws]
+    yield "", "x", [drawn.value("vectors", "") if roles[:1] == ("vectors",) else None for drawn in draws]
 
 
 def _placed(called: list[_Called], words: str, added_to: str, again: Callable[[], Any]) -> Iterator[Placement]:
@@ -154,7 +168,7 @@ def _placed(called: list[_Called], words: str, added_to: str, again: Callable[[]
         given = scaling.replace("x", added_to)
         for found in _along_axes(called, tables, (("takes", words, ""), ("gives", given, ""))):
             multiplied = ("position_multiplied",) if scaling == "x * pe" else ()
-            yield replace(found, mistakes=(*multiplied, *found.mistakes), again=again)
+            yield replace(found, mistakes=(*multiplied, *found.mistakes), again=again, scaling=scaling)
     turned = [(one.x, one.output) for one in called if one.x is not None and one.x.shape == one.output.shape]
     if len(turned) == len(called):
         rows = (("takes", words, ""), ("gives", f"{added_to}, rotated", ""))
@@ -195,11 +209,11 @@ def _along_axes(called: list[_Called], rests: list[Tensor], words: tuple[Any, ..
     elif same_samples:
         flat = all(one.output.dim() == 2 for one in called)
         axes = "the rows of the table" if flat else "axis 1: (batch, len, features)"
-        yield Placement((*words, ("positions run along", axes, "")), [_numbered(r[0]) for r in rests])
+        yield Placement((*words, ("positions run along", axes, "")), [_numbered(r[0]) for r in rests], axis=1)
     elif same_tokens:
         rows = (*words, ("positions run along", "axis 0: (len, batch, features)", ""))
         note = "positions run along the first axis: right only where that is the sequence and not the batch"
-        yield Placement(rows, [_numbered(r[:, 0]) for r in rests], notes=(note,))
+        yield Placement(rows, [_numbered(r[:, 0]) for r in rests], notes=(note,), axis=0)
 
 
 def _alike(rest: Tensor, axis: int) -> bool:

@@ -7,11 +7,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
 from equivalence_tests.checker.parts.kinds import own_tensors
+from equivalence_tests.checker.parts.position_writing import learnt_table, rotation, sinusoids
 from equivalence_tests.checker.parts.readings import PartReading
 from equivalence_tests.checker.reach.angles import PLACES, base_of
 
@@ -37,10 +40,17 @@ EXPONENTS: dict[str, tuple[Exponents, tuple[str, ...]]] = {
     "4i / d for the sine and 2(2i + 1) / d for the cosine": (lambda i, d: (4 * i / d, 2 * (2 * i + 1) / d), WRONG),
     "0": (lambda i, d: (0 * i, 0 * i), WRONG),
     "i / (d / 2 - 1)": (
-        lambda i, d: (i / max(d // 2 - 1, 1), i / max(d // 2 - 1, 1)),
+        lambda i, d: (i / _steps_of(d), i / _steps_of(d)),
         ("position_timescale_of_tensor2tensor",),
     ),
 }
+
+
+def _steps_of(width: Any) -> Any:
+    """How many steps there are from the first frequency to the last."""
+    return width.made(f"max({width} // 2 - 1, 1)") if isinstance(width, Text) else max(width // 2 - 1, 1)
+
+
 # What is done to the numbers 0, 1, ... of the positions.
 NUMBERINGS: dict[str, tuple[Map, tuple[str, ...]]] = {
     "from 0": (lambda p: p, ()),
@@ -86,9 +96,9 @@ def rotary_readings(module: nn.Module | None, width: int) -> Iterator[PartReadin
         )
         steps = base ** -law(torch.arange(width // 2, dtype=torch.float64), width)[0]
         words = (("rotates", pairs, "torch.nn does not"), ("base", f"{base:g}", ""))
-        yield PartReading(
-            partial(_rotated, turn, laid_out, sign * steps), words, mistakes, (note,), {"exponent": exponent}
-        )
+        formula = partial(_rotated, turn, laid_out, sign * steps)
+        written = partial(rotation, pairs, base, width)
+        yield PartReading(formula, words, mistakes, (note,), {"exponent": exponent}, None if mistakes else written)
 
 
 def _rotated(turn: Map, laid_out: Map, steps: Tensor, x: Tensor) -> Tensor:
@@ -112,7 +122,8 @@ def position_readings(module: nn.Module | None, width: int) -> Iterator[PartRead
     for (name, table), offset in itertools.product(learned, OFFSETS):
         first = f", from row {offset} on" if offset else ""
         words = (("table", f"learned: {name}{first}", "nn.Embedding of the positions"),)
-        yield PartReading(partial(_rows, table, offset), words, notes=(note,))
+        written = partial(learnt_table, name, width, offset)
+        yield PartReading(partial(_rows, table, offset), words, notes=(note,), written=written)
     yield PartReading(lambda p: torch.zeros(len(p), width), (("table", "none", ""),), ("position_not_added",))
     scales = {"": torch.ones(())} | {name: p.flatten()[0] for name, p in parameters.items() if p.numel() == 1}
     zero_first = module is None or _has_a_row_of_zeros(module)
@@ -146,9 +157,19 @@ def _sinusoids(width: int, scale: str, factor: Tensor, zeroed: bool) -> Iterator
             *((("base", f"{base:g}", "10000"),) if base != 10000.0 else ()),
         )
         table = partial(_table, (one, two), interleaved, exponents, base, width)
-        yield PartReading(
-            partial(_numbered, table, number, factor, zeroed), words, mistakes, facts={"exponent": exponent}
-        )
+        formula = partial(_numbered, table, number, factor, zeroed)
+        known = layout, exponent, numbers, base
+        written = partial(_written, scale, zeroed, partial(sinusoids, known, exponents, (one, two, interleaved), width))
+        yield PartReading(formula, words, mistakes, facts={"exponent": exponent}, written=written)
+
+
+def _written(scale: str, zeroed: bool, table: Any, writer: PartWriter, count: Text) -> Text:
+    """Write a table, times a number that is learnt, with a row of zeros for padding."""
+    found: Text = table(writer, count)
+    if zeroed:
+        writer.lines += [f"table = {found}", "table[0] = 0  # for padding"]
+        found = Text("table", writer, found.chain)
+    return writer.parameter(scale).flatten()[0] * found if scale else found
 
 
 def _numbered(table: Map, number: Map, factor: Tensor, zeroed: bool, positions: Tensor) -> Tensor:

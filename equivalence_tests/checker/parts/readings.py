@@ -9,6 +9,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.distance import FLOAT32_INSIDE, distance
 from equivalence_tests.checker.engine.ran import frames_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import code_lines
@@ -32,6 +33,7 @@ class PartReading:
         mistakes: What is wrong in it, by name.
         notes: What else should be known where this reading is right.
         facts: What the words of its mistakes speak of.
+        written: Writes it down in torch's own parts; None where the formula does, given the text of its input.
     """
 
     formula: Callable[[Tensor], Tensor]
@@ -39,6 +41,11 @@ class PartReading:
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
+    written: Callable[[PartWriter, Text], Text] | None = None
+
+    def text(self, writer: PartWriter, x: Text) -> Text:
+        """Write down what it makes of its input."""
+        return self.formula(x) if self.written is None else self.written(writer, x)  # type: ignore[arg-type, return-value]
 
     def beside(
         self, words: tuple[Row, ...], mistakes: tuple[str, ...] = (), notes: tuple[str, ...] = ()
@@ -47,6 +54,21 @@ class PartReading:
         return replace(
             self, words=(*self.words, *words), mistakes=(*mistakes, *self.mistakes), notes=(*self.notes, *notes)
         )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is said of a part, and how it was read.
+
+    Args:
+        report: The report.
+        reading: The reading; None where none fits.
+        bound: How exactly it gives the output.
+    """
+
+    report: Report
+    reading: PartReading | None = None
+    bound: float = EXACT
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,7 @@ def judge(
     observations: Sequence[Observation],
     calls: Sequence[Call],
     owner: str = "",
-) -> Report:
+) -> Judged:
     """Take the reading with the fewest mistakes that gives the output, to rounding or to float32.
 
     Every reading meets the first observation, and only those that reproduce it meet the others.
@@ -94,16 +116,16 @@ def judge(
         owner: Its class.
 
     Returns:
-        The report.
+        The report, and the reading.
     """
     report = Report(name, kind)
     ranked = sorted(readings, key=lambda reading: len(reading.mistakes))
     tried = _Tried([(_error(reading, *observations[0]), reading) for reading in ranked], observations)
     for bound in (EXACT, FLOAT32_INSIDE):
         if matching := tried.matching(bound):
-            return _matched(report, tried, matching[0], calls, where, owner)
+            return Judged(_matched(report, tried, matching[0], calls, where, owner), matching[0], bound)
     report.reason = f"No known form reproduces its output; {len(ranked)} readings were tried. This is not a verdict."
-    return report
+    return Judged(report)
 
 
 def _matched(

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from equivalence_tests.checker.helpers_for_tests import line_of
 from equivalence_tests.checker.parts import checking
-from equivalence_tests.checker.parts.readings import judge
+from equivalence_tests.checker.parts.readings import Judged, judge
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.parts import GainBiasLayerNorm, LinearFeedForward, PaperFeedForward
@@ -460,7 +460,7 @@ def test_what_the_code_said_to_the_calls_of_a_part_is_told() -> None:
 def test_what_fits_nothing_is_given_up_soon(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
 
-    def counted(name: str, kind: str, *rest: Any) -> Report:
+    def counted(name: str, kind: str, *rest: Any) -> Judged:
         judged.append(kind)
         return judge(name, kind, *rest)
 

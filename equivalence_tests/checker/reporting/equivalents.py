@@ -30,6 +30,7 @@ class Equivalent:
         difference: The greatest difference in any of them, relative to the largest value.
         where: In which, and of what.
         agrees: Whether that is rounding.
+        torchs: The one module of torch that is the whole, as Python: "nn.LayerNorm(512)"; "" where there is none.
     """
 
     source: str
@@ -42,20 +43,30 @@ class Equivalent:
     difference: float
     where: str
     agrees: bool
+    torchs: str = ""
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is written as a function, as the user's code is."""
+        return "\ndef equivalent(" in self.source
 
     def of(self, theirs: Any) -> Any:
         """Build the program with the weights of a module.
 
         Args:
-            theirs: An instance of the class that was checked, of the sizes that the program is written for.
+            theirs: An instance of the class that was checked, of the sizes that the program is written for; anything
+                where a function was checked.
 
         Returns:
-            A module of torch's own parts, with weights of its own, that gives the same numbers.
+            A module of torch's own parts, with weights of its own, that gives the same numbers; of a function, a
+            function with its signature.
 
         Raises:
             ValueError: If the program is not written down.
         """
-        names = self._names()
+        names = self.names()
+        if self.is_function:
+            return names["equivalent"]
         made = names["Equivalent"](*(copy.deepcopy(theirs.get_submodule(path)) for path in self.handed))
         state = names["from_theirs"](theirs.state_dict())
         for x in list(state.values())[:1]:
@@ -74,12 +85,14 @@ class Equivalent:
             The copy with the weights of the program.
 
         Raises:
-            ValueError: If the program is not written down.
+            ValueError: If the program is not written down, or is a function, which has no weights of its own.
         """
-        found: dict[str, Any] = self._names()["to_theirs"](ours, theirs)
+        if self.is_function:
+            raise ValueError("the equivalent is a function: its weights are arguments, and need no conversion")
+        found: dict[str, Any] = self.names()["to_theirs"](ours, theirs)
         return found
 
-    def _names(self) -> dict[str, Any]:
+    def names(self) -> dict[str, Any]:
         """Run the program's text."""
         if not self.source:
             raise ValueError(f"the equivalent cannot be built: {self.unwritten}")
@@ -96,8 +109,9 @@ class Equivalent:
         ours = self.source.split("\n\n\ndef from_theirs")[0].split("\n\n\n", 1)[1]
         panels = [_panel("your code", self.theirs), _panel("torch", ours)] if self.theirs else [_panel("torch", ours)]
         said = f"Equal to {self.difference:.0e} in {len(self.compared)} calls" if self.agrees else "It differs"
-        more = Text(f"  {said}; --equivalent prints all of it, with the conversion of the weights.", style="dim")
-        return Group(heading, *rows, _Beside(panels), more)
+        more = "" if self.is_function else ", with the conversion of the weights"
+        closing = Text(f"  {said}; --equivalent prints all of it{more}.", style="dim")
+        return Group(heading, *rows, _Beside(panels), closing)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,135 @@
+"""Hold what is written of a part against the user's code, whole: the text itself is run, with the user's weights."""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.equivalent.comparing import Case, Computes, Difference, compare, kept_parameters
+from equivalence_tests.checker.equivalent.deciding import differs
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.watched import Layout
+from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reporting.equivalents import Equivalent
+from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import raised_at
+from equivalence_tests.checker.reporting.report import Report
+
+EXACT, SINGLE = 1e-12, 3e-6  # relative; the second where a part computes in float32
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """A part in torch's own, as text.
+
+    Args:
+        equivalent: The text, and how it compares.
+        weights: The arguments of a function that are its weights, by the names under which a module holds them.
+    """
+
+    equivalent: Equivalent
+    weights: tuple[str, ...] = ()
+
+    def on(self, call: Call, output: Callable[[Any], Tensor]) -> Computes:
+        """Give what computes the same as a call, with the weights of a module and with their gradients.
+
+        Args:
+            call: The call.
+            output: Finds what is compared in what comes back.
+        """
+        names = self.equivalent.names()
+
+        def computed(given: dict[str, Tensor], module: nn.Module | None, *others: Any) -> Tensor:
+            leaves = {id(x): given[name] for name, x in call.tensors if name in given}
+            args, kwargs, _ = call.fresh(leaves=leaves)
+            if module is None or self.equivalent.is_function:
+                own = [getattr(module, name) for name in self.weights]
+                return output(names["equivalent"](*args, *own, **kwargs))
+            inner = (copy.deepcopy(module.get_submodule(path)) for path in self.equivalent.handed)
+            made = names["Equivalent"](*inner).to(torch.get_default_dtype()).eval()
+            state = names["from_theirs"](module.state_dict(keep_vars=True))
+            if state.keys() != made.state_dict().keys():
+                raise UnreadError("not all of its weights could be told")
+            return output(functional_call(made, state, args, kwargs))
+
+        return computed
+
+
+def joined_output(returned: Any) -> Tensor:
+    """Lay all tensors that come back end to end; one alone stays as it is."""
+    found = tensors_of(returned)
+    return found[0] if len(found) == 1 else torch.cat([x.flatten() for x in found])
+
+
+def first_output(returned: Any) -> Tensor:
+    """Give the first tensor of real numbers that comes back."""
+    return next(x for x in tensors_of(returned) if x.is_floating_point())
+
+
+def tensors_of(returned: Any) -> list[Tensor]:
+    """List the tensors that come back, nested as they may be; arrays of numpy too."""
+    leaves = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in tree_leaves(returned))
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def hold_part(
+    report: Report,
+    part: WrittenPart,
+    cases: Iterable[Case],
+    *,
+    output: Callable[[Any], Tensor] = first_output,
+    tolerance: float = EXACT,
+) -> None:
+    """Compare a part with its equivalent, and let that decide.
+
+    Args:
+        report: Receives the equivalent, and the verdict that follows.
+        part: What was written.
+        cases: The calls that are compared.
+        output: Finds what is compared in what comes back.
+        tolerance: What differs by less, relative to the largest value, is rounding.
+    """
+    layout = Layout(lambda x: x, lambda x: x, output)
+    worst, compared, not_run, why = Difference("", "output", 0.0), list[str](), list[str](), "no call is known"
+    for case in cases:
+        try:
+            with kept_parameters(case.call.module):
+                found = list(compare(part.on(case.call, output), case, layout, gradients=case.redrawn is not None))
+        except UnreadError as reason:
+            unread(report, str(reason))
+            return
+        except Exception as error:  # the user's code may take no other lengths, or no gradients
+            not_run.append(case.words)
+            why = f"{said(error)}{raised_at(error)}"
+            if case.redrawn is not None:
+                report.coverage.append(Exercise(case.words, False, why))
+            continue
+        compared.append(case.words)
+        worst = max([worst, *found], key=lambda one: one.size)
+    if not compared:
+        unread(report, f"it cannot be called again ({why})")
+        return
+    report.verdict = "partial" if report.not_exercised else report.verdict
+    report.equivalent = replace(
+        part.equivalent,
+        compared=tuple(compared),
+        not_run=tuple(not_run),
+        difference=worst.size,
+        where=f"{worst.what}, {worst.case}",
+        agrees=worst.size <= tolerance,
+    )
+    if not report.equivalent.agrees:
+        differs(report, worst)
+
+
+def unread(report: Report, why: str) -> None:
+    """Say that there is no equivalent, and so no verdict."""
+    report.verdict, report.unread = "unchecked", why
+    report.reason = f"No program of torch's own parts could be made of it: {why}."

@@ -1,0 +1,404 @@
+"""Write a part of a Transformer down in torch's own: a norm, a feed-forward, positions, a mask."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests.checker.equivalent.conversion import Conversion
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.reporting.equivalents import Equivalent
+
+HEAD = '''"""The same as {target}, in torch's own parts."""
+
+{imports}
+
+
+'''
+ACTIVATIONS = {
+    "relu": "ReLU",
+    "gelu": "GELU",
+    "silu": "SiLU",
+    "leaky_relu": "LeakyReLU",
+    "tanh": "Tanh",
+    "sigmoid": "Sigmoid",
+    "elu": "ELU",
+    "mish": "Mish",
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Stands for a tensor in a formula, and writes down what the formula makes of it.
+
+    Args:
+        expression: What it is, as Python.
+        writer: Writes the part down.
+        chain: The modules that make it of the input, one after the other; None where they are no chain.
+        is_sum: Whether it needs brackets beside a product.
+    """
+
+    expression: str
+    writer: "PartWriter"
+    chain: tuple[str, ...] | None = None
+    is_sum: bool = False
+
+    def made(self, expression: str, **others: Any) -> "Text":
+        """Give what is made of it."""
+        return Text(expression, self.writer, **others)
+
+    def __str__(self) -> str:
+        return self.expression
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> "Text":
+        """Write down a call of one of torch's functions."""
+        name, given = function.__name__, _without_defaults(function, kwargs or {})
+        first = next(x for x in (*args, *_inside(args)) if isinstance(x, Text))
+        said = ", ".join([*map(_said, args), *(f"{key}={value!r}" for key, value in given.items())])
+        own = hasattr(F, name) and name not in ("tanh", "sigmoid")
+        options = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        known = first.chain is not None and name in ACTIVATIONS and len(args) == 1
+        chain = (*(first.chain or ()), f"nn.{ACTIVATIONS[name]}({options})") if known else None
+        return first.made(f"{'F' if own else 'torch'}.{name}({said})", chain=chain)
+
+    def __getattr__(self, name: str) -> Callable[..., "Text"]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def method(*args: Any, **kwargs: Any) -> Text:
+            said = ", ".join([*map(_said, args), *(f"{key}={_said(value)}" for key, value in kwargs.items())])
+            return self.made(f"{_factor(self)}.{name}({said})")
+
+        return method
+
+    def __getitem__(self, index: Any) -> "Text":
+        places = index if isinstance(index, tuple) else (index,)
+        return self.made(f"{_factor(self)}[{', '.join(map(_said, places))}]")
+
+    def __add__(self, other: Any) -> "Text":
+        return self.made(f"{self} + {_said(other)}", is_sum=True)
+
+    def __radd__(self, other: Any) -> "Text":
+        return self.made(f"{_said(other)} + {self}", is_sum=True)
+
+    def __sub__(self, other: Any) -> "Text":
+        return self.made(f"{self} - {_factor(other)}", is_sum=True)
+
+    def __mul__(self, other: Any) -> "Text":
+        return self.made(f"{_factor(self)} * {_factor(other)}")
+
+    def __rmul__(self, other: Any) -> "Text":
+        return self.made(f"{_factor(other)} * {_factor(self)}")
+
+    def __truediv__(self, other: Any) -> "Text":
+        return self.made(f"{_factor(self)} / ({_said(other)})")
+
+    def __rpow__(self, base: Any) -> "Text":
+        return self.made(f"{_said(base)} ** ({self})")
+
+    def __neg__(self) -> "Text":
+        return self.made(f"-({self})")
+
+
+def _said(x: Any) -> str:
+    if isinstance(x, slice):
+        return ":".join("" if end is None else _said(end) for end in (x.start, x.stop))
+    if isinstance(x, tuple | list):
+        return "(" + ", ".join(map(_said, x)) + ("," if len(x) == 1 else "") + ")"
+    return str(x) if isinstance(x, Text) else repr(x)
+
+
+def _factor(x: Any) -> str:
+    return f"({x})" if isinstance(x, Text) and x.is_sum else _said(x)
+
+
+def _inside(args: Any) -> Iterator[Any]:
+    return (x for one in args if isinstance(one, tuple | list) for x in one)
+
+
+def _without_defaults(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a function has anyhow."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # of one that is written in C
+        return kwargs
+    return {key: value for key, value in kwargs.items() if parameters[key].default != value}
+
+
+@dataclass(frozen=True)
+class Normalising:
+    """A norm over the features.
+
+    Args:
+        width: How many features there are.
+        centred: Whether the mean is taken off.
+        eps: What is added below the root; None for the smallest of the precision.
+        gain: The parameter that it is multiplied by; "" for none.
+        bias: The parameter that is added; "" for none.
+        plus_one: Whether 1 is added to the gain.
+    """
+
+    width: int
+    centred: bool
+    eps: float | None
+    gain: str = ""
+    bias: str = ""
+    plus_one: bool = False
+
+
+@dataclass
+class PartWriter(Conversion):
+    """Writes one part.
+
+    Args:
+        target: What it is called.
+        parameters: Of the user's module, or what a function is given as its weights.
+        module: The user's module.
+        signature: The arguments of the equivalent, as Python.
+        is_function: Whether a function is written, whose weights are arguments.
+    """
+
+    target: str
+    parameters: Parameters
+    module: nn.Module
+    signature: str = "x: Tensor"
+    is_function: bool = False
+    torchs: str = ""  # the module of torch that is the whole
+    width: str = ""  # the argument that is the number of features
+    lines: list[str] = field(default_factory=list)  # of its forward, before what it returns
+    made: dict[str, str] = field(default_factory=dict)  # what __init__ makes
+    taken: list[str] = field(default_factory=list)
+    returned: list[str] = field(default_factory=list)
+    handed: dict[str, str] = field(default_factory=dict)  # the paths of the user's own sub-modules, by their names
+    imports: list[str] = field(default_factory=list)
+
+    @property
+    def argument(self) -> str:
+        """The first argument."""
+        return _names(self.signature)[0]
+
+    def equivalent(self, source: str, theirs: str) -> Equivalent:
+        """Give what was written, before it is compared."""
+        handed = tuple(self.handed.values())
+        return Equivalent(source, "", theirs, handed, (), (), (), torch.inf, "", False, self.torchs)
+
+    # ------------------------------------------------------------------------------------------- weights
+    def parameter(self, path: str, shape: tuple[int, ...] | None = None) -> Text:
+        """Give a parameter as it is, or in another shape."""
+        own = tuple(self.parameters.named[path].shape)
+        shape = shape or own
+        turned, back = (f".view({shape})", f".view({own})") if shape != own else ("", "")
+        if self.is_function:
+            return Text(f"{path}{turned}", self)
+        name = _identifier(path)
+        if name not in self.made:
+            self.made[name] = f"nn.Parameter(torch.empty({shape}))"
+            self.taken.append(f'"{name}": theirs["{path}"]{turned},')
+            self.returned.append(f'theirs["{path}"].copy_(ours["{name}"]{back})')
+        return Text(f"self.{name}", self)
+
+    def given(self, places: Tensor) -> Text:
+        """Give a weight of a function, made of its arguments."""
+        return Text(re.sub(r'theirs\["(\w+)"\]', r"\1", self._taken(places)), self)
+
+    def number(self, value: float) -> str:
+        """Give a number, by the name of the argument that it is the default of."""
+        found = re.search(rf"(\w+): float = {re.escape(repr(value))}(,|$)", self.signature)
+        return found[1] if found else repr(value)
+
+    def projected(self, x: Text, name: str, weight: Tensor, bias: Tensor | None) -> Text:
+        """Apply a linear layer.
+
+        Args:
+            x: What it is applied to.
+            name: What to call it.
+            weight: (out, in); what its elements are, is told by their values.
+            bias: (out,); None for none.
+        """
+        try:
+            places = self.places_of(weight)
+        except UnreadError:
+            return self.called(x, self._owner_of(weight))
+        own = None if bias is None else self.places_of(bias)
+        if self.is_function:
+            added = "" if own is None else f", {self.given(own)}"
+            return Text(f"F.linear({x}, {self.given(places)}{added})", self)
+        if name not in self.made:
+            less = ", bias=False" if own is None else ""
+            self.made[name] = f"nn.Linear({weight.size(1)}, {weight.size(0)}{less})"
+            self._convert(f"{name}.weight", places)
+            if own is not None:
+                self._convert(f"{name}.bias", own)
+        return Text(f"self.{name}({x})", self, None if x.chain is None else (*x.chain, name))
+
+    def _owner_of(self, weight: Tensor) -> str:
+        """Find the sub-module that makes a weight of its parameters, as weight norm does."""
+        for path, part in self.module.named_modules():
+            made = getattr(part, "weight", None)
+            if path and isinstance(made, Tensor) and made.shape == weight.shape and torch.equal(made.double(), weight):
+                return path
+        raise UnreadError("what multiplies its features is made of parameters, and is none itself")
+
+    def places_of(self, values: Tensor) -> Tensor:
+        """Find which parameter elements some numbers are.
+
+        Raises:
+            UnreadError: If they are none.
+        """
+        every = self.parameters.end_to_end().detach()
+        ordered = every.sort()
+        places = torch.searchsorted(ordered.values, values.detach().double().contiguous()).clamp_max(len(every) - 1)
+        found = ordered.indices[places]
+        if not torch.equal(every[found], values.detach().double()):
+            raise UnreadError("what multiplies its features is made of parameters, and is none itself")
+        return found
+
+    # ------------------------------------------------------------------------------------------- norms
+    def normed(self, x: Text, norm: Normalising) -> Text:
+        """Apply a norm; one of torch's where it has it."""
+        name, eps = "layer_norm" if norm.centred else "rms_norm", norm.eps
+        gain = self.parameters.named[norm.gain] if norm.gain else None
+        bias = self.parameters.named[norm.bias] if norm.bias else None
+        vectors = all(one is None or one.numel() > 1 for one in (gain, bias))
+        if vectors and (norm.centred or bias is None) and not self.is_function:
+            return self._torchs_norm(x, norm)
+        said = "" if eps is None else f", eps={self.number(eps)}"
+        own = [self.parameter(one) for one in (norm.gain, norm.bias) if one]
+        if vectors and not norm.plus_one and len(own) <= 1 + norm.centred:
+            given = f", {', '.join(map(str, own))}" if own else ""
+            return Text(f"F.{name}({x}, {x}.shape[-1:]{given}{said})", self)
+        factor, *added = own or [Text("1", self)]
+        found: Text = (1 + factor if norm.plus_one else factor) * Text(f"F.{name}({x}, {x}.shape[-1:]{said})", self)
+        return found + added[0] if added else found
+
+    def _torchs_norm(self, x: Text, norm: Normalising) -> Text:
+        options = [str(norm.width), *([f"eps={norm.eps!r}"] if norm.eps is not None else [])]
+        options += ["elementwise_affine=False"] if not norm.gain else []
+        options += ["bias=False"] if norm.centred and norm.gain and not norm.bias else []
+        self.torchs = f"nn.{'LayerNorm' if norm.centred else 'RMSNorm'}({', '.join(options)})"
+        if not norm.gain:
+            return Text(f"super().forward({x})", self)
+        places = self._places(norm.gain)
+        if norm.plus_one:
+            self.taken.append(f'"weight": 1 + {self._taken(places)},')
+            self._give_back(places, 'ours["weight"] - 1')
+        else:
+            self._convert("weight", places)
+        if norm.bias:
+            self._convert("bias", self._places(norm.bias))
+        return Text(f"super().forward({x})", self)
+
+    # ------------------------------------------------------------------------------------------- sub-modules
+    def called(self, x: Text, path: str) -> Text:
+        """Call a sub-module: one of torch's is made anew, one of the user's own is handed over."""
+        name, part = _identifier(path), self.module.get_submodule(path)
+        if name not in self.made:
+            torchs = type(part).__module__.startswith("torch.nn") and next(part.children(), None) is None
+            self.made[name] = f"nn.{part!r}" if torchs else name
+            if not torchs:
+                self.handed[name] = path
+            for key in part.state_dict():
+                self.taken.append(f'"{name}.{key}": theirs["{path}.{key}"],')
+                self.returned.append(f'theirs["{path}.{key}"].copy_(ours["{name}.{key}"])')
+        return Text(f"self.{name}({x})", self)
+
+    # ------------------------------------------------------------------------------------------- the text
+    def source(self, result: Text, before: str = "", after: str = "") -> str:
+        """Write it down.
+
+        Args:
+            result: What it returns.
+            before: What is done to its argument first, as ".mT".
+            after: What is done to the result.
+        """
+        turned = [f"{self.argument} = {self.argument}{before}"] if before else []
+        returned = f"return ({result}){after}" if after else f"return {result}"
+        if self.is_function:
+            body = self._function([*turned, *self.lines, returned])
+        else:
+            self._as_a_chain(result)
+            if self.torchs:
+                given = self.argument
+                returned = f"return super().forward({given}){after}"
+            body = (
+                "\n".join([*self._class([*turned, *self.lines, returned]), "", "", *self._conversion(self.target)])
+                + "\n"
+            )
+        imports = ["import torch"] if re.search(r"\btorch\.[a-z]", body) else []
+        imports = ["from typing import Any", "", *imports] if re.search(r"\bAny\b", body) else imports
+        imports += ["from torch import Tensor" + (", nn" if "nn." in body else "")]
+        imports += ["from torch.nn import functional as F"] if "F." in body else []
+        imports += ["", *self.imports] if self.imports else []
+        return HEAD.format(target=self.target, imports="\n".join(imports)) + body
+
+    def _function(self, lines: Sequence[str]) -> str:
+        body = "\n".join(f"    {line}" for line in lines)
+        return f'def equivalent({self.signature}) -> Tensor:\n    """Give the same."""\n{body}\n'
+
+    def _as_a_chain(self, result: Text) -> None:
+        """Write modules that follow one another as nn.Sequential."""
+        if self.torchs or result.chain is None or not self.made:
+            return
+        self.torchs = f"nn.Sequential({', '.join(self.made.get(one, one) for one in result.chain)})"
+        for place, name in enumerate(result.chain):
+            self.taken = [line.replace(f'"{name}.', f'"{place}.', 1) for line in self.taken]
+            self.returned = [line.replace(f'ours["{name}.', f'ours["{place}.') for line in self.returned]
+        self.made = {}
+
+    def _class(self, forward: Sequence[str]) -> Iterator[str]:
+        base, _, options = self.torchs.partition("(")
+        yield from (f"class Equivalent({base or 'nn.Module'}):", '    """The same in torch."""')
+        given = "".join(f", {name}: nn.Module" for name in self.handed)
+        if self.torchs or self.made:
+            yield from ("", f"    def __init__(self{given}) -> None:")
+            yield f"        super().__init__({options}" if self.torchs else "        super().__init__()"
+            yield from (f"        self.{name} = {made}" for name, made in self.made.items())
+        if not self.torchs or len(forward) > 1 or "super().forward(input)" not in forward[-1]:
+            ignore = "  # type: ignore[override]" if self.torchs else ""
+            yield from ("", f"    def forward(self, {self.signature}) -> Tensor:{ignore}")
+            yield from (f"        {line}" for line in forward)
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """Write the arguments of a function, each with what it takes by default.
+
+    >>> def norm(x, gain, *, eps=1e-5): ...
+    >>> signature_of(norm)
+    'x: Tensor, gain: Tensor, *, eps: float = 1e-05'
+    """
+    found: list[str] = []
+    for one in inspect.signature(function).parameters.values():
+        if one.kind is one.KEYWORD_ONLY and not any(said.startswith("*") for said in found):
+            found.append("*")
+        star = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
+        default = "" if one.default is one.empty else f" = {one.default!r}"
+        plain = type(one.default) in (int, float, bool, str)
+        kind = "Any" if star or (default and not plain) else type(one.default).__name__ if default else "Tensor"
+        found.append(f"{star}{one.name}: {kind}{default}")
+    return ", ".join(found)
+
+
+def _identifier(path: str) -> str:
+    """Make a name of a path.
+
+    >>> _identifier("net.0"), _identifier("0.norm")
+    ('net_0', 'part_0_norm')
+    """
+    name = path.replace(".", "_")
+    return name if name.isidentifier() else f"part_{name}"
+
+
+def _names(signature: str) -> list[str]:
+    """Name the arguments of a signature.
+
+    >>> _names("x: Tensor, size: int = 3")
+    ['x', 'size']
+    """
+    return re.findall(r"(\w+)(?=:)", signature) or ["x"]

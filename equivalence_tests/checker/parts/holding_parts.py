@@ -1,0 +1,111 @@
+"""Write a part that was read in torch's own, and let the comparison of the whole decide."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.codes import numbered
+from equivalence_tests.checker.engine.distance import FLOAT32_INSIDE
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.equivalent.comparing import Case
+from equivalence_tests.checker.equivalent.holding import source_of
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part, unread
+from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, signature_of
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.intended import accepted
+from equivalence_tests.checker.parts.functions import FunctionModule
+from equivalence_tests.checker.parts.position_calls import Placement
+from equivalence_tests.checker.parts.position_writing import cases_of, longest, result_of, writer_of
+from equivalence_tests.checker.parts.readings import Judged
+from equivalence_tests.checker.reach.subject import Subject
+
+# Batch, length, the size of the numbers, and the seed with which parameters are drawn anew.
+SITUATIONS = (
+    ("fresh inputs", 2, 5, 1.0, 7),
+    ("parameters drawn anew", 3, 4, 1.0, 8),
+    ("small numbers", 2, 3, 0.02, 9),
+    ("one long sample", 1, 17, 1.0, None),
+)
+
+
+def hold_positions(judged: Judged, subject: Subject, placement: Placement, function: Callable[..., Any]) -> None:
+    """Hold a positional encoding against what torch, or builtin, has for it.
+
+    Args:
+        judged: What was said of it; its report receives the equivalent and the verdict.
+        subject: What is checked.
+        placement: How its table meets the tokens.
+        function: What is called.
+    """
+    report, reading = accepted(judged.report, subject.adapter.meant), judged.reading
+    if report.verdict != "equal" or reading is None:
+        return
+    try:
+        writer, names = writer_of(subject.name.rpartition("/")[2], function, placement)
+        writer.width = dict(zip(placement.roles, names, strict=True)).get("width", "")
+        source = writer.source(result_of(placement, writer, names, reading.text))
+    except UnreadError as why:
+        unread(report, str(why))
+        return
+    part = WrittenPart(writer.equivalent(source, source_of(subject.function)))
+    # An angle in float32 is off by its position times what float32 rounds.
+    rounded = longest(function) * torch.finfo(torch.float32).eps
+    tolerance = rounded if judged.bound == FLOAT32_INSIDE else EXACT
+    hold_part(report, part, cases_of(placement, function), tolerance=tolerance)
+
+
+def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int, turned: bool) -> None:
+    """Hold a norm or a feed-forward against what torch has for it.
+
+    Args:
+        judged: What was said of it; its report receives the equivalent and the verdict.
+        subject: What is checked.
+        module: What is called.
+        width: How many features its input has.
+        turned: Whether it takes (batch, features, tokens).
+    """
+    report, reading = accepted(judged.report, subject.adapter.meant), judged.reading
+    if report.verdict != "equal" or reading is None:
+        return
+    writer = PartWriter(subject.name.rpartition("/")[2], Parameters.of(module), module, *_signature(module))
+    given = writer.argument
+    try:
+        result = reading.text(writer, Text(given, writer, ()))
+        source = writer.source(result, *((".mT", ".mT") if turned else ("", "")))
+    except UnreadError as why:
+        unread(report, str(why))
+        return
+    part = WrittenPart(writer.equivalent(source, source_of(subject.function)), _weights(module))
+    tolerance = SINGLE if judged.bound == FLOAT32_INSIDE else EXACT
+    hold_part(report, part, _cases(module, width, turned), tolerance=tolerance)
+
+
+def _signature(module: nn.Module) -> tuple[str, bool]:
+    """Write the arguments of the equivalent, as the user's code names them."""
+    if isinstance(module, FunctionModule):
+        return signature_of(module.function), True
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    named = first is not None and first.kind is first.POSITIONAL_OR_KEYWORD
+    return f"{first.name if first is not None and named else 'x'}: Tensor", False
+
+
+def _weights(module: nn.Module) -> tuple[str, ...]:
+    return module.names if isinstance(module, FunctionModule) else ()
+
+
+def _cases(module: nn.Module, width: int, turned: bool) -> Iterator[Case]:
+    """List the calls that are compared; of a function with other values of what it is given as numbers too."""
+    generator = torch.Generator().manual_seed(11)
+    others = {}
+    if isinstance(module, FunctionModule):
+        numbers = inspect.signature(module.function).parameters.values()
+        others = {x.name: 3 * x.default for x in numbers if isinstance(x.default, float) and x.name not in module.names}
+    for words, batch, length, size, redrawn in SITUATIONS:
+        x: Tensor = size * (torch.randn(batch, length, width, generator=generator, dtype=torch.float64) + 0.3)
+        x = (x.mT if turned else x).to(torch.get_default_dtype()).contiguous()
+        named = others if redrawn is None else {}
+        yield Case(Call(module, (x,), named, module, {id(x): numbered(x.shape)}), None, words, redrawn)

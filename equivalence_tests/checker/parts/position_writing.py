@@ -1,0 +1,196 @@
+"""Write a positional encoding down: sinusoids, a learned table or a rotation, and how it meets the tokens."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.codes import numbered
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.equivalent.comparing import Case
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, signature_of
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.parts.drawing import CallOfRoles
+from equivalence_tests.checker.parts.kinds import own_tensors
+from equivalence_tests.checker.parts.position_calls import Placement, drawn_of
+from equivalence_tests.checker.reach.construction import Sizes, value_for
+
+KINDS = {"size": "int", "width": "int"}
+LONGER, LONGEST = 16, 1024  # tokens
+SINUSOIDS = {"sine and cosine interleaved": "", "sines, then cosines": ', "concatenated"'}
+
+
+def signature(function: Callable[..., Any], roles: Sequence[str]) -> tuple[str, list[str]]:
+    """Write the arguments of the equivalent, and name those that have a role."""
+    module = isinstance(function, nn.Module)
+    called = function.forward if isinstance(function, nn.Module) else function
+    known = list(inspect.signature(called).parameters.values())
+    names = [one.name for one in known if module or one.default is one.empty][: len(roles)]
+    if len(names) < len(roles):
+        raise UnreadError("its arguments cannot be named")
+    kinds = {name: _kind(role) for name, role in zip(names, roles, strict=True)}
+    if module:
+        return ", ".join(f"{name}: {kind}" for name, kind in kinds.items()), names
+    text = signature_of(function)
+    for name, kind in kinds.items():
+        text = text.replace(f"{name}: Tensor", f"{name}: {kind}")
+    return text, names
+
+
+def _kind(role: str) -> str:
+    return type(value_for(role[1:], Sizes())[1]).__name__ if role.startswith("=") else KINDS.get(role, "Tensor")
+
+
+def writer_of(name: str, function: Callable[..., Any], placement: Placement) -> tuple[PartWriter, list[str]]:
+    """Begin to write, and name the arguments that have a role."""
+    text, names = signature(function, placement.roles)
+    module = function if isinstance(function, nn.Module) else None
+    writer = PartWriter(name, Parameters.of(module), module or nn.Module(), text, module is None)
+    return writer, names
+
+
+def result_of(
+    placement: Placement, writer: PartWriter, names: Sequence[str], table: Callable[[PartWriter, Text], Text]
+) -> Text:
+    """Write what comes back.
+
+    Args:
+        placement: How the table meets the tokens.
+        writer: Writes it.
+        names: Of the arguments, by their roles.
+        table: Writes the table of so many positions, or rotates vectors.
+
+    Raises:
+        UnreadError: If it meets them in a way that cannot be written.
+    """
+    named = dict(zip(placement.roles, names, strict=True))
+    first = Text(named.get("vectors", named.get("ids", "")), writer)
+    if placement.rotated:
+        return table(writer, first)
+    if placement.axis is None:
+        raise UnreadError("its table runs along no axis of the tokens")
+    rows = table(writer, _count(placement, named, writer))
+    if placement.scaling == "pe alone":
+        return _alone(placement, rows, first)
+    given = first
+    if placement.embedding:
+        writer.lines.append(f"tokens = {writer.called(first, placement.embedding)}")
+        given = Text("tokens", writer)
+    rows = rows[:, None] if placement.axis == 0 else rows
+    rows = rows if rows.expression.startswith("self.") else rows.to(given)
+    if placement.scaling == "x * pe":
+        return given * rows
+    return (Text(f"{given}.size(-1) ** 0.5", writer) * given if placement.scaling.startswith("sqrt") else given) + rows
+
+
+def _count(placement: Placement, named: dict[str, str], writer: PartWriter) -> Text:
+    """Write how many positions there are; the positions themselves where they are given."""
+    for role in ("positions", "positions of each sample"):
+        if role in named:
+            return Text(named[role], writer, ("given",))
+    if "size" in named:
+        return Text(named["size"], writer)
+    tokens = named.get("vectors", named.get("ids", ""))
+    axis = 1 if placement.axis == 1 else 0
+    return Text(f"{tokens}.size({axis})" if tokens else str(placement.observations[0][1].size(0)), writer)
+
+
+def _alone(placement: Placement, rows: Text, first: Text) -> Text:
+    output, batch = placement.output, placement.draws[0].first.size(0)
+    if output.dim() == 2 or rows.chain == ("given",):
+        return rows
+    axis = 0 if placement.axis == 1 else 1
+    laid = rows[None] if axis == 0 else rows[:, None]
+    if output.size(axis) == 1 or not first.expression:
+        return laid
+    if output.size(axis) != batch:
+        raise UnreadError("its table is repeated in a way that cannot be written down")
+    sizes = (
+        (Text(f"{first}.size(0)", first.writer), -1, -1)
+        if axis == 0
+        else (-1, Text(f"{first}.size(0)", first.writer), -1)
+    )
+    return laid.expand(*sizes)
+
+
+# ------------------------------------------------------------------------------------------- tables
+def learnt_table(name: str, width: int, offset: int, writer: PartWriter, count: Text) -> Text:
+    """Write the rows of a learned table."""
+    shape = (writer.parameters.named[name].numel() // width, width)
+    table = Text(f"{writer.parameter(name, shape)}", writer)
+    if count.chain:
+        return Text(f"{table[count + offset if offset else count]}", writer, count.chain)
+    return table[offset : count + offset] if offset else table[:count]
+
+
+def sinusoids(
+    known: tuple[str, str, str, float], law: Any, functions: Sequence[Any], width: int, writer: PartWriter, count: Text
+) -> Text:
+    """Write a table of sinusoids: builtin's where it has it.
+
+    Args:
+        known: The layout, the exponent, how positions are numbered, and the base.
+        law: Gives both exponents.
+        functions: The two functions, and whether they alternate.
+        width: Of the table.
+        writer: Writes it.
+        count: How many positions there are, or which.
+    """
+    layout, exponent, numbers, base = known
+    wide = Text(writer.width or str(width), writer)
+    if layout in SINUSOIDS and exponent == "2i / d" and numbers == "from 0" and not count.chain:
+        writer.imports = ["from builtin import sinusoidal_encoding"]
+        said = f", base={writer.number(base)}" if base != 10000.0 else ""
+        return Text(f"sinusoidal_encoding({count}, {wide}{SINUSOIDS[layout]}{said})", writer)
+    return _by_hand(known, law, functions, wide, count)
+
+
+def _by_hand(known: tuple[str, str, str, float], law: Any, functions: Sequence[Any], wide: Text, count: Text) -> Text:
+    writer, (_, _, numbers, base) = wide.writer, known
+    each = f"{count}.double()[..., None]" if count.chain else f"torch.arange({count}, dtype=torch.float64)[:, None]"
+    writer.lines.append(f"positions = {each}")
+    if numbers != "from 0":
+        divided = " / (positions[-1:] + 1 + 1e-6) * 2 * torch.pi" if "length" in numbers else ""
+        writer.lines.append(f"positions = (positions + 1){divided}")
+    writer.lines.append(f"pairs = torch.arange(({wide} + 1) // 2, dtype=torch.float64)")
+    powers = law(Text("pairs", writer), wide)
+    for name, power in zip(("first", "second"), powers, strict=True):
+        writer.lines.append(f"{name} = positions * {base!r} ** -({power})")
+    one, two, interleaved = functions
+    both = f"first.{one.__name__}()", f"second.{two.__name__}()"
+    if interleaved:
+        return Text(f"torch.stack(({both[0]}, {both[1]}), -1).flatten(-2)[..., :{wide}]", writer, count.chain)
+    return Text(f"torch.cat(({both[0]}, {both[1]}[..., : {wide} // 2]), -1)", writer, count.chain)
+
+
+def rotation(pairs: str, base: float, width: int, writer: PartWriter, x: Text) -> Text:
+    """Write a rotation by position: builtin's."""
+    writer.imports = ["from builtin import RotaryEmbedding"]
+    said = f", base={base!r}" if base != 10000.0 else ""
+    pairing = ', pairing="halves"' if pairs == "halves of a head" else ""
+    made = f"RotaryEmbedding({width}{said}{pairing})"
+    if writer.is_function:
+        return Text(f"{made.replace(str(width), f'{x}.size(-1)', 1)}({x})", writer)
+    writer.made["rotary"] = made
+    return Text(f"self.rotary({x})", writer)
+
+
+# ------------------------------------------------------------------------------------------- calls
+def cases_of(placement: Placement, function: Callable[..., Any]) -> Iterator[Case]:
+    """List the calls that are compared."""
+    module = function if isinstance(function, nn.Module) else None
+    way, width = CallOfRoles(tuple(("", role) for role in placement.roles)), placement.draws[0].width
+    more = [drawn_of(2, LONGER, width), drawn_of(1, longest(function), width)]
+    for place, drawn in enumerate([*placement.draws, *more]):
+        args = tuple(drawn.value(role, way.layout) for _, role in way.roles)
+        seeds = {id(x): numbered(x.shape) for x in args if isinstance(x, Tensor) and x.is_floating_point()}
+        words = f"{drawn.first.size(0)} of {drawn.first.size(1)} tokens"
+        yield Case(Call(function, args, {}, module, seeds), None, words, 7 + place if place < 2 else None)
+
+
+def longest(function: Callable[..., Any]) -> int:
+    """Say how many positions are compared: as many as it holds, or some more than were read."""
+    held = [x.squeeze() for x in own_tensors(function)] if isinstance(function, nn.Module) else []
+    return min([x.size(0) for x in held if x.dim() == 2 and x.size(0) > LONGER] or [40], key=lambda n: abs(n - LONGEST))
