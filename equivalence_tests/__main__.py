@@ -21,6 +21,10 @@ COMMANDS = {
         "equivalence_tests.kernels.command:kernels",
         "Find which of torch's attentions are wrong on this machine, forward and backward.",
     ),
+    "models": (
+        "equivalence_tests.models.command:models",
+        "Find where an attention function for transformers goes wrong: in which models, situations and layers.",
+    ),
     "traps": (
         "equivalence_tests.learn.traps.command:traps",
         "List the traps of torch.nn's attention, or show one in full, run on the installed torch.",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from equivalence_tests.kernels.judging import Cell
 from equivalence_tests.kernels.kernels import Kernel
@@ -41,6 +41,12 @@ class Fault:
     program: str = ""
     others: tuple[Cell, ...] = ()
     name: str = ""
+    kind: ClassVar[str] = "attention kernel"
+
+    @property
+    def places(self) -> list[str]:
+        """Where in a program it stands, a line for each thing to be told."""
+        return []
 
     @property
     def parts(self) -> list[str]:

@@ -16,9 +16,9 @@ from equivalence_tests.kernels.kernels import Kernel
 from equivalence_tests.kernels.situations import DTYPES, Inputs, Situation, make_inputs
 from scratch import functional
 
-__all__ = ["Cell", "Judge", "State"]
+__all__ = ["REFUSALS", "Cell", "Judge", "State"]
 
-State = Literal["right", "worse", "wrong", "refuses", "falls back"]
+State = Literal["right", "worse", "wrong", "refuses", "falls back", "needs mask"]
 
 # Beyond these an error is no rounding that came out worse than the rule allows, but a wrong number.
 WRONG_FACTOR, WRONG_ULPS = 32.0, 64.0

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from equivalence_tests.kernels.formulas import LOG2_E, Problem, backward_formulas, forward_formulas
 
-__all__ = ["is_unwritten", "mistakes_in"]
+__all__ = ["explains", "is_unwritten", "mistakes_in"]
 
 # A mistake is named if it explains all of the error but this part of it.
 UNEXPLAINED = 2e-3
@@ -34,7 +34,7 @@ def mistakes_in(
         judged, formulas = {"output"}, forward_formulas(problem)
     else:
         judged, formulas = wrong, backward_formulas(problem)
-    found = [name for name, told in formulas if judged <= set(told) and _explains(told, given, right, judged)]
+    found = [name for name, told in formulas if judged <= set(told) and explains(told, given, right, judged)]
     factors = [_factor_of(name, given[name], right[name], problem) for name in sorted(judged)]
     return found or (["; ".join(factors)] if all(factors) else [])
 
@@ -43,7 +43,7 @@ def _overflows(output: Tensor, problem: Problem) -> bool:
     return bool(problem.scores.numel() and problem.scores.abs().amax() > 80 and not output.isfinite().all())
 
 
-def _explains(
+def explains(
     told: Mapping[str, Tensor], given: Mapping[str, Tensor], right: Mapping[str, Tensor], wrong: set[str]
 ) -> bool:
     """Say whether the mistake gives what was given, and not what is right."""

@@ -23,7 +23,7 @@ from equivalence_tests.kernels.running import judged
 from equivalence_tests.kernels.situations import Inputs, Situation, listed_situations
 from scratch.validation import ArgumentValueError
 
-__all__ = ["judge_own", "own_kernel"]
+__all__ = ["by_mistake", "judge_own", "own_kernel"]
 
 # What people call what torch's function calls so.
 NAMES = {
@@ -108,7 +108,7 @@ def judge_own(kernel: Kernel, request: Request, situations: Sequence[Situation] 
     by_name = {situation.name: situation for situation in listed}
     wrong = [cell for cell in report.cells if cell.state in ("wrong", "worse")]
     names = {id(cell): _name(kernel, judge, by_name[cell.situation], cell) for cell in wrong}
-    return replace(report, faults=list(_by_mistake(wrong, names)))
+    return replace(report, faults=list(by_mistake(wrong, names)))
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def _on_cpu(inputs: Inputs) -> Inputs:
     return replace(inputs, q=q, k=k, v=v, grad=grad, mask=None if inputs.mask is None else inputs.mask.cpu())
 
 
-def _by_mistake(wrong: Sequence[Cell], names: dict[int, list[str]]) -> Iterator[Fault]:
+def by_mistake(wrong: Sequence[Cell], names: dict[int, list[str]]) -> Iterator[Fault]:
     """Tell each mistake once, that first which explains the most; what no mistake explains by its column."""
     left = sorted(wrong, key=lambda cell: cell.size)
     named = False

@@ -21,7 +21,10 @@ from equivalence_tests.kernels.judging import Cell, State
 __all__ = ["Report", "to_github", "to_json", "to_junit"]
 
 COLOURS = {"right": "green", "worse": "yellow", "wrong": "bold red", "refuses": "dim", "falls back": "cyan"}
-WORST_FIRST: tuple[State, ...] = ("wrong", "worse", "falls back", "right", "refuses")
+COLOURS |= {"needs mask": "yellow"}
+WORST_FIRST: tuple[State, ...] = ("wrong", "worse", "needs mask", "falls back", "right", "refuses")
+TITLE = "Output and gradients against scratch in float64; the greatest error over the textbook's"
+NAMED = 8  # of the places that show a fault too
 
 
 @dataclass
@@ -34,6 +37,8 @@ class Report:
         cells: Every kernel in every situation.
         faults: What is wrong.
         remarks: What could not be done, in one line each.
+        title: Of the table.
+        groups: Its columns, in their order.
     """
 
     request: Request
@@ -41,6 +46,8 @@ class Report:
     cells: Sequence[Cell]
     faults: Sequence[Fault]
     remarks: Sequence[str] = ()
+    title: str = TITLE
+    groups: Sequence[str] = ()
 
     @property
     def exit_status(self) -> int:
@@ -51,7 +58,7 @@ class Report:
 
     def show(self, console: Console) -> None:
         """Print the table, and below it each fault once, with a program that can be copied as it stands."""
-        console.print(_table(self.cells), "", *_refusals(self.cells), *map(Text, self.remarks), sep="\n")
+        console.print(_table(self), "", *_refusals(self.cells), *map(Text, self.remarks), sep="\n")
         for fault in self.faults:
             console.print("", *_shown(fault), sep="\n")
             if fault.program:
@@ -72,11 +79,13 @@ class Report:
         return f"[bold green]Right:[/] none of {judged} calls is wrong.{worse}"
 
 
-def _table(cells: Sequence[Cell]) -> Table:
+def _table(report: Report) -> Table:
     """Show a line for each kernel and a column for each group of situations."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-    table.title = Text("Output and gradients against scratch in float64; the greatest error over the textbook's")
-    groups = list(dict.fromkeys(cell.group for cell in cells))
+    table.title = Text(report.title)
+    cells = report.cells
+    there = list(dict.fromkeys(cell.group for cell in cells))
+    groups = [group for group in report.groups if group in there] or there
     table.add_column("", overflow="fold", min_width=24)
     for group in groups:
         table.add_column(group)
@@ -131,7 +140,9 @@ def _shown(fault: Fault) -> Iterator[RenderableType]:
     word = "WRONG" if fault.cell.state == "wrong" else "worse than the rule"
     yield Text.assemble((word, COLOURS[fault.cell.state]), f"  {fault.sentence}")
     places = Counter(cell.kernel for cell in fault.others)
-    told = [fault.name, places and "also: " + "; ".join(f"{name} ({count})" for name, count in places.items())]
+    also = [f"{name} ({count})" for name, count in places.items()]
+    more = [f"{len(also) - NAMED} more"] if len(also) > NAMED else []
+    told = [fault.name, *fault.places, also and "also: " + "; ".join([*also[:NAMED], *more])]
     told += [fault.advice.issue and f"known: {fault.advice.issue}", fault.advice.help]
     yield from (Padding(Text(text), (0, 0, 0, 2)) for text in told if text)
 
@@ -170,4 +181,4 @@ def to_github(report: Report) -> Iterator[str]:
         level = "error" if fault.cell.state == "wrong" else "warning"
         said = " ".join(text for text in (fault.sentence, fault.name, fault.advice.issue, fault.advice.help) if text)
         escaped = said.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-        yield f"::{level} title=attention kernel::{escaped}"
+        yield f"::{level} title={fault.kind}::{escaped}"
