@@ -2,7 +2,10 @@
 
 import doctest
 import re
+import shlex
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +15,30 @@ from typer.testing import CliRunner
 from equivalence_tests.__main__ import app
 from equivalence_tests.checker.helpers_for_tests import blocks, without_rounding
 from equivalence_tests.checker.zoo.listing import zoo
+from scratch import __main__ as scratch_main
 
 README = Path(__file__).parents[1] / "README.md"
 
-# The class of the report in README, mistake included.
-MY_ATTENTION = """import math
 
-from torch import nn
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, in which the reader writes the one file of the examples."""
+    monkeypatch.chdir(tmp_path)
+    command, file = "verify --example", "my_attention.py"
+    assert f"`sidebyside {command} > {file}`" in README.read_text(encoding="utf-8")
+    (tmp_path / file).write_text(CliRunner().invoke(app, command.split()).stdout)
+    return tmp_path
 
 
-class MultiHeadAttention(nn.Module):
-    def __init__(self, embed_dim, num_heads):
-        super().__init__()
-        self.num_heads = num_heads
-        self.q_proj = nn.Linear(embed_dim, embed_dim)
-        self.k_proj = nn.Linear(embed_dim, embed_dim)
-        self.v_proj = nn.Linear(embed_dim, embed_dim)
-        self.out_proj = nn.Linear(embed_dim, embed_dim)
-
-    def forward(self, q, k, v, mask=None):
-        b, l, e = q.shape
-        q, k, v = self.q_proj(q), self.k_proj(k), self.v_proj(v)
-        q, k, v = (x.view(b, -1, self.num_heads, e // self.num_heads).transpose(1, 2) for x in (q, k, v))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(e)
-        if mask is not None:
-            scores = scores.masked_fill(mask == 0, float("-inf"))
-        context = scores.softmax(dim=-1) @ v
-        return self.out_proj(context.transpose(1, 2).reshape(b, l, e))
-"""
+def test_the_file_of_the_examples_is_shown_once(folder: Path) -> None:
+    written = (folder / "my_attention.py").read_text()
+    assert [block for block in blocks(README, "python") if "nn.Module)" in block] == [written]
 
 
 def test_the_python_of_readme_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "my_attention.py").write_text(MY_ATTENTION)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "my_attention", raising=False)
     names: dict[str, Any] = {}
     found = blocks(README, "python")
@@ -60,14 +52,32 @@ def test_the_python_of_readme_runs(
 
 
 @pytest.mark.parametrize("command", ["verify my_attention.py:MultiHeadAttention", "traps mask_polarity"])
-def test_what_readme_shows_is_printed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_attention.py").write_text(MY_ATTENTION)
-    monkeypatch.chdir(tmp_path)
+def test_what_readme_shows_is_printed(command: str, folder: Path) -> None:
     prompt = f"$ sidebyside {command}\n"
     (shown,) = (block.removeprefix(prompt) for block in blocks(README, "text") if block.startswith(prompt))
     printed = iter(without_rounding(CliRunner().invoke(app, command.split(), env={"COLUMNS": "100"}).stdout))
     for line in without_rounding(shown):
         assert line.strip() == "..." or line in printed, f"not printed, or not in this order: {line!r}"
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Give each command of ours in the blocks for a shell, and between backticks, with its arguments."""
+    lines = [line for block in blocks(README, "sh") for line in block.splitlines()]
+    for line in [*lines, *re.findall(r"`(sidebyside[^`]*)`", text)]:
+        command = line.partition(" #")[0].partition(" > ")[0]
+        found = re.search(r"(?:^| )(sidebyside(?:-bench)?|python -m scratch)((?: .*)?)$", command)
+        if found:
+            yield found[1], shlex.split(found[2])
+
+
+def test_every_command_of_readme_is_one_that_there_is() -> None:
+    apps = {"sidebyside": app, "sidebyside-bench": import_module("benchmarks.command").app}
+    apps["python -m scratch"] = scratch_main.app
+    found = list(commands(README.read_text(encoding="utf-8")))
+    assert len(found) > 20
+    for name, arguments in found:  # an option that there is not is refused all the same
+        result = CliRunner().invoke(apps[name], [*arguments, "--help"])
+        assert result.exit_code == 0, f"{name} {' '.join(arguments)}: {result.stderr}"
 
 
 def test_the_sessions_of_readme_print_what_they_show() -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from equivalence_tests.checker.doors.discovery import Candidate, NothingToCheckError, candidates, names_one_thing
+from equivalence_tests.checker.doors.example import EXAMPLE
 from equivalence_tests.checker.doors.sandbox import Limits, Request, checked
 from equivalence_tests.checker.intended import check_intended, reasons
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -33,6 +34,12 @@ def _writable(path: Path | None) -> Path | None:
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
     return path
+
+
+def _print_example(wanted: bool) -> None:
+    if wanted:
+        typer.echo(EXAMPLE, nl=False)
+        raise typer.Exit
 
 
 def verify_command(
@@ -87,6 +94,15 @@ def verify_command(
     skip_empty: Annotated[
         bool, typer.Option("--skip-empty", help="Skip files that hold no attention, layer or mask builder.")
     ] = False,
+    example: Annotated[
+        bool,
+        typer.Option(
+            "--example",
+            callback=_print_example,
+            is_eager=True,
+            help="Print an attention with a mistake, to try this on: the my_attention.py of the documents.",
+        ),
+    ] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the code too, and hold it against itself in eager mode.")
     ] = False,
@@ -98,6 +114,7 @@ def verify_command(
     Your code is run, and every operation in it is watched. Exit status: 0 equal, 1 deviates, 2 could not be checked,
     3 equal as far as it ran.
     """
+    del example  # its callback has answered already
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
     paths = (json_file, junit_file, sarif_file)

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from equivalence_tests.learn.excerpts import Place
 from equivalence_tests.learn.traps.entry import Severity, Trap
 from equivalence_tests.learn.traps.operations import largest_result
-from scratch import flex, score_functions
+from scratch import flex, mask_functions, score_functions
 
 __all__ = ["TRAPS"]
 
@@ -393,7 +393,7 @@ class MaskModAskedBeyondEnd(Trap):
         "end in silence. So it is with a table in score_mod, which is asked before mask_mod hides anything."
     )
     why = "& is an operation on tensors: both sides are computed for all places. By hand the function gets all indices, too."
-    places = (Place(flex.at_every_place, "vmap("),)
+    places = (Place(mask_functions.at_every_place, "vmap("),)
     instead = "Keep the index inside the table: clamp it, and let the condition hide what that gives."
     issues = ("pytorch/pytorch#188178", "pytorch/pytorch#137801")
     raises = "IndexError"
