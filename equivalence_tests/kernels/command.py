@@ -75,15 +75,16 @@ def kernels(
 def _torchs(request: Request) -> Report:
     listed, remarks = kernels_for(request)
     with progress("judging", None) as advance:
-        return judged(request, listed, tell=lambda *what: advance(_progress(*what)), remarks=remarks)
+        return judged(request, listed, tell=lambda *what: advance(counted(*what)), remarks=remarks)
 
 
 def _own(kernel: Kernel, request: Request) -> Report:
     with progress("judging", None) as advance:
-        return judge_own(kernel, request, tell=lambda *what: advance(_progress(*what)))
+        return judge_own(kernel, request, tell=lambda *what: advance(counted(*what)))
 
 
-def _progress(what: str, done: int, total: int) -> str:
+def counted(what: str, done: int, total: int) -> str:
+    """Say what is being done, and how far it is."""
     return f"{done} of {total}: {what}"
 
 

@@ -9,13 +9,14 @@ import typer
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
-from equivalence_tests.compare.command import about_this_machine, progress
-from equivalence_tests.kernels.command import check_files, write
+from equivalence_tests.compare.command import about_this_machine
+from equivalence_tests.kernels.command import check_files, counted, write
 from equivalence_tests.kernels.faults import Request
 from equivalence_tests.models.from_transformers import Transformers, registered_by
 from equivalence_tests.models.library import Architecture, Registration
 from equivalence_tests.models.precision import in_float64
 from equivalence_tests.models.running import best_registration, judged
+from equivalence_tests.progress import progress
 from scratch import validation
 from scratch.task.command_line import one_line_errors
 
@@ -61,13 +62,9 @@ def models(
         registration = _registration(library, listed, function, target, mask)
     request = Request("cpu", ("float64",), (), quick, seed)
     with progress("judging", None) as advance:
-        report = judged(library, listed, registration, request, lambda *what: advance(_progress(*what)))
+        report = judged(library, listed, registration, request, lambda *what: advance(counted(*what)))
     write(replace(report, machine=about_this_machine(torch.device("cpu"))), json_file, junit_file, github)
     raise typer.Exit(report.exit_status)
-
-
-def _progress(what: str, done: int, total: int) -> str:
-    return f"{done} of {total}: {what}"
 
 
 def _loaded(target: str) -> Any:

@@ -8,7 +8,7 @@ from equivalence_tests.kernels.faults import Fault
 from equivalence_tests.kernels.known import Advice
 from equivalence_tests.kernels.own import by_mistake
 from equivalence_tests.models.judging import ModelCell
-from equivalence_tests.models.naming import LEFT_TO_IT, NO_MASK, Cause, read_in
+from equivalence_tests.models.naming import LATER, LEFT_TO_IT, NO_MASK, Cause, read_in
 
 __all__ = ["Found", "ModelFault", "faults_in"]
 
@@ -19,6 +19,7 @@ ADVICE = {
     "s_aux": Advice("", "Append s_aux to the scores as one more column, and leave it out after the softmax."),
     "softcap": Advice("", "Compute softcap * tanh(scores / softcap) after the scale and before the mask."),
     "scaling is ignored": Advice("", "Multiply the scores by scaling; where that is None, by head_dim**-0.5."),
+    LATER: Advice("", "Let a mask that is asked later copy what it reads, such as the place in a static cache."),
     "upper left": Advice("", "Use the mask as it is given: query i of q stands at place key_len - q + i."),
 }
 

@@ -113,7 +113,9 @@ class Transformers:
         name = next((name for name, other in AttentionInterface().items() if other is function), None)
         if name is None:
             return None
-        return Registration(function, AttentionMaskInterface().get(name), name, f"that registered as {name!r}")
+        mask = AttentionMaskInterface().get(name)
+        told = f"none is registered as {name}" if mask is None else f"that which is registered as {name}"
+        return Registration(function, mask, name, told)
 
     @contextlib.contextmanager
     def in_use(self, model: nn.Module, registration: Registration | None, wrap: Wrap) -> Iterator[None]:

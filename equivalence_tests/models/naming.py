@@ -21,6 +21,7 @@ __all__ = ["Cause", "cause_of", "read_in"]
 
 NO_MASK = "the mask is None here: no mask function is registered for this name"
 LEFT_TO_IT = "the mask is None here, by which the mask function means: causal, if module.is_causal says so"
+LATER = "the same call gives another output later: what its mask reads has changed"
 UNTOLD = "what is wrong here cannot be told from the numbers"
 UNHIDDEN = ("the mask is ignored", "the future is not hidden")
 BLIND_NAN = "queries that see no key, those of padding at the left, get NaN, and their keys hand it on"
@@ -119,7 +120,7 @@ def _by_repeating(given: Call) -> list[str]:
     if not torch.equal(first, second):
         return ["the same call twice gives two outputs: it drops weights though dropout is 0"]
     if apart(given.output.nan_to_num(), first):
-        return ["the same call later gives another output: what its mask reads has changed"]
+        return [LATER]
     return []
 
 

@@ -60,7 +60,7 @@ def by_scratch(
         query: (batch, heads, query_len, head_dim).
         key: (batch, key_heads, key_len, head_dim).
         value: Likewise.
-        attention_mask: True may look; None stands for causal, if the module is.
+        attention_mask: True may look, or numbers that are added; None stands for causal, if the module is.
         scaling: Of the scores.
         dropout: Of the weights.
         options: What else a model hands over.
@@ -78,14 +78,18 @@ def by_scratch(
     if causal:  # the slots of a static cache that are still empty come last
         key, value = key[:, :, :queries], value[:, :, :queries]
     if bias is not None:
-        seen = scratch.masks.causal(queries) if causal else attention_mask
-        bias = bias[..., : key.shape[2]]
-        attention_mask = bias if seen is None else bias.masked_fill(~seen, -math.inf)
+        attention_mask = _added(bias[..., : key.shape[2]], scratch.masks.causal(queries) if causal else attention_mask)
         causal = False
     out = scratch.scaled_dot_product_attention(
         query, key, value, attention_mask, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2), None
+
+
+def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None or mask.is_floating_point():
+        return bias if mask is None else bias + mask
+    return bias.masked_fill(~mask, -math.inf)
 
 
 def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:

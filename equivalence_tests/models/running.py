@@ -15,9 +15,6 @@ from equivalence_tests.models.reproducing import reproducer
 __all__ = ["TITLE", "best_registration", "judged"]
 
 TITLE = "Outputs, gradients and tokens against the models' own attention in float64"
-# Where a mask function is found out: enough to tell which one a function understands.
-ON_TRIAL = 2
-
 Tell = Callable[[str, int, int], None]
 
 
@@ -52,9 +49,9 @@ def judged(
         found += one.found
         apart += [architecture.name] if one.unreached else []
         failing += [f"{architecture.name} cannot be run: {one.failure}"] if one.failure and not one.cells else []
-    remarks = [f"Registered with {registration.mask_name} as its mask function."] if registration.mask_name else []
+    remarks = [f"Mask function: {registration.mask_name}."] if registration.mask_name else []
     if apart:
-        remarks.append(f"No attention function of yours is asked in {', '.join(apart)}: they do not use the interface.")
+        remarks.append(f"Not judged: {', '.join(apart)}. Their attention does not use the interface.")
     remarks += [*failing, *_without_a_mask(cells)]
     groups = [*dict.fromkeys(situation.group for situation in library.situations), UNMASKED]
     return Report(request, "", cells, list(faults_in(found)), remarks, TITLE, groups)
@@ -124,21 +121,22 @@ class _Judged:
 def best_registration(
     library: Library, architectures: Sequence[Architecture], function: Any, make: Callable[[Any, str], Registration]
 ) -> Registration:
-    """Find the mask function that an attention function understands, by trying them on two models.
+    """Find the mask function that an attention function understands, by trying them on a few models.
 
     Args:
         library: Of the models.
-        architectures: The first of them are tried.
+        architectures: The first of each kind is tried.
         function: The attention function.
         make: Gives a registration of it with the mask function of a name.
 
     Returns:
         That with which the fewest calls fail or are wrong.
     """
+    kinds = {one.kind: one for one in reversed(architectures)}
     best: tuple[int, Registration] | None = None
     for name in library.masks:
         registration = make(function, name)
-        tried = [_trial(library, one, registration) for one in architectures[:ON_TRIAL]]
+        tried = [_trial(library, one, registration) for one in kinds.values()]
         if best is None or sum(tried) < best[0]:
             best = sum(tried), registration
         if not best[0]:

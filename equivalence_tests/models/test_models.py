@@ -17,6 +17,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
+from equivalence_tests.checker.helpers_for_tests import blocks
+from equivalence_tests.checker.test_guide import GUIDE
 from equivalence_tests.kernels.faults import Request
 from equivalence_tests.kernels.reporting import Report, to_github, to_json, to_junit
 from equivalence_tests.models import faults
@@ -130,7 +132,7 @@ def test_a_model_that_does_not_use_the_interface_is_named() -> None:
     deaf = Architecture("deaf", "encoder", lambda: torch.nn.Embedding(7, 3))
     report = judged(LIBRARY, [deaf], Registration(planted(), bool_mask, "mine"), Request())
     assert report.exit_status == 2
-    assert any("deaf: they do not use the interface" in line for line in report.remarks)
+    assert any("Not judged: deaf. Their attention does not use the interface." in line for line in report.remarks)
 
 
 def broken(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
@@ -274,6 +276,23 @@ def test_a_reproducer_runs_and_shows_the_fault(capsys: pytest.CaptureFixture[str
     error = float(capsys.readouterr().out.split("tensor(")[1].split(",")[0].rstrip(")\n "))
     assert error == pytest.approx(fault.cell.wrong_parts[0].candidate_error, rel=1e-3)
     assert "MistralConfig" in program
+
+
+@needs_transformers
+def test_the_guide_shows_what_is_said(tmp_path: Path) -> None:
+    (tmp_path / "my_attention.py").write_text(
+        "from transformers import AttentionInterface\n"
+        "def my_attention_forward(module, query, key, value, attention_mask, scaling=None, **_):\n"
+        "    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))\n"
+        "    scores = query @ key.mT * scaling\n"
+        "    scores = scores if attention_mask is None else scores + attention_mask\n"
+        "    return (scores.softmax(-1) @ value).transpose(1, 2), None\n"
+        "AttentionInterface.register('mine', my_attention_forward)\n"
+    )
+    options = ["--architecture", "llama", "--architecture", "gemma2", "--quick"]
+    result = CliRunner().invoke(app, ["models", f"{tmp_path / 'my_attention.py'}:my_attention_forward", *options])
+    (shown,) = (block for block in blocks(GUIDE, "text") if block.startswith("WRONG  llama"))
+    assert shown in result.stdout
 
 
 @needs_transformers
