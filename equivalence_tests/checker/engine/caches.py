@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.contracts.departure import near
 from equivalence_tests.checker.engine.departing import Against
+from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import unread_arguments
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import named_mistake, told
@@ -199,7 +199,7 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> tuple[list[E
         have = torch.cat(steps, dim=1)
         if have.shape != whole.shape:
             raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
-        differs = (have - whole).abs().flatten(2).amax((0, 2)) > 1e-6 * whole.abs().max()
+        differs = (have - whole).abs().flatten(2).amax((0, 2)) > MEASURED * whole.abs().max()
         if differs.any():
             found = {"how": how, "token": int(differs.nonzero()[0]), "detail": protocol.detail}
             found |= {"lengths": ", ".join(map(str, lengths))}

@@ -22,7 +22,7 @@ from equivalence_tests.checker.engine.codes import (
 )
 from equivalence_tests.checker.engine.names import Identities, Product, Source
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, WEIGHS
-from equivalence_tests.checker.engine.watching import Operation, storage_of
+from equivalence_tests.checker.engine.watching import Operation
 
 Key = tuple[str, int, int]
 Exchange = tuple[Tensor, Tensor]  # names of one source, and what stands in their places; both as of source 1
@@ -96,14 +96,7 @@ def _meeting_by_features(found: Identities) -> Iterator[Tensor]:
 
 def _is_weighed(found: Identities, product: Product) -> bool:
     """Whether a softmax takes what a product gives before another product does."""
-    made = {storage_of(slot.tensor) for slot in product.operation.outputs}
-    for operation in found.operations[product.operation.index + 1 :]:
-        if any(storage_of(slot.tensor) in made for slot in operation.inputs):
-            if operation.name in WEIGHS:
-                return True
-            if operation.name not in CONTRACTIONS:
-                made |= {storage_of(slot.tensor) for slot in operation.outputs}
-    return False
+    return any(later.name in WEIGHS for later in found.graph.descendants(product.operation, ends=CONTRACTIONS))
 
 
 def _root(found: Identities, codes: Tensor) -> Source | None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.distance import distance
 from equivalence_tests.checker.engine.intervening import reference
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, in_dtype
+from equivalence_tests.checker.engine.same import EXACT, MEASURED, ROUNDING, distance
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
 from equivalence_tests.checker.mistakes import MISTAKES, named_mistake, told
@@ -32,7 +32,6 @@ from equivalence_tests.instruments.differences import compare_errors
 Check = Callable[["Checked"], str]
 FRESH = range(201, 204)
 DRAWS = 200
-SINGLE = 1e-7
 KEPT = frozenset(name for name, mistake in MISTAKES.items() if mistake.kept)
 NO_GRADIENT = "the output carries no gradient: it is detached, or computed under no_grad"
 
@@ -92,7 +91,7 @@ class Checked:
                 judgement.attention.parts, judgement.models, judgement.operands, strict=False
             )
         ]
-        return max((abs(x) for x in found if abs(x) < SINGLE), default=0.0)
+        return max((abs(x) for x in found if abs(x) < ROUNDING), default=0.0)
 
     def inputs(self, seed: int) -> Inputs:
         """Draw inputs."""
@@ -140,7 +139,7 @@ def check_values_without_mask(checked: Checked) -> str:
     for seed in FRESH:
         have, want = (_first(call.run(patches, seed=seed, read=False)) for patches in ({}, right))
         worst = max(worst, distance(have.double(), want.double()))
-    return _judged(worst, max(checked.bound, 1e-9), "output", "differs from torch's formula")
+    return _judged(worst, max(checked.bound, EXACT), "output", "differs from torch's formula")
 
 
 def _first(run: Run) -> Tensor:
@@ -206,7 +205,7 @@ def check_returned_weights(checked: Checked) -> str:
         return words
     if len(checked.situation.found.judgements) > 1:
         raise SkippedError("several attentions run, and what comes back is not the map of the first")
-    if torch.allclose(seen.sum(-1), torch.ones_like(seen.sum(-1)), atol=1e-6):
+    if torch.allclose(seen.sum(-1), torch.ones_like(seen.sum(-1)), atol=MEASURED):
         raise FailedError("the maps that come back are not the weights that were used", "weights_not_those_used")
     if _as_map(seen.softmax(-1), used, checked.bound):
         checked.report.notes.append("what comes back beside the output are the scores, not torch's weights")

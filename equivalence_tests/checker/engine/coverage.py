@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
-from equivalence_tests.checker.engine.contracts.departure import near
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.mistakes import named_mistake, told
@@ -205,7 +205,9 @@ def _as_tile(name: str, default: int, covered: Covered) -> bool:
     whole, smaller = attempt(partial(ran, {})), [default >> shift for shift in range(1, default.bit_length())]
     runs = ((number, attempt(partial(ran, {name: number}))) for number in smaller)
     more = [(number, run[0]) for number, run in runs if run is not None and whole is not None and run[1] > whole[1]]
-    wrong = next((number for number, output in more if whole is not None and not near(output, whole[0], 1e-6)), None)
+    wrong = next(
+        (number for number, output in more if whole is not None and not near(output, whole[0], MEASURED)), None
+    )
     if wrong is None and more:
         covered.add(name, (), f"down to {more[-1][0]}: more is run, and the same comes out")
     judged = attempt(partial(covered.judged, inputs, {name: wrong})) if wrong is not None else None
@@ -392,7 +394,7 @@ def _scale(name: str, covered: Covered) -> None:
         facts = {"what": what, "number": OTHER_SCALE, "argument": name}
         evidence = f"called with {what}, and without it on scaled queries"
         wrong = told(named_mistake("scale_argument_wrong"), facts, evidence=evidence)
-        return [] if near(have, want, 1e-6) else [wrong], "held against queries that are multiplied instead"
+        return [] if near(have, want, MEASURED) else [wrong], "held against queries that are multiplied instead"
 
     covered.run(what, look)
 

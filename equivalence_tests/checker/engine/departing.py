@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.contracts.departure import near
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
-
-ROUNDING = 1e-5  # a table in float32 is no departure
+from equivalence_tests.checker.engine.graph import Graph
+from equivalence_tests.checker.engine.same import TABLE, near
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,12 @@ class Against:
         Returns:
             None where no operation of the whole run corresponds to it.
         """
-        guilty: dict[int, Tensor] = {}
+        graph, guilty = Graph(run.operations), dict[int, Tensor]()
         departs: set[int] = set()
         same: dict[int, Tensor] = {}  # what the whole run has where this one has some rows of it
-        makers: dict[int, list[int]] = {}
         for operation in run.operations:
-            makers[operation.index] = before = [_maker(run, slot, operation.index) for slot in operation.inputs]
+            made = (graph.maker(slot, operation.index) for slot in operation.inputs)
+            before = [maker.index for maker in made if maker is not None]
             found = self._found(operation)
             if found is not None:
                 same[operation.index] = found
@@ -53,12 +52,10 @@ class Against:
                 if want is not None:
                     departs.add(operation.index)
                     guilty[operation.index] = want
-        reached, open_ = set[int](), [_maker(run, Slot(output, output), len(run.operations))]
-        while open_:
-            if (index := open_.pop()) in departs - reached:
-                reached.add(index)
-                open_ += makers[index]
-        first = min(reached & set(guilty), default=None)
+        way = graph.ancestors(
+            Slot(output, output), len(run.operations), lambda op: op.inputs if op.index in departs else ()
+        )
+        first = min((op.index for op in way if op.index in guilty), default=None)
         return None if first is None else (run.operations[first], guilty[first])
 
     def _found(self, operation: Operation) -> Tensor | None:
@@ -68,7 +65,7 @@ class Against:
             (y.name, s.value, r) for y in self.whole.operations for s in y.outputs for r in self._rows(s.value, x.shape)
         ]
         own = [one for one in given if one[0] == operation.name] or given
-        return next((whole for _, whole, rows in own if near(_real(x), _real(rows), ROUNDING)), None)
+        return next((whole for _, whole, rows in own if near(_real(x), _real(rows), TABLE)), None)
 
     def _wanted(self, run: Recorder, operation: Operation, taken: list[Tensor]) -> Tensor | None:
         """What it should give: as its line did; all of what it puts beside what was kept; or as the last alike did."""
@@ -101,13 +98,3 @@ class Against:
 
 def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
-def _maker(run: Recorder, slot: Slot, before: int) -> int:
-    """The operation that gave a tensor, or wrote into its memory last; -1 if it was given."""
-    for operation in reversed(run.operations[:before]):
-        if any(slot.key == made.key for made in operation.outputs):
-            return operation.index
-        if operation.inplace and storage_of(operation.inputs[0].tensor) == storage_of(slot.tensor):
-            return operation.index
-    return -1

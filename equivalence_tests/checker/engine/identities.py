@@ -126,7 +126,6 @@ class _Follower(Meetings):
             and all(slot.key in self.weights for slot in operation.inputs)
         )
         for slot in operation.outputs:
-            self.makers[slot.key] = operation
             if isdata:
                 self.data.add(storage_of(slot.tensor))
             if isweight:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.names import Attention, Run, Source
+from equivalence_tests.checker.engine.same import ROUNDING
 from equivalence_tests.checker.engine.watching import Operation, Slot
 
 
@@ -56,7 +57,7 @@ class Operand:
     factor: float = 1.0
     change: str = ""
     single: bool = False
-    tolerance: float = 1e-7
+    tolerance: float = ROUNDING
     turn: "Turn | None" = None
     across: bool = False
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure
+from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.formula import tile_departures
 from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
 from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
@@ -24,6 +24,7 @@ from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting, Judgement, Operand
 from equivalence_tests.checker.engine.names import Attention, Part, attentions_of
 from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.engine.same import LOOSE, SINGLE
 
 ROUNDS = 8
 # The stages between the product of queries and keys and what the values are averaged to.
@@ -122,7 +123,7 @@ def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
         model = read_weights(found.attention.run, part, context)
         found.models.append(model)
         factor = model.factor * operands[0].factor * operands[1].factor
-        if part.product.channels and abs(factor * part.product.channels**0.5 - 1) < 1e-3:
+        if part.product.channels and abs(factor * part.product.channels**0.5 - 1) < LOOSE:
             part.product.width = part.product.channels
         found.departures += Scores(found.attention, part, operands, model, expected).departures()
         live = model.live

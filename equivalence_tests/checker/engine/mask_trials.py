@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import sources_in
-from equivalence_tests.checker.engine.contracts.departure import Departure, near
-from equivalence_tests.checker.engine.contracts.scores_table import DROWNED
+from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.engine.same import HIDING, identical, near
 from equivalence_tests.checker.engine.situations import Situation, new_departures, situation_of, weighed_scores
-from equivalence_tests.checker.engine.taking_part import live_operations
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.calling import Inputs, Trial
@@ -124,7 +123,7 @@ class _Masks:
         seen: list[tuple[str, Tensor]] = []
         for form in forms:
             output = self._output(form)
-            if output is None or any(pattern == form.pattern and _same(other, output) for pattern, other in seen):
+            if output is None or any(pattern == form.pattern and identical(other, output) for pattern, other in seen):
                 continue
             attempt = self._attempt(form)
             if attempt is None:
@@ -199,7 +198,7 @@ class _Masks:
         before, after = (next(weighed_scores(x), (None, None))[1] for x in (self.situation, attempt))
         if before is None or after is None or before.shape != after.shape:
             return True
-        visible = after > -DROWNED
+        visible = after > -HIDING
         return near(after[visible], before[visible], 1e-12)
 
     def _attempt(self, form: MaskForm, replaces_own: bool = False) -> Situation | None:
@@ -235,7 +234,7 @@ class _Masks:
         if full.pattern != "full" or full.encoding != keys.encoding:
             return False
         whole, first = self._output(full), self._output(keys, full)
-        return whole is not None and first is not None and _same(whole, first)
+        return whole is not None and first is not None and identical(whole, first)
 
     def _tell(self, form: MaskForm) -> None:
         theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"
@@ -283,7 +282,7 @@ class _Masks:
         attempt = self._attempt(self.idle[0])
         if attempt is None:
             return None
-        run, live = attempt.found.run, live_operations(attempt.found.run)
+        run, live = attempt.found.run, attempt.found.run.live()
         bits = sum(1 << i for i, name in enumerate(run.recorder.names) if name.endswith(f":{self.parameter}"))
         made = [op for op in run.operations if op.index not in live and any(x & bits for x in op.origins)]
         return next((op for op in reversed(made) if run.names.taken(op)), None)
@@ -333,10 +332,6 @@ def _beyond(situation: Situation, attempt: Situation) -> list[Departure]:
 
 def _output(run: Run, situation: Situation) -> Tensor:
     return list(tensors_in((run.output,)))[situation.plan.output]
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
 
 
 def _infinite_weights(attempt: Situation) -> Iterator[Departure]:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import is_strange, strange_operations
-from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, changed_by, constant_ratio
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.layout import are_followed, ways_back
 from equivalence_tests.checker.engine.contracts.operands import earlier, is_normed
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.products import contraction_of
+from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, TABLE, constant_ratio
 from equivalence_tests.checker.engine.taking_part import waiting_parameters
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES, MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation, Slot
@@ -117,15 +118,17 @@ class Evidence:
     def _is_of_wide_weights(self, departure: Departure) -> bool:
         """Whether every projection is divided by the root of its inputs, and this departure is no more than that."""
         operands, taken = self.judgement.first_operands, self._features_taken()
-        if len(operands) != 3 or not all(abs(o.factor * math.sqrt(taken.get(o.role, 0)) - 1) < 1e-6 for o in operands):
+        if len(operands) != 3 or not all(
+            abs(o.factor * math.sqrt(taken.get(o.role, 0)) - 1) < MEASURED for o in operands
+        ):
             return False
         if departure.stage == "scale":
             right = operands[0].factor * operands[1].factor / math.sqrt(departure.facts["width"])
-            return abs(departure.facts["factor"] / right - 1) < 1e-6
+            return abs(departure.facts["factor"] / right - 1) < MEASURED
         if departure.stage != "output" or departure.operation is None or "changed_by" not in departure.name:
-            return departure.name.startswith("value_changed_by_") and abs(operands[2].factor - 1) > 1e-6
+            return departure.name.startswith("value_changed_by_") and abs(operands[2].factor - 1) > MEASURED
         ratio = constant_ratio(departure.operation.outputs[0].value, departure.operation.inputs[0].value)
-        return ratio is not None and abs(ratio * math.sqrt(taken.get("output", 0)) - 1) < 1e-6
+        return ratio is not None and abs(ratio * math.sqrt(taken.get("output", 0)) - 1) < MEASURED
 
     def _features_taken(self) -> dict[str, int]:
         """How many features the projections of queries, keys, values and what is averaged take."""
@@ -268,12 +271,12 @@ class Evidence:
             if self._needs_no_scale(departure, operands[:2]):
                 return "queries and keys are normalised, with gains that are learnt"
             for before in (earlier(self.judgement.attention.run, operand, ("gain",)) for operand in operands[:2]):
-                if departure.name == "scale_missing" and before is not None and abs(before.factor - 1) > 1e-6:
+                if departure.name == "scale_missing" and before is not None and abs(before.factor - 1) > MEASURED:
                     return f"a gain that is learnt follows a scale of {before.factor:.4g}"
             turns = [self._own_scale(operand) for operand in operands[:2] if operand.change == "rotated"]
-            if len(turns) == 2 and abs(turns[0] - turns[1]) < 1e-3 and abs(turns[0] - 1) > 1e-3:
+            if len(turns) == 2 and abs(turns[0] - turns[1]) < LOOSE and abs(turns[0] - 1) > LOOSE:
                 total = departure.facts["factor"] * math.sqrt(departure.facts["width"])
-                if abs(total / turns[0] / turns[1] - 1) < 1e-3:
+                if abs(total / turns[0] / turns[1] - 1) < LOOSE:
                     return "the angles of the rotation carry a scale of their own"
         return self._configured(departure.facts["factor"])
 
@@ -461,7 +464,7 @@ class Evidence:
 
     def _biases(self, part: Part, model: WeightsModel) -> Iterator[Departure]:
         live = model.live & ~model.hidden & ~model.replaced
-        if not bool(live.any()) or float(model.bias[live].abs().max()) < 1e-5:
+        if not bool(live.any()) or float(model.bias[live].abs().max()) < TABLE:
             return
         for operation, _, bits, _ in self._beside_scores():
             if bits and operation.name in ADDS:
@@ -592,7 +595,7 @@ def _rises(model: WeightsModel, live: Tensor, distance: Tensor) -> bool:
     order = (model.rows[live] * (int(distance.max()) + 1) + distance[live]).argsort()
     rows, apart, bias = (x[live][order] for x in (model.rows, distance, model.bias))
     farther = (rows.diff() == 0) & (apart.diff() > 0)
-    return bool((farther & (apart[1:] > 1)).any()) and bool((bias.diff()[farther] > 1e-6).all())
+    return bool((farther & (apart[1:] > 1)).any()) and bool((bias.diff()[farther] > MEASURED).all())
 
 
 def _by_distance(part: Part, model: WeightsModel, live: Tensor) -> bool:
@@ -605,4 +608,4 @@ def _by_distance(part: Part, model: WeightsModel, live: Tensor) -> bool:
     common = table.isfinite().all(0, keepdim=True).expand_as(table)
     table = table.masked_fill(~common, torch.nan)
     table = table - table.nanmean(-1, keepdim=True)
-    return bool(((table - table[:1]).nan_to_num(0.0).abs() < 1e-3).all())
+    return bool(((table - table[:1]).nan_to_num(0.0).abs() < LOOSE).all())

@@ -23,6 +23,7 @@ from equivalence_tests.checker.engine.codes import (
     token_of,
     unified,
 )
+from equivalence_tests.checker.engine.graph import elements_of
 from equivalence_tests.checker.engine.names import Context, Identities, Product, ScoreTable, Source
 from equivalence_tests.checker.engine.products import contraction_of, contraction_of_sum
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
@@ -50,7 +51,6 @@ class Meetings:
         self.patched: dict[int, Tensor] = {}
         self.learnt: frozenset[int] = frozenset()  # products of keys with queries that are parameters
         self.parameters = sum(1 << i for i, name in enumerate(recorder.names) if name.startswith("param:"))
-        self.makers: dict[int, Operation] = {}
         self.siblings: dict[int, dict[int, Tensor]] = {}
         self.contexts: dict[tuple[Any, ...], Source] = {}
         self.bases: dict[int, int] = {}  # the first token of each tensor that had no names
@@ -159,7 +159,7 @@ class Meetings:
     def _rows_in_memory(self, tensor: Tensor, places: Tensor) -> Tensor:
         """Number rows in their order, and those of a part of a tensor as the whole tensor has them."""
         starts, token = places[:, :, 0].unique(return_inverse=True)
-        base, memory, start = self._base(tensor, len(starts)), storage_of(tensor), _memory_of(tensor)[starts]
+        base, memory, start = self._base(tensor, len(starts)), storage_of(tensor), elements_of(tensor)[starts]
         apart = start.sort().values.diff()
         if not len(apart) or bool((apart == 0).any()) or tensor.stride(-1) != 1:
             return token + base
@@ -203,7 +203,7 @@ class Meetings:
 
     def _summed(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """A multiplication that is summed at once is a product."""
-        maker = self.makers.get(operation.inputs[0].key) if operation.inputs else None
+        maker = self.found.graph.maker(operation.inputs[0], operation.index) if operation.inputs else None
         if maker is None or maker.name != "mul" or len(maker.inputs) != 2 or operation.inplace:
             return None
         names = self.found.before[maker.index]
@@ -395,12 +395,6 @@ def _over_one_axis(operation: Operation, before: list[Tensor | None]) -> tuple[T
     if codes is None or codes.is_complex() or not isinstance(axis, int) or not bool(known(codes).all()):
         return None, 0
     return codes, axis
-
-
-def _memory_of(tensor: Tensor) -> Tensor:
-    """Where each element of a tensor lies in memory, counted in elements."""
-    places = [torch.arange(size) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return sum(torch.meshgrid(*places, indexing="ij"), start=torch.tensor(tensor.storage_offset())).reshape(-1)
 
 
 def _occurrences(values: Tensor) -> Tensor:

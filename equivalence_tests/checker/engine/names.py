@@ -17,8 +17,9 @@ from equivalence_tests.checker.engine.codes import (
     token_of,
     unified,
 )
+from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, SOFTMAXES, WEIGHS, words
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, tensors_of
 
 # What makes features of queries and keys, for an attention that is meant to be linear.
 FEATURES_OF = words("elu relu softplus gelu silu selu celu")
@@ -136,6 +137,11 @@ class Identities:
     across: list[Product] = field(default_factory=list)
     before: list[list[Tensor | None]] = field(default_factory=list)
     after: list[list[Tensor | None]] = field(default_factory=list)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Who made and used what in the run."""
+        return Graph(self.operations)
 
     @cached_property
     def _given(self) -> list[tuple[frozenset[int], Operation, Tensor, Slot]]:
@@ -276,10 +282,19 @@ class Run:
         """All operations."""
         return self.recorder.operations
 
-    def maker_of(self, slot: Slot, before: int) -> Operation | None:
-        """Give the last operation that gave a tensor, of those before another one; None where none did."""
-        made = (op for op in reversed(self.operations[:before]) if any(out.key == slot.key for out in op.outputs))
-        return next(made, None)
+    @cached_property
+    def graph(self) -> Graph:
+        """Who made and used what."""
+        return Graph(self.operations)
+
+    def live(self, outputs: Iterable[Tensor] | None = None) -> set[int]:
+        """Give the indices of the operations on which what comes back depends; all where nothing does.
+
+        Args:
+            outputs: What of it; None for all.
+        """
+        tensors = list(tensors_of(self.output) if outputs is None else outputs)
+        return self.graph.live(tensors) if tensors else {operation.index for operation in self.operations}
 
 
 @dataclass(eq=False)

@@ -8,10 +8,10 @@ from torch import Tensor
 from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.scores_table import DROWNED
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
+from equivalence_tests.checker.engine.same import HIDING
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.engine.vocabulary import ADDS, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation
@@ -120,7 +120,7 @@ def query_by_query(situation: Situation) -> list[Departure] | None:
     if not name:
         return None if name is None else []
     lows = ((op, value) for part, _ in parts for op, _, value in part.steps(attention.run))
-    hiding = next((op for op, value in lows if bool((value < -DROWNED).any())), None)
+    hiding = next((op for op, value in lows if bool((value < -HIDING).any())), None)
     return [Departure(name, "mask", hiding or _cutting(attention))]
 
 

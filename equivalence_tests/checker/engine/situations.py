@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import known, numbered, token_of
-from equivalence_tests.checker.engine.contracts.departure import Departure, constant_ratio
+from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.ending import ending_departures
 from equivalence_tests.checker.engine.contracts.norming import norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import projection_departures, unused_departures
 from equivalence_tests.checker.engine.judgement import Expecting, Judgement
 from equivalence_tests.checker.engine.judging import examine, padding_of
 from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.engine.same import MEASURED, constant_ratio
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs, Trial, from_layout
 from equivalence_tests.checker.reach.masking import MaskForm
@@ -163,7 +164,7 @@ def _name_by_heads(departure: Departure, situation: Situation) -> None:
     if departure.stage != "scale" or heads < 2 or judgement is None:
         return
     whole, width = len(judgement.attention.parts[0].table.heads) == 1, departure.facts["width"] // heads
-    if whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < 1e-6:  # of 1, no scale at all
+    if whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < MEASURED:  # of 1, no scale at all
         departure.name, departure.stage = "heads_never_split", "split"
 
 

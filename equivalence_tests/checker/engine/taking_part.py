@@ -5,7 +5,7 @@ import dis
 import inspect
 import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -15,24 +15,6 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, storage_of, tensors_of
-
-
-def live_operations(run: Run, outputs: Iterable[Tensor] | None = None) -> set[int]:
-    """Give the indices of the operations on which what comes back depends.
-
-    Args:
-        run: The recorded run.
-        outputs: What of it; None for all.
-    """
-    needed = {storage_of(x) for x in (tensors_of(run.output) if outputs is None else outputs)}
-    live: set[int] = set()
-    if not needed:
-        return {operation.index for operation in run.operations}
-    for operation in reversed(run.operations):
-        if any(storage_of(slot.tensor) in needed for slot in operation.outputs):
-            live.add(operation.index)
-            needed |= {storage_of(slot.tensor) for slot in operation.inputs}
-    return live
 
 
 def idle_modules(run: Run, module: nn.Module) -> set[str]:
@@ -46,7 +28,7 @@ def unused_parameters(run: Run, module: nn.Module | None) -> list[str]:
     """Name the parameters of which nothing is made that comes back."""
     if module is None:
         return []
-    live = live_operations(run)
+    live = run.live()
     used = set(run.recorder.named(_taken_by(run, live)))
     hidden = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule))
     named = [(name, x) for name, x in module.named_parameters() if not name.startswith(hidden)]
@@ -102,9 +84,9 @@ def _taken_by(run: Run, live: set[int]) -> int:
 def idle_biases(attention: Attention) -> Iterator[tuple[str, Tensor]]:
     """Name what is made into one number for each score, and comes back beside an output that knows nothing of it."""
     run, scores = attention.run, attention.first.outputs[0].value
-    beside = [x for x in tensors_of(run.output) if attention.last.index not in live_operations(run, [x])]
+    beside = [x for x in tensors_of(run.output) if attention.last.index not in run.live([x])]
     output = [x for x in tensors_of(run.output) if all(x is not other for other in beside)]
-    used = _taken_by(run, live_operations(run, output))
+    used = _taken_by(run, run.live(output))
     for made in beside if output else ():
         if made.is_floating_point() and made.dim() > 2 and made.shape[-2:] == scores.shape[-2:]:
             yield from ((name, made) for name in run.recorder.named(run.recorder.origins_of(made) & ~used))
@@ -117,7 +99,7 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
     """
     if _hides(run):
         return
-    live = live_operations(run)
+    live = run.live()
     used = _taken_by(run, live)
     for tensor in tensors_of(run.output):
         used |= run.recorder.origins_of(tensor)
@@ -131,22 +113,12 @@ def idle_arguments(run: Run, function: Callable[..., Any]) -> Iterator[tuple[str
             yield argument, slot.value
 
 
-def takes_what_nothing_gave(run: Run) -> Operation | None:
-    """The first of the user's lines that takes what neither was handed over nor was given by an operation."""
-    known = {storage_of(slot.tensor) for slot in run.recorder.given}
-    for operation in run.operations:
-        taken = {storage_of(slot.tensor) for slot in operation.inputs}
-        if operation.frames and not taken <= known:
-            return operation
-        known |= taken | {storage_of(slot.tensor) for slot in operation.outputs}
-    return None
-
-
 def _hides(run: Run) -> bool:
     """Whether something is taken, or comes back, that no operation gave."""
     known = {storage_of(slot.tensor) for slot in run.recorder.given}
     known |= {storage_of(slot.tensor) for operation in run.operations for slot in operation.outputs}
-    return not {storage_of(x) for x in tensors_of(run.output)} <= known or takes_what_nothing_gave(run) is not None
+    unknown = {storage_of(x) for x in tensors_of(run.output)} - known
+    return bool(unknown) or run.graph.unwatched(run.recorder.given) is not None
 
 
 def argument_name(known: str, function: Callable[..., Any]) -> str:

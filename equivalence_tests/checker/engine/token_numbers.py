@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.contracts.departure import near
+from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -57,7 +57,7 @@ def _positions(trial: Trial, name: str, beside: Beside) -> Exercise | None:
         others = attempt(partial(trial.output, inputs, {**tables, name: counted.flip(-1)}))
         if given is None or others is None:
             continue
-        if not near(given, plain, 1e-6):
+        if not near(given, plain, MEASURED):
             return Exercise(name, False, "0, 1, 2, ... give something else than no positions do")
         if torch.equal(others, plain):
             return Exercise(name, False, "other positions than 0, 1, 2, ... give the same")
@@ -69,7 +69,7 @@ def _offset(trial: Trial, name: str) -> Exercise | None:
     """Where all tokens stand later by the same number, their distances are as before."""
     inputs = trial.inputs(LENGTH, LENGTH)
     plain, later = trial.output(inputs), attempt(partial(trial.output, inputs, {name: LATER}))
-    if later is None or not near(later, plain, 1e-6):
+    if later is None or not near(later, plain, MEASURED):
         return None
     if torch.equal(later, plain):
         return Exercise(name, False, f"{LATER} gives the same as 0, to the last bit")

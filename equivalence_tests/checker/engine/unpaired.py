@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import feature_of, token_of
-from equivalence_tests.checker.engine.contracts.departure import SINGLE, near
 from equivalence_tests.checker.engine.names import Run, Source
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.same import SINGLE, near
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, WEIGHS
 from equivalence_tests.checker.engine.watching import Operation, Slot

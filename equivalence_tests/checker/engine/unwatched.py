@@ -7,15 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.engine.distance import distance
+from equivalence_tests.checker.engine.same import EXACT, TABLE, distance
 from equivalence_tests.checker.engine.situations import Situation
-from equivalence_tests.checker.engine.taking_part import takes_what_nothing_gave
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
 FRESH = (3, 5, 7)
-BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5}
+BOUNDS = {torch.float64: EXACT, torch.float32: TABLE}
 
 Linear = tuple[Tensor, Tensor | None]
 
@@ -52,7 +51,7 @@ def _what_hides(situation: Situation) -> str:
     inside = function.modules() if isinstance(function, nn.Module) else [getattr(function, "__wrapped__", None)]
     if any(isinstance(one, torch.jit.ScriptModule | torch.jit.ScriptFunction) for one in inside):
         return "It runs as TorchScript, which hides its operations."
-    taking = takes_what_nothing_gave(situation.found.run)
+    taking = situation.found.run.graph.unwatched(situation.found.run.recorder.given)
     if taking is None:
         return ""
     line = code_lines(taking.frames)[-1]

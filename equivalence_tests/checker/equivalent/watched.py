@@ -180,7 +180,7 @@ class Watched:
             if source.operation is not None:
                 before = run.names.before[source.operation.index]
                 taken = [x for x, codes in zip(source.operation.inputs, before, strict=True) if codes is not None]
-                cut += [run.maker_of(slot, source.operation.index) for slot in taken[:1]]
+                cut += [run.graph.maker(slot, source.operation.index) for slot in taken[:1]]
         return [op for op in cut if op is not None and len(op.outputs) == 1 and not op.inplace]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.names import Part, attentions_of
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.same import VANISHED
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
 
@@ -24,7 +25,6 @@ OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
 WHOSE = re.compile(r"^(src|source|mem(ory)?|enc(oder)?|cross|tgt|trg|target|dec(oder)?|self|slf|x|y|key|query)_+")
 HIDDEN = 1
 USUAL_PADS = (0, 1, 2, 3)
-VANISHED = 1e-25  # a weight below this is none
 SOURCE, TARGET = "arg:0", "arg:1"  # how a watched run names what it is given
 
 

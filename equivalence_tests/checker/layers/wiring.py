@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.distance import distance
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.same import distance
 from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from equivalence_tests.checker.engine.distance import FLOAT32_INSIDE, distance
 from equivalence_tests.checker.engine.ran import frames_where, operations_of
+from equivalence_tests.checker.engine.same import FLOAT32_INSIDE, distance
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
 from equivalence_tests.checker.mistakes import named_mistake, told

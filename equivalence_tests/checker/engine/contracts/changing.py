@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import place_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio, near
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.names import Attention, Run, Source, values_at
+from equivalence_tests.checker.engine.same import LOOSE, MEASURED, constant_ratio, near
 from equivalence_tests.checker.engine.vocabulary import (
     ADDS,
     CONTRACTIONS,
@@ -37,7 +38,6 @@ USUAL = words(
 )
 TURNS = words("transpose permute t T mT swapaxes swapdims movedim moveaxis")
 JOINS = ADDS | FILLS
-EPSILON = 1e-6  # what is added so that nothing is divided by 0
 ENDS = CONTRACTIONS | SOFTMAXES | REDUCES | INDEXED | CREATES
 
 
@@ -83,14 +83,11 @@ def first_change(
 
 def way_to(run: Run, numbers: list[int], slot: Slot, until: int) -> set[int]:
     """Give the operations that a tensor comes from, as far as they take what some sources gave."""
-    way, left = set[int](), [(slot, until)]
-    while left:
-        operation = run.maker_of(*left.pop())
-        if operation is not None and operation.index not in way:
-            way.add(operation.index)
-            own = (taken for taken, codes in run.names.taken(operation) if set(numbers) & {*sources_in(codes)})
-            left += [(taken, operation.index) for taken in own]
-    return way
+
+    def own(operation: Operation) -> Iterator[Slot]:
+        return (taken for taken, codes in run.names.taken(operation) if set(numbers) & {*sources_in(codes)})
+
+    return {operation.index for operation in run.graph.ancestors(slot, until, own)}
 
 
 def changed_on_the_way(
@@ -130,7 +127,7 @@ def _differing(
     want = values_at(sources, codes)
     mine = ~want.isnan() if without is None else ~want.isnan() & ~torch.isin(token_of(codes), without)
     have, want = value.double()[mine], want[mine]
-    return None if near(have, want, 1e-6 if value.dtype == torch.float64 else 1e-3) else (have, want)
+    return None if near(have, want, MEASURED if value.dtype == torch.float64 else LOOSE) else (have, want)
 
 
 def shuffling(
@@ -167,12 +164,7 @@ def strange_operations(run: Run, slot: Slot, before: int, factors: bool = False)
         before: The first operation that comes too late to have made it.
         factors: Whether a number that multiplies is strange too.
     """
-    left = [(slot, before)]
-    while left:
-        operation = run.maker_of(*left.pop())
-        if operation is not None and is_strange(operation, factors):
-            yield operation
-        left += [(taken, operation.index) for taken in _passed_on(operation)] if operation is not None else []
+    yield from (op for op in run.graph.ancestors(slot, before, _passed_on) if is_strange(op, factors))
 
 
 def _passed_on(operation: Operation) -> Iterator[Slot]:
@@ -200,7 +192,7 @@ def is_strange(operation: Operation, factors: bool = False) -> bool:
     taken, given = [slot.value for slot in operation.inputs], operation.outputs[0].value
     if _is_carried(given):
         taken = [value for value in taken if _is_carried(value)]
-    if len(taken) != 1 or taken[0].shape != given.shape or near(taken[0], given, EPSILON):
+    if len(taken) != 1 or taken[0].shape != given.shape or near(taken[0], given, MEASURED):
         return False
     name = operation.name
     if name in MOVES:

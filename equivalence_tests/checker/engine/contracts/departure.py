@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
@@ -13,9 +12,6 @@ from equivalence_tests.checker.reporting.lines import Frames
 
 UNKNOWN = Mistake("", "", "", "", "", "")
 ROLES = ("query", "key", "value")
-
-TOLERANCE = 1e-7
-SINGLE = 2e-4  # where a part is computed in float32, whatever the input is
 
 
 @dataclass(eq=False)
@@ -87,37 +83,3 @@ def changed_by(operation: Operation, stage: str, what: str, **more: Any) -> Depa
 def as_it_was(recorder: Recorder, operation: Operation) -> Tensor:
     """Give what an operation took, in the place of what it gives."""
     return operation.inputs[0].value
-
-
-def near(x: Tensor, y: Tensor, tolerance: float = TOLERANCE) -> bool:
-    """Whether two tensors are equal but for rounding, relative to the largest value; NaN and inf must match.
-
-    >>> near(torch.ones(2), torch.ones(2) + 1e-9)
-    True
-    """
-    if x.shape != y.shape:
-        return False
-    x, y = x.double(), y.double()
-    finite = y.isfinite()
-    if not torch.equal(finite, x.isfinite()):
-        return False
-    if not bool(finite.any()):
-        return True
-    return bool(((x - y)[finite].abs() <= tolerance * (y[finite].abs().max() + 1e-30)).all())
-
-
-def constant_ratio(x: Tensor, y: Tensor, tolerance: float = TOLERANCE) -> float | None:
-    """Give c with x = c y; None if there is none.
-
-    >>> constant_ratio(torch.tensor([2.0, 4.0]), torch.tensor([1.0, 2.0]))
-    2.0
-    """
-    x, y = x.double().reshape(-1), y.double().reshape(-1)
-    good = y.isfinite() & x.isfinite()
-    if not bool(good.all()) or not len(y):
-        return None
-    largest = y.abs().argmax()
-    if not y[largest]:
-        return None
-    ratio = float(x[largest] / y[largest])
-    return ratio if bool(((x - ratio * y).abs() <= tolerance * x.abs().max().clamp_min(1e-30)).all()) else None

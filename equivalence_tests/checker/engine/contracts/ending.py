@@ -7,8 +7,9 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, retagged, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.changing import adds_two, changed_on_the_way, has_twin, shuffling
-from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, near
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
+from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import matrix_in
 from equivalence_tests.checker.engine.watching import Operation, tensors_of
 
@@ -168,7 +169,7 @@ def _factors(source: Source, parents: list[Source]) -> tuple[float, ...] | None:
         return None
     value = source.slot.value.double().reshape(-1, 1)
     found = torch.linalg.lstsq(table, value).solution
-    if not near(table @ found, value, 1e-6):
+    if not near(table @ found, value, MEASURED):
         return None
     return tuple(round(float(x), 4) for x in found.reshape(-1))
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, looked_up, place_of, source_of
-from equivalence_tests.checker.engine.contracts.departure import Departure, near
+from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.judgement import Expectation, Operand
 from equivalence_tests.checker.engine.names import Attention, Context, Part, Product
+from equivalence_tests.checker.engine.same import LOOSE, ROUNDING, SINGLE, near
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
 
@@ -114,7 +115,7 @@ def tile_departures(
         names, sums = context_by_formula(attention.run.recorder, attention, factors, hidden)
         want = looked_up(attention.names, names, sums)
         mine = torch.isin(attention.names, names)
-        if near(have[mine], want[mine], 2e-4 if attention.end_slot.value.dtype != torch.float64 else 1e-7):
+        if near(have[mine], want[mine], SINGLE if attention.end_slot.value.dtype != torch.float64 else ROUNDING):
             return
     yield Departure("tiles_do_not_add_up", "softmax", attention.parts[-1].contexts[0].operation)
 
@@ -151,4 +152,4 @@ def scale_in_words(factor: float, sizes: Mapping[str, int]) -> str:
         known |= {f"/ {name}": 1 / sizes[name], f"* sqrt({name})": sizes[name] ** 0.5}
     known |= {"/ head_dim^(1/4)": d**-0.25, "/ head_dim^2": d**-2.0}
     known |= {"/ (2 sqrt(head_dim))": 0.5 * d**-0.5, "/ sqrt(head_dim / 2)": (d / 2) ** -0.5}
-    return next((words for words, value in known.items() if abs(factor / value - 1) < 1e-3), "")
+    return next((words for words, value in known.items() if abs(factor / value - 1) < LOOSE), "")

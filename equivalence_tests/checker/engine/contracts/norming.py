@@ -45,11 +45,12 @@ def _uneven_without_gains(attention: Attention, module: nn.Module | None) -> Ite
     """What norms give and no tensor of theirs takes part in, where it leaves tokens of different sizes."""
     run, parts = attention.run, module.named_modules() if module is not None else ()
     norms = {path for path, part in parts if path and _is_a_norm(part)}
-    takers = {slot.key: operation.place for operation in run.operations for slot in operation.inputs}
     for operation in run.operations:
         slot = operation.outputs[0] if operation.place in norms and operation.frames and operation.outputs else None
         codes = run.names.after[operation.index][0] if slot is not None else None
-        if slot is None or codes is None or codes.is_complex() or takers.get(slot.key) == operation.place:
+        if slot is None or codes is None or codes.is_complex():
+            continue
+        if any(user.place == operation.place for user in run.graph.users(slot)[-1:]):
             continue
         made_of = run.recorder.named(run.recorder.origins_of(slot.tensor))
         own = any(name.partition(":")[2].startswith(f"{operation.place}.") for name in made_of)

@@ -18,10 +18,11 @@ from equivalence_tests.checker.engine.contracts.changing import (
     is_strange,
     strange_operations,
 )
-from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by, constant_ratio, near
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.judgement import Operand, Turn
 from equivalence_tests.checker.engine.names import Attention, Part, Run, Source, values_at
 from equivalence_tests.checker.engine.replaying import replayed
+from equivalence_tests.checker.engine.same import EXACT, LOOSE, MEASURED, ROUNDING, TABLE, constant_ratio, near
 from equivalence_tests.checker.engine.vocabulary import ADDS
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 
@@ -29,7 +30,6 @@ from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 MADE = ("normed", "gain", "added", "gated", "pooled", "projection")
 NORMED = ("normed", "gain", "added")
 
-ROUNDED = 1e-6
 PAIRS = 8
 UNCLEAR = 0.15  # a share of the steps that is nearer to a half says nothing
 
@@ -58,11 +58,11 @@ def _operand(run: Run, role: str, slot: Slot, codes: Tensor, places: Tensor, unt
     }
     halves = dtypes & {torch.bfloat16, torch.float16}
     operand.single = bool(halves) or torch.float32 in dtypes
-    operand.tolerance = 5e-4 if halves else 1e-5 if operand.single else 1e-7
+    operand.tolerance = 5e-4 if halves else TABLE if operand.single else ROUNDING
     want = values_at(operand.sources, codes)
     have = slot.value.double().reshape(-1)[places]
     missing = want.isnan()
-    ratio = constant_ratio(have[~missing], want[~missing], 1e-5 if operand.single else 1e-7)
+    ratio = constant_ratio(have[~missing], want[~missing], TABLE if operand.single else ROUNDING)
     if ratio is not None:
         operand.factor = ratio
         return operand
@@ -105,7 +105,7 @@ def _experiment(run: Run, operand: Operand) -> None:
         tenfold, _ = _rows(run, operand, {key: 10 * value for key, value in one.items()})
     except (RuntimeError, TypeError, ValueError):
         return
-    tolerance = max(operand.tolerance, 1e-9)
+    tolerance = max(operand.tolerance, EXACT)
     linear = near(have3, have1 + have2, tolerance) and near(tenfold, 10 * have1, tolerance)
     if linear:
         ratio = constant_ratio(have1.norm(dim=-1), want1.norm(dim=-1), tolerance)
@@ -114,14 +114,14 @@ def _experiment(run: Run, operand: Operand) -> None:
         turned_only = ratio is not None or not near(rows, others, tolerance)  # else each row has a factor of its own
         operand.turn = _turn(run, operand) if turned_only else None
         if ratio is not None and again is not None and abs(ratio - again) <= tolerance * abs(ratio):
-            own = abs(ratio - 1) > ROUNDED  # else the table of angles was rounded before it was widened
+            own = abs(ratio - 1) > MEASURED  # else the table of angles was rounded before it was widened
             operand.change, operand.factor = "rotated", ratio if own else 1.0
         operand.across = ratio is None and _keeps_tokens(operand, have1, want1) and _keeps_tokens(operand, have2, want2)
         return
     if operand.role != "value" and is_normed(run, operand) and _in_one_plane(have3, have1, have2):
         operand.change, operand.factor = "normed", _factor_behind_norm(run, operand)
         along = (have1 * want1).sum(-1).abs() / have1.norm(dim=-1) / want1.norm(dim=-1)
-        operand.turn = _turn(run, operand) if not near(along, torch.ones_like(along), 1e-3) else None
+        operand.turn = _turn(run, operand) if not near(along, torch.ones_like(along), LOOSE) else None
 
 
 def _factor_behind_norm(run: Run, operand: Operand) -> float:
@@ -140,7 +140,7 @@ def _keeps_tokens(operand: Operand, have: Tensor, want: Tensor) -> bool:
     token = token_of(operand.codes)[..., 0].reshape(-1)
     none = torch.zeros(int(token.max()) + 1, dtype=torch.float64)
     long, longer = (none.index_add(0, token, x.square().sum(-1).reshape(-1)) for x in (want, have))
-    return len(token.unique()) < len(token) and near(longer, long, max(operand.tolerance, ROUNDED))
+    return len(token.unique()) < len(token) and near(longer, long, max(operand.tolerance, MEASURED))
 
 
 def _in_one_plane(both: Tensor, one: Tensor, two: Tensor) -> bool:
@@ -166,14 +166,16 @@ def _turn(run: Run, operand: Operand) -> Turn | None:
     width = operand.codes.size(-1)
     for place in range(width):
         have = _share_of(run, operand, place)
-        others = [i for i in (have.abs() > 1e-6).any(0).nonzero().flatten().tolist() if i != place]
+        others = [i for i in (have.abs() > MEASURED).any(0).nonzero().flatten().tolist() if i != place]
         if len(others) > 1:
             return None
         if others:
             apart = others[0] - place
             slowest = width - 2 if apart == 1 else place + apart - 1
             slow = _share_of(run, operand, slowest)
-            turned = slow if slowest + apart < width and bool((slow[:, slowest + apart].abs() > 1e-6).any()) else have
+            turned = (
+                slow if slowest + apart < width and bool((slow[:, slowest + apart].abs() > MEASURED).any()) else have
+            )
             at = slowest if turned is slow else place
             return Turn(apart, max(_rising(operand, turned[:, at], turned[:, at + apart]), default=1.0) >= 0.5)
     return None
@@ -189,14 +191,14 @@ def _share_of(run: Run, operand: Operand, place: int) -> Tensor:
 def _rising(operand: Operand, cosine: Tensor, sine: Tensor) -> list[float]:
     """The share of the steps from one token to the next at which the angle grows, in each head where it moves."""
     token, head = (codes[..., 0].reshape(-1) for codes in (token_of(operand.codes), feature_of(operand.codes)))
-    shown = (cosine.abs() + sine.abs() > 1e-6).nonzero().flatten()
+    shown = (cosine.abs() + sine.abs() > MEASURED).nonzero().flatten()
     shares = []
     for own in (shown[head[shown] == number] for number in head.unique()):
         order = own[token[own].argsort(stable=True)]
         first = torch.cat([torch.ones(min(len(order), 1), dtype=torch.bool), token[order].diff() != 0])
         angle = torch.atan2(sine, cosine)[order[first]]
         step = torch.remainder(angle.diff() + torch.pi, 2 * torch.pi) - torch.pi
-        moved = step[step.abs() > 1e-9]
+        moved = step[step.abs() > EXACT]
         shares += [float((moved > 0).double().mean())] if len(moved) else []
     return shares
 
@@ -226,14 +228,14 @@ def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor]) -> bool:
         changed[source.slot.key] = value
     after, _ = _rows(run, operand, changed)
     others = token != int(token.min())
-    return near(after[others], before[others], 1e-9 if not operand.single else 1e-4)
+    return near(after[others], before[others], EXACT if not operand.single else 1e-4)
 
 
 def operand_departures(attention: Attention, part: Part, operands: list[Operand]) -> Iterator[Departure]:
     """Name what changes an operand and is neither a factor, a rotation nor a norm."""
     for operand in operands:
         for step in _stretches(attention, operand):
-            scaled = operand.role == "value" and (step.change or abs(step.factor - 1) > 1e-6)
+            scaled = operand.role == "value" and (step.change or abs(step.factor - 1) > MEASURED)
             departure = _located(attention, step) if step.change == "other" or scaled else None
             bent = _bent_angles(attention.run, step) if step.turn is not None else None
             if bent is not None:
@@ -339,7 +341,7 @@ def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
     both = {**_drawn(key, 2), **_drawn(query, 1)}
     (q, plain_q), (k, plain_k) = (_resized(operand, *_rows(run, operand, both)) for operand in (query, key))
     k, plain_k = (torch.einsum("nij,njd->nid", beside.to(x.dtype), x) for x in (k, plain_k))
-    return near((q * k).sum(-1), (plain_q * plain_k).sum(-1), max(query.tolerance, 1e-6))
+    return near((q * k).sum(-1), (plain_q * plain_k).sum(-1), max(query.tolerance, MEASURED))
 
 
 def _resized(operand: Operand, have: Tensor, want: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,7 +362,7 @@ def _turned_everywhere_alike(run: Run, operand: Operand) -> bool:
     noise = torch.randn(widest + 1, generator=generator, dtype=torch.float64)
     drawn = {s.slot.key: noise[feature_of(s.codes)].to(s.slot.value.dtype) for s in operand.sources}
     rows = _rows(run, operand, drawn)[0].reshape(operand.codes.shape)
-    return near(rows, rows[:, :1].expand_as(rows), max(operand.tolerance, ROUNDED))
+    return near(rows, rows[:, :1].expand_as(rows), max(operand.tolerance, MEASURED))
 
 
 def _last_sum(run: Run, operand: Operand) -> Operation | None:
@@ -384,7 +386,7 @@ def _located(attention: Attention, operand: Operand) -> Departure:
         mine = ~want.isnan() & torch.isin(codes, operand.codes)
         if bool(mine.any()):
             ratio = constant_ratio(value.double()[mine], want[mine], operand.tolerance)
-            good = ratio is not None and (operand.role != "value" or abs(ratio - 1) <= 1e-6)
+            good = ratio is not None and (operand.role != "value" or abs(ratio - 1) <= MEASURED)
             steps.append((operation, codes, want, good))
     last = min((_last_good(steps, source) for source in operand.sources), default=-1)
     guilty = steps[min(last + 1, len(steps) - 1)] if steps else None
@@ -421,7 +423,7 @@ def _is_linear(run: Run, operand: Operand, operation: Operation) -> bool:
     if any(value is None for value in given):
         return True
     first, second, together, nothing = (value.double() for value in given if value is not None)
-    return near(together, first + second - nothing, max(operand.tolerance, 1e-9))
+    return near(together, first + second - nothing, max(operand.tolerance, EXACT))
 
 
 def _from_source(run: Run, codes: Tensor) -> Patch:

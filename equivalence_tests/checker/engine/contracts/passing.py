@@ -17,10 +17,10 @@ from equivalence_tests.checker.engine.contracts.changing import (
     strange_operations,
     way_to,
 )
-from equivalence_tests.checker.engine.contracts.departure import SINGLE, Departure, as_it_was, changed_by, near
+from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by
 from equivalence_tests.checker.engine.names import Attention, Source
 from equivalence_tests.checker.engine.replaying import replayed
-from equivalence_tests.checker.engine.taking_part import live_operations
+from equivalence_tests.checker.engine.same import SINGLE, near
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, Slot, tensors_of
 
@@ -97,9 +97,9 @@ def side_departures(attention: Attention) -> Iterator[Departure]:
     """Name what no known model does beside an attention or behind it, in its module; a factor behind all matrices."""
     run = attention.run
     merging = {operation for operation, _, _ in run.names.carrying(attention.context_sources)}
-    inside = live_operations(run, [context.operation.outputs[0].tensor for context in run.names.contexts])
+    inside = run.live(context.operation.outputs[0].tensor for context in run.names.contexts)
     first = list(tensors_of(run.output))[:1]  # maps that come back beside it are judged by themselves
-    rest = [run.operations[index] for index in sorted(live_operations(run, first) - inside)]
+    rest = [run.operations[index] for index in sorted(run.live(first) - inside)]
     last = max((operation.index for operation in rest if operation.name in CONTRACTIONS), default=attention.last.index)
     for operation in rest:
         own = operation.place == attention.first.place and operation not in merging

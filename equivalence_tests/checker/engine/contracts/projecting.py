@@ -19,7 +19,6 @@ from equivalence_tests.checker.engine.taking_part import (
     idle_arguments,
     idle_biases,
     idle_modules,
-    live_operations,
     matrix_in,
     place_of_matrix,
     unused_parameters,
@@ -118,7 +117,7 @@ def output_weight(attention: Attention) -> str:
 
 
 def _projections_of_context(attention: Attention) -> Iterator[Source]:
-    numbers, live = set(attention.context_sources), live_operations(attention.run)
+    numbers, live = set(attention.context_sources), attention.run.live()
     for source in attention.run.names.sources.values():
         used = source.operation is not None and source.operation.index in live
         made_of = attention.run.names.made_of(source.parents, beyond=True) if used else []
@@ -363,7 +362,7 @@ def _worked_in_vain(attention: Attention, parameter: str, idle: set[str]) -> Ope
 
     Where a module does nothing else, its last operation.
     """
-    live, bit = live_operations(attention.run), _bit_of(attention, parameter)
+    live, bit = attention.run.live(), _bit_of(attention, parameter)
     made = [op.index for op in attention.run.operations if op.index not in live and any(x & bit for x in op.origins)]
     later = (op for op in attention.run.operations if made and op.index > made[-1] and op.index in live)
     taking = next((op for op in later if attention.run.names.taken(op)), None)

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
-from equivalence_tests.checker.engine.contracts.departure import (
-    TOLERANCE,
-    Departure,
-    as_it_was,
-    changed_by,
-    constant_ratio,
-)
+from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by
 from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_in_words
 from equivalence_tests.checker.engine.contracts.scores_table import (
     causal_pattern,
@@ -31,15 +25,11 @@ from equivalence_tests.checker.engine.contracts.scores_table import (
 from equivalence_tests.checker.engine.judgement import Expectation, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.products import contraction_of
+from equivalence_tests.checker.engine.same import HIDING, INFINITE, LOOSE, MEASURED, ROUNDING, UNDERFLOW, constant_ratio
 from equivalence_tests.checker.engine.vocabulary import ADDS, COMPARES, FILLS, MULTIPLIES, SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
 from equivalence_tests.checker.reporting.lines import Frames
 
-LOOSE = 1e-3
-PLAIN = 1e-6
-HIDDEN = 1e30  # larger numbers stand for infinity
-HIDING = 1e3  # a score is never as large
-SOFT = -700.0  # what is below is hidden for good
 LAID_OVER = ADDS | FILLS | words("unsqueeze to")  # a bias and a mask, before both are added as one
 OTHER_AXES = {"queries": "queries", "heads": "heads", "samples": "batch"}
 
@@ -70,10 +60,10 @@ class _Step:
 
 def _ratio(value: Tensor, taken: Tensor) -> float | None:
     """What an operation multiplied by, where it is one number; what is hidden already stays so."""
-    seen = taken.abs() < HIDDEN
-    if taken.shape != value.shape or not taken.is_floating_point() or not torch.equal(seen, value.abs() < HIDDEN):
+    seen = taken.abs() < INFINITE
+    if taken.shape != value.shape or not taken.is_floating_point() or not torch.equal(seen, value.abs() < INFINITE):
         return None
-    return constant_ratio(value[seen], taken[seen], PLAIN if value.dtype == torch.float32 else TOLERANCE)
+    return constant_ratio(value[seen], taken[seen], MEASURED if value.dtype == torch.float32 else ROUNDING)
 
 
 @dataclass(eq=False)
@@ -180,7 +170,7 @@ class Scores:
         """A large positive number in the place of scores: what should be hidden takes all."""
         for step in self.steps:
             fill = _fill_of(step.operation)
-            if fill is not None and fill > -SOFT and step.operation.patch is None:
+            if fill is not None and fill > -UNDERFLOW and step.operation.patch is None:
                 prefix = "mask" if self.expected.masked else "causal"
                 facts, causal = {"fill": fill}, not self.expected.masked
                 return self._put_right(f"{prefix}_fill_positive", "mask", step.operation, facts, causal=causal)
@@ -248,7 +238,7 @@ class Scores:
             return None
         live = model.live
         sums = model.sums[live]
-        ratio = constant_ratio(sums, torch.ones_like(sums), LOOSE if model.single else PLAIN)
+        ratio = constant_ratio(sums, torch.ones_like(sums), LOOSE if model.single else MEASURED)
         operation = self._weights_changed()
         if ratio is not None:
             after = abs(ratio * math.sqrt(self.width) - 1) < LOOSE
@@ -276,7 +266,7 @@ class Scores:
             several = [s.operation for s in self.steps if s.ratio is None and s.operation.name in MULTIPLIES]
             name, operation, factor = "scale_differs_by_head", next(iter(several), None), float(by_head.mean())
             total = by_head * (self.operands[0].factor * self.operands[1].factor * right)
-        elif math.isnan(self.total) or abs(self.total - 1) < (LOOSE if self.model.single else PLAIN):
+        elif math.isnan(self.total) or abs(self.total - 1) < (LOOSE if self.model.single else MEASURED):
             return None
         else:
             total, factor = torch.tensor(self.total, dtype=torch.float64), self.total / right
@@ -306,7 +296,7 @@ class Scores:
         found = [(s.operation, s.ratio) for s in self._outside_a_cap() if s.operation.index < softmax]
         ways = [(op, value) for operand in self.operands[:2] for op, _, value in operand.steps(run)]
         beside = [(op, _ratio(value, op.inputs[0].value)) for op, value in ways if op.name in MULTIPLIES]
-        before, operands = ([(op, r) for op, r in own if r and abs(r - 1) > PLAIN] for own in (found, beside))
+        before, operands = ([(op, r) for op, r in own if r and abs(r - 1) > MEASURED] for own in (found, beside))
         lines: dict[Frames, dict[Operation, float]] = {}
         for operation, ratio in (*before, *operands):
             lines.setdefault(operation.frames[:1], {})[operation] = ratio
@@ -344,7 +334,7 @@ class Scores:
         if bool(hidden.any()) and pattern not in ("", "causal"):
             yield self._put_right(pattern, "mask", self._masking(hidden), causal=True)
         levels, operation = two_levels(self.model, live & ~hidden), self._adding()
-        if levels is not None and abs(abs(levels) - 1) <= 1e-6 and operation is not None:
+        if levels is not None and abs(abs(levels) - 1) <= MEASURED and operation is not None:
             prefix = "" if self.expected.masked else "causal_"
             yield self._put_right(f"{prefix}mask_added_as_01", "mask", operation, causal=True)
 
@@ -366,7 +356,7 @@ class Scores:
 
     def _summands(self, slot: Slot, before: int) -> list[Tensor]:
         """What is added to the scores, and what that is the sum of, or was before some of it was filled."""
-        found, maker = [slot.value], self.attention.run.maker_of(slot, before)
+        found, maker = [slot.value], self.attention.run.graph.maker(slot, before)
         if maker is not None and maker.name in LAID_OVER:
             alike = [taken for taken in maker.inputs if taken.value.shape[-2:] == slot.value.shape[-2:]]
             found += [x for taken in alike for x in self._summands(taken, maker.index)]
@@ -374,8 +364,10 @@ class Scores:
 
     def _changes_nothing(self, added: Tensor, seen: Tensor) -> bool:
         """Whether what hides nothing differs among scores, and not among those of the keys that a query sees."""
-        graded = bool((added > SOFT).all()) and len((added / PLAIN).round().unique()) > 2  # a mask in the making is not
-        return graded and spread(added[seen], self.model.rows[seen]) < PLAIN
+        graded = (
+            bool((added > UNDERFLOW).all()) and len((added / MEASURED).round().unique()) > 2
+        )  # a mask in the making is not
+        return graded and spread(added[seen], self.model.rows[seen]) < MEASURED
 
     def _adding(self) -> Operation | None:
         """The first sum of scores with what hides some of them; without one, the first sum."""
@@ -388,7 +380,7 @@ class Scores:
 
     def _masking(self, hidden: Tensor) -> Operation:
         """The first operation that hides what is hidden."""
-        held_down = (step.operation for step in self.steps if bool((step.laid(len(hidden))[hidden] < SOFT).any()))
+        held_down = (step.operation for step in self.steps if bool((step.laid(len(hidden))[hidden] < UNDERFLOW).any()))
         return next(held_down, self._softmax_step())
 
     def _weak(self, prefix: str, soft: Tensor) -> Departure:
@@ -422,7 +414,7 @@ class Scores:
                 yield self._weak("mask", soft)
             return
         if levels is not None:
-            word = "added_as_01" if abs(levels - 1) < 1e-6 else _named_fill(levels)
+            word = "added_as_01" if abs(levels - 1) < MEASURED else _named_fill(levels)
             yield self._put_right(f"mask_{word}", "mask", self._adding() or self._softmax_step(), {"fill": -levels})
             return
         dead = model.dead[model.rows]
@@ -456,7 +448,7 @@ class Scores:
         hidden = hidden_by_formula(part, model.hidden, expected.may, "causal" if causal else "")
         patches: dict[int, Patch] = {}
         for context in part.contexts:
-            maker = self.attention.run.maker_of(context.operands[0], context.operation.index)
+            maker = self.attention.run.graph.maker(context.operands[0], context.operation.index)
             names = None if maker is None else self.attention.run.names.after[maker.index][0]
             if maker is not None and names is not None:
                 patches[maker.index] = right_weights(part, names, hidden, factor)

@@ -5,8 +5,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.judgement import WeightsModel
 from equivalence_tests.checker.engine.names import Part
-
-DROWNED = 1e3  # scores below its opposite are hidden
+from equivalence_tests.checker.engine.same import LOOSE
 
 
 def ranks_of(part: Part) -> tuple[Tensor, Tensor, int, int]:
@@ -79,7 +78,7 @@ def two_levels(model: WeightsModel, where: Tensor) -> float | None:
     below = best[rows] - bias
     # Next to nothing is a step only where there is no greater one: beside that it is rounding.
     steps = next((found for least in (1e-4, 1e-11) if len(found := below[below > least])), below[:0])
-    if not len(steps) or float(steps.max() - steps.min()) > 1e-3 * float(steps.max()):
+    if not len(steps) or float(steps.max() - steps.min()) > LOOSE * float(steps.max()):
         return None
     return float(steps.mean())
 

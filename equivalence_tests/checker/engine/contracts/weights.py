@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
-from equivalence_tests.checker.engine.contracts.departure import SINGLE, TOLERANCE, constant_ratio
 from equivalence_tests.checker.engine.judgement import WeightsModel
 from equivalence_tests.checker.engine.names import Context, Part, Run
 from equivalence_tests.checker.engine.replaying import replayed
+from equivalence_tests.checker.engine.same import MEASURED, ROUNDING, SINGLE, SMALLEST, VANISHED, constant_ratio
 from equivalence_tests.checker.engine.watching import Operation
 
-SMALLEST = 1e-30
-VISIBLE = 1e-25
 STEP = 4.0
 GENTLE = 1e-2
 HELD_DOWN = -1e3
@@ -134,11 +132,11 @@ class _Reader:
         model.fill = bias.masked_fill(~model.replaced, 0.0)
         model.bias = bias.masked_fill(hidden, -torch.inf).masked_fill(~live & ~hidden, 0.0)
         if int(torch.bincount(rows[follows], minlength=1).max()) < 2:
-            whole = bool(((model.sums - 1)[live].abs() <= (SINGLE if self.single else 1e-6)).all())
+            whole = bool(((model.sums - 1)[live].abs() <= (SINGLE if self.single else MEASURED)).all())
             model.axis = axis or ("keys" if whole else "")
             return  # a single key takes all, whatever its score
         model.axis = axis
-        visible = follows & (model.weights > VISIBLE)
+        visible = follows & (model.weights > VANISHED)
         drawn = _centred(_logs(some) - logs, rows, follows), _centred(spread, rows, follows), follows
         own = _centred(_logs(model.weights) - logs, rows, visible), _centred(self.raw, rows, visible), visible
         factor, by_head = (self._slope(*drawn, groups) for groups in (torch.zeros_like(rows), self.part.table.head))
@@ -149,7 +147,7 @@ class _Reader:
 
     def _fits(self, factor: Tensor, drawn: _Seen, own: _Seen) -> bool:
         """Whether the weights follow the scores by a factor: those that were drawn, and those of the call."""
-        tolerance = SINGLE if self.single else 10 * TOLERANCE
+        tolerance = SINGLE if self.single else 10 * ROUNDING
         slack = tolerance * (1 + float(factor.abs().max())) * (0.1 if self.capped else 1)
         moved, spread, follows = drawn
         used, raw, visible = own
@@ -167,7 +165,7 @@ class _Reader:
 
     def _axis(self, some: Tensor, live: Tensor) -> tuple[str, Tensor]:
         """Over what the weights sum to one, and the number of its group for each score."""
-        tolerance = SINGLE if self.single else 1e-6
+        tolerance = SINGLE if self.single else MEASURED
         table = self.part.table
         width = int(table.key.max()) + 1
         tall = int(table.query.max()) + 1
@@ -191,7 +189,7 @@ class _Reader:
         rise = (some - none)[live]
         if bool(live.any()) and bool(rise.isfinite().all()):
             factor = float((rise * spread[live]).sum() / (spread[live] ** 2).sum())
-            if bool(((rise - factor * spread[live]).abs() <= 1e-6 * (1 + rise.abs().max())).all()):
+            if bool(((rise - factor * spread[live]).abs() <= MEASURED * (1 + rise.abs().max())).all()):
                 model.kind, model.factor = "linear", factor
                 return model
         model.kind = "softmax" if bool(model.dead.all() | none.isnan().all()) and self._all_held_down() else "other"

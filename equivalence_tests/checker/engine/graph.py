@@ -1,0 +1,134 @@
+"""Who made each tensor of a run, who used it, and what of it comes back."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.watching import Operation, Slot, storage_of
+
+Passing = Callable[[Operation], Iterable[Slot]]  # gives what is followed of what an operation takes
+
+
+class Graph:
+    """The operations of one run as a graph, from what was given to what comes back.
+
+    Args:
+        operations: In the order in which they ran.
+    """
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.operations = operations
+
+    @cached_property
+    def _giving(self) -> dict[int, list[int]]:
+        """By tensor: the operations that gave it."""
+        return self._places((operation.index, slot.key) for operation in self.operations for slot in operation.outputs)
+
+    @cached_property
+    def _taking(self) -> dict[int, list[int]]:
+        """By tensor: the operations that took it."""
+        return self._places((operation.index, slot.key) for operation in self.operations for slot in operation.inputs)
+
+    @cached_property
+    def _writing(self) -> dict[int, list[int]]:
+        """By memory: the operations that wrote into it."""
+        writing = (operation for operation in self.operations if operation.inplace)
+        return self._places((operation.index, storage_of(operation.inputs[0].tensor)) for operation in writing)
+
+    def _places(self, pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = defaultdict(list)
+        for index, key in pairs:
+            found[key].append(index)
+        return dict(found)
+
+    def maker(self, slot: Slot, before: int) -> Operation | None:
+        """Give the last operation that gave a tensor, or wrote into its memory; None where none did.
+
+        Args:
+            slot: The tensor.
+            before: The first operation that comes too late.
+        """
+        gave, wrote = self._giving.get(slot.key, []), self._writing.get(storage_of(slot.tensor), [])
+        last = gave[place - 1] if (place := bisect_left(gave, before)) else -1
+        for index in reversed(wrote[: bisect_left(wrote, before)]):
+            if index > last and _overlap(self.operations[index].inputs[0].tensor, slot.tensor):
+                return self.operations[index]
+        return self.operations[last] if last >= 0 else None
+
+    def users(self, slot: Slot) -> list[Operation]:
+        """List the operations that take a tensor."""
+        return [self.operations[index] for index in self._taking.get(slot.key, [])]
+
+    def ancestors(self, slot: Slot, before: int, passing: Passing) -> Iterator[Operation]:
+        """List the operations that a tensor was made by, the last one first.
+
+        Args:
+            slot: The tensor.
+            before: The first operation that comes too late to have made it.
+            passing: Says which tensors that an operation takes are followed further.
+        """
+        left, seen = [(slot, before)], set[int]()
+        while left:
+            operation = self.maker(*left.pop())
+            if operation is not None and operation.index not in seen:
+                seen.add(operation.index)
+                yield operation
+                left += [(taken, operation.index) for taken in passing(operation)]
+
+    def descendants(self, operation: Operation, ends: Collection[str]) -> Iterator[Operation]:
+        """List the operations that take what one gave, or what such operations gave in turn.
+
+        Args:
+            operation: Whose result is followed.
+            ends: Functions behind which nothing is followed.
+        """
+        made = {storage_of(slot.tensor) for slot in operation.outputs}
+        for later in self.operations[operation.index + 1 :]:
+            if any(storage_of(slot.tensor) in made for slot in later.inputs):
+                yield later
+                if later.name not in ends:
+                    made |= {storage_of(slot.tensor) for slot in later.outputs}
+
+    def live(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Give the indices of the operations on which some tensors depend."""
+        needed, live = {storage_of(x) for x in tensors}, set[int]()
+        for operation in reversed(self.operations):
+            if any(storage_of(slot.tensor) in needed for slot in operation.outputs):
+                live.add(operation.index)
+                needed |= {storage_of(slot.tensor) for slot in operation.inputs}
+        return live
+
+    def unwatched(self, given: Iterable[Slot]) -> Operation | None:
+        """Give the first of the user's lines that takes what neither was given nor came of an operation.
+
+        Args:
+            given: What was handed over, and what the module holds.
+        """
+        known = {storage_of(slot.tensor) for slot in given}
+        for operation in self.operations:
+            taken = {storage_of(slot.tensor) for slot in operation.inputs}
+            if operation.frames and not taken <= known:
+                return operation
+            known |= taken | {storage_of(slot.tensor) for slot in operation.outputs}
+        return None
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two views of one memory have elements in common."""
+    return bool(torch.isin(*(elements_of(view) * view.element_size() for view in (one, other))).any())
+
+
+def elements_of(view: Tensor) -> Tensor:
+    """Say where the elements of a view lie in its memory, counted in elements.
+
+    >>> elements_of(torch.zeros(2, 3)[:, 1]).tolist()
+    [1, 4]
+    """
+    places = torch.tensor(view.storage_offset())
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        places = places[..., None] + torch.arange(size) * stride
+    return places.reshape(-1)
