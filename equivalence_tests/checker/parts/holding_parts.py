@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import numbered
-from equivalence_tests.checker.engine.distance import FLOAT32_INSIDE
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.same import FLOAT32_INSIDE
 from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
