@@ -23,6 +23,7 @@ from equivalence_tests.wrong.drawing import UNCHANGED, drawn, unchanged
 from equivalence_tests.wrong.editing import Version
 from equivalence_tests.wrong.judging import accused, called_equal, excused, judged
 from equivalence_tests.wrong.operators import OPERATORS, Operator
+from equivalence_tests.wrong.parts import rights as part_rights
 from equivalence_tests.wrong.right import rights
 from equivalence_tests.wrong.sources import Right
 from equivalence_tests.wrong.table import summary, table, written
@@ -35,14 +36,14 @@ WILD = Limits(cpu_seconds=180)
 Row = dict[str, Any]
 
 
-def chosen(only: str, operators: Sequence[Operator]) -> tuple[list[Right], list[Operator]]:
+def chosen(only: str, operators: Sequence[Operator], of: Sequence[Right]) -> tuple[list[Right], list[Operator]]:
     """Choose by a part of a name each: OPERATOR/CLASS, where either may be left out.
 
     Raises:
         typer.BadParameter: If there is no such class or operator.
     """
     operator, _, name = only.partition("/")
-    found = [right for right in rights() if name in (right.name, "")], [x for x in operators if operator in x.name]
+    found = [right for right in of if name in (right.name, "")], [x for x in operators if operator in x.name]
     if not all(found):
         raise typer.BadParameter(f"--only must name an operator and a class as OPERATOR/CLASS, got {only}")
     return found
@@ -151,6 +152,7 @@ def main(
     only: Annotated[str, typer.Option(help="OPERATOR/CLASS; a part of an operator's name will do.")] = "/",
     models: Annotated[int, typer.Option(min=0, help="How many published models, where they are installed.")] = 0,
     each: Annotated[int, typer.Option(min=1, help="How many versions of each of their attentions.")] = 4,
+    parts: Annotated[bool, typer.Option("--parts", help="Norms, feed-forwards, positions and masks instead.")] = False,
     unseen: Annotated[bool, typer.Option("--unseen", help="Only the operators that are kept for the end.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="How many children at a time.")] = os.cpu_count() or 1,
@@ -164,12 +166,13 @@ def main(
     torch.set_num_threads(1)
     operators = UNSEEN if unseen else OPERATORS
     facts = {"torch": version("torch"), "seed": seed, "sample": sample, "models": models, "only": only}
+    facts |= {"parts": True} if parts else {}
     run = Run({**facts, "unseen": unseen, "quick": quick}, output, jobs)
     with tempfile.TemporaryDirectory() as folder:
         if quick:
             run.over(iter(fixed.versions()), len(fixed.EDITS))
         else:
-            found, kinds = chosen(only, operators)
+            found, kinds = chosen(only, operators, part_rights() if parts else rights())
             run.over(drawn(found, kinds, seed, Path(folder)), sample)
             if models and not run.broken_off:
                 listed = wild.models()

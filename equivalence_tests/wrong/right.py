@@ -11,7 +11,7 @@ from equivalence_tests.checker.zoo import conventions
 from equivalence_tests.checker.zoo import right as texts
 from equivalence_tests.wrong.sources import HEADS, LENGTHS, WIDTH, Right, call_of, complete, sizes_of, text_of
 
-__all__ = ["rights"]
+__all__ = ["Row", "right_of", "rights"]
 
 X = ("x:tokens",)
 CROSS = "query:tokens key:memory value:memory"
@@ -128,17 +128,25 @@ def rights() -> tuple[Right, ...]:
 
 def _listed() -> Iterator[Right]:
     source = inspect.getsource(conventions)
-    yield from (_right("zoo", row, text_of(source, row[0])) for row in ZOO)
-    yield from (_right("zoo", row, texts.broken(row[0]), "Attention") for row in WRITTEN)
+    yield from (right_of("zoo", row, text_of(source, row[0])) for row in ZOO)
+    yield from (right_of("zoo", row, texts.broken(row[0]), "Attention") for row in WRITTEN)
     for room, rows in (("styles", STYLES), ("public_code", PUBLIC)):
         try:
             source = inspect.getsource(import_module(f"{ENGINE}.test_{room}"))
         except ModuleNotFoundError:
             continue
-        yield from (_right(room.partition("_")[0], row, text_of(source, row[0])) for row in rows)
+        yield from (right_of(room.partition("_")[0], row, text_of(source, row[0])) for row in rows)
 
 
-def _right(room: str, row: Row, text: str, target: str = "") -> Right:
+def right_of(room: str, row: Row, text: str, target: str = "") -> Right:
+    """Make one of its row and its text.
+
+    Args:
+        room: Where it comes from.
+        row: Its name, the arguments of its constructor, and its calls.
+        text: Source that stands alone.
+        target: The class or function in it, where that is not its name.
+    """
     name, arguments, calls = row
     sizes = sizes_of(arguments, text)
     lengths = (5,) if name == "LearntScales" else LENGTHS  # its table has five rows

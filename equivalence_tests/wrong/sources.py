@@ -102,19 +102,38 @@ DRAWS: Mapping[str, Draw] = {
     "angles": lambda _, n: _angles(n),
     "places": lambda _, n: torch.arange(n).flip(0),
     "kept": lambda generator, _: {name: _normal(BATCH, HEADS, 3, WIDTH // HEADS, generator=generator) for name in "kv"},
+    "vector": _of_shape(lambda _: (WIDTH,)),
+    "matrix": _of_shape(lambda _: (WIDTH, WIDTH)),
+    "ids": lambda generator, n: torch.randint(0, 4, (BATCH, n), generator=generator),
+    "length": lambda _, n: n,
+    "longer": lambda _, n: n + 2,
+    "two": lambda *_: 2,
+    "cpu": lambda *_: "cpu",
     "table": lambda generator, n: torch.rand(n, 4, generator=generator, dtype=torch.float64),
 }
 
 
+class Calls(nn.Module):
+    """A function, as a module without parameters."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, **given: Any) -> Any:
+        """Call it."""
+        return self.function(**given)
+
+
 @dataclass(frozen=True)
 class Right:
-    """A right attention.
+    """A right attention, or another part.
 
     Args:
-        room: Where it comes from: "zoo", "styles", "public", "fixed".
+        room: Where it comes from: "zoo", "styles", "public", "fixed", "parts", "masks".
         name: What to call it.
         text: Source that stands alone.
-        target: The class in it.
+        target: The class or function in it.
         arguments: Of its constructor.
         calls: For each call the arguments, each with a name of ``DRAWS``; every form of mask has a call of its own.
         sizes: How its constructor writes each size, for edits that add a parameter.
@@ -133,9 +152,10 @@ class Right:
     package: str = ""
 
     def built(self, module: ModuleType) -> nn.Module:
-        """Build the class of this name in a module, in float64 and in eval."""
+        """Build the class of this name in a module, in float64 and in eval; a function is called as it is."""
         torch.manual_seed(0)
-        made: nn.Module = getattr(module, self.target)(**self.arguments)
+        found = getattr(module, self.target)
+        made: nn.Module = found(**self.arguments) if isinstance(found, type) else Calls(found)
         return made.double().eval()
 
     def imported(self, text: str, folder: Path, name: str = "attention") -> tuple[Path, ModuleType]:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from equivalence_tests.wild.models import WildModel
 from equivalence_tests.wrong import __main__ as command
-from equivalence_tests.wrong import fixed
+from equivalence_tests.wrong import fixed, parts
 from equivalence_tests.wrong.asking import INTENDED
 from equivalence_tests.wrong.drawing import UNCHANGED, drawn
 from equivalence_tests.wrong.editing import Editable, Version
@@ -80,8 +80,9 @@ def test_a_tenth_of_the_operators_is_kept_for_the_end() -> None:
 
 def test_every_right_attention_runs_and_is_as_right_as_itself(tmp_path: Path) -> None:
     assert len(rights()) >= 60
+    assert len(parts.rights()) >= 20
     assert len({right.name for right in rights()}) == len(rights())
-    for right in rights():
+    for right in (*rights(), *parts.rights()):
         assert truth(right.text, tmp_path, right) == Truth(0.0, 0.0), right.name
 
 
@@ -244,7 +245,7 @@ def test_what_was_found_out_before_an_interruption_is_kept(monkeypatch: pytest.M
 
 
 def test_the_draw_is_that_of_the_seed_and_of_what_was_chosen(tmp_path: Path) -> None:
-    found = command.chosen("roll/Base", OPERATORS)
+    found = command.chosen("roll/Base", OPERATORS, rights())
     assert [right.name for right in found[0]] == ["Base"]
     assert {operator.name.partition(":")[0] for operator in found[1]} == {"roll"}
     texts = [[version.text for version in drawn(*found, seed, tmp_path)] for seed in (0, 0, 1)]

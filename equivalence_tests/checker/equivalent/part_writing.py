@@ -340,7 +340,9 @@ class PartWriter(Conversion):
 
     def _function(self, lines: Sequence[str]) -> str:
         body = "\n".join(f"    {line}" for line in lines)
-        return f'def equivalent({self.signature}) -> Tensor:\n    """Give the same."""\n{body}\n'
+        several = re.search(r"return [^()]*, |return .*\), ", body.splitlines()[-1])
+        kind = "tuple[Tensor, ...]" if several else "Tensor"
+        return f'def equivalent({self.signature}) -> {kind}:\n    """Give the same."""\n{body}\n'
 
     def _as_a_chain(self, result: Text) -> None:
         """Write modules that follow one another as nn.Sequential."""

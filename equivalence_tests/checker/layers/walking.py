@@ -512,7 +512,7 @@ def _add_mask_methods(walk: Walk) -> None:
     """Check the methods that build masks, as far as they can be read."""
     for name, method in mask_methods(walk.module):
         with contextlib.suppress(CannotCheckError):
-            part = examine_mask_builder(method, name)
+            part = examine_mask_builder(method, name, walk.meant)
             if part.verdict != "unchecked":
                 _add_part(walk, name, part)
 

@@ -54,7 +54,7 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
         CannotCheckError: If it cannot be built or called.
     """
     if kind == "mask_builder":
-        return examine_mask_builder(found, name)
+        return examine_mask_builder(found, name, adapter.meant)
     observed, errors = list[Report](), list[str]()
     for subject in subjects(found, name, adapter):
         # What fits nothing at two small widths fits nothing at a large one.

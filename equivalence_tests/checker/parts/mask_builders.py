@@ -9,7 +9,7 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.ran import frames_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.intended import accepted
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.parts.drawing import OF_BOOLS, CallOfRoles, Drawn
 from equivalence_tests.checker.parts.kinds import BUILDER_NAME
-from equivalence_tests.checker.parts.mask_meanings import Meaning, draws_of, meanings
+from equivalence_tests.checker.parts.mask_meanings import COMPARED, Meaning, draws_of, meanings
+from equivalence_tests.checker.parts.mask_writing import hold_masks
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.masking import ENCODINGS, SHAPES
@@ -95,8 +97,13 @@ def _own_builder(name: str, member: Any) -> bool:
     return BUILDER_NAME.search(name) is not None and isinstance(member, staticmethod | classmethod | type(_own_builder))
 
 
-def examine_mask_builder(found: Any, name: str) -> Report:
+def examine_mask_builder(found: Any, name: str, intended: Mapping[str, str] | None = None) -> Report:
     """Check a function or method that builds masks.
+
+    Args:
+        found: The function.
+        name: What to call it.
+        intended: Which deviations are on purpose: name -> reason.
 
     Returns:
         The report: which mask each output is, in which shape and meaning, and what is wrong with it.
@@ -113,7 +120,11 @@ def examine_mask_builder(found: Any, name: str) -> Report:
         answers = "; ".join(dict.fromkeys(errors)) or "it takes nothing that a mask is built from"
         raise CannotCheckError(f"no way to call {name} as a mask builder was found: {answers}")
     ran = operations_of(lambda: best.plan.call(function, draws[0]))
-    return _reported(report, best, draws[0], ran)
+    report = accepted(_reported(report, best, draws[0], ran), intended or {})
+    if report.verdict == "equal":
+        masks = [one for one in zip(best.masks, best.outputs, strict=True) if one[0] is not None]
+        hold_masks(report, function, best.plan, masks, draws_of(_pads_near(function), COMPARED))
+    return report
 
 
 def _bound(found: Any) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo import builders
 from equivalence_tests.checker.zoo.parts import (
     ConcatenatedPositionalEncoding,
     GainBiasLayerNorm,
@@ -229,3 +230,43 @@ def test_the_comparison_of_the_whole_decides(kind: type[nn.Module]) -> None:
     assert report.equivalent is not None
     assert not report.equivalent.agrees
     assert "differs from torch with the same weights" in report.reason
+
+
+# Each with the expression that says what may be looked at.
+MASKS: dict[Callable[..., Any], str] = {
+    builders.square_subsequent_mask: "torch.ones(sz, sz, dtype=torch.bool).tril()",
+    builders.finite_causal_mask: "torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)",
+    builders.key_padding_mask: "tokens != pad_idx",
+    builders.target_mask: "dtype=torch.bool, device=tgt.device).tril() & (tgt != pad)[:, None])[:, None]",
+    builders.all_masks: "src.T != 1",
+    builders.mask_from_lengths: "torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]",
+    builders.window_mask: "torch.ones(size, size, dtype=torch.bool).tril().triu(1 - window)",
+}
+GIVEN: dict[str, Any] = {"sz": 4, "q_len": 3, "k_len": 5, "size": 7, "window": 2, "pad": 1}
+GIVEN |= {"lengths": torch.tensor([2, 4])}
+
+
+@pytest.mark.parametrize("function", MASKS)
+def test_a_mask_is_written_with_torchs_triangles(function: Callable[..., Any]) -> None:
+    report = verify(function)
+    assert report.verdict == "equal", report
+    assert report.equivalent is not None
+    assert MASKS[function] in report.equivalent.source
+    ids = torch.randint(0, 3, (4, 6))
+    code = function.__code__
+    required = code.co_varnames[: code.co_argcount - len(function.__defaults__ or ())]
+    given = [GIVEN.get(name, ids) for name in required]
+    torch.testing.assert_close(report.equivalent.of(None)(*given), function(*given))
+
+
+def mask_of_short_texts(size: int) -> Tensor:
+    """Wrong for texts longer than those that it is read with."""
+    mask = torch.ones(size, size).tril().bool()
+    mask[30:, 3] = False
+    return mask
+
+
+def test_a_mask_is_compared_at_other_lengths_than_those_it_is_read_at() -> None:
+    report = verify(mask_of_short_texts)
+    assert report.verdict == "unchecked", report
+    assert "differs from torch" in report.reason
