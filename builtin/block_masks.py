@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import create_block_mask as torchs  # as it is now, whatever takes its place
 
 from scratch import block_masks as by_hand
 from scratch import validation
@@ -38,14 +38,14 @@ def create_block_mask(
     """
     validation.check_create_block_mask(mask_mod, BLOCK_SIZE, B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     place = device_or_accelerator(device)
-    validation.check_mask_mod_result(torch_flex.create_mask(mask_mod, 1, 1, 1, 1, place))
+    validation.check_mask_mod_result(create_mask(mask_mod, 1, 1, 1, 1, place))
     given = {"separate_full_blocks": separate_full_blocks, "compute_dq_write_order": compute_dq_write_order}
     given |= {"dq_kv_order": dq_kv_order}
     usual = {"separate_full_blocks": True, "compute_dq_write_order": False, "dq_kv_order": True}
     # torch 2.11 does not have these three.
     options: dict[str, Any] = {name: x for name, x in given.items() if x is not usual[name]}
-    validation.check_known_to_torch(torch_flex.create_block_mask, options)
-    return torch_flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, _compile, **options)
+    validation.check_known_to_torch(torchs, options)
+    return torchs(mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, _compile, **options)
 
 
 def as_torchs(block_mask: Any) -> BlockMask | None:

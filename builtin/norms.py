@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import rms_norm as torchs_rms_norm  # as it is now, whatever takes its place
 
 from scratch import norms as by_hand
 from scratch import validation
@@ -23,7 +23,7 @@ def rms_norm(
 ) -> Float[Tensor, "..."]:
     """In torch.nn: ``F.rms_norm``, called as it is. It warns about a ``weight`` of another dtype."""
     validation.check_rms_norm(input, normalized_shape, weight)
-    return F.rms_norm(input, list(normalized_shape), weight, eps)
+    return torchs_rms_norm(input, list(normalized_shape), weight, eps)
 
 
 @documented_like(by_hand.RMSNorm)

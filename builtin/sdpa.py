@@ -3,7 +3,7 @@
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as torchs  # as it is now, whatever takes its place
 
 from scratch import sdpa as by_hand
 from scratch import validation
@@ -32,6 +32,7 @@ def scaled_dot_product_attention(
         ``is_causal`` starts at the upper left corner, however many keys there are: see trap `sdpa_top_left`.
         On some paths torch accepts ``attn_mask`` together with ``is_causal``: see trap `sdpa_mask_and_causal`.
         On CPU torch accepts fewer values than keys: see trap `sdpa_lengths_unchecked`.
+        Scores that overflow give zeros instead of NaN: see trap `overflow_becomes_zeros`.
         There is no training mode: see trap `sdpa_dropout_in_eval`.
         A mask of 0.0 and 1.0 hides nothing: see trap `float_mask_added`.
         A padding mask needs dimensions for heads and queries: see trap `sdpa_padding_mask_axes`.
@@ -51,6 +52,4 @@ def scaled_dot_product_attention(
     validation.check_scaled_dot_product_attention((query, key, value), attn_mask, dropout_p, is_causal, enable_gqa)
     if attn_mask is not None and not validation.is_causal_bias(attn_mask):
         attn_mask = torch.atleast_2d(attn_mask)  # the fused kernel on CPU fails with fewer dimensions
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -15,6 +15,8 @@ from scratch.layers import DecoderLayerCache
 
 __all__ = ["Transformer", "TransformerDecoder", "TransformerEncoder"]
 
+TORCHS_MASK = nn.Transformer.generate_square_subsequent_mask  # as it is now, whatever takes its place
+
 
 @documented_like(by_hand.TransformerEncoder)
 class TransformerEncoder(nn.TransformerEncoder):
@@ -240,4 +242,4 @@ class Transformer(nn.Transformer):
             float32 by default, whatever the model's dtype: see trap `square_subsequent_float32`.
         """
         validation.check_square_subsequent_mask(sz, dtype)
-        return nn.Transformer.generate_square_subsequent_mask(sz, device, dtype)  # type: ignore[arg-type]
+        return TORCHS_MASK(sz, device, dtype)  # type: ignore[arg-type]

@@ -51,6 +51,13 @@ def varlen_attn(
         Causal is aligned to the lower right corner: see trap `varlen_lower_right`.
         Tokens behind the last sequence spoil the gradients: see trap `varlen_tail_tokens`.
 
+    >>> import torch
+    >>> x, cu_seq = torch.zeros(5, 1, 8).half(), torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> varlen_attn(x, x, x, cu_seq, cu_seq, 3, 3)
+    Traceback (most recent call last):
+    ...
+    scratch.validation.basics.ArgumentUnsupportedError: query must be float16 or bfloat16 on CUDA, ...
+
     Source: Dao et al. 2022, section 3, for the kernel behind it;
     https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
     """

@@ -66,7 +66,8 @@ class MultiheadAttention(nn.Module):
     In torch.nn: ``nn.MultiheadAttention``, with the same parameters under the same names, drawn in the same order.
     Differences: here ``out_proj`` is called as a module, so that hooks and adapters on it run; there is no fused fast
     path, so train and eval, with and without gradients, give the same numbers; masks of mixed dtypes are
-    accepted without a warning; ``qk_head_dim``, ``v_head_dim`` and ``cache`` are extensions.
+    accepted without a warning; a padding mask for no samples or no keys is accepted without ``need_weights`` too;
+    ``qk_head_dim``, ``v_head_dim`` and ``cache`` are extensions.
 
     Source: Vaswani et al. 2017, section 3.2.2;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html

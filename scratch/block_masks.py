@@ -58,7 +58,7 @@ def create_block_mask(
         TypeError: For what is no function of four arguments, or one that gives no bool.
 
     In torch.nn: ``torch.nn.attention.flex_attention.create_block_mask``. The mask is written out as a whole there, and
-    one row of blocks after the other here.
+    one row of blocks after the other here. A ``B`` or ``H`` of 0 is refused here: None serves an empty batch.
 
     Source: Dong et al. 2024, section 4.2.
 

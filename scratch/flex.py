@@ -106,7 +106,9 @@ def flex_attention(
         TypeError: For what is no tensor, no function or no block mask.
 
     In torch.nn: ``torch.nn.attention.flex_attention.flex_attention``, which has no gradient on CPU and no
-    ``max_scores`` there. Half precision is rounded to once, at the end; torch rounds the weights too.
+    ``max_scores`` there. Half precision is rounded to once, at the end; torch rounds the weights too. The log-sum-exp
+    is float32 here; there it has the dtype that ``score_mod`` gives. A block mask made for another batch is refused
+    here; there it runs unless it is compiled.
 
     Source: Dong et al. 2024, section 3; https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
 

@@ -400,3 +400,15 @@ class TestSteps:
 def test_grouped_heads_of_which_there_are_none_need_no_division() -> None:
     query, key = torch.empty(0, 5, 4), torch.empty(0, 7, 4)
     assert scratch.scaled_dot_product_attention(query, key, key, enable_gqa=True).shape == (0, 5, 4)
+
+
+def test_the_two_rows_that_torch_gives_otherwise() -> None:
+    """What ``scaled_dot_product_attention`` says under "In torch.nn"."""
+    query, key, value = torch.full((1, 2, 8), 1e20), torch.full((1, 3, 8), -1e20), torch.randn(1, 3, 8)
+    no_keys = torch.randn(1, 0, 8)
+    for asked, expected in (((query, key, value), 0.0), ((query * torch.nan, no_keys, no_keys), torch.nan)):
+        theirs = F.scaled_dot_product_attention(*asked)
+        assert theirs.equal(torch.full_like(theirs, expected)) or (theirs.isnan().all() and math.isnan(expected))
+        ours = scratch.scaled_dot_product_attention(*asked)
+        assert bool(ours.isnan().all()) is (expected == 0.0)
+        assert bool((ours == 0).all()) is math.isnan(expected)

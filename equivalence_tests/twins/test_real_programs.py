@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
+import builtin
 import scratch
 from equivalence_tests.instruments.differences import compare_errors
 from equivalence_tests.instruments.side_by_side import (
@@ -731,3 +732,20 @@ def onnx_model(serialized: bytes) -> Any:
     graph = onnx.load_from_string(serialized)
     onnx.checker.check_model(graph, full_check=True)
     return graph
+
+
+def test_builtin_serves_in_torchs_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its classes and functions call what was there when they were imported, and so never themselves."""
+    homes = (nn, F, torch.nn.attention.flex_attention)
+    taken = [(home, name) for name in builtin.__all__ for home in homes if hasattr(home, name)]
+    assert len(taken) > 10
+    for home, name in taken:
+        monkeypatch.setattr(home, name, getattr(builtin, name))
+    x, flex = torch.randn(5, 2, 12), torch.nn.attention.flex_attention
+    assert nn.Transformer(12, 3, 1, 1, 20)(x, x).shape == x.shape
+    assert nn.Transformer.generate_square_subsequent_mask(3).shape == (3, 3)
+    assert nn.RMSNorm(12)(x).shape == x.shape
+    causal = flex.create_block_mask(scratch.score_functions.causal(), None, None, 5, 5, "cpu")
+    q = torch.randn(2, 3, 5, 8)
+    ours = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(flex.flex_attention(q, q, q, block_mask=causal), ours)

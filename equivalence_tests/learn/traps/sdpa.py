@@ -485,6 +485,43 @@ class SdpaWithoutBatch(Trap):
         return right == ["_scaled_dot_product_flash_attention_for_cpu"]
 
 
+class OverflowBecomesZeros(Trap):
+    """Scores that overflow give an output of zeros, where a NaN would tell."""
+
+    number = 77
+    name = "overflow_becomes_zeros"
+    severity = Severity.WRONG_NUMBERS
+    concerns = ("scaled_dot_product_attention.query", "scaled_dot_product_attention.key")
+    expects = "When activations explode, NaN appears, and a check for finite outputs stops the training."
+    happens = "All scores are -inf, the output is 0, and the check passes. With scores of +inf the output is NaN."
+    why = (
+        "A row in which a query may look at nothing is all -inf, and is defined to give 0. Nothing tells such a row from "
+        "one that overflowed. softmax itself gives NaN for both; by hand, what may be looked at decides, not the scores."
+    )
+    places = (Place(functional.attention, "softmax"), Place(sdpa.textbook_attention, "context * row_sees"))
+    instead = "Check the queries and keys, or the scores: trace_attention gives them."
+
+    def wrong(self) -> Tensor:
+        query, key, value = torch.full((1, 1, 8), 1e20), torch.full((1, 3, 8), -1e20), torch.randn(1, 3, 8)
+        output = F.scaled_dot_product_attention(query, key, value)
+        print(output)
+        print("finite:", output.isfinite().all().item())
+        return output
+
+    def right(self) -> bool:
+        query, key = torch.full((1, 1, 8), 1e20), torch.full((1, 3, 8), -1e20)
+        scores = query @ key.mT / 8**0.5
+        print(scores)
+        print("finite:", scores.isfinite().all().item())
+        return bool(scores.isfinite().all())
+
+    def holds(self, wrong: Tensor) -> bool:
+        return bool((wrong == 0).all())
+
+    def helps(self, right: bool) -> bool:
+        return not right
+
+
 TRAPS: tuple[type[Trap], ...] = (
     SdpaTopLeft,
     SdpaDropoutInEval,
@@ -496,4 +533,5 @@ TRAPS: tuple[type[Trap], ...] = (
     NoSecondDerivative,
     SdpaFallsBack,
     SdpaWithoutBatch,
+    OverflowBecomesZeros,
 )
