@@ -1,5 +1,6 @@
 """``sidebyside models``: is an attention function right inside the models of transformers?"""
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from scratch.task.command_line import one_line_errors
 __all__ = ["models"]
 
 NONE = "none"
+GIVEN = ("module", "query", "key", "value", "attention_mask")
 
 
 def models(
@@ -56,7 +58,7 @@ def models(
     with one_line_errors():
         check_files(json_file, junit_file)
         library = Transformers()
-        function = _loaded(target)
+        function = _attention_function(target)
         with progress("building", None) as advance, in_float64():
             listed = library.architectures(tuple(architecture or ()), quick, advance)
         registration = _registration(library, listed, function, target, mask)
@@ -74,6 +76,17 @@ def _loaded(target: str) -> Any:
         raise validation.ArgumentValueError(str(error)) from error
     if not callable(function):
         raise validation.ArgumentTypeError(f"{target} must be a function, got a {type(function).__name__}")
+    return function
+
+
+def _attention_function(target: str) -> Any:
+    """Load the target, which must take what models hand over."""
+    function = _loaded(target)
+    try:
+        inspect.signature(function).bind(*GIVEN)
+    except (TypeError, ValueError) as error:
+        wanted = f"{target} must be a function of ({', '.join(GIVEN)}, **kwargs)"
+        raise validation.ArgumentValueError(f"{wanted}: {error}") from error
     return function
 
 

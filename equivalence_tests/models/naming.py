@@ -17,7 +17,7 @@ from equivalence_tests.models.judging import Ran, Runs
 from equivalence_tests.models.library import Registration
 from equivalence_tests.models.precision import in_float64
 
-__all__ = ["Cause", "cause_of", "read_in"]
+__all__ = ["Cause", "cause_of", "described", "read_in"]
 
 NO_MASK = "the mask is None here: no mask function is registered for this name"
 LEFT_TO_IT = "the mask is None here, by which the mask function means: causal, if module.is_causal says so"
@@ -58,18 +58,25 @@ def cause_of(runs: Runs, right: Ran, ran: Ran, registration: Registration) -> Ca
     own, given = right.calls[number], ran.calls[number]
     with in_float64(), torch.no_grad():
         names = _names(own, given, registration)
-    return Cause(tuple(dict.fromkeys(names)), _where(runs, given, ran.calls), (own, given))
+    return Cause(tuple(dict.fromkeys(names)), described(runs, given, ran.calls), (own, given))
 
 
-def _where(runs: Runs, call: Call, calls: Sequence[Call]) -> str:
+def described(runs: Runs, call: Call, calls: Sequence[Call]) -> str:
+    """Name the layer that made a call, and the sizes of the call.
+
+    Args:
+        runs: Of the model.
+        call: The call.
+        calls: All calls of its run.
+    """
     query, key, _ = call.inputs
     number = [one for one in calls if one.module is call.module].index(call) + 1
     queries = f"{query.shape[2]} {'query' if query.shape[2] == 1 else 'queries'}"
     sizes = f"{queries} on {key.shape[2]} keys, {query.shape[1]} heads on {key.shape[1]}"
-    return f"{runs.path(call)}, call {number}: {sizes}, mask {_described(call.mask)}"
+    return f"{runs.path(call)}, call {number}: {sizes}, mask {_kind_of(call.mask)}"
 
 
-def _described(mask: object) -> str:
+def _kind_of(mask: object) -> str:
     if isinstance(mask, Tensor):
         return f"{str(mask.dtype).removeprefix('torch.')} {tuple(mask.shape)}"
     return "None" if mask is None else type(mask).__name__
@@ -136,9 +143,9 @@ def _by_gradients(runs: Runs, own: Sequence[Call], given: Sequence[Call]) -> Cau
             if wrong and found:
                 names = mistakes_in(found, expected, wrong, _as_kernel(right))
                 told = names or [f"{' and '.join(sorted(wrong))} of this call: {UNTOLD}"]
-                return Cause(tuple(told), _where(runs, call, given), (right, call))
+                return Cause(tuple(told), described(runs, call, given), (right, call))
             if wrong:
-                return Cause(("its output has no gradient",), _where(runs, call, given), (right, call))
+                return Cause(("its output has no gradient",), described(runs, call, given), (right, call))
     return Cause()
 
 

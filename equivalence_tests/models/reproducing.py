@@ -9,7 +9,7 @@ __all__ = ["reproducer"]
 WIDTH = 112
 
 
-def reproducer(architecture: Architecture, situation: Situation, registration: Registration) -> str:
+def reproducer(architecture: Architecture, situation: Situation, registration: Registration, seed: int) -> str:
     """Write a program that prints how far a model with the function is from the model with its own attention.
 
     It runs the lines that the judge ran, with the same numbers.
@@ -18,11 +18,12 @@ def reproducer(architecture: Architecture, situation: Situation, registration: R
         architecture: The model.
         situation: How it is run.
         registration: The function and its mask function.
+        seed: Of the inputs.
 
     Returns:
-        Python, or "" where the library gives no lines.
+        Python, or "" where the library gives no lines or the model's own attention is not what it is held against.
     """
-    if not architecture.lines:
+    if not architecture.lines or situation.dropout:
         return ""
     told = "torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])"
     shown = [f"    results.append({told if situation.trains else 'output.detach()'})"]
@@ -36,7 +37,7 @@ def reproducer(architecture: Architecture, situation: Situation, registration: R
         "results = []",
         f"for name in ('eager', {registration.name!r}):",
         "    model.set_attn_implementation(name)",
-        "    torch.manual_seed(0)",
+        f"    torch.manual_seed({seed})",
         *(f"    {line}" for line in situation.lines),
         *shown,
     ]

@@ -9,7 +9,7 @@ from equivalence_tests.kernels.reporting import Report
 from equivalence_tests.models.faults import Found, faults_in
 from equivalence_tests.models.judging import UNMASKED, ModelCell, Ran, Runs
 from equivalence_tests.models.library import Architecture, Library, Registration, Situation
-from equivalence_tests.models.naming import Cause, cause_of
+from equivalence_tests.models.naming import Cause, cause_of, described
 from equivalence_tests.models.reproducing import reproducer
 
 __all__ = ["TITLE", "best_registration", "judged"]
@@ -104,7 +104,7 @@ class _Judged:
             return False
         self.cells.append(cell)
         if cell.state == "wrong":
-            program = reproducer(self.architecture, situation, self.registration)
+            program = reproducer(self.architecture, situation, self.registration, self.request.seed)
             self.found.append(Found(cell, self._cause(situation, ran), program))
         if situation.unmasked and self.registration.mask is not None:
             bare, _ = self.runs.judge(situation, replace(self.registration, mask=None), size)
@@ -114,7 +114,7 @@ class _Judged:
 
     def _cause(self, situation: Situation, ran: Ran) -> Cause:
         if situation.dropout or ran.failure:
-            return Cause()
+            return Cause(where=described(self.runs, ran.calls[-1], ran.calls)) if ran.calls else Cause()
         return cause_of(self.runs, self.runs.right(situation), ran, self.registration)
 
 

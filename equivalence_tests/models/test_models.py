@@ -229,14 +229,18 @@ def transformers_library() -> Transformers:
     return Transformers()
 
 
+OURS = "equivalence_tests.models.planted:by_scratch"
+
+
 @needs_transformers
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["missing.py:f"], "missing.py"),
         (["math:pi"], "math:pi must be a function, got a float"),
-        (["math:sqrt", "--architecture", "lama"], "--architecture must be"),
-        (["math:sqrt", "--architecture", "gpt2", "--mask", "causal"], "--mask must be"),
+        (["math:sqrt"], "must be a function of (module, query, key, value, attention_mask, **kwargs)"),
+        ([OURS, "--architecture", "lama"], "--architecture must be"),
+        ([OURS, "--architecture", "gpt2", "--mask", "causal"], "--mask must be"),
     ],
 )
 def test_bad_input_is_one_line(options: list[str], said: str) -> None:
