@@ -49,6 +49,7 @@ def kernels(
 
     With a TARGET, a kernel of your own is asked in the place of torch's, and what is wrong in it is named. It takes
     query, key and value, (batch, heads, tokens, features), and of the other arguments of torch's function those it has.
+    Where it returns the log-sum-exp beside its output, that is checked too.
 
     Every kernel, module and compiled form is held against scratch in float64 over a grid of situations that break
     kernels. Exit status: 0 if nothing is wrong, 1 if something is, 2 if it could not be run.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from equivalence_tests.kernels.situations import Inputs
 
-__all__ = ["TILES", "Problem", "backward_formulas", "forward_formulas"]
+__all__ = ["TILES", "Problem", "backward_formulas", "forward_formulas", "lse_formulas"]
 
 TILES = (8, 16, 32, 64, 128)
 LOG2_E = math.log2(math.e)
@@ -234,6 +234,23 @@ def backward_formulas(p: Problem) -> Iterator[tuple[str, Formula]]:
     yield from _groups(p, weights, grad_scores)
     for tile in TILES:
         yield from _backward_tiles(p, weights, grad_scores, tile)
+
+
+def lse_formulas(p: Problem) -> Iterator[tuple[str, Formula]]:
+    """Name every mistake in the log-sum-exp alone."""
+    scores = p.scores + p.bias
+    right, greatest = scores.logsumexp(-1), scores.amax(-1) if scores.shape[-1] else scores.sum(-1)
+    for name, given in (
+        ("the log-sum-exp is in base 2", right * LOG2_E),
+        ("the log-sum-exp is multiplied by ln 2", right / LOG2_E),
+        ("the log-sum-exp is the maximum: the log of the sum is not added", greatest),
+        ("the log-sum-exp is the log of the sum: the maximum is not added", right - greatest),
+        ("the log-sum-exp is the sum, without the log", right.exp()),
+        ("the log-sum-exp has the wrong sign", -right),
+        ("the log-sum-exp is of scores that are not scaled", (p.scores / p.scale + p.bias).logsumexp(-1)),
+        ("the log-sum-exp is of scores without the mask", p.scores.logsumexp(-1)),
+    ):
+        yield name, {"lse": given}
 
 
 def _in_base_2(p: Problem) -> Tensor:

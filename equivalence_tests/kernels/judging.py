@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import scratch
 from equivalence_tests.instruments.differences import FLOAT64_BOUND, ErrorRatio, compare_errors, largest_value
+from equivalence_tests.kernels.formulas import Problem
 from equivalence_tests.kernels.kernels import Kernel
 from equivalence_tests.kernels.situations import DTYPES, Inputs, Situation, make_inputs
 from scratch import functional
 
-__all__ = ["REFUSALS", "Cell", "Judge", "State"]
+__all__ = ["REFUSALS", "Cell", "Judge", "State", "log_sum_exp"]
 
 State = Literal["right", "worse", "wrong", "refuses", "falls back", "needs mask"]
 
@@ -121,6 +122,8 @@ class Judge:
         if ran.failure:
             refused = not kernel.compiled or any(sign in ran.failure.lower() for sign in REFUSALS)
             return Cell(*told, "refuses" if refused else "wrong", situation.size, words=ran.failure)
+        if "lse" in ran.parts:
+            right, textbook = right | {"lse": log_sum_exp(inputs)}, textbook | {"lse": _rounded(inputs, ran.parts)}
         errors = compared(ran.parts, right, textbook, situation.nan_in_hidden_key, rounding)
         state = _state(errors)
         if ran.remarks:
@@ -140,6 +143,21 @@ class Judge:
             clean.k = clean.k.nan_to_num(nan=0.5)
             self._right[key] = inputs, by_scratch(clean), by_textbook(clean, DTYPES[dtype])
         return self._right[key]
+
+
+def log_sum_exp(inputs: Inputs) -> Tensor:
+    """Compute the log of the sum of the exponentials of each row of scores, in float64."""
+    clean = inputs.in_plain_memory(torch.float64)
+    problem = Problem(replace(clean, k=clean.k.nan_to_num(nan=0.5)), inputs)
+    return (problem.scores + problem.bias).logsumexp(-1)
+
+
+def _rounded(inputs: Inputs, parts: dict[str, Tensor]) -> Tensor:
+    """Compute it in the precision of the inputs; queries that see no key are left out, since kernels differ there."""
+    problem = Problem(inputs.in_plain_memory(inputs.q.dtype), inputs)
+    found = (problem.scores + problem.bias.to(problem.scores)).logsumexp(-1).to(parts["lse"].dtype)
+    parts["lse"] = parts["lse"].where(found.isfinite(), found)
+    return found
 
 
 def by_scratch(inputs: Inputs) -> dict[str, Tensor]:
@@ -190,6 +208,9 @@ def run(kernel: Kernel, inputs: Inputs) -> Ran:
                 forward_only = run(replace(kernel, gradients=False), inputs)
                 return replace(forward_only, no_backward=ran.failure)
             return ran
+    lse = kernel.lse(leaves)
+    if lse is not None and not leaves.k.isnan().any():
+        ran.parts["lse"] = lse.detach()
     if not _same(again.detach(), ran.parts["output"]):
         ran.remarks.append("the same call twice gives two outputs")
     if not all(_same(_memory(x), y) for x, y in zip((leaves.q, leaves.k, leaves.v), before, strict=True)):

@@ -61,6 +61,7 @@ class Kernel:
         gradients: Whether it is differentiated.
         compiled: Whether it is compiled for each situation, which takes time: it is asked for few.
         call: What computes the output, where that is a function and no lines.
+        lse: What gives the log-sum-exp of the last call, (batch, heads, query_len), or None where there is none.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Kernel:
     gradients: bool = True
     compiled: bool = False
     call: Callable[[Inputs], Tensor] | None = None
+    lse: Callable[[Inputs], Tensor | None] = lambda _: None
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Compute the output."""

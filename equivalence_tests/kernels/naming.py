@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from equivalence_tests.kernels.formulas import LOG2_E, Problem, backward_formulas, forward_formulas
+from equivalence_tests.kernels.formulas import LOG2_E, Problem, backward_formulas, forward_formulas, lse_formulas
 
 __all__ = ["explains", "is_unwritten", "mistakes_in"]
 
@@ -19,7 +19,7 @@ def mistakes_in(
     """Name every mistake whose numbers these are: in a small call several give the same.
 
     Args:
-        parts: What the kernel gave: output, dq, dk, dv.
+        parts: What the kernel gave: output, dq, dk, dv, and the log-sum-exp as lse.
         right: What is right, in float64.
         wrong: Which of them are wrong.
         problem: The call.
@@ -32,6 +32,8 @@ def mistakes_in(
         if _overflows(given["output"], problem):
             return ["the maximum is not subtracted before exp, which overflows"]
         judged, formulas = {"output"}, forward_formulas(problem)
+    elif "lse" in wrong:
+        judged, formulas = {"lse"}, lse_formulas(problem)
     else:
         judged, formulas = wrong, backward_formulas(problem)
     found = [name for name, told in formulas if judged <= set(told) and explains(told, given, right, judged)]

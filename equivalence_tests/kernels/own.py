@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.kernels.faults import Fault, Request
 from equivalence_tests.kernels.formulas import Problem
-from equivalence_tests.kernels.judging import Cell, Judge, run
+from equivalence_tests.kernels.judging import Cell, Judge, log_sum_exp, run
 from equivalence_tests.kernels.kernels import Kernel
 from equivalence_tests.kernels.known import Advice
 from equivalence_tests.kernels.naming import is_unwritten, mistakes_in
@@ -53,11 +54,23 @@ def own_kernel(target: Any, name: str = "") -> Kernel:
         raise ArgumentValueError(str(error)) from error
     takes = _takes(function, str(target))
 
+    beside: list[Any] = []  # what the last call returned beside its output
+
     def call(inputs: Inputs) -> Tensor:
         out = function(inputs.q, inputs.k, inputs.v, **_arguments(takes, inputs))
-        return out[0] if isinstance(out, tuple) else out
+        out, *beside[:] = out if isinstance(out, tuple) else (out,)
+        return out
 
-    return Kernel(name or str(target), "own", (), lambda s: _asked(takes, s), call=call)
+    asked = partial(_asked, takes)
+    return Kernel(name or str(target), "own", (), asked, call=call, lse=lambda x: _log_sum_exp(x, beside))
+
+
+def _log_sum_exp(inputs: Inputs, beside: Sequence[Any]) -> Tensor | None:
+    """Find in what is returned beside the output a number for each query, with or without an axis for it."""
+    for x in beside[:1]:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.shape[:3] == inputs.q.shape[:3]:
+            return x if x.dim() == 3 else x.squeeze(-1) if x.shape[3:] == (1,) and inputs.k.shape[2] != 1 else None
+    return None
 
 
 def _takes(function: Any, target: str) -> dict[str, str]:
@@ -126,6 +139,7 @@ def _name(kernel: Kernel, judge: Judge, situation: Situation, cell: Cell) -> lis
     if not cell.wrong_parts or "writes into" in cell.words:
         return [cell.words] if cell.words else []
     inputs, right, _ = judge.expected(situation, cell.dtype)
+    right = right | {"lse": log_sum_exp(inputs)}
     clean = run(kernel, inputs)
     with memory_is_poisoned():
         dirty = run(kernel, inputs)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import scratch
 
-__all__ = ["MISTAKES", "RIGHT", "planted"]
+__all__ = ["LSE_MISTAKES", "MISTAKES", "RIGHT", "planted", "with_wrong_lse"]
 
 ROWS, COLUMNS = 16, 8
 LOG2_E = math.log2(math.e)
@@ -271,6 +271,24 @@ def with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (scores - lse.unsqueeze(-1)).exp() @ v, lse
 
 
+def with_wrong_lse(mistake: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Make a kernel whose output is right and whose log-sum-exp is not."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = with_lse(q, k, v)
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        greatest = scores.amax(-1) if k.shape[-2] else lse
+        wrong = {
+            "lse in base 2": lse * LOG2_E,
+            "lse is the maximum": greatest,
+            "lse without the maximum": lse - greatest,
+            "lse not scaled": (q @ k.mT).logsumexp(-1),
+        }
+        return out, wrong[mistake].unsqueeze(-1)
+
+    return attention
+
+
 def by_einsum(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
     """Compute by einsum."""
     scores = torch.einsum("bhqd,bhkd->bhqk", query / math.sqrt(query.shape[-1]), key)
@@ -314,6 +332,13 @@ def of_scratch(
     return scratch.scaled_dot_product_attention(query, key, value, mask, scale=scale)
 
 
+# Each mistake of the log-sum-exp alone, and words by which it is named.
+LSE_MISTAKES = {
+    "lse in base 2": "the log-sum-exp is in base 2",
+    "lse is the maximum": "the log of the sum is not added",
+    "lse without the maximum": "the maximum is not added",
+    "lse not scaled": "scores that are not scaled",
+}
 RIGHT = (
     planted(),
     of_scratch,

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from equivalence_tests.__main__ import app
 from equivalence_tests.kernels.faults import Request
 from equivalence_tests.kernels.own import judge_own, own_kernel
-from equivalence_tests.kernels.planted import MISTAKES, RIGHT, planted
+from equivalence_tests.kernels.planted import LSE_MISTAKES, MISTAKES, RIGHT, planted, with_wrong_lse
 from equivalence_tests.kernels.reporting import Report
 from equivalence_tests.kernels.situations import Situation, listed_situations
 
@@ -59,6 +59,13 @@ def test_a_right_kernel_is_not_blamed(function: Callable[..., Any]) -> None:
 def test_a_planted_mistake_is_found_and_named(mistake: str, words: str) -> None:
     report = judged(planted(mistake))
     assert report.exit_status == 1
+    assert words in report.faults[0].name
+
+
+@pytest.mark.parametrize(("mistake", "words"), LSE_MISTAKES.items())
+def test_a_wrong_log_sum_exp_is_found_and_named(mistake: str, words: str) -> None:
+    report = judged(with_wrong_lse(mistake))
+    assert {tuple(fault.parts) for fault in report.faults} == {("lse",)}
     assert words in report.faults[0].name
 
 
