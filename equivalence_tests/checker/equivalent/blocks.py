@@ -156,3 +156,18 @@ def written_back(blocks: list[Block], target: str, source: str) -> list[str]:
         lines.append(block.write(target, source + rows))
         start += block.size[0]
     return lines
+
+
+def index_of(places: Tensor) -> str:
+    """Write which element of a table each head, query and key takes: by even steps, or else one by one."""
+    heads, queries, keys = places.shape
+    first = int(places[0, 0, 0])
+    steps = [int(x) - first for x in (places[-1, 0, 0], places[0, -1, 0], places[0, 0, -1])]
+    per_head, per_query, per_key = (step // max(n - 1, 1) for step, n in zip(steps, places.shape, strict=True))
+    axes = torch.meshgrid(torch.arange(heads), torch.arange(queries), torch.arange(keys), indexing="ij")
+    even = first + per_head * axes[0] + per_query * axes[1] + per_key * axes[2]
+    if not torch.equal(even, places):
+        return f"torch.tensor({places.tolist()})"
+    of_head = f"{per_head} * torch.arange({heads})[:, None, None]"
+    of_query = f"{per_query} * torch.arange(query.size(-2))[:, None]"
+    return f"{first} + {of_head} + {of_query} + {per_key} * torch.arange(key.size(-2))"

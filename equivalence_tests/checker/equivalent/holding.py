@@ -102,8 +102,9 @@ class _Held:
         """Whether the text, run as it stands, gives the numbers of the user's code, with a mask and without."""
         situation, form = self.situation, self.situation.understood
         layout, module = layout_of(situation.trial), situation.subject.module
-        made = found.of(nn.Module() if module is None else module).to(situation.subject.dtype).eval()
-        wanted = inspect.signature(made.forward).parameters
+        made = found.of(module)
+        made = made if found.is_function else made.to(situation.subject.dtype).eval()
+        wanted = inspect.signature(made if found.is_function else made.forward).parameters
         for case in [case_of(situation.trial, None, "", seed=41, form=one) for one in dict.fromkeys((None, form))]:
             args, kwargs, _ = case.call.fresh()
             theirs = layout.outward(layout.output(case.call.function(*args, **kwargs))).double()

@@ -360,3 +360,24 @@ def test_what_a_distance_hides(visible: Visible, seen: list[list[int]]) -> None:
     bias = Bias(visible)(2, 3, Parameters({}))
     assert bias is not None
     assert (~bias[0].isinf()).int().tolist() == seen
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    scores = query @ key.mT / math.sqrt(query.size(-1))
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    return scores.softmax(-1) @ value
+
+
+def test_the_equivalent_of_a_function_is_a_function_of_any_width() -> None:
+    report = verify(attention)
+    assert report.equivalent is not None
+    assert report.equivalent.is_function
+    query, key, value = torch.randn(2, 4, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 6)
+    mask = torch.rand(2, 4, 5) < 0.7
+    mask[..., 0] = True
+    made = report.equivalent.of(None)
+    torch.testing.assert_close(made(query, key, value), attention(query, key, value))
+    torch.testing.assert_close(made(query, key, value, mask=mask), attention(query, key, value, mask))
+    with pytest.raises(ValueError, match="is a function"):
+        report.equivalent.to_theirs({}, {})

@@ -1,11 +1,13 @@
 """Write a program down as Python that runs with torch alone, with the conversion of the weights both ways."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.equivalent.blocks import index_of
 from equivalence_tests.checker.equivalent.conversion import Conversion
 from equivalence_tests.checker.equivalent.expressions import (
     Acted,
@@ -27,11 +29,9 @@ from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.reach.masking import MaskForm
 
-HEAD = '''"""The same as {target}, in torch's own parts, for {heads} heads of {width}."""
+HEAD = '''"""The same as {target}, in torch's own parts{sizes}."""
 
-import torch
-from torch import Tensor, nn
-{functional}
+{imports}
 '''
 # From a layout to (batch, tokens, features), and back.
 LAYOUTS: Mapping[str, tuple[str, str]] = {
@@ -116,9 +116,14 @@ class Writer(Conversion):
         plain = self.program.is_multi_head_attention
         lines = list(self._of_multi_head_attention() if plain else self._of_parts())
         heads, width = self.program.query.weight.shape[:2]
-        body = "\n".join([*self._class(plain, lines), "", "", *self._conversion(self.signature.target)]) + "\n"
-        functional = "from torch.nn import functional as F\n" if "F." in body else ""
-        return HEAD.format(target=self.signature.target, heads=heads, width=width, functional=functional) + body
+        converted = ["", "", *self._conversion(self.signature.target)] if self.module is not None else []
+        written = self._class(plain, lines) if self.module is not None else self._function(lines)
+        body = "\n".join([*written, *converted]) + "\n"
+        imports = "import torch\n" if re.search(r"\btorch\.[a-z]", body) or self.module is not None else ""
+        imports += f"from torch import Tensor{', nn' if self.module is not None else ''}\n"
+        imports += "from torch.nn import functional as F\n" if "F." in body else ""
+        sizes = "" if self.module is None and heads == 1 else f", for {heads} heads of {width}"
+        return HEAD.format(target=self.signature.target, sizes=sizes, imports=imports) + body
 
     # ------------------------------------------------------------------------------------------- the class
     def _class(self, plain: bool, forward: list[str]) -> Iterator[str]:
@@ -129,11 +134,19 @@ class Writer(Conversion):
             yield f"    def __init__(self{given}) -> None:"
             yield from (f"        {line}" for line in (self.made if plain else ["super().__init__()", *self.made]))
             yield ""
-        names = [f"{name}: Tensor" for _, name in self.signature.arguments]
-        names += [f"{self.signature.mask}: Tensor | None = None"] if self._has_mask else []
         ignore = "  # type: ignore[override]" if plain else ""
-        yield f"    def forward(self, {', '.join(names)}) -> Tensor:{ignore}"
+        yield f"    def forward(self, {self._arguments()}) -> Tensor:{ignore}"
         yield from (f"        {line}" for line in forward)
+
+    def _function(self, lines: list[str]) -> Iterator[str]:
+        if self.made or self.handed:
+            raise UnreadError("a function that holds weights cannot be written down")
+        yield from ("", f"def equivalent({self._arguments()}) -> Tensor:", f'    """{self._sentence()}"""')
+        yield from (f"    {line}" for line in lines)
+
+    def _arguments(self) -> str:
+        names = [f"{name}: Tensor" for _, name in self.signature.arguments]
+        return ", ".join([*names, *([f"{self.signature.mask}: Tensor | None = None"] if self._has_mask else [])])
 
     def _sentence(self) -> str:
         return "softmax(query · keyᵀ · scale + what is added) · value, between projections."
@@ -261,11 +274,11 @@ class Writer(Conversion):
         if heads is not None:
             yield f"{role} = {role}[:, {heads}]  # which heads share it"
 
-    @staticmethod
-    def _features(tokens: str, weight: Tensor) -> str:
+    def _features(self, tokens: str, weight: Tensor) -> str:
         heads, width = weight.shape
         if torch.equal(weight.flatten(), torch.arange(heads * width)):
-            return f"{tokens}.unflatten(-1, ({heads}, {width})).transpose(1, 2)"
+            wide = width if self.module is not None else -1  # a function takes any
+            return f"{tokens}.unflatten(-1, ({heads}, {wide})).transpose(1, 2)"
         return f"{tokens}[..., {weight.flatten().tolist()}].unflatten(-1, ({heads}, {width})).transpose(1, 2)"
 
     def _normed(self, role: str, norm: HeadNorm, heads: int, width: int) -> str:
@@ -343,7 +356,7 @@ class Writer(Conversion):
     def _table(self, places: Tensor) -> str:
         name = self.parameters.name_at(int(places.max()))
         index = (places - self.parameters.start[name]).clamp_min(0)
-        return f"self.{self._parameter(name)}.flatten()[{_index(index)}]"
+        return f"self.{self._parameter(name)}.flatten()[{index_of(index)}]"
 
     def _projected(self) -> str:
         output = self.program.output
@@ -429,18 +442,3 @@ def _grouped(one: Projection) -> tuple[str | None, int, Tensor, Tensor | None]:
         return None, len(rows), one.weight, one.bias
     heads = str([order.index(int(place)) for place in which])
     return heads, len(kept), one.weight[kept], None if one.bias is None else one.bias[kept]
-
-
-def _index(places: Tensor) -> str:
-    """Write which element of a table each head, query and key takes: by even steps, or else one by one."""
-    heads, queries, keys = places.shape
-    first = int(places[0, 0, 0])
-    steps = [int(x) - first for x in (places[-1, 0, 0], places[0, -1, 0], places[0, 0, -1])]
-    per_head, per_query, per_key = (step // max(n - 1, 1) for step, n in zip(steps, places.shape, strict=True))
-    axes = torch.meshgrid(torch.arange(heads), torch.arange(queries), torch.arange(keys), indexing="ij")
-    even = first + per_head * axes[0] + per_query * axes[1] + per_key * axes[2]
-    if not torch.equal(even, places):
-        return f"torch.tensor({places.tolist()})"
-    of_head = f"{per_head} * torch.arange({heads})[:, None, None]"
-    of_query = f"{per_query} * torch.arange(query.size(-2))[:, None]"
-    return f"{first} + {of_head} + {of_query} + {per_key} * torch.arange(key.size(-2))"
