@@ -1,13 +1,14 @@
 """Bad calls raise one clear error, the same text in both packages, of a type that torch.nn's users already catch."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention
 from torch.torch_version import TorchVersion
 
 from equivalence_tests.instruments.differences import compare_tensors
@@ -236,3 +237,24 @@ def test_errors_are_caught_by_the_clauses_that_torchs_users_write() -> None:
         assert issubclass(error, AssertionError)
     assert issubclass(validation.ArgumentValueError, ValueError)
     assert issubclass(validation.ArgumentTypeError, TypeError)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda package, x: package.MultiheadAttention(12, 3)(x, None, x),
+        lambda package, x: package.TransformerEncoder(package.TransformerEncoderLayer(12, 3), -1)(x),
+        lambda package, x: package.RMSNorm(12)(x.long()),
+        lambda package, x: (scaled_dot_product_attention if package is nn else package.scaled_dot_product_attention)(
+            *[x.cfloat()] * 3
+        ),
+    ],
+    ids=["no key", "a negative number of layers", "a norm of integers", "complex attention"],
+)
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_what_a_program_catches_of_torch_catches_ours(call: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises((AttributeError, IndexError, NotImplementedError)) as theirs:
+        call(nn, torch.randn(5, 2, 12))
+    for package in PACKAGES.values():
+        with pytest.raises(theirs.type):
+            call(package, torch.randn(5, 2, 12))

@@ -16,7 +16,9 @@ from torch.jit._trace import TracerWarning, is_tracing
 __all__ = [
     "ArgumentTypeError",
     "ArgumentUnsupportedError",
+    "ArgumentUnsupportedTypeError",
     "ArgumentValueError",
+    "NoTensorError",
     "autocast_dtype",
     "autocast_is_on",
     "check_bool",
@@ -54,6 +56,14 @@ class ArgumentUnsupportedError(ArgumentValueError, NotImplementedError):
 
 class ArgumentTypeError(TypeError, RuntimeError, AssertionError):
     """An argument has a dtype or a kind that does not fit."""
+
+
+class NoTensorError(ArgumentTypeError, AttributeError):
+    """An argument is no tensor; torch.nn's own asks it for an attribute that only tensors have."""
+
+
+class ArgumentUnsupportedTypeError(ArgumentTypeError, NotImplementedError):
+    """An argument has a dtype for which torch has implemented nothing."""
 
 
 def quiet_while_tracing(check: Callable[P, T]) -> Callable[P, T]:
@@ -112,7 +122,7 @@ def check_dim(name: str, x: Tensor, dim: int) -> None:
 def check_tensor(name: str, x: object) -> None:
     """Require a tensor."""
     if not isinstance(x, Tensor):
-        raise ArgumentTypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        raise NoTensorError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def check_mask_dtype(name: str, mask: Tensor) -> None:

@@ -18,8 +18,8 @@ from scratch.validation.basics import (
     ArgumentTypeError,
     ArgumentValueError,
     check_mask_dtype,
-    check_not_negative,
     check_tensor,
+    check_whole,
     quiet_while_tracing,
     shape,
 )
@@ -128,12 +128,14 @@ def check_transformer_inputs(model: Any, src: Tensor, tgt: Tensor) -> None:
 
 
 class EmptyStackError(ArgumentValueError, IndexError):
-    """A stack without layers was called; torch.nn's own ends there in an IndexError."""
+    """A stack has no layers, or fewer; torch.nn's own ends in an IndexError when it is called."""
 
 
 def check_num_layers(num_layers: int) -> None:
     """Require a number of layers; as in torch.nn, a stack without any can be built, beside one that is used."""
-    check_not_negative(num_layers=num_layers)
+    check_whole(num_layers=num_layers)
+    if num_layers < 0:
+        raise EmptyStackError(f"num_layers must not be negative, got {num_layers}")
 
 
 def check_has_layers(layers: Sized) -> None:

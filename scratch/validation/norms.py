@@ -6,6 +6,7 @@ from torch import Tensor
 
 from scratch.validation.basics import (
     ArgumentTypeError,
+    ArgumentUnsupportedTypeError,
     ArgumentValueError,
     check_not_negative,
     check_tensor,
@@ -33,7 +34,7 @@ def check_rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | 
         raise ArgumentValueError("normalized_shape must hold at least one size, got ()")
     check_whole(**{f"normalized_shape[{i}]": size for i, size in enumerate(expected)})
     if not x.is_floating_point():
-        raise ArgumentTypeError(f"input must be floating, got {x.dtype}")
+        raise ArgumentUnsupportedTypeError(f"input must be floating, got {x.dtype}")
     if x.shape[-len(expected) :] != expected:
         raise ArgumentValueError(
             f"input must have shape (..., *normalized_shape) = (..., {_inside(expected)}), got {shape(x)}"

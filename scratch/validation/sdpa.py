@@ -7,6 +7,7 @@ from torch import Tensor
 
 from scratch.validation.basics import (
     ArgumentTypeError,
+    ArgumentUnsupportedTypeError,
     ArgumentValueError,
     autocast_dtype,
     check_dropout,
@@ -66,7 +67,7 @@ def _check_sdpa_kinds(query: Tensor, key: Tensor, value: Tensor) -> None:
         if x.dim() < 2:
             raise ArgumentValueError(f"{name} must be at least 2-D (len, head_dim), got shape {shape(x)}")
         if not x.is_floating_point():
-            raise ArgumentTypeError(f"{name} must be floating, got {x.dtype}")
+            raise ArgumentUnsupportedTypeError(f"{name} must be floating, got {x.dtype}")
         if autocast_dtype(x) != autocast_dtype(query):
             raise ArgumentTypeError(
                 f"query, key and value must have the same dtype, got {query.dtype}, {key.dtype} and {value.dtype}"
