@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from equivalence_tests.learn.page import beside, exercises, gallery, speed, steps_section, switches, tape, trap_cards
+from equivalence_tests.learn.page.live import live_attention, live_boards
 from equivalence_tests.learn.page.templating import environment
 
 __all__ = ["SECTIONS", "Section", "build_page"]
@@ -93,7 +94,9 @@ def build_page() -> str:
     lacks = {section.name: section.lacks() for section in SECTIONS}
     found = [(section, None if lacks[section.name] else section.data()) for section in SECTIONS]
     version = str(torch.__version__).partition("+")[0]
-    html = page.render(sections=found, lacks=lacks, cells_of=steps_section.cells_data, torch_version=version)
+    html = page.render(
+        sections=found, lacks=lacks, live_attention=live_attention, live_boards=live_boards, torch_version=version
+    )
     return without_empty_lines(html)
 
 

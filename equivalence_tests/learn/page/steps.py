@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import scratch
 from equivalence_tests.instruments.side_by_side import with_same_weights
 from equivalence_tests.learn.excerpts import Excerpt
-from equivalence_tests.learn.page.arithmetic import Explained
 from equivalence_tests.learn.page.figures import Matrix, gap, largest_of, matrices
 from equivalence_tests.learn.page.tape import Entry
 
@@ -89,7 +88,6 @@ class Step:
         gap: The greatest difference, as it is printed.
         count: How many numbers were compared.
         operands: What goes in, by name.
-        cells: How each number comes about.
     """
 
     name: str
@@ -101,7 +99,6 @@ class Step:
     gap: str
     count: int
     operands: dict[str, tuple[Matrix, ...]] = field(default_factory=dict)
-    cells: tuple[Explained, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,6 @@ def step_of(
     sides: Sequence[Side],
     found: tuple[Tensor, Tensor],
     operands: dict[str, tuple[Matrix, ...]] | None = None,
-    cells: tuple[Explained, ...] = (),
 ) -> Step:
     """Put a step together.
 
@@ -165,7 +161,6 @@ def step_of(
         sides: The two, by hand first.
         found: What each has computed.
         operands: What goes in.
-        cells: How each number comes about.
 
     Returns:
         The step, with the difference of the two.
@@ -173,7 +168,7 @@ def step_of(
     ours, theirs = sides
     x = found[0]
     shape = tuple(zip(words, x.shape, strict=True))
-    return Step(name, *told, shape, ours, theirs, gap(*found), x.numel(), operands or {}, cells)
+    return Step(name, *told, shape, ours, theirs, gap(*found), x.numel(), operands or {})
 
 
 def quotes_of(way: Sequence[Entry]) -> tuple[Quote, ...]:

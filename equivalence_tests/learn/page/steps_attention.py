@@ -6,12 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import scratch
 from equivalence_tests.instruments.side_by_side import random_tensor
-from equivalence_tests.learn.page.arithmetic import Explained, explain_cells
 from equivalence_tests.learn.page.figures import Matrix, gap, largest_of, matrices
 from equivalence_tests.learn.page.steps import (
     EMBED_DIM,
@@ -35,7 +34,7 @@ from scratch import masks
 from scratch.decoding import GrowingCache
 from scratch.recording import STAGES
 
-__all__ = ["attention_view", "backward_view", "decoding_view"]
+__all__ = ["attention_inputs", "attention_view", "backward_view", "decoding_view"]
 
 FORMULAS = {
     "q": (
@@ -53,6 +52,26 @@ FORMULAS = {
 }
 
 
+# What each is computed from.
+OPERANDS = {
+    "q": ("query",),
+    "k": ("memory",),
+    "v": ("memory",),
+    "scores": ("q", "k"),
+    "masked_scores": ("scores", "score_bias"),
+    "weights": ("masked_scores",),
+    "context": ("weights", "v"),
+    "merged": ("context",),
+    "output": ("merged",),
+}
+
+
+def attention_inputs() -> tuple[tuple[scratch.MultiheadAttention, nn.MultiheadAttention], Tensor, Tensor, Tensor]:
+    """Give both attentions, query, memory and who may look at whom."""
+    query, memory = random_tensor(1, QUERY_LEN, EMBED_DIM, seed=1), random_tensor(1, KEY_LEN, EMBED_DIM, seed=2)
+    return attention_pair(batch_first=True), query, memory, masks.causal(QUERY_LEN, KEY_LEN, align="lower_right")
+
+
 def call_attention(attention: Any, query: Tensor, memory: Tensor, may_attend: Tensor) -> Any:
     """Call either attention."""
     return attention(query, memory, memory, attn_mask=masks.to_module_mask(may_attend))
@@ -60,9 +79,7 @@ def call_attention(attention: Any, query: Tensor, memory: Tensor, may_attend: Te
 
 def attention_view() -> View:
     """Follow one attention from its inputs to its output."""
-    pair = attention_pair(batch_first=True)
-    query, memory = random_tensor(1, QUERY_LEN, EMBED_DIM, seed=1), random_tensor(1, KEY_LEN, EMBED_DIM, seed=2)
-    may_attend = masks.causal(QUERY_LEN, KEY_LEN, align="lower_right")
+    pair, query, memory, may_attend = attention_inputs()
     mask = masks.to_module_mask(may_attend)
     stages = detached(scratch.trace_attention(pair[0], query, memory, memory, attn_mask=mask))
     # Without weights scratch goes by the textbook, one equation a line; with them it rounds as torch.nn does.
@@ -71,8 +88,7 @@ def attention_view() -> View:
     # With a mask torch.nn never forms the bare scores: they are what the same call gives without one.
     bare = [textbook, tape_of(partial(pair[1], query, memory, memory))]
     tensors = {"query": query, "memory": memory, "score_bias": masks.to_score_bias(may_attend, query.dtype), **stages}
-    cells = explain_cells(pair[0], tensors)
-    steps = [_attention_step(x, tensors, bare if x == "scores" else masked, cells[x]) for x in STAGES]
+    steps = [_attention_step(x, tensors, bare if x == "scores" else masked) for x in STAGES]
     lead = (
         "Each query asks for something, each key says what its token has to offer, and each value is what the token "
         "hands over: the better a query matches a key, the more it takes of that value. Here three queries look at "
@@ -82,17 +98,14 @@ def attention_view() -> View:
     return View("attention", "Attention", lead, shown(call_attention), tuple(steps))
 
 
-def _attention_step(
-    stage: str, tensors: dict[str, Tensor], tapes: Sequence[Tape], cells: tuple[Explained, ...]
-) -> Step:
+def _attention_step(stage: str, tensors: dict[str, Tensor], tapes: Sequence[Tape]) -> Step:
     wanted, after = tensors[stage], tensors["context"] if stage == "merged" else None
     ours, theirs = tapes
     found = ours.found(wanted), theirs.found(wanted)
     tables = same_scale(stage, found)
     sides = [Side(quotes_of(tape.way_to(wanted, after)), x) for tape, x in zip(tapes, tables, strict=True)]
-    names = dict.fromkeys(name for cell in cells for name in cell.names)
-    operands = {name: _operand(name, tensors[name]) for name in names}
-    return step_of(stage, FORMULAS[stage], WORDS[stage], sides, found, operands, cells)
+    operands = {name: _operand(name, tensors[name]) for name in OPERANDS[stage]}
+    return step_of(stage, FORMULAS[stage], WORDS[stage], sides, found, operands)
 
 
 def _operand(name: str, x: Tensor) -> tuple[Matrix, ...]:
@@ -184,9 +197,7 @@ CHAIN_RULE = {
 
 def backward_view() -> View:
     """Follow the gradient back through one attention."""
-    pair = attention_pair(batch_first=True)
-    query, memory = random_tensor(1, QUERY_LEN, EMBED_DIM, seed=1), random_tensor(1, KEY_LEN, EMBED_DIM, seed=2)
-    may_attend = masks.causal(QUERY_LEN, KEY_LEN, align="lower_right")
+    pair, query, memory, may_attend = attention_inputs()
     gradient = random_tensor(1, QUERY_LEN, EMBED_DIM, seed=7)
     stages = scratch.trace_attention(pair[0], query, memory, memory, attn_mask=masks.to_module_mask(may_attend))
     names = tuple(CHAIN_RULE)

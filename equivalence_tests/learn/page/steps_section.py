@@ -1,13 +1,10 @@
-"""All ways through the steps, as the page and its script take them."""
-
-from collections.abc import Sequence
-from typing import Any
+"""All ways through the steps."""
 
 from equivalence_tests.learn.page.steps import View
 from equivalence_tests.learn.page.steps_attention import attention_view, backward_view, decoding_view
 from equivalence_tests.learn.page.steps_layers import decoder_view, encoder_layer_view
 
-__all__ = ["cells_data", "views"]
+__all__ = ["views"]
 
 
 def views() -> tuple[View, ...]:
@@ -20,16 +17,3 @@ def views() -> tuple[View, ...]:
         decoding_view(),
         backward_view(),
     )
-
-
-def cells_data(found: Sequence[View]) -> dict[str, list[Any]]:
-    """Give how each number comes about, for the script: by view and step, [table, row, column, sum, sources]."""
-    return {
-        f"{view.name} {step.name}": [
-            [x.table, x.row, x.column, x.text, [[s.name, s.table, s.row, s.column] for s in x.sources]]
-            for x in step.cells
-        ]
-        for view in found
-        for step in view.steps
-        if step.cells
-    }

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["ATTENTION_SWITCHES", "SDPA_SWITCHES", "Option", "Switch"]
+__all__ = ["ATTENTION_SWITCHES", "SDPA_SWITCHES", "SIZES", "Option", "Switch"]
 
 
 @dataclass(frozen=True)
@@ -12,8 +12,8 @@ class Option:
     Args:
         label: What stands beside it.
         code: The value as it is typed.
-        setup: Lines that come before; EMBED_DIM, CAST, DEVICE and KEY_HEADS stand for what other switches say.
-        inputs: What is passed as key or value instead of ``x``.
+        setup: Lines that come before; words in capitals stand for what other switches say, as in ``SIZES``.
+        inputs: What is passed as key or value instead of all of it.
     """
 
     label: str
@@ -51,7 +51,27 @@ def plain(*codes: str) -> tuple[Option, ...]:
     return tuple(Option(code, code) for code in codes)
 
 
-CAUSAL = "masks.causal(3)"
+CAUSAL = "masks.causal(QUERY_LEN, KEY_LEN)"
+REAL = "masks.from_lengths(torch.tensor(LENGTHS), KEY_LEN)PICK"
+
+# What the words in capitals stand for, by the option of the inputs and by that of batch_first: x keeps its shape, so
+# that its axes change their meaning.
+SIZES: dict[str, tuple[dict[str, int | str], ...]] = {
+    "mha": (
+        {"QUERY_LEN": 3, "KEY_LEN": 3, "BATCH": 2, "LENGTHS": "[3, 2]", "MEMORY": "5, 2", "PICK": ""},
+        {"QUERY_LEN": 2, "KEY_LEN": 2, "BATCH": 3, "LENGTHS": "[2, 1, 2]", "MEMORY": "3, 5", "PICK": ""},
+        {"QUERY_LEN": 3, "KEY_LEN": 5, "BATCH": 2, "LENGTHS": "[5, 3]", "MEMORY": "5, 2", "PICK": ""},
+        {"QUERY_LEN": 2, "KEY_LEN": 5, "BATCH": 3, "LENGTHS": "[5, 3, 4]", "MEMORY": "3, 5", "PICK": ""},
+        {"QUERY_LEN": 3, "KEY_LEN": 3, "BATCH": 1, "LENGTHS": "[2]", "MEMORY": "", "PICK": "[0]"},
+        {"QUERY_LEN": 3, "KEY_LEN": 3, "BATCH": 1, "LENGTHS": "[2]", "MEMORY": "", "PICK": "[0]"},
+    ),
+    "sdpa": (
+        {"QUERY_LEN": 3, "KEY_LEN": 5, "LENGTHS": "[3]", "PICK": "[:, None, None, :]"},
+        {"QUERY_LEN": 3, "KEY_LEN": 5, "LENGTHS": "[3]", "PICK": "[:, None, None, :]"},
+        {"QUERY_LEN": 3, "KEY_LEN": 5, "LENGTHS": "[3]", "PICK": "[:, None, :]"},
+        {"QUERY_LEN": 2, "KEY_LEN": 2, "LENGTHS": "[1]", "PICK": "[:, None, None, :]"},
+    ),
+}
 ATTENTION_SWITCHES = (
     Switch(
         "dtype",
@@ -74,9 +94,12 @@ ATTENTION_SWITCHES = (
             Option(
                 "x, memory, memory",
                 "x, memory, memory",
-                ("x, memory = torch.randn(3, 2, 4, dtype=torch.float64), torch.randn(5, 2, 4, dtype=torch.float64)",),
+                (
+                    "x = torch.randn(3, 2, EMBED_DIM, dtype=torch.float64DEVICE)CAST",
+                    "memory = torch.randn(MEMORY, EMBED_DIM, dtype=torch.float64DEVICE)CAST",
+                ),
             ),
-            Option("no batch", "x, x, x", ("x = torch.randn(3, 4, dtype=torch.float64)",)),
+            Option("no batch", "x, x, x", ("x = torch.randn(3, EMBED_DIM, dtype=torch.float64DEVICE)CAST",)),
         ),
         "query",
         ("query", "key", "value"),
@@ -85,18 +108,16 @@ ATTENTION_SWITCHES = (
     switch("bias", "init", *plain("True", "False")),
     switch("add_bias_kv", "init", *plain("False", "True")),
     switch("add_zero_attn", "init", *plain("False", "True")),
-    switch("kdim", "init", Option("None", "None"), Option("3", "3", (), "x[..., :3]")),
-    switch("vdim", "init", Option("None", "None"), Option("2", "2", (), "x[..., :2]")),
+    switch("kdim", "init", Option("None", "None"), Option("3", "3", (), "[..., :3]")),
+    switch("vdim", "init", Option("None", "None"), Option("2", "2", (), "[..., :2]")),
     switch("batch_first", "init", *plain("False", "True")),
     switch("device", "init", Option("None", "None"), Option('"meta"', '"meta"')),
     switch(
         "key_padding_mask",
         "call",
         Option("None", "None"),
-        Option("bool", "is_padding", ("is_padding = ~masks.from_lengths(torch.tensor([3, 2]))",)),
-        Option(
-            "float", "padding", ("padding = masks.to_score_bias(masks.from_lengths(torch.tensor([3, 2])), x.dtype)",)
-        ),
+        Option("bool", "is_padding", (f"is_padding = ~{REAL}",)),
+        Option("float", "padding", (f"padding = masks.to_score_bias({REAL}, x.dtype)",)),
     ),
     switch("need_weights", "call", *plain("True", "False")),
     switch(
@@ -108,9 +129,16 @@ ATTENTION_SWITCHES = (
         Option(
             "one for each head",
             "hidden",
-            ("window = masks.sliding_window(3, window=2)", f"hidden = ~torch.stack([{CAUSAL}, window] * 2)"),
+            (
+                "windows = [masks.sliding_window(QUERY_LEN, KEY_LEN, window=1 + i % 3) for i in range(MAPS)]",
+                "hidden = ~torch.stack(windows)",
+            ),
         ),
-        Option("a row without keys", "hidden", ("hidden = torch.zeros(3, 3, dtype=torch.bool)", "hidden[0] = True")),
+        Option(
+            "a row without keys",
+            "hidden",
+            ("hidden = torch.zeros(QUERY_LEN, KEY_LEN, dtype=torch.bool)", "hidden[0] = True"),
+        ),
     ),
     switch("average_attn_weights", "call", *plain("True", "False")),
     switch("is_causal", "call", *plain("False", "True")),
@@ -172,13 +200,13 @@ SDPA_SWITCHES = (
         "attn_mask",
         "call",
         Option("None", "None"),
-        Option("bool", "may_attend", ("may_attend = masks.sliding_window(3, 5, window=2)",)),
-        Option("float", "bias", ("bias = -torch.arange(5, dtype=torch.float64).expand(3, 5)",)),
-        Option("padding", "may_attend", ("may_attend = masks.from_lengths(torch.tensor([3]), 5)[:, None, None, :]",)),
+        Option("bool", "may_attend", ("may_attend = masks.sliding_window(QUERY_LEN, KEY_LEN, window=2)",)),
+        Option("float", "bias", ("bias = -torch.arange(KEY_LEN, dtype=torch.float64).expand(QUERY_LEN, KEY_LEN)",)),
+        Option("padding", "may_attend", ("may_attend = masks.from_lengths(torch.tensor(LENGTHS), KEY_LEN)PICK",)),
         Option(
             "a row without keys",
             "may_attend",
-            ("may_attend = torch.ones(3, 5, dtype=torch.bool)", "may_attend[0] = False"),
+            ("may_attend = torch.ones(QUERY_LEN, KEY_LEN, dtype=torch.bool)", "may_attend[0] = False"),
         ),
     ),
     switch("dropout_p", "call", *plain("0.0", "0.5")),

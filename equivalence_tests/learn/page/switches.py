@@ -1,6 +1,7 @@
 """Every argument of the built-in attention as a switch: what it changes, for each alone and for known pairs."""
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,17 @@ from equivalence_tests.learn.explain.entry import ATTENTION, SDPA
 from equivalence_tests.learn.explain.registry import find_explanations
 from equivalence_tests.learn.explain.rendering import traps_of
 from equivalence_tests.learn.page.figures import Matrix, gap, largest_of, matrices, rounding_of
-from equivalence_tests.learn.page.switch_table import ATTENTION_SWITCHES, SDPA_SWITCHES, Switch
+from equivalence_tests.learn.page.switch_table import ATTENTION_SWITCHES, SDPA_SWITCHES, SIZES, Option, Switch
 from equivalence_tests.learn.page.tape import Tape
 from equivalence_tests.learn.traps.entry import Trap
 from equivalence_tests.learn.traps.registry import TRAPS, traps_about
 from scratch import masks
 
-__all__ = ["Board", "Outcome", "State", "Told", "run_code", "switch_data"]
+__all__ = ["Board", "Outcome", "State", "Told", "code_of", "names_after", "run_code", "switch_data"]
 
 # Operations that say which way was taken; the others only prepare for these.
-MODE = "mode"
+MODE, INPUTS = "mode", "query, key, value"
+MASKS = ("key_padding_mask", "attn_mask")
 TELLING = ("mm", "softmax", "dropout", "bernoulli", "attention", "cat")
 PATHS = {
     "_native_multi_head_attention": "the fast path, one fused call",
@@ -173,29 +175,41 @@ def code_of(name: str, switches: Sequence[Switch], chosen: dict[str, int]) -> st
         ]
         for place in ("init", "call")
     }
-    inputs = options["query, key, value"]
+    inputs = options[INPUTS]
+    lines = [*inputs.setup, *(line for x in MASKS if x in options for line in options[x].setup)]
     if name == "sdpa":
-        heads = 1 if "enable_gqa" in chosen else 2
-        call = f"output = F.scaled_dot_product_attention({', '.join([inputs.code, *given['call']])})"
-        lines = [*inputs.setup, *options["attn_mask"].setup, call]
-        return "\n".join(lines).replace("KEY_HEADS", str(heads))
-    sizes = [options[argument].code for argument in ("embed_dim", "num_heads")]
-    passed = [inputs.code]
-    if "kdim" in chosen or "vdim" in chosen:
-        passed = ["x", *(options[argument].inputs or "x" for argument in ("kdim", "vdim"))]
-    device = f", device={options['device'].code}" if "device" in chosen else ""
-    lines = [
-        *inputs.setup,
-        *options["key_padding_mask"].setup,
-        *options["attn_mask"].setup,
-        f"attention = nn.MultiheadAttention({', '.join([*sizes, *given['init'], 'dtype=DTYPE'])})",
-        "randomize_parameters(attention)",
-        *([options[MODE].code] if MODE in chosen else []),
-        f"output, weights = attention({', '.join([*passed, *given['call']])})",
-    ]
+        lines.append(f"output = F.scaled_dot_product_attention({', '.join([inputs.code, *given['call']])})")
+    else:
+        sizes = [options[argument].code for argument in ("embed_dim", "num_heads")]
+        query, key, value = inputs.code.split(", ")
+        passed = [query, key + options["kdim"].inputs, value + options["vdim"].inputs]
+        lines += [
+            f"attention = nn.MultiheadAttention({', '.join([*sizes, *given['init'], 'dtype=DTYPE'])})",
+            "randomize_parameters(attention)",
+            *([options[MODE].code] if MODE in chosen else []),
+            f"output, weights = attention({', '.join([*passed, *given['call']])})",
+        ]
+    return _filled_in("\n".join(lines), _words_for(name, options, chosen))
+
+
+def _words_for(name: str, options: dict[str, Option], chosen: dict[str, int]) -> dict[str, int | str]:
+    """Say what the words in capitals stand for."""
+    if name == "sdpa":
+        return {**SIZES[name][chosen.get(INPUTS, 0)], "KEY_HEADS": 1 if "enable_gqa" in chosen else 2}
+    sizes = SIZES[name][2 * chosen.get(INPUTS, 0) + chosen.get("batch_first", 0)]
     dtype = options["dtype"].code
-    text = "\n".join(lines).replace("EMBED_DIM", sizes[0]).replace("DTYPE", dtype).replace("DEVICE", device)
-    return text.replace("CAST", f".to({dtype})" if "dtype" in chosen else "")
+    return {
+        **sizes,
+        "EMBED_DIM": options["embed_dim"].code,
+        "MAPS": int(sizes["BATCH"]) * int(options["num_heads"].code),
+        "DTYPE": dtype,
+        "DEVICE": f", device={options['device'].code}" if "device" in chosen else "",
+        "CAST": f".to({dtype})" if "dtype" in chosen else "",
+    }
+
+
+def _filled_in(text: str, words: dict[str, int | str]) -> str:
+    return re.sub("|".join(words), lambda found: str(words[found[0]]), text)
 
 
 def run_code(code: str, package: Any) -> Outcome:
@@ -213,8 +227,8 @@ def run_code(code: str, package: Any) -> Outcome:
         warnings.simplefilter("always")
         torch.manual_seed(0)
         setup, _, call = code.rpartition("\n")
-        exec(setup, names)
         try:
+            exec(setup, names)
             exec(call, names)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -225,6 +239,15 @@ def run_code(code: str, package: Any) -> Outcome:
             with tape:
                 exec(call, names)
     return Outcome(given, error, told, _telling(tape))
+
+
+def names_after(setup: str) -> dict[str, Any]:
+    """Run all of a state's code but its call, and give what it has set."""
+    names = _names_for(TORCH)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        exec(setup, names)
+    return names
 
 
 def _names_for(package: Any) -> dict[str, Any]:
@@ -296,7 +319,7 @@ def _shown(outcome: Outcome, switches: Sequence[Switch], batch_first: bool) -> t
 
 def _shown_tensor(name: str, x: Tensor, switches: Sequence[Switch], batch_first: bool) -> Shown:
     words = _words(name, x, switches)
-    if name == "output" and batch_first:
+    if name == "output" and batch_first and x.dim() == 3:
         words = (words[1], words[0], *words[2:])
     shape = ", ".join(f"{word} {size}" for word, size in zip(words, x.shape, strict=True))
     if x.device.type == "meta":

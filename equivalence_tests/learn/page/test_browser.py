@@ -122,34 +122,33 @@ def test_going_somewhere_moves_the_focus_there_and_marks_the_way(browser: Browse
     assert browser.run("return document.querySelector('.part.at').id") == "home"
 
 
-def test_every_switch_shows_its_state_and_others_are_disabled(browser: Browser) -> None:
+def test_every_switch_shows_its_state_and_combines_with_every_other(browser: Browser) -> None:
     browser.open("switches")
     found = browser.run_later(f"""{IN_SIGHT}
         const wait = () => new Promise(next => setTimeout(next, 5)), problems = [], seenKeys = [];
         (async () => {{
             for (const board of document.querySelectorAll('.board')) {{
                 location.hash = board.id; await wait();
-                const states = [...board.querySelectorAll('.state')].map(x => x.dataset.key);
-                const now = () => [...board.querySelectorAll('.state')].filter(seen).map(x => x.dataset.key);
+                const states = [...board.querySelectorAll('.state:not(.live)')].map(x => x.dataset.key);
+                const now = () => [...board.querySelectorAll('.state')].filter(seen);
                 for (const input of board.querySelectorAll('input:not([value="0"])')) {{
                     board.querySelector('[type=reset]').click(); await wait();
-                    if (input.disabled) problems.push(['disabled alone', input.name]);
                     input.click(); await wait();
                     const name = input.closest('fieldset').dataset.argument, key = `${{name}}.${{input.value}}`;
-                    seenKeys.push(...now());
-                    if (String(now()) !== key) problems.push([key, now()]);
+                    if (String(now().map(x => x.dataset.key)) !== key || now()[0].matches('.live')) problems.push([key, now().length]);
+                    seenKeys.push(key);
                     if (![...board.querySelectorAll('.told')].filter(seen).length && name !== 'mode') problems.push(['untold', key]);
                     for (const other of board.querySelectorAll('input:not([value="0"])')) {{
                         if (other.name === input.name) continue;
-                        const second = `${{other.closest('fieldset').dataset.argument}}.${{other.value}}`;
-                        const there = states.includes(`${{key}}-${{second}}`) || states.includes(`${{second}}-${{key}}`);
-                        if (there === other.disabled) problems.push([key, second, there]);
-                        if (there) {{
-                            other.click(); await wait();
-                            seenKeys.push(...now());
-                            if (now().length !== 1 || !now()[0].includes(second)) problems.push([key, second, now()]);
-                            board.querySelector(`input[name="${{other.name}}"][value="0"]`).click(); await wait();
-                        }}
+                        other.click(); await wait();
+                        const second = `${{other.closest('fieldset').dataset.argument}}.${{other.value}}`, state = now()[0];
+                        const wanted = [`${{key}}-${{second}}`, `${{second}}-${{key}}`];
+                        if (now().length !== 1 || !wanted.includes(state.dataset.key)) problems.push([key, second]);
+                        else if (state.matches('.live') === wanted.some(x => states.includes(x))) problems.push(['live', key, second]);
+                        else if (!state.querySelector('pre').textContent.includes('\\n')) problems.push(['no code', key, second]);
+                        else if (!seen(state.querySelector('table, strong, .shape') || document.head)) problems.push(['no result', key, second]);
+                        seenKeys.push(state.dataset.key);
+                        board.querySelector(`input[name="${{other.name}}"][value="0"]`).click(); await wait();
                     }}
                 }}
                 const missed = states.filter(x => x !== 'defaults' && !seenKeys.includes(x));
@@ -160,14 +159,38 @@ def test_every_switch_shows_its_state_and_others_are_disabled(browser: Browser) 
     assert found == []
 
 
-def test_a_state_that_is_linked_to_sets_its_switches(browser: Browser) -> None:
-    browser.open("switches-mha-add_zero_attn.1-attn_mask.2")
+@pytest.mark.parametrize("key", ["add_zero_attn.1-attn_mask.2", "num_heads.2-bias.1-add_zero_attn.1-attn_mask.3"])
+def test_a_state_that_is_linked_to_sets_its_switches(key: str, browser: Browser) -> None:
+    browser.open(f"switches-mha-{key}")
     chosen = browser.run(
         "return [...document.querySelectorAll('#switches-mha input:checked')]"
-        ".filter(x => x.value !== '0').map(x => `${x.name} ${x.value}`)"
+        ".filter(x => x.value !== '0').map(x => `${x.name.slice(4)}.${x.value}`)"
     )
-    assert chosen == ["mha add_zero_attn 1", "mha attn_mask 2"]
-    assert browser.run("return document.querySelectorAll('#switches-mha input:disabled').length") > 0
+    assert "-".join(chosen) == key
+    shown = browser.run(
+        f"{IN_SIGHT} return [...document.querySelectorAll('.state')].filter(seen).map(x => x.dataset.key)"
+    )
+    assert shown == [key]
+
+
+def test_what_is_computed_here_is_what_torch_gave(browser: Browser) -> None:
+    """Each state that torch was run with, computed again by the page's script and printed."""
+    browser.open("switches")
+    apart = browser.run("""
+        const texts = within => [...within.querySelectorAll('table')].map(x => [...x.querySelectorAll('caption, th, td')].map(y => y.textContent.trim() + y.className));
+        const problems = []; let count = 0;
+        for (const board of document.querySelectorAll('.board')) for (const state of board.querySelectorAll('.state[data-key]:not(.live)')) {
+            const key = state.dataset.key;
+            const chosen = key === 'defaults' ? {} : Object.fromEntries(key.split('-').map(x => x.split('.').map((y, i) => i ? Number(y) : y)));
+            if (['dtype', 'dropout', 'dropout_p', 'device'].some(x => chosen[x]) || state.querySelector('.shape')?.textContent.includes('of torch.nn')) continue;
+            const mine = document.createElement('div');
+            mine.append(...computed(board.dataset.board, chosen));
+            count += 1;
+            if (String(texts(mine)) !== String(texts(state))) problems.push([key, texts(mine), texts(state)]);
+        }
+        return [count, problems];""")
+    assert apart[0] > 90
+    assert apart[1] == []
 
 
 def test_a_score_lights_its_row_its_column_and_its_sum(browser: Browser) -> None:
@@ -176,7 +199,7 @@ def test_a_score_lights_its_row_its_column_and_its_sum(browser: Browser) -> None
         const step = document.getElementById('steps-attention-4');
         const cell = step.querySelectorAll('table')[1].tBodies[0].rows[2].cells[4];  // head 1, query 2, key 3
         cell.dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
-        const rects = name => [...step.querySelectorAll(`[data-t=${name}][data-i="1"] rect`)].map(x => x.classList.contains('lit'));
+        const rects = name => [...step.querySelectorAll(`.operands [data-t=${name}][data-i="1"] rect`)].map(x => x.classList.contains('lit'));
         return [rects('q'), rects('k'), step.querySelectorAll('td.here').length, step.querySelector('.sum').textContent,
                 cell.textContent, step.querySelectorAll('[data-i="0"] rect.lit').length,
                 [...step.querySelectorAll('th.lit')].map(x => x.textContent.trim())];""")
@@ -188,6 +211,51 @@ def test_a_score_lights_its_row_its_column_and_its_sum(browser: Browser) -> None
     assert text.startswith("scores[head 1, query 2, key 3] = (")
     assert text.endswith(f"= {number}")
     assert others == 0
+
+
+def test_every_step_follows_what_is_changed(browser: Browser) -> None:
+    """A number, a place of the mask and the number of heads; the reset brings back what torch gave."""
+    browser.open("steps-attention")
+    now = "const shown = () => [...document.querySelectorAll('#steps-attention .step td')].map(x => x.textContent);"
+    before, changed, code, reset = browser.run(f"""{now}
+        const before = shown(), bench = document.querySelector('.bench'), cell = bench.querySelector('td');
+        cell.textContent = '−3.5'; cell.dispatchEvent(new Event('blur'));
+        bench.querySelector('[data-at="2 0"]').click();
+        const heads = bench.querySelector('select');
+        heads.value = '4'; heads.dispatchEvent(new Event('input'));
+        const changed = [...document.querySelectorAll('#steps-attention-6 .side:last-child tbody tr:nth-child(3) td:nth-child(2)')].map(x => x.textContent);
+        const code = document.querySelector('#steps-attention .call').textContent;
+        [...bench.querySelectorAll('button')].at(-1).click();
+        return [before, changed, code, shown()];""")
+    assert changed == ["0.000"] * 4
+    assert "nn.MultiheadAttention(8, 4, batch_first=True)" in code
+    assert "[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]" in code
+    assert reset == before
+
+
+def test_masks_are_drawn_with_the_mouse(browser: Browser) -> None:
+    browser.open("masks-converter")
+    before = typed(browser)
+    corners = browser.run("""return ['0 0', '0 2'].map(x => document.querySelector(`.converter [data-at="${x}"]`).getBoundingClientRect())
+        .map(x => [x.x + x.width / 2, x.y + x.height / 2]);""")
+    (x0, y0), (x1, y1) = corners
+    for kind, x, y in (
+        ("mousePressed", x0, y0),
+        ("mouseMoved", (x0 + x1) / 2, y0),
+        ("mouseMoved", x1, y1),
+        ("mouseReleased", x1, y1),
+    ):
+        event = {
+            "type": kind,
+            "x": x,
+            "y": y,
+            "button": "left",
+            "buttons": 0 if kind == "mouseReleased" else 1,
+            "clickCount": 1,
+        }
+        browser.driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
+    before[0, :3] = ~before[0, 0]
+    assert torch.equal(typed(browser), before)
 
 
 def test_tables_are_walked_by_arrow_keys(browser: Browser) -> None:
@@ -229,7 +297,7 @@ def test_the_converter_says_what_torch_says(browser: Browser) -> None:
     browser.open("masks-converter")
     expected = masks.causal(3, 5, align="lower_right")
     for i, j in ((0, 0), (2, 4), (1, 3), (0, 4)):
-        browser.run("document.querySelector(`.editor [data-at='${arguments[0]} ${arguments[1]}']`).click()", i, j)
+        browser.run("document.querySelector(`.converter [data-at='${arguments[0]} ${arguments[1]}']`).click()", i, j)
         expected[i, j] = ~expected[i, j]
         assert torch.equal(typed(browser), expected)
         assert converted(browser) == conversions(expected)
@@ -245,7 +313,7 @@ def test_the_converter_says_what_torch_says(browser: Browser) -> None:
 
 def test_the_mask_is_edited_by_keyboard(browser: Browser) -> None:
     browser.open("masks-converter")
-    browser.run("document.querySelector('.editor button').focus()")
+    browser.run("document.querySelector('.converter .editor button').focus()")
     browser.press("ArrowDown")
     browser.press("ArrowRight")
     assert browser.run("return document.activeElement.getAttribute('aria-label')") == "query 1, key 1"

@@ -1,11 +1,9 @@
-"use strict";
-// Everything shown is in the page already: this script only chooses what is in sight and lights things up.
-const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-const one = (selector, within = document) => within.querySelector(selector);
+// Everything that torch and scratch gave is in the page already: here it is chosen, lit up, and computed anew.
 
 /* Which section and which panel is in sight follows from the address. */
 function goTo(address, byHand) {
-  const target = document.getElementById(decodeURIComponent(address)) || document.getElementById("home");
+  const named = decodeURIComponent(address), found = document.getElementById(named);
+  const target = found || all(".board").map(x => x.stateAt(named)).find(Boolean) || document.getElementById("home");
   const part = target.closest(".part");
   if (!part) return;
   all(".part").forEach(x => x.classList.toggle("at", x === part));
@@ -31,8 +29,6 @@ let quietly = false;  // the address was changed by a control that keeps the foc
 addEventListener("hashchange", () => { goTo(location.hash.slice(1), !quietly); quietly = false; });
 
 /* A grid of numbers is one stop of the Tab key; inside it the arrow keys move. */
-function inTable(cell) { return { row: cell.parentElement.sectionRowIndex, column: cell.cellIndex - 1 }; }
-function cellAt(table, row, column) { return table.tBodies[0].rows[row]?.cells[column + 1]; }
 all("table.heat[data-t]").forEach(table => { const first = cellAt(table, 0, 0); if (first) first.tabIndex = 0; });
 addEventListener("keydown", event => {
   const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
@@ -45,60 +41,71 @@ addEventListener("keydown", event => {
   cell.tabIndex = -1; next.tabIndex = 0; next.focus();
 });
 
-/* A number, and what it is made of. */
-const cells = JSON.parse(one("#cells")?.textContent || "{}");
-const explained = (step, number, row, column) =>
-  (cells[step.dataset.step] || []).find(x => x[0] === number && x[1] === row && x[2] === column);
-function light(cell) {
-  const step = cell.closest(".step"), table = cell.closest("table"), { row, column } = inTable(cell);
-  const number = Number(table.dataset.i);
-  all(".lit, .here", step).forEach(x => x.classList.remove("lit", "here"));
-  all(`table[data-t="${table.dataset.t}"][data-i="${number}"]`, step).forEach(x => {
-    cellAt(x, row, column)?.classList.add("here");
-    [x.tBodies[0].rows[row]?.cells[0], x.tHead.rows[0].cells[column + 1]].forEach(head => head?.classList.add("lit"));
-  });
-  const found = explained(step, number, row, column);
-  if (!found) return;
-  for (const [name, index, r, c] of found[4]) {
-    const swatch = one(`.swatch[data-t="${name}"][data-i="${index}"]`, step);
-    const across = Math.round(swatch.firstElementChild.viewBox.baseVal.width / 14);
-    all("rect", swatch).forEach((rect, at) =>
-      rect.classList.toggle("lit", (r === null || Math.floor(at / across) === r) && (c === null || at % across === c)));
-  }
-  const where = [...(all(`.side:first-child table`, step).length > 1 ? [`head ${number}`] : []),
-    `${table.dataset.rows} ${row}`, `${table.dataset.columns} ${column}`].join(", ");
-  const text = one(".sum", step), label = document.createElement("b");
-  label.textContent = `${table.dataset.t}[${where}] = `;
-  text.replaceChildren(label, found[3]);
+/* Switches: a setting that torch was run with is in the page already, every other one is computed here. */
+const boards = JSON.parse(one("#boards")?.textContent || "{}");
+const WORDS = { sdpa: ["sample", "head", "query", "feature"], weights: ["sample", "head", "query", "key"], output: ["query", "sample", "feature"] };
+function wordsOf(name, tensor, x, chosen) {
+  let depth = 0;
+  for (let part = x; Array.isArray(part); part = part[0]) depth += 1;
+  if (name === "sdpa") return WORDS.sdpa.slice(-depth);
+  if (tensor === "output") return depth === 2 ? ["query", "feature"] : chosen.batch_first ? ["sample", "query", "feature"] : WORDS.output;
+  if (chosen.average_attn_weights) return WORDS.weights.slice(-depth);
+  return depth === 2 ? ["query", "key"] : ["sample", "query", "key"];
 }
-for (const kind of ["mouseover", "focusin"])
-  addEventListener(kind, event => { const cell = event.target.closest?.(".step table[data-t] tbody td"); if (cell) light(cell); });
-
-/* Switches: only what was computed can be set. */
+const NOTES = {
+  dtype: "In float64: torch rounds every step to the dtype.",
+  dropout: "What is dropped is drawn anew on this page: torch draws other weights.",
+  dropout_p: "What is dropped is drawn anew on this page: torch draws other weights.",
+  device: "On meta torch computes shapes only: these numbers are those of the CPU.",
+};
+function computed(name, chosen) {
+  const data = boards[name], error = Boards.errorOf(name, data, chosen);
+  const code = make("pre", { className: "code", textContent: Boards.codeOf(name, data, chosen) });
+  if (error) return [code, make("p", { className: "output" }, make("span", { textContent: "torch.nn" }), " ", make("strong", { textContent: error }))];
+  const notes = Object.keys(NOTES).filter(x => chosen[x]).map(x => make("p", { className: "note", textContent: NOTES[x] }));
+  const found = Boards.resultOf(name, data, chosen, () => (Math.random() < .5 ? 0 : 2));
+  const shown = Object.entries(found).flatMap(([tensor, x]) => [
+    make("p", { className: "shape" }, make("b", { textContent: tensor })),
+    make("div", { className: "tables" }, ...heats(x, wordsOf(name, tensor, x, chosen), tensor === "weights" ? { top: 1 } : {})),
+  ]);
+  return [code, make("p", { className: "gap", textContent: "Computed on this page, by a script that is tested against torch.nn." }), ...notes, ...shown];
+}
 all(".board").forEach(board => {
-  const states = new Set(all(".state", board).map(x => x.dataset.key)), fields = all("fieldset", board);
+  const name = board.dataset.board, prefix = `switches-${name}-`, fields = all("fieldset", board);
+  const run = new Map(all(".state", board).map(x => [x.dataset.key, x]));
+  const live = make("article", { className: "panel state live" });
+  one(".states", board).append(live);
   const keyOf = chosen => fields.map(x => x.dataset.argument).filter(x => chosen[x]).map(x => `${x}.${chosen[x]}`).join("-") || "defaults";
   const chosenNow = () => Object.fromEntries(fields.map(x => [x.dataset.argument, Number(one("input:checked", x).value)]));
+  const wantedBy = key => Object.fromEntries(key.split("-").map(x => x.split(".")));
   const refresh = () => {
-    const chosen = chosenNow();
-    fields.forEach(field => {
-      const argument = field.dataset.argument;
-      field.classList.toggle("set", chosen[argument] > 0);
-      all("input", field).forEach(input => {
-        input.disabled = !states.has(keyOf({ ...chosen, [argument]: Number(input.value) }));
-        if (input.disabled) input.setAttribute("aria-describedby", `rule-${board.dataset.board}`); else input.removeAttribute("aria-describedby");
-      });
-    });
+    const chosen = chosenNow(), key = keyOf(chosen);
+    fields.forEach(field => field.classList.toggle("set", chosen[field.dataset.argument] > 0));
     all(".told", board).forEach(x => x.classList.toggle("at", chosen[x.dataset.argument] > 0));
+    if (run.has(key) || live.dataset.key === key) return;
+    const set = new Set(key.split("-")), within = [...run].filter(([other]) => other.split("-").every(x => set.has(x)));
+    const traps = new Set(within.flatMap(([, state]) => all(".named a", state).map(x => x.textContent)));
+    const links = [...traps].map(x => make("a", { href: `#trap-${x}`, textContent: x }));
+    const title = make("p", { className: "whose", textContent: fields.filter(x => chosen[x.dataset.argument]).map(x => `${one("legend", x).textContent}: ${one("input:checked + span", x).textContent}`).join(", ") });
+    live.replaceChildren(title, ...computed(name, chosen), ...(links.length ? [make("p", { className: "named" }, "Traps of these together: ", ...links.flatMap(x => [x, " "]))] : []));
+    live.dataset.key = key;
   };
-  const show = () => { quietly = true; location.hash = `switches-${board.dataset.board}-${keyOf(chosenNow())}`; refresh(); };
+  const show = () => { quietly = true; location.hash = prefix + keyOf(chosenNow()); };
   const form = one("form", board);
   form.addEventListener("input", show);
   form.addEventListener("reset", () => setTimeout(show));
+  /* The address of a setting that was not run leads to the one that is computed. */
+  board.stateAt = address => {
+    const key = address.startsWith(prefix) ? address.slice(prefix.length) : "", wanted = wantedBy(key);
+    if (!key || !fields.some(x => wanted[x.dataset.argument])) return null;
+    fields.forEach(x => { (one(`input[value="${wanted[x.dataset.argument] || 0}"]`, x) || one("input", x)).checked = true; });
+    refresh();
+    return run.get(keyOf(chosenNow())) || live;
+  };
   document.addEventListener("shown", event => {
     const state = event.detail.closest(".state");
-    if (state && board.contains(state)) {
-      const wanted = Object.fromEntries(state.dataset.key.split("-").map(x => x.split(".")));
+    if (state && state !== live && board.contains(state)) {
+      const wanted = wantedBy(state.dataset.key);
       fields.forEach(x => { one(`input[value="${wanted[x.dataset.argument] || 0}"]`, x).checked = true; });
     }
     if (board.closest(".part").contains(event.detail)) refresh();
@@ -109,53 +116,26 @@ all(".board").forEach(board => {
 all(".unit:not(.alone) .same").forEach(row => row.append(row.firstElementChild.cloneNode(true)));
 
 /* Masks: the editor and its three forms, printed as torch prints them. */
-const editor = one(".editor"), typed = one(".typed");
-const isSet = button => button.getAttribute("aria-pressed") === "true";
-function editMask(rows) {
-  editor.style.gridTemplateColumns = `repeat(${rows[0].length + 1}, auto)`;
-  const label = (text, kind) => Object.assign(document.createElement("span"), { textContent: text, className: kind });
-  editor.replaceChildren(label("", "top"), ...[...rows[0]].map((_, j) => label(j, "top")),
-    ...rows.flatMap((row, i) => [label(i, ""), ...[...row].map((bit, j) => {
-      const button = Object.assign(document.createElement("button"), { type: "button", tabIndex: i || j ? -1 : 0 });
-      button.setAttribute("aria-pressed", String(bit === "1"));
-      button.setAttribute("aria-label", `query ${i}, key ${j}`);
-      button.dataset.at = `${i} ${j}`;
-      return button;
-    })]));
-  printForms();
-}
+const editor = one(".converter .editor"), typed = one(".typed");
 function asTensor(rows, texts, tail = "") {
   // torch pads all to one width, but for infinities and what stands beside them.
   const width = texts.includes("-inf") ? 0 : Math.max(...rows.flat().map(x => texts[x].length));
   const lines = rows.map(row => `[${row.map(x => texts[x].padStart(width)).join(", ")}]`);
   return `tensor([${lines.join(",\n        ")}]${tail})`;
 }
-function printForms() {
-  const buttons = all("button", editor), across = Number(buttons.at(-1).dataset.at.split(" ")[1]) + 1;
-  const rows = [];
-  buttons.forEach((x, at) => (at % across ? rows.at(-1) : rows[rows.push([]) - 1]).push(isSet(x) ? 1 : 0));
+function printForms(rows) {
   const texts = { may_attend: ["False", "True"], module_mask: ["True", "False"], score_bias: ["-inf", "0."] };
   for (const [form, words] of Object.entries(texts)) one(`[data-form=${form}]`).textContent = asTensor(rows, words);
   typed.textContent = `may_attend = torch.tensor([${rows.map(row => `[${row.join(", ")}]`).join(", ")}], dtype=torch.bool)`;
 }
 if (editor) {
-  editMask(editor.dataset.mask.split(" "));
-  editor.addEventListener("click", event => {
-    const button = event.target.closest("button");
-    if (button) { button.setAttribute("aria-pressed", String(!isSet(button))); printForms(); }
-  });
-  editor.addEventListener("keydown", event => {
-    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }, move = moves[event.key];
-    if (!move) return;
-    const [i, j] = event.target.dataset.at.split(" ").map(Number);
-    const next = one(`[data-at="${i + move[0]} ${j + move[1]}"]`, editor);
-    event.preventDefault();
-    if (next) { event.target.tabIndex = -1; next.tabIndex = 0; next.focus(); }
-  });
-  all(".load").forEach(button => button.addEventListener("click", () => {
-    editMask(button.dataset.mask.split(" "));
-    location.hash = "masks-converter";
-  }));
+  const edit = bits => {
+    const rows = bits.split(" ").map(row => [...row].map(Number));
+    drawMask(editor, rows, printForms);
+    printForms(rows);
+  };
+  edit(editor.dataset.mask);
+  all(".load").forEach(button => button.addEventListener("click", () => { edit(button.dataset.mask); location.hash = "masks-converter"; }));
 }
 
 /* Traps: found by words and severity. */
