@@ -71,6 +71,12 @@ class Twin:
     has_twin: bool
     units: tuple[Unit, ...]
 
+    @property
+    def begins(self) -> str:
+        """The address of the first definition that ``scratch`` exports, or else of the first of all."""
+        named = [unit for unit in self.units if unit.name]
+        return next((unit for unit in named if unit.name in scratch.__all__), named[0]).address
+
 
 @dataclass(frozen=True)
 class Part:

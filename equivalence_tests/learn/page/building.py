@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from equivalence_tests.learn.excerpts import Excerpt, Place
 from equivalence_tests.learn.page import beside, exercises, gallery, speed, steps_section, switches, tape, trap_cards
 from equivalence_tests.learn.page.live import live_attention, live_boards
 from equivalence_tests.learn.page.templating import environment
+from scratch import functional
 
 __all__ = ["SECTIONS", "Section", "build_page"]
 
@@ -94,10 +96,15 @@ def build_page() -> str:
     lacks = {section.name: section.lacks() for section in SECTIONS}
     found = [(section, None if lacks[section.name] else section.data()) for section in SECTIONS]
     version = str(torch.__version__).partition("+")[0]
-    html = page.render(
-        sections=found, lacks=lacks, live_attention=live_attention, live_boards=live_boards, torch_version=version
-    )
+    live = {"live_attention": live_attention, "live_boards": live_boards}
+    html = page.render(sections=found, lacks=lacks, textbook=textbook(), torch_version=version, **live)
     return without_empty_lines(html)
+
+
+def textbook() -> list[Excerpt]:
+    """Quote the lines of attention, one equation each."""
+    lines = ("scores = (q * scale)", "masked_scores =", "weights = softmax", "context = weights")
+    return [Place(functional.attention, line).excerpt() for line in lines]
 
 
 def without_empty_lines(html: str) -> str:

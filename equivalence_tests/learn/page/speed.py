@@ -21,6 +21,7 @@ AS_FAST = 1.05  # within this of the fastest, a difference is not worth a choice
 WORDS = {
     "builtin": "torch.nn behind the checks of this project",
     "scratch": "written out by hand",
+    "scratch textbook": "written out by hand, with every score held in memory",
     "torch.nn": "torch.nn as it comes",
     "plain path": "torch.nn, or its function, kept off its fast path",
     "math": "F.scaled_dot_product_attention with its MATH backend",

@@ -216,7 +216,7 @@ def test_a_score_lights_its_row_its_column_and_its_sum(browser: Browser) -> None
 def test_every_step_follows_what_is_changed(browser: Browser) -> None:
     """A number, a place of the mask and the number of heads; the reset brings back what torch gave."""
     browser.open("steps-attention")
-    now = "const shown = () => [...document.querySelectorAll('#steps-attention .step td')].map(x => x.textContent);"
+    now = "const shown = () => [...document.querySelectorAll('#steps-attention .step td')].map(x => x.textContent.trim());"
     before, changed, code, reset = browser.run(f"""{now}
         const before = shown(), bench = document.querySelector('.bench'), cell = bench.querySelector('td');
         cell.textContent = '−3.5'; cell.dispatchEvent(new Event('blur'));
@@ -347,34 +347,82 @@ def test_a_trap_that_is_linked_to_is_open(browser: Browser) -> None:
     assert not browser.run("return document.getElementById('trap-fully_masked_row').open")
 
 
-def test_guesses_are_answered(browser: Browser) -> None:
+def test_guesses_are_answered_with_hints_and_points(browser: Browser) -> None:
     browser.open("mistakes-3")
     said = browser.run("""
-        const exercise = document.getElementById('mistakes-3'), said = () => exercise.querySelector('.verdict').textContent;
-        exercise.querySelector('li:not([data-guilty]) button').click();
-        const first = said();
-        exercise.querySelector('[data-guilty] button').click();
-        return [first, said()];""")
-    assert said == ["No, this line is right.", "Yes, this is the line. Found with 2 guesses."]
+        const exercise = document.getElementById('mistakes-3'), said = [];
+        const guess = x => { x.click(); said.push(exercise.querySelector('.verdict').textContent); };
+        const [first, second] = exercise.querySelectorAll('li:not([data-guilty]) button');
+        guess(first); guess(second); guess(exercise.querySelector('[data-guilty] button')); guess(exercise.querySelector('li button'));
+        return [...said, document.getElementById('score').textContent, document.querySelectorAll('.tabs .done').length];""")
+    assert said[:2] == [
+        "No, this line is right. The weights are wrong: the mistake is in them, or before them.",
+        "No, this line is right. It is in the method future.",
+    ]
+    assert said[2:] == [*["Yes, this is the line. Found with 3 guesses: 1 of 3 points."] * 2, "Score: 1 of 36", 1]
 
 
-def test_every_length_has_its_answer(browser: Browser) -> None:
+def test_every_measurement_has_its_answer(browser: Browser) -> None:
     browser.open("speed")
     problems = browser.run_later(f"""{IN_SIGHT}
-        const problems = [];
+        const problems = [], what = document.getElementById('speed-what'), length = document.getElementById('speed-length');
+        const choose = async (list, value) => {{ list.value = value; list.dispatchEvent(new Event('input', {{ bubbles: true }})); await new Promise(next => setTimeout(next, 5)); }};
         (async () => {{
-            for (const chart of document.querySelectorAll('.chart')) {{
-                location.hash = chart.id;
-                await new Promise(next => setTimeout(next, 5));
-                for (const input of chart.querySelectorAll('input')) {{
-                    input.click();
-                    const answers = [...chart.querySelectorAll('.answer')].filter(seen).map(x => x.dataset.length);
-                    if (String(answers) !== input.value) problems.push([chart.id, input.value, answers]);
+            for (const option of what.options) {{
+                await choose(what, option.value);
+                const chart = [...document.querySelectorAll('#speed .panel')].filter(seen);
+                if (chart.length !== 1 || chart[0].id !== option.value) problems.push([option.value, chart.length]);
+                if (chart[0].id === 'speed-others') continue;
+                for (const one of [...length.options]) {{
+                    await choose(length, one.value);
+                    const answers = [...chart[0].querySelectorAll('.answer')].filter(seen).map(x => x.dataset.length);
+                    if (String(answers) !== one.value) problems.push([option.value, one.value, answers]);
                 }}
             }}
-            done(problems);
+            done([what.options.length, problems]);
         }})();""")
-    assert problems == []
+    assert problems[0] > 5
+    assert problems[1] == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_text_is_smaller_than_12_pixels(width: int, browser: Browser) -> None:
+    browser.set(width)
+    browser.open()
+    small = browser.run("""
+        document.querySelectorAll('.part, .panel, .told').forEach(x => x.classList.add('at'));
+        document.querySelectorAll('details').forEach(x => { x.open = true; });
+        const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), small = {};
+        for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+            const x = node.parentElement;
+            if (!node.textContent.trim() || !x.getClientRects().length || x.closest('sub, sup, title')) continue;
+            const scale = x.ownerSVGElement ? x.getScreenCTM().a : 1, size = parseFloat(getComputedStyle(x).fontSize) * scale;
+            if (size < 11.9) small[`${x.tagName}.${x.className.baseVal ?? x.className} in ${x.closest('.part')?.id}`] = size;
+        }
+        return small;""")
+    assert small == {}
+
+
+def test_the_way_is_whole_on_a_phone(browser: Browser) -> None:
+    browser.set(390)
+    browser.open("masks")
+    cut = browser.run("""return [...document.querySelectorAll('.bar a')].map(x => x.getBoundingClientRect())
+        .filter(x => x.left < 0 || x.right > innerWidth).length;""")
+    assert cut == 0
+    above = browser.run("""location.hash = 'mistakes-1'; return new Promise(done => setTimeout(() => {
+        const top = x => document.querySelector(`#mistakes-1 ${x}`).getBoundingClientRect().top;
+        done(top('.lines') < top('.tables')); }, 50));""")
+    assert above
+
+
+def test_a_file_opens_at_its_class(browser: Browser) -> None:
+    browser.open("code")
+    at = browser.run_later("""
+        document.querySelector('#code .tabs a[href="#code-attention-MultiheadAttention"]').click();
+        setTimeout(() => done([document.getElementById('code-attention-MultiheadAttention').getBoundingClientRect().top,
+            [...document.querySelectorAll('#code .tabs [aria-current]')].map(x => x.textContent)]), 900);""")
+    assert 0 <= at[0] < 200
+    assert at[1] == ["attention.py"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

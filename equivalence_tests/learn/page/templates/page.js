@@ -15,7 +15,8 @@ function goTo(address, byHand) {
   for (let box = target.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
   const shown = new Set([part.id, target.id, ...all(".panel.at", part).map(x => x.id)]);
   all("nav a").forEach(a => {
-    if (shown.has(a.hash.slice(1))) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
+    const name = a.hash.slice(1), isFile = a.closest(".tabs") && document.getElementById(name)?.closest(".panel.at");
+    if (shown.has(name) || isFile) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
   });
   one(".bar [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
   document.dispatchEvent(new CustomEvent("shown", { detail: target }));
@@ -154,34 +155,67 @@ if (search) {
   [search, ...severities].forEach(x => x.addEventListener("input", findTraps));
 }
 
-/* Measurements: the answer for one length. */
-all(".chart").forEach(chart => {
-  const pick = () => {
-    const length = one(".lengths input:checked", chart).value;
-    all("[data-length]", chart).forEach(x => x.classList.toggle("at", x.dataset.length === length));
-  };
-  one(".lengths", chart).addEventListener("input", pick);
-  pick();
-});
+/* Measurements: what is computed, and the answer for one length. */
+const what = one("#speed-what"), lengths = one("#speed-length");
+function showLength(chart) {
+  all("[data-length]", chart).forEach(x => x.classList.toggle("at", x.dataset.length === lengths.value));
+}
+function showMeasured(panel) {
+  const measured = all(".answer[data-length]", panel).map(x => x.dataset.length), before = lengths.value;
+  what.value = panel.id;
+  lengths.closest("label").hidden = !measured.length;
+  lengths.replaceChildren(...measured.map(x => make("option", { value: x, textContent: Number(x).toLocaleString("en") })));
+  if (measured.length) lengths.value = measured.includes(before) ? before : measured.at(-1);
+  showLength(panel);
+}
+if (what) {
+  what.addEventListener("input", () => { quietly = true; location.hash = what.value; });
+  lengths.addEventListener("input", () => showLength(document.getElementById(what.value)));
+  document.addEventListener("shown", () => { const panel = one("#speed .panel.at"); if (panel) showMeasured(panel); });
+}
 
-/* Find the mistake: guesses are counted, the guilty line stays lit. */
+/* Find the mistake: a wrong guess brings a hint, the first right one points, and the guilty line stays lit. */
+const POINTS = 3;
+let score = 0;
+function hintFor(exercise, wrong) {
+  const lines = all(".lines li", exercise), guilty = lines.findIndex(x => x.hasAttribute("data-guilty"));
+  const method = lines.slice(0, guilty + 1).map(x => x.textContent.match(/^\s*def (\w+)/)?.[1]).filter(Boolean).at(-1);
+  if (wrong === 1)
+    return exercise.dataset.weights === "right" ? "The weights are right: the mistake is in what is done with the values, or after that."
+      : "The weights are wrong: the mistake is in them, or before them.";
+  return wrong === 2 ? `It is in the method ${method}.` : `It is in the method ${method}, in line ${guilty + 1}.`;
+}
 all(".exercise").forEach(exercise => {
   let guesses = 0;
   all(".lines code", exercise).forEach(code => {
-    const button = Object.assign(document.createElement("button"), { type: "button", textContent: code.textContent });
+    const button = make("button", { type: "button", textContent: code.textContent });
     code.parentElement.style.setProperty("--deep", code.textContent.search(/\S/) + 4);  // a long line goes on further in
     code.replaceWith(button);
   });
   exercise.addEventListener("click", event => {
-    const line = event.target.closest(".lines button");
-    if (!line || line.matches(".found, .wrong")) return;
+    const line = event.target.closest(".lines button"), isFound = one(".found", exercise);
+    if (!line || isFound || line.matches(".wrong")) return;
     guesses += 1;
-    const right = line.parentElement.hasAttribute("data-guilty");
+    const right = line.parentElement.hasAttribute("data-guilty"), points = Math.max(POINTS + 1 - guesses, 0);
     line.classList.add(right ? "found" : "wrong");
+    if (right) {
+      score += points;
+      one(`.tabs a[href="#${exercise.id}"]`).classList.add("done");
+      one("#score").textContent = `Score: ${score} of ${POINTS * all(".exercise").length}`;
+    }
     one(".verdict", exercise).textContent = right
-      ? `Yes, this is the line. Found with ${guesses} ${guesses === 1 ? "guess" : "guesses"}.` : "No, this line is right.";
+      ? `Yes, this is the line. Found with ${guesses} ${guesses === 1 ? "guess" : "guesses"}: ${points} of ${POINTS} points.`
+      : `No, this line is right. ${hintFor(exercise, guesses)}`;
   });
 });
+
+/* What is wider than its box fades out at the side where it goes on. */
+function fade(box) { box.classList.toggle("more", box.scrollWidth - box.clientWidth - box.scrollLeft > 4); }
+const WIDE = ".tables, .exercise details pre, .value";
+addEventListener("scroll", event => { if (event.target.matches?.(WIDE)) fade(event.target); }, true);
+addEventListener("toggle", event => all(WIDE, event.target).forEach(fade), true);
+addEventListener("resize", () => all(`.part.at :is(${WIDE})`).forEach(fade));
+document.addEventListener("shown", event => all(WIDE, event.detail.closest(".part")).forEach(fade));
 
 /* What is printed is printed unfolded. */
 addEventListener("beforeprint", () => all(".part.at details").forEach(x => { x.open = true; }));
