@@ -84,7 +84,7 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
         found.departures[place] = [one for one in found.departures[place] if one.stage != "rotary"]
     report = Report(name or f"attention {place + 1}", "multi-head attention")
     conclude(report, found, place, found.departures[place], meant, proofs)
-    report.coverage = list(Evidence(judgement, found.call.module).untold())
+    report.coverage = list(Evidence(judgement, found.call.module).not_judged())
     if report.coverage and report.verdict == "equal":
         report.verdict = "partial"
     report.conventions, report.notes = _conventions(judgement), judgement.notes

@@ -238,7 +238,7 @@ def _cover(report: Report, situation: Situation) -> None:
     report.coverage += covered.exercises
     report.notes += [f"{x.what}: {NEVER_READ}" for x in covered.exercises if x.detail == NEVER_READ]
     if situation.judgement is not None:
-        report.coverage += Evidence(situation.judgement, situation.subject.module).untold()
+        report.coverage += Evidence(situation.judgement, situation.subject.module).not_judged()
         report.coverage += _ungrouped(situation.subject, situation.judgement)
     if output_codes(situation) is None:
         report.coverage.append(Exercise("the output", False, "which token lies where in it could not be followed"))

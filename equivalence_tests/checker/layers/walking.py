@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
 from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
-from equivalence_tests.checker.engine.meaning import HIDDEN, modules_around
+from equivalence_tests.checker.engine.meaning import HIDDEN
 from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.surroundings import modules_around
 from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.one_call import WHOLE

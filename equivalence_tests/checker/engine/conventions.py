@@ -1,0 +1,199 @@
+"""What torch's formula does not have and nobody would call a mistake: rotations, norms, masks and biases of its own."""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.contracts.changing import strange_operations
+from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
+from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
+from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
+from equivalence_tests.checker.engine.names import Part
+from equivalence_tests.checker.engine.same import LOOSE, MEASURED, TABLE
+from equivalence_tests.checker.engine.surroundings import Surroundings
+from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES
+from equivalence_tests.checker.engine.watching import Operation, Slot
+
+CAP = re.compile(r"cap|clip", re.IGNORECASE)
+KINDS = {"arg": "argument", "param": "parameter", "buffer": "buffer"}
+
+
+class Conventions(Surroundings):
+    """Lists the conventions of one attention, each with the evidence that it is intended."""
+
+    def conventions(self, departures: list[Departure]) -> Iterator[Departure]:
+        """What torch's formula does not have, and nobody would call a mistake."""
+        wrong = {departure.stage for departure in departures if not departure.evidence}
+        yield from self._rotations(departures)
+        yield from self._norms(departures)
+        own = self.own_mask()
+        if own is not None and own.evidence and "mask" not in wrong:
+            yield own
+        for model in self.judgement.models[:1]:
+            if model.cap:
+                yield self._capped(model)
+            if "mask" not in wrong and "scores" not in wrong:
+                yield from self._bent()
+                yield from self._biases(self.judgement.attention.parts[0], model)
+
+    def _rotations(self, departures: list[Departure]) -> Iterator[Departure]:
+        turned = [operand for operand in self.judgement.first_operands[:2] if operand.turned]
+        if len(turned) == 2 and not any(d.stage == "rotary" for d in departures):
+            place = _first_step(self.judgement, turned[0])
+            paired = next((f", in {operand.turn}" for operand in turned if operand.turn), "")
+            yield Departure("rotary_positions", "rotary", place, evidence=f"queries and keys turn alike{paired}")
+
+    def _norms(self, departures: list[Departure]) -> Iterator[Departure]:
+        normed = [operand for operand in self.judgement.first_operands[:2] if self._is_normed(operand)]
+        made = next((s.operation for o in normed for s in self._norms_before(o) if s.kind == "normed"), None)
+        if len(normed) == 2:
+            yield Departure("queries_and_keys_normalised", "norm", made, evidence="both are, each by its own norm")
+        elif made is not None and not any("norm" in d.name for d in departures) and self._of_one_tensor():
+            yield changed_by(made, "norm", normed[0].role)
+
+    def _of_one_tensor(self) -> bool:
+        """Whether queries and keys are made of the same tensor."""
+        numbers = ([source.number for source in operand.sources] for operand in self.judgement.first_operands[:2])
+        query, key = ({s.number for s in self._names.made_of(own, beyond=True) if not s.parents} for own in numbers)
+        return query == key
+
+    def own_mask(self) -> Departure | None:
+        """A pattern that the code hides by itself and that is not causal; with evidence or without."""
+        judgement = self.judgement
+        for part, model, hidden in zip(judgement.attention.parts, judgement.models, judgement.hidden, strict=False):
+            live = model.live
+            if bool(hidden[live].any()) and not causal_pattern(part, hidden, live):
+                operation, names = self._hiding()
+                evidence = _made_from(names[0]) if names else self._window(part, hidden, live)
+                return Departure("own_mask", "mask", operation, evidence=evidence)
+        return None
+
+    def _hiding(self) -> tuple[Operation | None, list[str]]:
+        """The first operation that scores meet something else in, and what that is made from."""
+        first: Operation | None = None
+        for operation, _, bits, part in self._beside_scores():
+            own = self.recorder.origins_of(part.product.operation.outputs[0].tensor)
+            if bits != own:  # the largest score has these
+                first = first or operation
+                if bits:
+                    return operation, self.recorder.named(bits)
+        return first, []
+
+    def _window(self, part: Part, hidden: Tensor, live: Tensor) -> str:
+        """Torch's own alignment of unequal lengths, or a setting that is the width of the band that is left."""
+        query, key, _, _ = ranks_of(part)
+        apart = (key - query)[live]
+        if torch.equal(hidden[live], apart > 0):
+            return "query i sees keys 0 to i, as is_causal of F.scaled_dot_product_attention has it"
+        seen = apart[~hidden[live]]
+        low, high = int(seen.min()), int(seen.max())
+        if not torch.equal(hidden[live], (apart < low) | (apart > high)):
+            return ""
+        return self.width_named({-low, 1 - low, high, high + 1, high - low, high - low + 1})
+
+    def _capped(self, model: WeightsModel) -> Departure:
+        operation = next((op for op, _ in self._between() if op.name == "tanh"), None)
+        told = self._setting(model.cap, CAP.search, own=True)
+        evidence = f"the cap is what {told}" if told else ""
+        return Departure("scores_capped", "scores", operation, {"cap": model.cap}, evidence=evidence)
+
+    def _biases(self, part: Part, model: WeightsModel) -> Iterator[Departure]:
+        live = model.live & ~model.hidden & ~model.replaced
+        if not bool(live.any()) or float(model.bias[live].abs().max()) < TABLE:
+            return
+        for operation, _, bits, _ in self._beside_scores():
+            if bits and operation.name in ADDS:
+                own = self.recorder.origins_of(part.product.operation.outputs[0].tensor)
+                names = self.recorder.named(bits & ~own) or self.recorder.named(bits)
+                if all(name.startswith("buffer:") for name in names) and self._grows(part, model, live):
+                    yield Departure("bias_grows_with_distance", "bias", operation)
+                    return
+                told = next((n for n in names if n.startswith("param:")), names[-1])
+                yield Departure("bias_added", "bias", operation, evidence=_made_from(told))
+                return
+        adding = next((op for op, _ in self._between() if op.name in ADDS), None)
+        graded = len((model.bias[live] * 1e6).round().unique()) > 4
+        if graded and self._grows(part, model, live):
+            yield Departure("bias_grows_with_distance", "bias", adding)
+        elif graded:
+            told = "it depends on the positions alone" if _by_distance(part, model, live) else ""
+            yield Departure("bias_added", "bias", adding, evidence=told)
+
+    def _grows(self, part: Part, model: WeightsModel, live: Tensor) -> bool:
+        """Whether what is added is the greater the farther a key is from the query, before it or behind it.
+
+        What later keys get tells nothing where a mask that may be given hides them.
+        """
+        favoured = self._favoured(part, model, live)
+        return "earlier" in favoured or ("later" in favoured and not self._takes_a_mask())
+
+    def _favoured(self, part: Part, model: WeightsModel, live: Tensor) -> list[str]:
+        """The keys of which the farthest get the most, in every row."""
+        query, key, queries, keys = ranks_of(part)
+        apart = [key - query - shift for shift in {0, keys - queries}]
+        sides = {"earlier": [(x <= 0, -x) for x in apart], "later": [(x >= 0, x) for x in apart]}
+        return [name for name, ways in sides.items() if any(_rises(model, live & own, far) for own, far in ways)]
+
+    def favours_later_keys(self) -> bool:
+        """Whether a bias that nothing learnt and no argument makes gives the most to the last keys, which are seen."""
+        added = [bits for operation, _, bits, _ in self._beside_scores() if bits and operation.name in ADDS]
+        made = (name for bits in added for name in self.recorder.named(bits))
+        if not self.judgement.models or not all(name.startswith("buffer:") for name in made):
+            return False
+        part, model = self.judgement.attention.parts[0], self.judgement.models[0]
+        live = model.live & ~model.hidden & ~model.replaced
+        return bool(live.any()) and "later" in self._favoured(part, model, live)
+
+    def _bent(self) -> Iterator[Departure]:
+        """What no known model does to what is added to the scores, or says which of them are hidden."""
+        seen: set[int] = set()
+        for operation, slot, _, _ in self._beside_scores():
+            if operation.name in ADDS | FILLS:
+                for strange in self._strange(slot, operation):
+                    if strange.index not in seen:
+                        seen.add(strange.index)
+                        yield changed_by(strange, "bias", "bias of the scores")
+
+    def _strange(self, slot: Slot, before: Operation) -> Iterator[Operation]:
+        """What is strange on the way of a bias: of what nothing learnt takes part in, only what puts it elsewhere."""
+        for operation in strange_operations(self.judgement.attention.run, slot, before.index):
+            if operation.name in MOVES or any(map(self.recorder.parameters, operation.origins)):
+                yield operation
+
+
+def _made_from(name: str) -> str:
+    """Say what a tensor with a name is.
+
+    >>> _made_from("arg:attention_mask")
+    'it is made from the argument attention_mask'
+    """
+    kind, _, own = name.partition(":")
+    return f"it is made from the {KINDS[kind]} {own}"
+
+
+def _first_step(judgement: Judgement, operand: Operand) -> Operation | None:
+    steps = (operation for operation, _, _ in operand.steps(judgement.attention.run))
+    return next((operation for operation in steps if operation.name == "mul"), None)
+
+
+def _rises(model: WeightsModel, live: Tensor, distance: Tensor) -> bool:
+    """Whether what is added rises with these distances, in every row."""
+    order = (model.rows[live] * (int(distance.max()) + 1) + distance[live]).argsort()
+    rows, apart, bias = (x[live][order] for x in (model.rows, distance, model.bias))
+    farther = (rows.diff() == 0) & (apart.diff() > 0)
+    return bool((farther & (apart[1:] > 1)).any()) and bool((bias.diff()[farther] > MEASURED).all())
+
+
+def _by_distance(part: Part, model: WeightsModel, live: Tensor) -> bool:
+    """Whether what is added is alike for all samples, up to a constant of each row."""
+    query, key, queries, keys = ranks_of(part)
+    sample = part.table.query.unique(return_inverse=True)[1] // max(queries, 1)
+    heads, samples = int(part.table.head.max()) + 1, int(sample.max()) + 1
+    table = torch.full((samples, heads, queries, keys), torch.nan, dtype=torch.float64)
+    table[sample[live], part.table.head[live], query[live], key[live]] = model.bias[live]
+    common = table.isfinite().all(0, keepdim=True).expand_as(table)
+    table = table.masked_fill(~common, torch.nan)
+    table = table - table.nanmean(-1, keepdim=True)
+    return bool(((table - table[:1]).nan_to_num(0.0).abs() < LOOSE).all())
