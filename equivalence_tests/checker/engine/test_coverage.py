@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.engine.coverage import Covered, cover
+from equivalence_tests.checker.engine.coverage import cover
+from equivalence_tests.checker.engine.covered import Covered
 from equivalence_tests.checker.reach.construction import Sizes
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.subject import Adapter

@@ -1,0 +1,91 @@
+"""What was exercised beyond the call that was judged, and what came out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.reach.angles import AngleForm
+from equivalence_tests.checker.reach.calling import Inputs, Trial
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reporting.findings import Exercise, Finding
+from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
+from equivalence_tests.checker.reporting.report import Report
+
+Judge = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Report]]
+Failed = Callable[[str, Exception], None]
+Look = Callable[[], tuple[Sequence[Finding], str]]
+
+
+@dataclass
+class Covered:
+    """What was exercised beyond the call that was judged, and what came out.
+
+    Args:
+        trial: A way to call it that was judged.
+        judge: Judges a call by its arguments, as the one before was.
+        exercises: What was run, or not.
+        findings: What deviates.
+        meant: What deviates on purpose.
+        angles: The form that each argument takes which asks for the angles of rotary positions.
+    """
+
+    trial: Trial
+    judge: Judge
+    exercises: list[Exercise] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    meant: list[Finding] = field(default_factory=list)
+    angles: dict[str, AngleForm] = field(default_factory=dict)
+
+    def tables(self, inputs: Inputs) -> dict[str, Any]:
+        """Make the angles that some arguments take."""
+        return {name: self.trial.angles(name, form, inputs) for name, form in self.angles.items()}
+
+    def add(self, what: str, findings: Sequence[Finding], detail: str = "") -> None:
+        """Note that something was run, with a verdict."""
+        self.exercises.append(Exercise(what, True, detail))
+        known = {(finding.name, finding.line) for finding in self.findings}
+        self.findings += [finding for finding in findings if (finding.name, finding.line) not in known]
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Note that there is no verdict on something."""
+        self.exercises.append(Exercise(what, False, why))
+
+    def add_failure(self, what: str, error: Exception) -> None:
+        """Note that the code raised: a mistake, unless it says itself that it does not do this."""
+        stack = code_lines(frames_of(error))
+        if is_refusal(error) or not stack or isinstance(error, (ImportError, NotImplementedError, MemoryError)):
+            self.leave_out(what, said(error))
+        else:
+            facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"
+            self.add(what, [told(named_mistake("fails_with_what_it_offers"), facts, stack=stack, evidence=evidence)])
+
+    def run(self, what: str, look: Look, failed: Failed | None = None) -> bool:
+        """Look at one more call.
+
+        Args:
+            what: Is exercised by it.
+            look: Calls it, and gives what deviates, and how that was seen.
+            failed: What to do where the code raises; None for a mistake.
+
+        Returns:
+            Whether it ran.
+        """
+        try:
+            findings, detail = look()
+        except CannotCheckError as error:
+            self.leave_out(what, str(error))
+        except Exception as error:
+            (failed or self.add_failure)(what, error)
+            return False
+        else:
+            self.add(what, findings, detail)
+        return True
+
+    def judged(self, inputs: Inputs, extra: Mapping[str, Any]) -> tuple[list[Finding], str]:
+        """Judge one more call: it has a verdict if each of its attentions has one."""
+        reports = self.judge(*self.trial.arguments(inputs, extra))
+        unread = [report.reason for report in reports if report.verdict == "unchecked"]
+        if unread or not reports:
+            raise CannotCheckError(next(iter(unread), "no attention was found in the call"))
+        return [finding for report in reports for finding in report.findings], ""
