@@ -5,9 +5,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.attentions import attentions_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.formula import tile_departures
-from equivalence_tests.checker.engine.contracts.layout import layout_departures, merge_departures
+from equivalence_tests.checker.engine.contracts.layout import layout_departures
+from equivalence_tests.checker.engine.contracts.merging import merge_departures
 from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
 from equivalence_tests.checker.engine.contracts.passing import (
     context_departures,
@@ -22,7 +24,7 @@ from equivalence_tests.checker.engine.contracts.scores import Scores
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, hidden_by_formula, padded_queries
 from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting, Judgement, Operand
-from equivalence_tests.checker.engine.names import Attention, Part, attentions_of
+from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.same import LOOSE, SINGLE
 

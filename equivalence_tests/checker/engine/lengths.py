@@ -31,7 +31,7 @@ SLIDES = re.compile(r"slid", re.IGNORECASE)
 
 
 def is_tile(name: str, default: int, covered: Covered) -> bool:
-    """Say whether a number is the length of tiles: with less of it more is run, and the same comes out if it is right."""
+    """Say whether a number is the length of tiles: with less of it more is run, and the same comes out."""
     trial, length = covered.trial, covered.trial.sizes.query_len
     inputs = trial.inputs(length, length)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.attentions import attentions_of
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
-from equivalence_tests.checker.engine.names import Part, attentions_of
+from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import VANISHED
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms

@@ -1,0 +1,54 @@
+"""Which attentions run: products of queries and keys with what weighs values by them, each up to its last product."""
+
+from torch import Tensor
+
+from equivalence_tests.checker.engine.codes import (
+    sources_in,
+)
+from equivalence_tests.checker.engine.names import Attention, Part, Product, Run
+from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, WEIGHS, words
+from equivalence_tests.checker.engine.watching import Operation
+
+# What makes features of queries and keys, for an attention that is intended to be linear.
+FEATURES_OF = words("elu relu softplus gelu silu selu celu")
+
+
+def attentions_of(run: Run) -> list[Attention]:
+    """Find the attentions of a run, in the order in which they end.
+
+    Returns:
+        Products of activations that nothing weighs are left out, but where nothing weighs anywhere: then the softmax
+        was forgotten.
+    """
+    parts = [part for part in (_part(run, product) for product in run.names.products) if part.contexts]
+    forgotten = not any(operation.name in WEIGHS | FEATURES_OF for operation in run.operations)
+    found: dict[int, Attention] = {}
+    for part in parts:
+        if _only_scaled(run, part) if forgotten else any(step.name in WEIGHS for step, _, _ in part.steps(run)):
+            operation, names = _end_of(run, part)
+            found.setdefault(operation.index, Attention(run, [], operation, names)).parts.append(part)
+    return [found[index] for index in sorted(found)]
+
+
+def _only_scaled(run: Run, part: Part) -> bool:
+    """Whether the values are multiplied with the scores as they are, but for one number."""
+    made = (part.product.operation, *(context.operation for context in part.contexts))
+    steps = [operation for operation, _, _ in part.steps(run) if operation not in made]
+    plain = all(step.name in MULTIPLIES | MOVES | {"dropout"} for step in steps)
+    return plain and all(slot.value.numel() == 1 for step in steps for slot in step.inputs[1:])
+
+
+def _part(run: Run, product: Product) -> Part:
+    number = product.source.number if product.source is not None else -1
+    return Part(product, [context for context in run.names.contexts if number in context.score_sources])
+
+
+def _end_of(run: Run, part: Part) -> tuple[Operation, Tensor | None]:
+    """The last operation that gives nothing but what the part's contexts gave, as far as the first weight."""
+    numbers = {context.source.number for context in part.contexts if context.source is not None}
+    last, names = part.contexts[-1].operation, None
+    for operation, codes, _ in run.names.carrying(numbers, part.contexts[0].operation.index - 1):
+        first = codes is run.names.after[operation.index][0]
+        if first and all(run.names.sources[x].kind == "context" for x in sources_in(codes)):
+            last, names = operation, codes
+    return last, names
