@@ -122,6 +122,8 @@ class Judge:
         if ran.failure:
             refused = not kernel.compiled or any(sign in ran.failure.lower() for sign in REFUSALS)
             return Cell(*told, "refuses" if refused else "wrong", situation.size, words=ran.failure)
+        if kernel.right:
+            right, textbook = ({"output": x} for x in kernel.against(inputs))
         if "lse" in ran.parts:
             right, textbook = right | {"lse": log_sum_exp(inputs)}, textbook | {"lse": _rounded(inputs, ran.parts)}
         errors = compared(ran.parts, right, textbook, situation.nan_in_hidden_key, rounding)

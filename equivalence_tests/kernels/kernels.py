@@ -39,6 +39,22 @@ MODULE = (
     "torch.kron(torch.eye(9)[:, ::3], torch.eye(e)).to(q), torch.eye(3 * e).to(q)",
     "x = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1)",
 )
+# Two layers with features from all three tensors, which the fast path takes in one operation each, padding packed away.
+ENCODER = (
+    "e = 3 * q.shape[1] * q.shape[3]; padded = ahead = None; torch.manual_seed(1)",
+    "layer = torch.nn.TransformerEncoderLayer(e, 3 * q.shape[1], 16, batch_first=True)",
+    "encoder = torch.nn.TransformerEncoder(layer, 2).to(q).eval()",
+    "x = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1).detach()",
+    "if mask is not None: padded = ~mask[:, 0, 0]",
+    "if causal: ahead = torch.ones(q.shape[2], k.shape[2], device=q.device).triu(1).bool()",
+    "real = 1 if padded is None else ~padded.unsqueeze(-1)",
+    "run = lambda encoder, x: encoder(x, mask=ahead, src_key_padding_mask=padded).detach() * real",
+    "with torch.no_grad(): out = run(encoder, x)",
+)
+PLAIN_ENCODER = (
+    "torch.backends.mha.set_fastpath_enabled(False)",
+    "text, right = run(encoder, x), run(encoder.double(), x.double()).cpu()",
+)
 PACKED = (
     "b, h, l, d = q.shape; ends = torch.arange(b + 1, device=q.device, dtype=torch.int32)",
     "packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))",
@@ -61,6 +77,8 @@ class Kernel:
         gradients: Whether it is differentiated.
         compiled: Whether it is compiled for each situation, which takes time: it is asked for few.
         call: What computes the output, where that is a function and no lines.
+        right: The lines that then compute ``right`` and ``text``, the same in its own precision, where it is more than
+            an attention.
         lse: What gives the log-sum-exp of the last call, (batch, heads, query_len), or None where there is none.
     """
 
@@ -72,16 +90,29 @@ class Kernel:
     gradients: bool = True
     compiled: bool = False
     call: Callable[[Inputs], Tensor] | None = None
+    right: tuple[str, ...] = ()
     lse: Callable[[Inputs], Tensor | None] = lambda _: None
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Compute the output."""
         if self.call is not None:
             return self.call(inputs)
+        return self._run(inputs, self.lines)["out"]
+
+    def against(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Compute what is right in float64, and the same in the precision of the inputs, by its own lines."""
+        before = torch.backends.mha.get_fastpath_enabled()
+        try:
+            names = self._run(inputs, (*self.lines, *self.right))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+        return names["right"], names["text"]
+
+    def _run(self, inputs: Inputs, lines: tuple[str, ...]) -> dict[str, Any]:
         names: dict[str, Any] = {"torch": torch, "q": inputs.q, "k": inputs.k, "v": inputs.v, "mask": inputs.mask}
         names |= {"causal": inputs.causal, "scale": inputs.scale, "gqa": inputs.gqa}
-        exec("\n".join([*self.imports(), *self.lines]), names)
-        return names["out"]
+        exec("\n".join([*self.imports(), *lines]), names)
+        return names
 
     def imports(self) -> list[str]:
         """Name what the lines need beside torch."""
@@ -99,7 +130,7 @@ def listed_kernels(device: str, compiles: bool) -> list[Kernel]:
     Returns:
         Those of ``F.scaled_dot_product_attention`` first, and what is compiled last.
     """
-    return [*_sdpa(device), *_flex(compiles), *_varlen(), *_modules(), *_compiled(compiles)]
+    return [*_sdpa(device), *_flex(compiles), *_varlen(), *_modules(), *_encoders(), *_compiled(compiles)]
 
 
 def _sdpa(device: str) -> Iterator[Kernel]:
@@ -156,6 +187,22 @@ def _modules() -> Iterator[Kernel]:
             fast = (*MODULE, *mask, "with torch.no_grad():", f"    {out}")
             native = ("_native_multi_head_attention",)
             yield Kernel("MultiheadAttention, fast path", "module", fast, asked, native, gradients=False)
+
+
+def _encoders() -> Iterator[Kernel]:
+    def asked(s: Situation) -> bool:
+        alone = s.scale is None and s.head_dim == s.v_head_dim == 16 and s.key_heads == s.heads and not s.layout
+        return (
+            alone
+            and s.query_len < 200
+            and s.mask in ("", "padding")
+            and s.query_len == s.key_len
+            and not s.nan_in_hidden_key
+        )
+
+    native = ("_transformer_encoder_layer_fwd",)
+    name = "TransformerEncoder, fast path"
+    yield Kernel(name, "module", ENCODER, asked, native, gradients=False, right=PLAIN_ENCODER)
 
 
 def _compiled(compiles: bool) -> Iterator[Kernel]:

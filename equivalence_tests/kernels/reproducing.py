@@ -29,7 +29,7 @@ def reproducer(kernel: Kernel, situation: Situation, part: str, seed: int, devic
     backward = part if kernel.gradients and part.startswith("d") else ""
     if backward:
         inputs[-1:] = _differentiated(inputs[-1])
-    body = [*inputs, *call, *_right(situation)]
+    body = [*inputs, *call, *(kernel.right or _right(situation))]
     if backward:
         leaf, right = backward[1], f"{backward[1]}64"
         body.append("out.backward(grad), right.backward(grad.double().cpu())")

@@ -151,6 +151,15 @@ def test_writing_into_inputs_and_chance_are_found(monkeypatch: pytest.MonkeyPatc
     assert "two outputs" in cell.words
 
 
+def test_the_fast_path_of_an_encoder_is_held_against_its_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, native = KERNELS["TransformerEncoder, fast path"], torch._transformer_encoder_layer_fwd
+    asked = [one for one in SITUATIONS.values() if kernel.asked(one)]
+    assert {one.mask for one in asked} == {"", "padding"}
+    assert {JUDGE.judge(kernel, one, "float32").state for one in asked[::5]} == {"right"}
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a, **kw: native(*a, **kw) * 1.01)
+    assert JUDGE.judge(kernel, asked[0], "float32").state == "wrong"
+
+
 def test_a_silent_fallback_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert JUDGE.judge(SDPA, SITUATIONS["length 16"], "float32").state == "right"
     assert JUDGE.judge(SDPA, SITUATIONS["head size 16, values 24"], "float32").state == "falls back"
