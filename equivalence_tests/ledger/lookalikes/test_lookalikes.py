@@ -36,16 +36,14 @@ BROKEN = (
     ("gpt:CausalSelfAttention", "F.softmax(att, dim=-1)", "F.softmax(att, dim=-2)", "softmax_over_queries"),
     ("gpt:GPT", "x = x + self.attn(self.ln_1(x))", "x = self.attn(self.ln_1(x))", "residual_missing"),
     ("annotated:MultiHeadedAttention", "mask == 0, -1e9", "mask == 0, 1e-9", "mask_fill_not_negative"),
-    ("annotated:MultiHeadedAttention", "mask == 0, -1e9", "mask == 1, -1e9", "mask_inverted"),
     ("annotated:MultiHeadedAttention", "view(count, -1, self.h, self.d_k).transpose(1, 2)",
      "view(count, self.h, -1, self.d_k)", "heads_split_without_transpose"),
     ("bert:SelfAttention", "self.key(hidden_states)", "self.query(hidden_states)", "key_uses_query_projection"),
     ("bert:SelfAttention", " / math.sqrt(self.attention_head_size)", "", "scale_missing"),
-    ("llama:Attention", "xk_ * freqs_cis", "xk_ * freqs_cis.conj()", "rotary_reversed"),
+    ("llama:Attention", "xk_ * freqs_cis", "xk_ * freqs_cis.conj()", "rotations_differ"),
     ("vision:PatchAttention", "(q * self.scale) @ k", "(q * self.scale) @ (k * self.scale)", "scale_wrong"),
     ("vision:MapAttention", "softmax(w_, dim=2)", "softmax(w_, dim=1)", "softmax_over_queries"),
     ("speech:CrossOrSelf", "permute(0, 2, 3, 1) * scale", "permute(0, 2, 3, 1)", "scale_wrong"),
-    ("speech:ContextAttention", "~mask[:", "mask[:", "mask_inverted"),
     ("speech:ValuesKeysQuery", "nlhd->nqhd", "nlhd->nhqd", "heads_merged_without_transpose"),
 )  # fmt: skip
 

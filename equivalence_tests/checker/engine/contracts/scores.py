@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,14 @@ from torch import Tensor
 from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by
 from equivalence_tests.checker.engine.contracts.formula import right_weights, scale_in_words
+from equivalence_tests.checker.engine.contracts.score_steps import (
+    Step,
+    divided,
+    fill_of,
+    is_idle,
+    named_fill,
+    ratio_of,
+)
 from equivalence_tests.checker.engine.contracts.scores_table import (
     causal_pattern,
     hidden_by_formula,
@@ -25,45 +32,13 @@ from equivalence_tests.checker.engine.contracts.scores_table import (
 from equivalence_tests.checker.engine.judgement import Expectation, Operand, WeightsModel
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.products import contraction_of
-from equivalence_tests.checker.engine.same import HIDING, INFINITE, LOOSE, MEASURED, ROUNDING, UNDERFLOW, constant_ratio
+from equivalence_tests.checker.engine.same import HIDING, LOOSE, MEASURED, UNDERFLOW, constant_ratio
 from equivalence_tests.checker.engine.vocabulary import ADDS, COMPARES, FILLS, MULTIPLIES, SOFTMAXES, words
-from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder, Slot
+from equivalence_tests.checker.engine.watching import Operation, Patch, Slot
 from equivalence_tests.checker.reporting.lines import Frames
 
 LAID_OVER = ADDS | FILLS | words("unsqueeze to")  # a bias and a mask, before both are added as one
 OTHER_AXES = {"queries": "queries", "heads": "heads", "samples": "batch"}
-
-
-@dataclass(eq=False)
-class _Step:
-    """One operation between the products."""
-
-    operation: Operation
-    places: Tensor
-    values: Tensor
-    taken: Tensor | None
-    ratio: float | None = None  # to what it took, where that is constant
-
-    def laid(self, count: int) -> Tensor:
-        """Its numbers at the places of the scores."""
-        return self.met_by(self.values, count)
-
-    def met_by(self, taken: Tensor, count: int) -> Tensor:
-        """The numbers of what the scores meet, at their places; NaN where it meets none, or is no real number."""
-        flat = torch.full((count,), torch.nan, dtype=torch.float64)
-        sizes = self.places.shape[-taken.dim() :] if taken.dim() else ()
-        if len(sizes) == taken.dim() and all(have in (1, size) for have, size in zip(taken.shape, sizes, strict=True)):
-            mine = (self.places >= 0) & taken.is_floating_point()
-            flat[self.places[mine]] = taken.expand(self.places.shape)[mine].double()
-        return flat
-
-
-def _ratio(value: Tensor, taken: Tensor) -> float | None:
-    """What an operation multiplied by, where it is one number; what is hidden already stays so."""
-    seen = taken.abs() < INFINITE
-    if taken.shape != value.shape or not taken.is_floating_point() or not torch.equal(seen, value.abs() < INFINITE):
-        return None
-    return constant_ratio(value[seen], taken[seen], MEASURED if value.dtype == torch.float32 else ROUNDING)
 
 
 @dataclass(eq=False)
@@ -85,16 +60,16 @@ class Scores:
     expected: Expectation
 
     @cached_property
-    def steps(self) -> list[_Step]:
+    def steps(self) -> list[Step]:
         """What happens from the product to the weights that are used."""
         names = self.attention.run.names
-        found: list[_Step] = []
+        found: list[Step] = []
         for operation, codes, value in self.part.steps(self.attention.run):
             taken = next((slot.value for slot, _ in names.taken(operation)), None)
             own = known(codes) & (source_of(codes) == self.part.number)  # another product may stand beside it
-            step = _Step(operation, place_of(codes).masked_fill(~own, -1), value, taken)
+            step = Step(operation, place_of(codes).masked_fill(~own, -1), value, taken)
             if taken is not None and value.is_floating_point():
-                step.ratio = _ratio(value, operation.inputs[0].value if operation.inplace else taken)
+                step.ratio = ratio_of(value, operation.inputs[0].value if operation.inplace else taken)
             found.append(step)
         return found
 
@@ -141,7 +116,7 @@ class Scores:
         for step in self.steps:
             operation = step.operation
             drops = "dropout" in operation.name and operation.patch is None and step.ratio != 1.0
-            if drops and not _same(operation):
+            if drops and not is_idle(operation):
                 return self._blocking("dropout_in_eval", "dropout", operation, {operation.index: as_it_was})
         return None
 
@@ -149,7 +124,8 @@ class Scores:
     def _moved(self) -> Departure | None:
         """Scores that are rolled or flipped, and not back."""
         names = self.attention.run.names
-        moved = [s.operation for s in self.steps if s.operation.name in ("roll", "flip") and not _same(s.operation)]
+        moves = (step.operation for step in self.steps if step.operation.name in ("roll", "flip"))
+        moved = [operation for operation in moves if not is_idle(operation)]
         if len(moved) != 1 or moved[0].patch is not None:
             return None
         index, codes = moved[0].index, names.before[moved[0].index][0]
@@ -169,7 +145,7 @@ class Scores:
     def _filled_up(self) -> Departure | None:
         """A large positive number in the place of scores: what should be hidden takes all."""
         for step in self.steps:
-            fill = _fill_of(step.operation)
+            fill = fill_of(step.operation)
             if fill is not None and fill > -UNDERFLOW and step.operation.patch is None:
                 prefix = "mask" if self.expected.masked else "causal"
                 facts, causal = {"fill": fill}, not self.expected.masked
@@ -218,7 +194,7 @@ class Scores:
         sums = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add_(0, groups, given)
         return bool(((sums[groups] - 1).abs() < LOOSE).all())
 
-    def _is_odd(self, step: _Step) -> bool:
+    def _is_odd(self, step: Step) -> bool:
         """Whether a step changes scores that are seen, in another way than by a factor, a sum or a softmax."""
         name = step.operation.name
         if step.ratio is not None or step.operation.index == self.part.product.operation.index:
@@ -271,7 +247,7 @@ class Scores:
         else:
             total, factor = torch.tensor(self.total, dtype=torch.float64), self.total / right
             name, operation = "scale_missing" if abs(factor - 1) < LOOSE else "scale_wrong", self._scaling()
-        words, patches = scale_in_words(factor, self._sizes()), {index: _divided(total)}
+        words, patches = scale_in_words(factor, self._sizes()), {index: divided(total)}
         scale = words or f"* {factor:.4g}"
         how = ("divided by" if scale[0] == "/" else "multiplied by") + scale[1:]
         facts = {"factor": factor, "width": self.width, "of_a_size": bool(words), "scale": scale, "how": how}
@@ -295,7 +271,7 @@ class Scores:
         softmax, run = self._softmax_step().index, self.attention.run
         found = [(s.operation, s.ratio) for s in self._outside_a_cap() if s.operation.index < softmax]
         ways = [(op, value) for operand in self.operands[:2] for op, _, value in operand.steps(run)]
-        beside = [(op, _ratio(value, op.inputs[0].value)) for op, value in ways if op.name in MULTIPLIES]
+        beside = [(op, ratio_of(value, op.inputs[0].value)) for op, value in ways if op.name in MULTIPLIES]
         before, operands = ([(op, r) for op, r in own if r and abs(r - 1) > MEASURED] for own in (found, beside))
         lines: dict[Frames, dict[Operation, float]] = {}
         for operation, ratio in (*before, *operands):
@@ -305,7 +281,7 @@ class Scores:
                 return next(iter(line))
         return next((operation for operation, _ in (*before[-1:], *operands[:1])), None)
 
-    def _outside_a_cap(self) -> list[_Step]:
+    def _outside_a_cap(self) -> list[Step]:
         """The steps without the factors right before and after a tanh, which undo one another."""
         bent = next((i for i, step in enumerate(self.steps) if step.operation.name == "tanh"), None)
         around = () if bent is None else (bent - 1, bent, bent + 1)
@@ -388,9 +364,9 @@ class Scores:
         if operation.name == "mul":
             name = "mask_multiplied" if prefix == "mask" else "causal_mask_multiplied"
             return self._put_right(name, "mask", operation, causal=True)
-        given = _fill_of(operation)
+        given = fill_of(operation)
         fill = float(self.model.fill[soft].median()) if given is None else given
-        return self._put_right(f"{prefix}_{_named_fill(fill)}", "mask", operation, {"fill": fill}, causal=True)
+        return self._put_right(f"{prefix}_{named_fill(fill)}", "mask", operation, {"fill": fill}, causal=True)
 
     def _replacing(self, soft: Tensor) -> Operation:
         """The operation that puts something else in the place of scores."""
@@ -414,7 +390,7 @@ class Scores:
                 yield self._weak("mask", soft)
             return
         if levels is not None:
-            word = "added_as_01" if abs(levels - 1) < MEASURED else _named_fill(levels)
+            word = "added_as_01" if abs(levels - 1) < MEASURED else named_fill(levels)
             yield self._put_right(f"mask_{word}", "mask", self._adding() or self._softmax_step(), {"fill": -levels})
             return
         dead = model.dead[model.rows]
@@ -459,36 +435,3 @@ def _idle_bias(operation: Operation, learnt: list[str]) -> Departure:
     if learnt:
         return Departure("bias_never_used", "project", operation, {"parameter": learnt[0]})
     return Departure("bias_without_effect", "bias", operation)
-
-
-def _same(operation: Operation) -> bool:
-    """Whether an operation gives what it took, rows without a number included."""
-    taken, given = operation.inputs[0].value, operation.outputs[0].value
-    return taken.shape == given.shape and torch.equal(taken.nan_to_num(), given.nan_to_num())
-
-
-def _divided(factors: Tensor) -> Patch:
-    def patch(recorder: Recorder, operation: Operation) -> Tensor:
-        value = operation.outputs[0].value
-        return value / factors.expand(value.numel()).view(value.shape)
-
-    return patch
-
-
-def _fill_of(operation: Operation) -> float | None:
-    """The number that a mask fills with, as it is written."""
-    value: Any = None
-    if operation.name in ("masked_fill", "setitem"):
-        value = operation.argument(2, "value")
-    elif operation.name == "where":
-        value = next((x for x in operation.arguments[0][1:] if isinstance(x, int | float)), None)
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _named_fill(fill: float) -> str:
-    """Say what is wrong with a number that does not hide.
-
-    >>> _named_fill(-10.0), _named_fill(1e-9), _named_fill(0.0)
-    ('fill_too_small', 'fill_not_negative', 'fill_zero')
-    """
-    return "fill_too_small" if abs(fill) >= 1e-3 else "fill_not_negative" if fill else "fill_zero"
