@@ -42,7 +42,7 @@ def _listed(help_text: str, names: Sequence[str] = ()) -> Any:
 def run(
     context: typer.Context,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Sizes fitted to this machine; done in a minute. The default.")
+        bool, typer.Option("--quick", help="Sizes fitted to this machine; takes about a minute. The default.")
     ] = False,
     standard: Annotated[bool, typer.Option("--standard", help="Lengths up to 4096; about ten minutes.")] = False,
     full: Annotated[

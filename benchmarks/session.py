@@ -131,9 +131,7 @@ def measure(plan: Plan, done: Sequence[Row]) -> int:
     rows = list(run.rows.values())
     for table in result_tables(rows):
         screen.print(table)
-    screen.print(
-        "Each cell: median time, its ratio to builtin's, peak memory. Yellow ratios may be 1 within the noise."
-    )
+    screen.print("Each cell: median time, its ratio to builtin's, peak memory. Yellow: no difference beyond the noise.")
     _show_own(rows, screen)
     if plan.output is not None and run.error is None:
         try:
@@ -167,14 +165,14 @@ def _show_own(rows: Sequence[Row], screen: Console) -> None:
 def _show_end(plan: Plan, run: _Run, screen: Console) -> None:
     """Say once why the run ended early, what is kept and how to get the rest."""
     count = len(plan.cases) - len(run.left)
-    measured = f"{count} of {len(plan.cases)} cases are measured"
+    measured = f"{count} of {len(plan.cases)} cases measured"
     if run.error is not None:
         show_error(f"{run.error.filename or plan.output} could not be written: {run.error.strerror or run.error}")
         screen.print(f"{count} of {len(plan.cases)} cases are kept.")
     if run.status == INTERRUPTED:
         screen.print(f"[yellow]Interrupted:[/] {measured}.")
     elif run.left and run.error is None:
-        screen.print(f"[yellow]The minute is over:[/] {measured}. --component chooses some, --standard takes its time.")
+        screen.print(f"[yellow]Time limit reached:[/] {measured}. --component chooses some, --standard takes its time.")
     if plan.output is None:
         screen.print("Nothing is kept; --output FOLDER keeps rows, plots and a page.")
     elif run.left and count:

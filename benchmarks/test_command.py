@@ -116,7 +116,7 @@ def test_the_command_ends_after_a_minute(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(command, "QUICK_SECONDS", 0.0)
     result = invoke("--quick", *ONE, "--length", "3,5", "--output", str(tmp_path))
     assert result.exit_code == 0
-    assert "The minute is over: 1 of 2 cases are measured." in result.output
+    assert "Time limit reached: 1 of 2 cases measured." in result.output
     assert len({row.case for row in read_rows(tmp_path / "results.jsonl")}) == 1
 
 
@@ -217,7 +217,7 @@ def test_an_interrupted_run_keeps_its_rows_and_is_resumed(tmp_path: Path, monkey
     assert first.exit_code == 130
     assert "attention, forward" in first.output
     assert first.output.count("Interrupted") == first.output.count("results.jsonl keeps them") == 1
-    assert "Interrupted: 1 of 3 cases are measured." in first.output
+    assert "Interrupted: 1 of 3 cases measured." in first.output
     assert "the same command with --resume goes on from there" in first.output
     kept = (tmp_path / "results.jsonl").read_bytes()
     assert [row.case.query_len for row in read_rows(tmp_path / "results.jsonl")] == [3, 3]

@@ -134,7 +134,7 @@ def run_check(check: Check, checked: Checked) -> CheckResult:
 
 
 def check_values_without_mask(checked: Checked) -> str:
-    """The output is that of torch's formula, on fresh inputs."""
+    """The output is what torch's formula gives, on fresh inputs."""
     call, right, worst = checked.situation.call, checked.formula(), 0.0
     for seed in FRESH:
         have, want = (_first(call.run(patches, seed=seed, read=False)) for patches in ({}, right))
@@ -147,7 +147,7 @@ def _first(run: Run) -> Tensor:
 
 
 def check_gradients(checked: Checked) -> str:
-    """The gradients of the inputs are the slopes of the output."""
+    """The gradients of the inputs agree with finite differences of the output."""
     if not checked.exact:
         raise SkippedError("computed in float32, whose rounding hides slopes")
     inputs = checked.inputs(41)
@@ -194,7 +194,7 @@ def check_float32_error(checked: Checked) -> str:
 
 
 def check_returned_weights(checked: Checked) -> str:
-    """Weights that come back are those that were used, for each head or averaged."""
+    """The returned weights are the ones that were used, for each head or averaged."""
     plan, run = checked.plan, checked.situation.found.run
     if plan.weights < 0:
         raise SkippedError("no weights come back")
@@ -243,7 +243,7 @@ def _as_map(seen: Tensor, expected: Tensor, bound: float) -> str:
 
 
 def check_samples_are_independent(checked: Checked) -> str:
-    """Changing one sample leaves the others alone."""
+    """Changing one sample leaves the others unchanged."""
     inputs = checked.inputs(71)
     if len(inputs.query) == 1:
         raise SkippedError("there is no batch")
@@ -261,7 +261,7 @@ def check_eval_is_deterministic(checked: Checked) -> str:
 
 
 def check_arguments_are_left_alone(checked: Checked) -> str:
-    """The tensors that are passed in are the same afterwards."""
+    """The tensors that are passed in are unchanged afterwards."""
     if checked.situation.subject.adapter.call is not None:
         raise SkippedError("an adapter stands between")
     args, kwargs = checked.situation.trial.arguments(checked.inputs(161))
@@ -276,7 +276,7 @@ def check_arguments_are_left_alone(checked: Checked) -> str:
 
 
 def check_dropout_in_training(checked: Checked) -> str:
-    """In training, dropout changes the output and leaves its mean, to within the noise."""
+    """In training, dropout changes the output but not its mean, up to noise."""
     module = checked.module
     if not any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
         raise SkippedError("no dropout layer with a probability above 0")
@@ -300,7 +300,7 @@ def check_dropout_in_training(checked: Checked) -> str:
 
 
 def check_every_parameter_gets_a_gradient(checked: Checked) -> str:
-    """Every parameter takes part."""
+    """Every parameter affects the output."""
     module = checked.module
     if not any(p.requires_grad for p in module.parameters()):
         raise SkippedError("no parameters")

@@ -79,7 +79,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "speed",
         "How fast",
-        "What should you use at your size? Every implementation, timed side by side on the machine that is named.",
+        "What should you use at your size? Every implementation, timed side by side on the machine named below.",
         speed.speed_data,
         speed.lacks,
     ),

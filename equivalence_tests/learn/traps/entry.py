@@ -13,7 +13,7 @@ __all__ = ["Severity", "Trap"]
 class Severity(Enum):
     """What the trap does to the one who steps into it, worst first."""
 
-    WRONG_NUMBERS = "wrong numbers silently"
+    WRONG_NUMBERS = "silently wrong"
     ERROR = "error"
     SLOW = "slow"
     SURPRISING = "surprising"

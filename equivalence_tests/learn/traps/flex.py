@@ -291,7 +291,7 @@ class FlexIndexFromZero(Trap):
 
 
 class GroupedHeadsTiled(Trap):
-    """Grouped heads that follow one another share a key head: repeat() pairs others."""
+    """Neighbouring query heads share a key head: repeat() pairs the wrong heads."""
 
     number = 63
     name = "grouped_heads_tiled"

@@ -101,7 +101,8 @@ def in_full(one: Examined) -> Group:
 def _head(one: Examined) -> Text:
     trap, state = one.trap, one.state
     named = (f"Trap {trap.number}: {trap.name}", "bold")
-    return Text.assemble(named, f"  {trap.severity.value}, ", (state.value, COLOURS[state]))
+    found = "confirmed on this torch" if state is State.HOLDS else state.value
+    return Text.assemble(named, f"  {trap.severity.value}; ", (found, COLOURS[state]))
 
 
 def _discussed(trap: Trap) -> list[RenderableType]:
