@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -11,13 +12,20 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.equivalent.calls import diagnose_call
+from equivalence_tests.checker.equivalent.comparing import Difference, difference_of
+from equivalence_tests.checker.equivalent.deciding import differs
+from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, first_output
 from equivalence_tests.checker.equivalent.subjects import examine_attention
+from equivalence_tests.checker.parts.checking import examine_part
+from equivalence_tests.checker.parts.kinds import guess_kind, is_torchs
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 
+PARTS = ("layer_norm", "feed_forward", "positional_encoding")
 NO_ATTENTION = "No attention runs in"
 
 
@@ -62,12 +70,37 @@ def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]
         found += [report for report in compared if report.verdict == "partial"] if found else compared
         if not found and scripted:
             raise CannotCheckError(f"TorchScript runs in {name}, which hides its operations.")
+        if not found and guess_kind(ready) in PARTS and not is_torchs(ready):
+            found = [_part(ready, given_args, given_kwargs, name, meant)]
         if not found:
             raise CannotCheckError(f"{NO_ATTENTION} {name}: no product of queries and keys weighs values there.")
         unread = ", ".join(sorted(scripted.keys() - {report.place for report in found}))
         found[0].notes += [f"TorchScript hides what runs in {unread}"] if unread else []
         return found
     raise CannotCheckError(f"The call of {name} with these inputs failed: {last}")
+
+
+def _part(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, meant: Mapping[str, str]
+) -> Report:
+    """Check a norm, a feed-forward or an encoding of positions, and compare what it gives for the user's own inputs."""
+    report = examine_part(module, name, guess_kind(module), Adapter(intended=meant))
+    if report.verdict != "equal" or report.equivalent is None:
+        return report
+    (ours_args, ours_kwargs), (args, kwargs) = (in_dtype((args, kwargs), None) for _ in range(2))
+    theirs = first_output(module(*args, **kwargs))
+    try:
+        ours = first_output(report.equivalent.of(module)(*ours_args, **ours_kwargs))
+    except Exception as error:  # arguments that the equivalent does not have
+        report.coverage.append(Exercise("your own inputs", False, f"not compared: {said(error)}"))
+        report.verdict = "partial"
+        return report
+    size = difference_of(ours.double(), theirs.double())
+    report.equivalent = replace(report.equivalent, compared=(*report.equivalent.compared, "your own inputs"))
+    if size > max(SINGLE if theirs.dtype != torch.float64 else EXACT, report.equivalent.difference):
+        report.equivalent = replace(report.equivalent, difference=size, where="output, your own inputs", agrees=False)
+        differs(report, Difference("your own inputs", "output", size))
+    return report
 
 
 def _scripted(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from equivalence_tests.checker.parts.names import OTHER_NORMS, kind_of_name
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.notebooks import cells_of, without_magics
 
@@ -21,6 +22,7 @@ NO_BUILDER = re.compile(r"^(apply|check|plot|draw|show|test|print|load|save|use)
 WEIGHING = {"softmax", "Softmax", "scaled_dot_product_attention", "MultiheadAttention", "multi_head_attention_forward"}
 TORCHS_LAYER = re.compile(r"Transformer((En|De)coder(Layer)?)?")
 MAKES_MASKS = {"tril", "triu", "masked_fill", "arange", "ones", "ne", "eq", "full"}
+PARTS = ("layer_norm", "feed_forward", "positional_encoding")
 NO_MODULES = {"Exception", "Enum", "NamedTuple", "Protocol", "TestCase", "Dataset", "object"}
 
 
@@ -32,7 +34,7 @@ class Candidate:
         path: The file.
         name: The class or function in it.
         line: Where it is defined.
-        kind: "attention", "layers" or "mask_builder", as far as the text tells.
+        kind: "attention", "layers", "mask_builder" or a part, as far as the text tells.
     """
 
     path: Path
@@ -47,7 +49,7 @@ class Candidate:
 
 
 class NothingToCheckError(CannotCheckError):
-    """Nothing in the files looks like an attention, a layer or a mask builder."""
+    """Nothing in the files looks like an attention, a layer, another part or a mask builder."""
 
 
 def names_one_thing(target: str) -> bool:
@@ -61,7 +63,7 @@ def names_one_thing(target: str) -> bool:
 
 
 def candidates(target: str) -> tuple[list[Candidate], dict[str, str]]:
-    """List every attention, layer and mask builder that a file, a folder, a package or a notebook defines.
+    """List every attention, layer, part and mask builder that a file, a folder, a package or a notebook defines.
 
     Args:
         target: A path, or the dotted name of a package.
@@ -170,7 +172,10 @@ def _class_kind(node: ast.ClassDef) -> str:
     if ATTENTION.search(node.name) and ("forward" in methods or any(map(ATTENTION.search, bases))):
         return "attention"
     inside = bool(used & WEIGHING) and "forward" in methods
-    return "layers" if LAYER.search(node.name) and (inside or any(map(ATTENTION.search, used))) else ""
+    if LAYER.search(node.name) and (inside or any(map(ATTENTION.search, used))):
+        return "layers"
+    part = kind_of_name(node.name) if "forward" in methods and not OTHER_NORMS.search(node.name) else ""
+    return part if part in PARTS else ""
 
 
 def _is_stack(name: str) -> bool:

@@ -13,6 +13,7 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.state import keeping_state
 
+WRITTEN_INTO = ", which the call writes into"
 # What a program gives for the arguments that hold numbers, with the weights of a module, beside a mask.
 Computes = Callable[[dict[str, Tensor], nn.Module | None, Parameters, Tensor | None], Tensor]
 
@@ -109,7 +110,9 @@ def compare(program: Computes, case: Case, layout: Layout, gradients: bool = Tru
     yield Difference(case.words, "output", difference_of(ours, theirs))
     for (name, before), (_, after) in zip(call.tensors, named_tensors(args, kwargs), strict=True):
         if not torch.equal(before, after):
-            yield Difference(case.words, f"{name}, which the call writes into", torch.inf)
+            yield Difference(case.words, f"{name}{WRITTEN_INTO}", torch.inf)
+    if gradients and ours.requires_grad and not theirs.requires_grad:
+        yield Difference(case.words, "gradients, of which it gives none", torch.inf)
     if gradients and theirs.requires_grad and ours.shape == theirs.shape:
         yield from _of_gradients(case, ours, theirs, {**leaves, **parameters.named})
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.parameters import Parameters
@@ -14,11 +14,13 @@ class Conversion:
     """Lines that say which of the user's weights each of the equivalent's is, and where each goes back.
 
     Args:
-        parameters: Of the user's module.
+        module: The user's module; None for a function.
+        parameters: Of it.
         taken: Entries of the converted state_dict.
         returned: Lines that put weights back.
     """
 
+    module: nn.Module | None
     parameters: Parameters
     taken: list[str]
     returned: list[str]
@@ -50,4 +52,11 @@ class Conversion:
         yield '    """Put the weights of Equivalent into a copy of a state_dict of theirs."""'
         yield "    theirs = {name: x.clone() for name, x in theirs.items()}"
         yield from (f"    {line}" for line in self.returned)
+        yield from (f'    theirs["{other}"] = theirs["{name}"]' for other, name in self._other_names())
         yield "    return theirs"
+
+    def _other_names(self) -> Iterator[tuple[str, str]]:
+        """List the names under which a parameter is held once more."""
+        every = [] if self.module is None else list(self.module.named_parameters(remove_duplicate=False))
+        known = {id(x): name for name, x in self.parameters.named.items()}
+        yield from ((name, known[id(x)]) for name, x in every if known.get(id(x), name) != name)

@@ -1,9 +1,10 @@
 """The verdict that follows from a program and how it compares with the user's code."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from equivalence_tests.checker.equivalent.comparing import Difference
+from equivalence_tests.checker.equivalent.comparing import WRITTEN_INTO, Difference
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.steps import Step, told_steps
@@ -73,7 +74,13 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
 def differs(report: Report, worst: Difference) -> None:
     """Write into a report that whole outputs or gradients differ, and that nothing says where."""
     report.verdict = "unchecked"
+    name, written, _ = worst.what.partition(WRITTEN_INTO)
+    if written:
+        said = f"its argument number {int(name) + 1}" if name.isdigit() else f"its argument {name}"
+        report.reason = f"It writes into {said}: after the call, the caller holds other numbers ({worst.case})."
+        return
+    size = f" by {worst.size:.2g} of the largest value" if math.isfinite(worst.size) else ""
     report.reason = (
-        f"It differs from torch with the same weights by {worst.size:.2g} of the largest value "
+        f"It differs from torch with the same weights{size} "
         f"({worst.what}, {worst.case}), and the checker could not say where."
     )

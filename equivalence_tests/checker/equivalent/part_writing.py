@@ -177,7 +177,10 @@ class PartWriter(Conversion):
     taken: list[str] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
     handed: dict[str, str] = field(default_factory=dict)  # the paths of the user's own sub-modules, by their names
+    called_as_it_is: list[str] = field(default_factory=list)  # sub-modules
     imports: list[str] = field(default_factory=list)
+    projecting: list[str] = field(default_factory=list)  # the parameters that are matrices
+    copied: list[str] = field(default_factory=list)  # those that are several of them
 
     @property
     def argument(self) -> str:
@@ -187,7 +190,8 @@ class PartWriter(Conversion):
     def equivalent(self, source: str, theirs: str) -> Equivalent:
         """Give what was written, before it is compared."""
         handed = tuple(self.handed.values())
-        return Equivalent(source, "", theirs, handed, (), (), (), torch.inf, "", False, self.torchs)
+        steps = tuple((f"{path} is called as it is", f"the sub-module {path}") for path in self.called_as_it_is)
+        return Equivalent(source, "", theirs, handed, steps, (), (), torch.inf, "", False, self.torchs)
 
     # ------------------------------------------------------------------------------------------- weights
     def parameter(self, path: str, shape: tuple[int, ...] | None = None) -> Text:
@@ -227,6 +231,9 @@ class PartWriter(Conversion):
         except UnreadError:
             return self.called(x, self._owner_of(weight))
         own = None if bias is None else self.places_of(bias)
+        names = self.parameters.names_at(places)
+        self.copied += [one for one in names if one in self.projecting and name not in self.made]
+        self.projecting += names
         if self.is_function:
             added = "" if own is None else f", {self.given(own)}"
             return Text(f"F.linear({x}, {self.given(places)}{added})", self)
@@ -300,6 +307,7 @@ class PartWriter(Conversion):
         """Call a sub-module: one of torch's is made anew, one of the user's own is handed over."""
         name, part = _identifier(path), self.module.get_submodule(path)
         if name not in self.made:
+            self.called_as_it_is.append(path)
             torchs = type(part).__module__.startswith("torch.nn") and next(part.children(), None) is None
             self.made[name] = f"nn.{part!r}" if torchs else name
             if not torchs:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.taking_part import idle_modules
-from equivalence_tests.checker.parts.kinds import kind_of_name
+from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
 

@@ -25,11 +25,11 @@ from equivalence_tests.checker.parts.position_calls import placements
 from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
 from equivalence_tests.checker.parts.readings import Observation, judge
 from equivalence_tests.checker.reach.construction import SIZES, build, prepare
-from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.lines import code_lines, raised_at
 from equivalence_tests.checker.reporting.report import Report
 
 SHAPES = ((2, 5), (4, 6), (1, 8))
@@ -67,8 +67,10 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
     if not observed:
         if kind == "positional_encoding":
             raise CannotCheckError(f"no call of {name} gave a table of positions, or vectors plus one")
-        said = f"; it said {errors[0]}" if errors else ""
-        raise CannotCheckError(f"no call {name}(x) with x of (batch, len, features) gave a tensor of that shape{said}")
+        answer = f"; it said {errors[0]}" if errors else ""
+        raise CannotCheckError(
+            f"no call {name}(x) with x of (batch, len, features) gave a tensor of that shape{answer}"
+        )
     return observed[0]
 
 
@@ -102,7 +104,12 @@ def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, 
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
     readings = (reading.beside(rows) for reading in readings)
     words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
-    judged = judge(subject.name, words, where, readings, observations, [lambda: module(given())], type(module).__name__)
+    calls = [lambda: module(given())]
+    try:
+        judged = judge(subject.name, words, where, readings, observations, calls, type(module).__name__)
+    except RuntimeError as error:
+        again = f"{subject.name} was called, and cannot be called again: {said(error)}{raised_at(error)}"
+        raise CannotCheckError(again) from error
     report = judged.report
     if report.verdict == "unchecked":
         _explain(report, module, observations[0][0], turned, words)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from equivalence_tests.checker.engine.same import FLOAT32_INSIDE
 from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part, unread
+from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part, tensors_of, unread
 from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, signature_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.intended import accepted
@@ -21,7 +22,9 @@ from equivalence_tests.checker.parts.functions import FunctionModule
 from equivalence_tests.checker.parts.position_calls import Placement
 from equivalence_tests.checker.parts.position_writing import cases_of, longest, result_of, writer_of
 from equivalence_tests.checker.parts.readings import Judged
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
+from equivalence_tests.checker.reporting.findings import Exercise
 
 # Batch, length, the size of the numbers, and the seed with which parameters are drawn anew.
 SITUATIONS = (
@@ -79,6 +82,10 @@ def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int,
     except UnreadError as why:
         unread(report, str(why))
         return
+    shared = "in torch's program each place has a copy of its own, and training would part them"
+    report.notes += [f"{name} is used in several places: {shared}" for name in dict.fromkeys(writer.copied)]
+    if len(tensors_of(attempt(partial(module, next(_cases(module, width, turned)).call.args[0])))) > 1:
+        report.coverage.append(Exercise("what else comes back", False, "only the first tensor was compared"))
     part = WrittenPart(writer.equivalent(source, source_of(subject.function)), _weights(module))
     tolerance = SINGLE if judged.bound == FLOAT32_INSIDE else EXACT
     hold_part(report, part, _cases(module, width, turned), tolerance=tolerance)
@@ -106,6 +113,8 @@ def _cases(module: nn.Module, width: int, turned: bool) -> Iterator[Case]:
         others = {x.name: 3 * x.default for x in numbers if isinstance(x.default, float) and x.name not in module.names}
     for words, batch, length, size, redrawn in SITUATIONS:
         x: Tensor = size * (torch.randn(batch, length, width, generator=generator, dtype=torch.float64) + 0.3)
+        if redrawn is None:
+            x[0, 0], x[0, 1] = 0.0, 0.5  # which a norm divides by next to nothing
         x = (x.mT if turned else x).to(torch.get_default_dtype()).contiguous()
         named = others if redrawn is None else {}
         yield Case(Call(module, (x,), named, module, {id(x): numbered(x.shape)}), None, words, redrawn)

@@ -9,19 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.parts.names import OTHER_NORMS, kind_of_name
 from equivalence_tests.checker.reach.state import attempt
 
 # Under this name a copy of a module keeps the kind that a run showed, where its own name says nothing.
 BY_DATA_FLOW = "_kind_by_data_flow"
-NAMES = (
-    (r"attention|attn|mhs?a|multi_?head|^head$", "attention"),
-    (r"feed_?forward", "feed_forward"),  # one may hold a norm, and say so in its name
-    (r"layer_?norm|(^|_)norm(alization)?$|^ln$|rms_?norm", "layer_norm"),
-    (r"ffn|^ff|mlp|position_?wise", "feed_forward"),
-    (r"pos([a-z]{0,4}n[a-z]{0,3})?_?(enc|emb)|sinusoid|(^|_)(w?pe|positions)($|_)", "positional_encoding"),
-    (r"layer|block|encoder|decoder|transformer|gpt|bert|model|stack", "layers"),
-)
-OTHER_NORMS = re.compile(r"(batch|group|instance|response)_?norm", re.IGNORECASE)
 BUILDER_NAME = re.compile(r"(^|_)mask(s|ing)?($|_)|subsequent|no_?peak|look_?ahead", re.IGNORECASE)
 EXAMINED = ("attention", "layer_norm", "feed_forward", "positional_encoding")
 ALIKE = 1e-6
@@ -77,16 +69,6 @@ def there_and_back(found: nn.Module) -> bool:
     inside, width = shapes[-1][::-1] if shapes else (0, 0)
     halves = [(inside, width), (width, inside)], [(2 * inside, width), (width, inside)]
     return inside != width and shapes in (*halves, [*halves[0][:1] * 2, halves[0][1]])
-
-
-def kind_of_name(name: str) -> str:
-    """Tell a kind from a name alone; "" if it says nothing.
-
-    >>> kind_of_name("CausalSelfAttention"), kind_of_name("mlp"), kind_of_name("Thing")
-    ('attention', 'feed_forward', '')
-    """
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    return next((kind for pattern, kind in NAMES if re.search(pattern, words)), "")
 
 
 def builds_masks(found: Any) -> bool:

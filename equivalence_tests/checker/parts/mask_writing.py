@@ -1,6 +1,7 @@
 """Write a function that builds masks down in torch's own, and let the comparison of what it builds decide."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from equivalence_tests.checker.reporting.report import Report
 
 KINDS = {"pad_id": "int", "size": "int", "key_size": "int", "samples": "int", "heads": "int", "window": "int"}
 KINDS |= {"prefix": "int", "shape": "tuple[int, int]", "device": "str", "dtype": "torch.dtype"}
+SAYS_WHAT = ("window", "prefix", "pad_id", "lengths")  # what is hidden, and nothing else
 PER_HEAD = "(batch, heads, query, key)"
 # How a mask of (batch, query, key) is laid out; that of one query and key alone has no axis for the samples.
 SHAPES: Mapping[str, tuple[str, str]] = {
@@ -67,7 +69,16 @@ def hold_masks(
     except UnreadError as why:
         unread(report, str(why))
         return
+    idle = [name for name, role in plan.roles if role in SAYS_WHAT and not _is_used(name, source.equivalent.source)]
+    if idle:
+        report.verdict = "unchecked"
+        report.reason = f"Nothing that it builds depends on its argument {idle[0]}."
+        return
     hold_part(report, source, _cases(function, plan, draws), output=joined_output)
+
+
+def _is_used(name: str, source: str) -> bool:
+    return len(re.findall(rf"\b{name}\b", source)) > 1  # beside its own place among the arguments
 
 
 def _source(

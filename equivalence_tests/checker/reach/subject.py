@@ -148,10 +148,24 @@ def sizes_of(instance: Any, asked: Sizes, adapter: Adapter) -> Sizes:
     """
     if isinstance(instance, nn.Module) and any(is_lazy(p) for p in (*instance.parameters(), *instance.buffers())):
         raise CannotCheckError("it has lazy layers that no call has filled yet; call it once and pass the instance")
+    packed = next(_packed(instance), "")
+    if packed:
+        raise CannotCheckError(f"{packed}, which no float64 can hold: pass the module as it was before")
     width = adapter.embed_dim or _width(instance, asked) or asked.embed_dim
     heads = adapter.num_heads or heads_of(instance, width)
     heads = heads or (asked.num_heads if width % asked.num_heads == 0 else 1)
     return replace(asked, num_heads=heads, head_dim=max(width // heads, 1))
+
+
+def _packed(instance: Any) -> Iterator[str]:
+    """Name the weights that are quantised or sparse."""
+    for path, part in instance.named_modules() if isinstance(instance, nn.Module) else ():
+        if ".quantized" in type(part).__module__:
+            yield f"the weights of {path or 'it'} are quantised"
+        for name, x in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if x.is_quantized or x.layout is not torch.strided:
+                kind = "quantised" if x.is_quantized else "sparse"
+                yield f"{f'{path}.{name}'.lstrip('.')} is {kind}"
 
 
 COUNTS_HEADS = re.compile(r"head|^_?n?h$")
