@@ -112,18 +112,29 @@ def _in_a_cell(cells: Sequence[Cell]) -> str:
 
 def _refusals(cells: Sequence[Cell]) -> Iterator[RenderableType]:
     """Say which kernels take nothing at all, and give torch's words where some calls are refused."""
+    said: dict[str, list[str]] = {}
     for name in dict.fromkeys(cell.kernel for cell in cells):
-        here = [cell for cell in cells if cell.kernel == name]
-        refused = list({cell.situation: cell for cell in here if cell.state == "refuses"}.values())
-        if _takes_nothing(here):
-            yield Text(f"{name} refuses every call: {_short(refused[0].words)}")
-        elif refused:
-            few = ", ".join(f"({cell.situation})" for cell in refused[:3])
-            more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
-            yield Text(f"{name} refuses {few}{more}: {_short(refused[0].words)}")
-        no_backward = [cell.words for cell in here if cell.words.startswith("no backward")]
-        if no_backward:
-            yield Text(f"{name} has {_short(no_backward[0])}")
+        for words in _refused([cell for cell in cells if cell.kernel == name]):
+            said.setdefault(words, []).append(name)
+    for words, names in said.items():
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        verb, _, rest = words.partition(" ")
+        verb = verb if len(names) == 1 else {"refuses": "refuse", "has": "have"}[verb]
+        yield Text(f"{'; '.join(names[:NAMED])}{more} {verb} {rest}")
+
+
+def _refused(cells: Sequence[Cell]) -> Iterator[str]:
+    """Say what one kernel refuses, and whether it has a backward."""
+    refused = list({cell.situation: cell for cell in cells if cell.state == "refuses"}.values())
+    if _takes_nothing(cells):
+        yield f"refuses every call: {_short(refused[0].words)}"
+    elif refused:
+        few = ", ".join(f"({cell.situation})" for cell in refused[:3])
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        yield f"refuses {few}{more}: {_short(refused[0].words)}"
+    no_backward = [cell.words for cell in cells if cell.words.startswith("no backward")]
+    if no_backward:
+        yield f"has {_short(no_backward[0])}"
 
 
 def _takes_nothing(cells: Sequence[Cell]) -> bool:

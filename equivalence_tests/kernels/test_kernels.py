@@ -267,7 +267,7 @@ def test_the_command_tells_and_writes(tmp_path: Path) -> None:
     options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
     result = invoked("--quick", "--backend", "sdpa", "--dtype", "float32", "--github", *options)
     assert result.exit_code == 0, result.output
-    assert "sdpa, CUDNN_ATTENTION refuses every call: No viable backend" in result.stdout
+    assert "sdpa, CUDNN_ATTENTION refuse every call: No viable backend" in result.stdout
     data = json.loads(files["json"].read_text())
     assert {cell["state"] for cell in data["cells"]} == {"right", "refuses"}
     assert '<testsuite name="sdpa, MATH" tests="3" failures="0" skipped="0">' in files["junit"].read_text()

@@ -103,7 +103,10 @@ def first_departure(own: Sequence[Call], theirs: Sequence[Call]) -> int | None:
         Its number in both; None if the calls do not tell.
     """
     for number, (right, given) in enumerate(zip(own, theirs, strict=False)):
-        if any(apart(x, y) for x, y in zip(right.inputs, given.inputs, strict=True)):
+        # What stands at padding may differ: nobody looks at it.
+        counted = rows(right), keys(right), keys(right)
+        pairs = zip(right.inputs, given.inputs, counted, strict=True)
+        if any(apart(x.transpose(1, 2), y.transpose(1, 2), where) for x, y, where in pairs):
             return None
         if given.writes or not isinstance(given.output, Tensor) or apart(right.output, given.output, rows(right)):
             return number
@@ -112,10 +115,22 @@ def first_departure(own: Sequence[Call], theirs: Sequence[Call]) -> int | None:
 
 def rows(call: Call) -> Tensor | None:
     """Say which queries see any key, (batch, query_len), where the mask tells; the others' outputs mean nothing."""
+    seen = _seen(call)
+    return None if seen is None else seen.any(-1)
+
+
+def keys(call: Call) -> Tensor | None:
+    """Say which keys any query sees, (batch, key_len), where the mask tells."""
+    seen = _seen(call)
+    return None if seen is None else seen.any(-2)
+
+
+def _seen(call: Call) -> Tensor | None:
     mask = call.mask
     if not isinstance(mask, Tensor) or mask.dim() != 4 or not mask.is_floating_point():
         return None
-    return (mask > torch.finfo(mask.dtype).min).any(-1)[:, 0]
+    visible = (mask > torch.finfo(mask.dtype).min)[:, 0, :, : call.inputs[1].shape[2]]
+    return visible.expand(call.inputs[0].shape[0], -1, -1)
 
 
 def apart(right: Tensor, given: Any, seeing: Tensor | None = None) -> bool:

@@ -22,14 +22,14 @@ class Problem:
 
     Args:
         own: The call with the model's own attention.
-        given: The call with the function that is judged: the same queries, keys and values.
+        given: The call with the function that is judged: the same queries, keys and values, but for padding.
     """
 
     own: Call
     given: Call
 
     def __post_init__(self) -> None:
-        self.q, key, value = self.own.inputs
+        self.q, key, value = self.given.inputs
         self.key, self.value = key, value
         self.group = self.q.shape[1] // key.shape[1]
         self.k, self.v = (x.repeat_interleave(self.group, 1) for x in (key, value))
@@ -116,7 +116,7 @@ def _scores(p: Problem) -> Iterator[Told]:
 
 def _several(p: Problem) -> Iterator[Told]:
     """Ignore two or more of what a function is given beside its mask."""
-    without: dict[str, tuple[str, Any]] = {"scaling": ("scale", 1.0)}
+    without: dict[str, tuple[str, Any]] = {"scaling": ("scale", 1.0)} if p.scale != 1 else {}
     without |= {"softcap": ("cap", None)} if p.cap is not None else {}
     without |= {"s_aux": ("sinks", None)} if p.sinks is not None else {}
     without |= {"position_bias": ("bias", torch.zeros(()))} if p.bias.abs().max() > 0 else {}
