@@ -565,6 +565,21 @@ class TestWrittenOut:
 
 
 class TestTools:
+    def test_a_score_function_may_read_rows_of_a_table(self) -> None:
+        """By numbers, indices and slices."""
+        q, table = random_tensor(1, 3, 5, 4), random_tensor(3, 5, seed=1)
+
+        def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + table[h, :].sum() * table[h][j] + table[1, j] + table[0, ...].sum()
+
+        bias = table.sum(1, keepdim=True) * table + table[1] + table[0].sum()
+        expected = torch.softmax(q @ q.mT / 2 + bias[:, None], -1) @ q
+        assert_equal({"output": flex.flex_attention(q, q, q, biased)}, {"output": expected})
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="masks are built there")
+    def test_masks_are_built_on_the_cpu_where_there_is_nothing_else(self) -> None:
+        assert flex.create_mask(flex.noop_mask, None, None, 2, 3).device.type == "cpu"
+
     def test_samples_may_be_mapped_over(self) -> None:
         inputs = heads()
         causal = scratch.create_block_mask(MASKS["causal"], None, None, QUERY_LEN, KEY_LEN, "cpu", 2)

@@ -482,6 +482,7 @@ class TestStorage:
         for train in (True, False):
             assert model.train(train)(src_ids, tgt_ids).shape == (5, 6, TGT_VOCAB)
 
+    @pytest.mark.thorough
     def test_forward_compiles_as_one_graph(self, package: str) -> None:
         model = build(package, num_encoder_layers=1, num_decoder_layers=1)
         compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
