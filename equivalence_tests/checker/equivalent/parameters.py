@@ -110,10 +110,11 @@ class Parameters:
         return None
 
     def _gives(self, row: Row, features: Tensor, element: Tensor, tolerance: float) -> bool:
-        bias = self.taken(torch.tensor(row.bias))
-        given = row.factor * (self.taken(row.weight) @ features + bias)
-        size = float((self.taken(row.weight).abs() @ features.abs() + bias.abs()) * abs(row.factor))
-        return abs(float(given - element)) <= 10 * tolerance * max(size, 1e-30)
+        with torch.no_grad():
+            taken = self.taken(torch.cat([row.weight, torch.tensor([row.bias])]))
+            terms = row.factor * taken * torch.cat([features, features.new_ones(1)])
+            difference, size = float(terms.sum() - element), float(terms.abs().sum())
+        return abs(difference) <= 10 * tolerance * max(size, 1e-30)
 
 
 def snapped(measured: float, exact: float, tolerance: float) -> float:
@@ -131,7 +132,7 @@ def _rows(places: Tensor, numbers: Tensor, features: Tensor, tolerance: float) -
     left = dict.fromkeys(int((numbers - s).abs().argmin()) for s in (size, -size)) if biased else [-1]
     found = []
     for bias in left:
-        kept = torch.tensor([i for i in range(len(numbers)) if i != bias])
+        kept = torch.arange(len(numbers)) != bias
         row = _row(places[kept], numbers[kept], features, tolerance)
         if row is not None and (bias < 0 or abs(float(numbers[bias]) / row.factor - 1) < 10 * tolerance):
             found.append(Row(row.weight, -1 if bias < 0 else int(places[bias]), row.factor))
