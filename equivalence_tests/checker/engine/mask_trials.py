@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
 from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import frames_of
@@ -68,11 +70,9 @@ def _even(situation: Situation) -> Situation | None:
     sizes = situation.trial.sizes
     if sizes.query_len == sizes.key_len:
         return None
-    try:
-        even = situation_of(situation.subject, replace(situation.trial, sizes=replace(sizes, key_len=sizes.query_len)))
-    except Exception:  # the code may want other lengths
-        return None
-    return None if even.blocked else even
+    trial = replace(situation.trial, sizes=replace(sizes, key_len=sizes.query_len))
+    even = attempt(partial(situation_of, situation.subject, trial))
+    return None if even is None or even.blocked else even
 
 
 def mask_form_of(situation: Situation) -> MaskForm | None:

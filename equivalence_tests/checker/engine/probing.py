@@ -1,6 +1,7 @@
 """Further calls that show what one call hides: large inputs, other lengths, training, a second tensor."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.calling import Inputs
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import layers_made
 from equivalence_tests.checker.reporting.lines import frames_of, is_refusal
 
@@ -26,11 +28,8 @@ LOUD, LOUDEST = 30.0, 1000.0
 
 def loud(situation: Situation) -> list[Departure]:
     """Large inputs show what holds scores down."""
-    try:
-        loud = situation_of(situation.subject, situation.trial, size=LOUD)
-    except Exception:  # the code may refuse large numbers
-        return []
-    return [d for d in loud.departures if d.name.startswith("changed_by") or "changed_by" in d.name]
+    louder = attempt(partial(situation_of, situation.subject, situation.trial, size=LOUD))
+    return [d for d in louder.departures if "changed_by" in d.name] if louder is not None else []
 
 
 def overflowing(situation: Situation) -> list[Departure]:
@@ -38,11 +37,8 @@ def overflowing(situation: Situation) -> list[Departure]:
     x = situation.inputs
     louder = Inputs(*(LOUDEST * tensor for tensor in (x.query, x.key, x.value)))
     returned: list[Tensor] = []
-    try:
-        ran = operations_of(lambda: returned.extend(situation.trial.tensors(louder)))
-    except Exception:  # the code may refuse large numbers
-        return []
-    if not any(map(_has_overflown, returned)):  # 1 / (1 + exp(-x)) does no harm
+    ran = attempt(lambda: operations_of(lambda: returned.extend(situation.trial.tensors(louder))))
+    if ran is None or not any(map(_has_overflown, returned)):  # 1 / (1 + exp(-x)) does no harm
         return []
     spoilt = (op for op in ran if any(_has_overflown(slot.value) for slot in op.outputs))
     first = next(spoilt, None)
@@ -181,12 +177,10 @@ def in_training(situation: Situation) -> list[Departure]:
     if module is None or judgement is None or judgement.blocked():
         return []
     module.train()
-    try:
-        run = situation.call.run(situation.found.patches)
-    except Exception:
+    run = attempt(partial(situation.call.run, situation.found.patches))
+    module.eval()
+    if run is None:
         return []
-    finally:
-        module.eval()
     for part in judgement.attention.parts:
         steps = [operation for operation, _, _ in run.names.carrying([part.number])]
         weighed = max((step.index for step in steps if step.name in WEIGHS), default=0)
