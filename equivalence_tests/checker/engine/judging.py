@@ -13,10 +13,7 @@ from equivalence_tests.checker.engine.contracts.merging import merge_departures
 from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
 from equivalence_tests.checker.engine.contracts.passing import (
     context_departures,
-    exchanged_departures,
     input_departures,
-    later_departures,
-    met_departures,
     side_departures,
     turned_back,
 )
@@ -56,9 +53,7 @@ def _judge_stages(found: Judgement, expected: Mapping[int, Expectation]) -> None
     found.departures += _of_context(found, expected)
     if _divided_later(found) and not any(tile_departures(attention, found.operands, expected)):
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
-    found.departures += later_departures(attention)
-    found.departures += list(merge_departures(attention)) or list(exchanged_departures(attention))
-    found.departures += met_departures(attention)
+    found.departures += merge_departures(attention)
 
 
 def _divided_later(found: Judgement) -> bool:

@@ -1119,7 +1119,6 @@ class RolledBeforeItsSum(NormedBehind):
     ("target", "shape", "names"),
     [
         (OfAnImage, (2, WIDTH, 3, 5), ()),
-        (OfAnImageInNameOnly, (2, WIDTH, 3, 5), ("output_tokens_moved",)),
         (NormedBehind, (2, 5, WIDTH), ()),
         (RolledBeforeItsSum, (2, 5, WIDTH), ("changed_by_roll",)),
     ],

@@ -5,24 +5,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import feature_of, sources_in, squares_by, token_of
+from equivalence_tests.checker.engine.codes import sources_in, squares_by, token_of
 from equivalence_tests.checker.engine.contracts.changing import (
-    USUAL,
-    VIEWS,
-    adds_two,
     changed_on_the_way,
     has_twin,
     is_strange,
-    shuffling,
     strange_operations,
     way_to,
 )
 from equivalence_tests.checker.engine.contracts.departure import Departure, as_it_was, changed_by
-from equivalence_tests.checker.engine.names import Attention, Source
+from equivalence_tests.checker.engine.names import Attention
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.same import SINGLE, near
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
-from equivalence_tests.checker.engine.watching import Operation, Slot, tensors_of
+from equivalence_tests.checker.engine.watching import Slot, tensors_of
 
 EXCHANGES = ("roll", "flip", "fliplr", "flipud", "rot90")
 
@@ -82,17 +78,6 @@ def turned_back(attention: Attention) -> Departure | bool:
     return near(squares_by(token_of(attention.names), end), squares_by(token_of(codes), one), SINGLE)
 
 
-def later_departures(attention: Attention) -> Iterator[Departure]:
-    """Hold what each weight, norm or sum behind an attention takes against what the one before it gave."""
-    later, place = _later(attention), attention.first.place
-    for source in later.values():
-        for taken in later.values():
-            taker = taken.operation if source.number in taken.parents else None
-            if taker is not None and taker.place.startswith(place):
-                found = _held(attention, source, taker)
-                yield from (one for one in found if one.facts.get("function") not in USUAL)  # of a feed-forward
-
-
 def side_departures(attention: Attention) -> Iterator[Departure]:
     """Name what no known model does beside an attention or behind it, in its module; a factor behind all matrices."""
     run = attention.run
@@ -107,78 +92,3 @@ def side_departures(attention: Attention) -> Iterator[Departure]:
         strange = own and numbers and is_strange(operation, factors=operation.index > last)
         if strange and not has_twin(attention, operation):
             yield changed_by(operation, "output", "output")
-
-
-def exchanged_departures(attention: Attention) -> Iterator[Departure]:
-    """Name what rolls or flips the averaged values for good, where no weight tells by its columns that it does."""
-    yield from _moved(attention, attention.context_sources, attention.last.index, attention.end.index + 1)
-
-
-def met_departures(attention: Attention) -> Iterator[Departure]:
-    """Name a sum behind an attention that adds tokens to others, and a view that puts tokens where features go."""
-    names, numbers, end = attention.run.names, {*attention.context_sources, *_later(attention)}, attention.last.index
-    for operation in attention.run.operations[end + 1 :]:
-        taken, given = [codes for _, codes in names.taken(operation)], names.after[operation.index][:1]
-        if not any(numbers.intersection(sources_in(codes)) for codes in taken):
-            continue
-        if len(taken) == 2 and adds_two(operation) and _meet_others(*taken):
-            moved = shuffling(attention.run, numbers, end, operation.index)
-            if moved is None:
-                yield Departure("output_tokens_moved", "output", operation)
-            elif not has_twin(attention, moved):
-                yield changed_by(moved, "output", "output")
-        elif operation.name in VIEWS and given and given[0] is not None and _mixed(taken[0], given[0]):
-            yield Departure("output_tokens_moved", "output", operation)
-            return  # what meets it then follows from it
-
-
-def _meet_others(one: Tensor, other: Tensor) -> bool:
-    """Whether the same tokens of two sources lie in another order."""
-    if one.shape != other.shape or not set(sources_in(one)).isdisjoint(sources_in(other)):
-        return False
-    tokens = [token_of(codes).reshape(-1) for codes in (one, other)]
-    return not torch.equal(*tokens) and torch.equal(*(own.sort().values for own in tokens))
-
-
-def _mixed(taken: Tensor, given: Tensor) -> bool:
-    """Whether tokens with their features last become features with their tokens last, in name only."""
-    width, feature = taken.size(-1), feature_of(given)
-    if given.dim() < 3 or given.size(-1) == width or given.shape[1:].count(width) != 1 or width in taken.shape[1:-1]:
-        return False
-    if not bool((feature_of(taken) == feature_of(taken)[..., :1, :]).all()):
-        return False
-    axis = given.shape.index(width, 1)
-    rows = feature.movedim(axis, -1).reshape(-1, width)
-    return len(given) == len(taken) and not bool((rows == rows[:1]).all())
-
-
-def _later(attention: Attention) -> dict[int, Source]:
-    """What was made of the averaged values, by number, as far as a second projection: another layer's."""
-    numbers = set(attention.context_sources)
-    found: dict[int, Source] = {}
-    projected = set[int]()
-    for source in attention.run.names.sources.values():
-        behind = source.kind == "projection" and projected.intersection(source.parents)
-        if not numbers.union(found).intersection(source.parents) or source.kind == "score" or behind:
-            continue
-        found[source.number] = source
-        if source.kind == "projection" or projected.intersection(source.parents):
-            projected.add(source.number)
-    return found
-
-
-def _held(attention: Attention, source: Source, taker: Operation) -> Iterator[Departure]:
-    for slot, codes in attention.run.names.taken(taker):
-        if source.number in sources_in(codes):
-            changed = changed_on_the_way(attention, [source.number], slot.value, codes)
-            start = source.operation.index if source.operation is not None else -1
-            yield from [changed] if changed else _moved(attention, [source.number], start, taker.index)
-
-
-def _moved(attention: Attention, numbers: list[int], start: int, until: int) -> Iterator[Departure]:
-    moved = shuffling(attention.run, numbers, start, until)
-    if moved is None or moved.name not in EXCHANGES or has_twin(attention, moved):
-        return
-    again = shuffling(attention.run, numbers, moved.index, until)
-    if again is None or again.name != moved.name:
-        yield changed_by(moved, "output", "output")
