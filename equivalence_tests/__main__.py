@@ -2,7 +2,10 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +47,17 @@ COMMANDS = {
 }
 
 
+# What typer calls a type in the help of a command, and what it is called here.
+KINDS = {"str": "text", "int": "number", "float": "number", "list[str]": "text", "int range": "number"}
+KINDS |= {"float range": "number", "list[int]": "number"}
+
+
+def _in_words(shown: Callable[..., str], ctx: Any) -> str:
+    """Name the kind of value that an argument takes in a word, and not by the type in the source."""
+    label = shown(ctx=ctx).strip("<>")
+    return f"<{KINDS.get(label, label)}>"
+
+
 class LazyGroup(TyperGroup):
     """A group whose commands are imported one by one, when they are run."""
 
@@ -58,7 +72,11 @@ class LazyGroup(TyperGroup):
         module, _, function = COMMANDS[cmd_name][0].partition(":")
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         alone.command(cmd_name)(getattr(importlib.import_module(module), function))
-        return typer.main.get_command(alone)
+        command = typer.main.get_command(alone)
+        for parameter in command.params:
+            if hasattr(parameter, "display_type"):  # older versions of typer write TEXT by themselves
+                parameter.display_type = partial(_in_words, parameter.display_type)
+        return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         """List the commands without importing them."""
@@ -88,13 +106,23 @@ def about(
 def main() -> None:
     """Run the command line."""
     _find_ours_first()
+    if {"--help", "--version"}.isdisjoint(sys.argv):
+        _require_torch()
     app(prog_name="sidebyside")
 
 
 def bench() -> None:
     """Run the command line of ``benchmarks``, from here, where no folder of the same name can be in the way."""
     _find_ours_first()
+    _require_torch()
     importlib.import_module("benchmarks.__main__").main()
+
+
+def _require_torch() -> None:
+    """Say in one line that torch is missing, before anything else stumbles over it."""
+    if importlib.util.find_spec("torch") is None:
+        typer.echo(f"error: torch is not installed beside {sys.executable}: pip install torch", err=True)
+        raise SystemExit(2)
 
 
 def _find_ours_first() -> None:

@@ -2,12 +2,14 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 import equivalence_tests
 from equivalence_tests import checker
-from equivalence_tests.__main__ import COMMANDS, app
+from equivalence_tests.__main__ import COMMANDS, app, bench, main
 
 ROOT = Path(__file__).parents[1]
 # Fails if torch was imported on the way.
@@ -75,6 +77,28 @@ def test_folders_of_the_users_that_are_called_like_ours_are_not_taken_for_them(t
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.stderr == ""
     assert re.findall(r"Usage: (.*) \[OPTIONS", ran.stdout) == ["sidebyside explain", "sidebyside-bench"]
+
+
+@pytest.mark.parametrize("command", [main, bench])
+def test_without_torch_one_line_says_so(
+    command: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", {"torch": None}.get)
+    monkeypatch.setattr(sys, "argv", ["sidebyside", "traps"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit, match="2"):
+        command()
+    assert capsys.readouterr().err == f"error: torch is not installed beside {sys.executable}: pip install torch\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_kinds_of_values_in_words(name: str) -> None:
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "120"}).stdout
+    assert set(re.findall(r"<(\S+(?: range)?)>", shown)) <= {"text", "number", "path", "file", "dir"} | choices(shown)
+
+
+def choices(shown: str) -> set[str]:
+    return set(re.findall(r"<(\w+(?:\|\w+)+)>", shown))
 
 
 @pytest.mark.parametrize("package", [equivalence_tests, checker])

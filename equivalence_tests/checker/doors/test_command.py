@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -228,3 +229,20 @@ def test_the_command_starts_without_torch() -> None:
     code = "import sys, equivalence_tests.checker.doors.command; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_long_stack_is_folded_and_names_are_broken_at_their_joints(answered: Callable[..., Result]) -> None:
+    code = f"return self.layer({', '.join(['argument'] * 15)})"
+    calls = [CodeLine("model.py", number, code, "forward") for number in range(20)]
+    made = report("m.py:A", "deviates")
+    made.findings = [replace(SCALE, stack=(*calls, CodeLine("model.py", 99, "s = q @ k.mT", "attend")))]
+    shown = str(made)
+    assert [int(n) for n in re.findall(r"called from model.py:(\d+)", shown)] == [19, 18, 17, 16, 0]
+    assert "... 15 more calls" in shown
+    assert shown.count("argument, argument, arg") == 5
+    assert shown.count("argument") < 5 * 10
+    targets = ("src/models/transformer.py:MultiHeadAttention", "src/models/transformer.py:B")
+    lines = answered(*targets, verdicts=["equal", "partial"], columns=50).stdout.splitlines()
+    pieces = [line.split()[0] for line in lines[1 : lines.index("")] if not line.startswith(" ")]
+    assert "".join(pieces) == "".join(targets)
+    assert set(pieces) & {"MultiHeadAttention", "transformer.py:MultiHeadAttention"}

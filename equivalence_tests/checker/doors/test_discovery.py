@@ -146,7 +146,7 @@ def test_of_a_notebook_definitions_are_run_and_nothing_else(tmp_path: Path) -> N
     path = notebook(tmp_path / "lesson.ipynb", CELLS)
     assert [one.target for one in candidates(str(path))[0]] == [f"{path}:Attention"]
     assert load(f"{path}:Attention").size == 8
-    with pytest.raises(CannotCheckError, match=r"RuntimeError: trained \(lesson.ipynb\[3\]:1\)"):
+    with pytest.raises(CannotCheckError, match=r"RuntimeError: trained \(lesson.ipynb\[code cell 3\]:1\)"):
         load(f"{path}:Attention", run_all=True)
 
 
@@ -154,7 +154,7 @@ def test_a_broken_notebook_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.ipynb").write_text("{}")
     (reason,) = candidates(str(tmp_path / "x.ipynb"))[1].values()
     assert "x.ipynb is not a notebook" in reason
-    with pytest.raises(CannotCheckError, match=r"y.ipynb\[1\] is not Python: .* line 1"):
+    with pytest.raises(CannotCheckError, match=r"y.ipynb\[code cell 1\] is not Python: .* line 1"):
         load(f"{notebook(tmp_path / 'y.ipynb', ['def ('])}:Attention")
 
 

@@ -59,7 +59,7 @@ def import_notebook(path: Path, run_all: bool) -> ModuleType:
     module = ModuleType(f"_checked_{path.stem}")
     sys.modules[module.__name__] = module
     for number, cell in enumerate(cells_of(path), start=1):
-        name = f"{path.name}[{number}]"
+        name = f"{path.name}[code cell {number}]"
         code = without_magics(cell)
         # So that tracebacks, inspect and reports can quote the cell.
         linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name

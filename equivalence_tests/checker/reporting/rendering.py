@@ -1,9 +1,12 @@
 """How findings look on a terminal: what is wrong and the proof of it, then how the code was read."""
 
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +29,9 @@ WORDS: dict[Verdict, tuple[str, str]] = {
 }
 WIDTH = 110
 SHOWN_NUMBERS = 4
+LONGEST_NAME = 34  # characters of a name that are not broken in a table on a narrow screen
+AT_JOINTS = re.compile(r"(?<=[ /:])|(?<=\.)(?=\w)")
+NEAREST, LONGEST_CALL = 4, 80  # lines of a stack that are shown beside the outermost; characters of each
 ROUNDED = 1e-3  # of the difference that a mistake makes: what is left beyond that is no rounding
 
 
@@ -131,12 +137,37 @@ def _under(heading: Text, rows: Iterable[tuple[Text, Text]]) -> Group:
 
 def table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> Table:
     """Lines of text under headings, each folded in its column."""
-    laid = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in headings:
-        laid.add_column(heading, overflow="fold")
-    for line in lines:
-        laid.add_row(*map(Text, line))
+    laid, rows = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0)), list(lines)
+    for heading, column in itertools.zip_longest(headings, zip(*rows, strict=True)):
+        longest = max((len(part) for text in column or () for part in AT_JOINTS.split(text)), default=0)
+        laid.add_column(heading, overflow="fold", min_width=min(longest, LONGEST_NAME))
+    for line in rows:
+        laid.add_row(*map(Cell, line))
     return laid
+
+
+class Cell:
+    """A text that is folded between words and, where a word is too long, at its joints: after a slash, a colon, a dot.
+
+    Args:
+        text: What it says.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Say how wide it would like to be."""
+        return Measurement.get(console, options, Text(self.text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Give its lines."""
+        lines, width = [""], options.max_width
+        for part in AT_JOINTS.split(self.text):
+            if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+                lines.append("")
+            lines[-1] += part
+        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
 
 
 def _lines(stack: Sequence[CodeLine]) -> Text:
@@ -145,9 +176,20 @@ def _lines(stack: Sequence[CodeLine]) -> Text:
         return Text("")
     *callers, guilty = stack
     text = Text.assemble((str(guilty), "cyan"), f"  {guilty.text or f'in {guilty.function}'}")
-    for line in reversed(callers):
-        text.append(f"\ncalled from {line}  {line.text}", style="dim")
+    nearest, outermost = callers[::-1][:NEAREST], callers[:-NEAREST][:1]
+    for line in nearest:
+        text.append(_called_from(line), style="dim")
+    if between := len(callers) - len(nearest) - len(outermost):
+        text.append(f"\n... {between} more call{'s' * (between > 1)}", style="dim")
+    for line in outermost:
+        text.append(_called_from(line), style="dim")
     return text
+
+
+def _called_from(line: CodeLine) -> str:
+    """Show a call without most of its arguments, where there are many: the place tells it."""
+    code = line.text if len(line.text) <= LONGEST_CALL else line.text[:LONGEST_CALL].rstrip() + " …"
+    return f"\ncalled from {line}  {code}"
 
 
 def _formula(formula: str, example: Example | None, side: str) -> Text:

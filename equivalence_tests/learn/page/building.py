@@ -86,15 +86,21 @@ SECTIONS: tuple[Section, ...] = (
 )
 
 
-def build_page() -> str:
+def build_page(tell: Callable[[str], object] = str) -> str:
     """Compute every section and put the page together.
+
+    Args:
+        tell: Is told each section that is done.
 
     Returns:
         The HTML.
     """
     page = environment().get_template("page.html.j2")
     lacks = {section.name: section.lacks() for section in SECTIONS}
-    found = [(section, None if lacks[section.name] else section.data()) for section in SECTIONS]
+    found = []
+    for section in SECTIONS:
+        found.append((section, None if lacks[section.name] else section.data()))
+        tell(section.title)
     version = str(torch.__version__).partition("+")[0]
     live = {"live_attention": live_attention, "live_boards": live_boards}
     html = page.render(sections=found, lacks=lacks, textbook=textbook(), torch_version=version, **live)

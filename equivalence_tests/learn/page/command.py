@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from equivalence_tests.learn.page.building import build_page
+from equivalence_tests.learn.page.building import SECTIONS, build_page
+from equivalence_tests.progress import progress
 
 __all__ = ["page"]
 
@@ -22,5 +23,7 @@ def page(
         file.touch()  # before the work, not after it
     except OSError as error:
         raise typer.BadParameter(f"FILE must be writable, got {file} ({error.strerror})") from None
-    file.write_text(build_page(), encoding="utf-8")
+    with progress(f"computing {len(SECTIONS)} sections", len(SECTIONS)) as advance:
+        html = build_page(lambda title: advance(f"computed {title!r}"))
+    file.write_text(html, encoding="utf-8")
     typer.echo(f"{file}: {file.stat().st_size / 1e6:.2f} MB. Open it in a browser.")

@@ -145,7 +145,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_command, "build_page", lambda: "<!doctype html>")
+    monkeypatch.setattr(page_command, "build_page", lambda _: "<!doctype html>")
     file = tmp_path / "a.html"
     assert run(str(file))[0] == 0
     assert file.read_text(encoding="utf-8") == "<!doctype html>"
@@ -189,7 +189,9 @@ def test_a_section_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     lacks: Sequence[building.Section] = tuple(map(lacking, SECTIONS))
     monkeypatch.setattr(building, "SECTIONS", lacks)
-    html = build_page()
+    told: list[str] = []
+    html = build_page(told.append)
+    assert told == [section.title for section in SECTIONS]
     assert all(f"no {section.name} here" in html for section in lacks)
 
 
