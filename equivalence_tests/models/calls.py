@@ -114,9 +114,12 @@ def first_departure(own: Sequence[Call], theirs: Sequence[Call]) -> int | None:
 
 
 def rows(call: Call) -> Tensor | None:
-    """Say which queries see any key, (batch, query_len), where the mask tells; the others' outputs mean nothing."""
+    """Say which queries count, (batch, query_len), where the mask tells: those that see a key and are no padding."""
     seen = _seen(call)
-    return None if seen is None else seen.any(-1)
+    if seen is None:
+        return None
+    square = seen.shape[1] == seen.shape[2]  # among themselves, what nobody looks at is padding
+    return seen.any(-1) & seen.any(-2) if square else seen.any(-1)
 
 
 def keys(call: Call) -> Tensor | None:

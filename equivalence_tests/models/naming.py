@@ -110,8 +110,10 @@ def _told(p: Problem) -> list[str]:
 
 
 def _counts(p: Problem) -> Tensor:
-    """Say which numbers of an output mean anything: those of queries that see a key."""
-    return p.may.any(-1).transpose(1, 2)[..., None].expand_as(p.right)
+    """Say which numbers of an output mean anything."""
+    seeing = rows(p.own)
+    seeing = p.may.any(-1)[:, 0] if seeing is None else seeing
+    return seeing[..., None, None].expand_as(p.right)
 
 
 def _is(told: Tensor, p: Problem) -> bool:
