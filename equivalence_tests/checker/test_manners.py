@@ -83,7 +83,7 @@ def test_what_writes_into_its_inputs_is_blamed_for_that_alone() -> None:
     report = verify(attend_in_place)
     assert report.verdict == "deviates"
     assert not report.findings
-    assert "The tensors that are passed in are the same afterwards" in report.reason
+    assert "The tensors that are passed in are unchanged afterwards" in report.reason
 
 
 def test_an_output_without_gradient_is_said_once() -> None:
