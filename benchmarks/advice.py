@@ -53,7 +53,7 @@ class Advice:
             if row.contender in self.in_torch
         ]
         if self.best is not None and not self.own:
-            sentences.append(f"Use {_in_full(self.best)}: {cost_in_words(self.best)}.")
+            sentences.append(f"Use {_in_full(self.best)}: {cost_in_words(self.best)}.{_call(self.best)}")
         if self.best is not None and self.compared:
             others = ", ".join(f"{row.contender} {_beside(row, self.best)}" for row in self.compared)
             sentences.append(f"{f'Against {self.best.contender}' if self.own else 'By comparison'}, {others}.")
@@ -114,6 +114,12 @@ def _in_full(row: Row) -> str:
     if row.contender in PREFERRED or row.contender not in CONTENDERS:
         return row.contender
     return f"{CONTENDERS[row.contender].meaning} ({row.contender})"
+
+
+def _call(row: Row) -> str:
+    """Name the call that makes torch compute so."""
+    call = CONTENDERS[row.contender].call if row.contender in CONTENDERS else ""
+    return f" The call: `{call}`." if call else ""
 
 
 def _against(own: Row, best: Row | None) -> str:

@@ -43,6 +43,7 @@ class Contender:
         takes_part: Whether there is such a thing in a case.
         backend: The kernel that ``F.scaled_dot_product_attention`` is held to; MATH keeps scratch to the textbook.
         fast_path: Whether torch's fused fast path may be taken.
+        call: What a program writes to make torch compute so; "" if nothing.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Contender:
     takes_part: Callable[[Case], bool] = lambda _: True
     backend: SDPBackend | None = None
     fast_path: bool = True
+    call: str = ""
 
     @contextmanager
     def switches(self) -> Iterator[None]:
@@ -154,6 +156,7 @@ CONTENDERS = {
             lambda case: workload(case, builtin),
             takes_part=lambda case: case.mode == "forward" and case.component in WITH_FAST_PATH,
             fast_path=False,
+            call="torch.backends.mha.set_fastpath_enabled(False)",
         ),
         *(
             Contender(
@@ -163,6 +166,7 @@ CONTENDERS = {
                 takes_part=_chooses_kernel,
                 backend=backend,
                 fast_path=False,
+                call=f"with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.{backend.name})",
             )
             for name, backend in BACKENDS.items()
         ),

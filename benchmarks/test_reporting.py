@@ -86,7 +86,10 @@ class TestAdvice:
 
     def test_a_path_that_is_switched_off_cannot_be_read_against_itself(self) -> None:
         text = advice([row("builtin", 200.0), row("plain path", 100.0)])
-        assert text.startswith("Use torch.nn with its fast path switched off (plain path): 100 µs, 1.0 MiB.")
+        assert text.startswith(
+            "Use torch.nn with its fast path switched off (plain path): 100 µs, 1.0 MiB. "
+            "The call: `torch.backends.mha.set_fastpath_enabled(False)`."
+        )
         assert not any(name.startswith(("no ", "not ", "without ")) for name in CONTENDERS)
 
     def test_yours_against_the_best_comes_first(self) -> None:
