@@ -38,7 +38,7 @@ def kernels(
     ] = None,
     backend: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(BACKENDS)}. Repeatable.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer situations, nothing compiled: under a minute.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the inputs: the same seed gives the same table.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs: the same seed gives the same table.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything as JSON; - prints it.")] = None,
     junit_file: Annotated[
         Path | None, typer.Option("--junit", help="Write every cell as JUnit XML; - prints it.")
@@ -47,11 +47,11 @@ def kernels(
 ) -> None:
     """Find which of torch's attentions are wrong on this machine, forward and backward.
 
-    With a TARGET, a kernel of your own is asked in the place of torch's, and what is wrong in it is named. It takes
+    With a TARGET, your own kernel is tried in place of torch's, and what is wrong in it is named. It takes
     query, key and value, (batch, heads, tokens, features), and of the other arguments of torch's function those it has.
     Where it returns the log-sum-exp beside its output, that is checked too.
 
-    Every kernel, module and compiled form is held against scratch in float64 over a grid of situations that break
+    Every kernel, module and compiled form is compared with scratch in float64 over a grid of situations that break
     kernels. Exit status: 0 if nothing is wrong, 1 if something is, 2 if it could not be run.
     """
     with one_line_errors():

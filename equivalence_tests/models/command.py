@@ -41,7 +41,7 @@ def models(
     ] = None,
     architecture: Annotated[list[str] | None, typer.Option(help="Only these: llama, bert, ... Repeatable.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer models and situations: under a minute.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the inputs: the same seed gives the same table.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs: the same seed gives the same table.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything as JSON; - prints it.")] = None,
     junit_file: Annotated[
         Path | None, typer.Option("--junit", help="Write every cell as JUnit XML; - prints it.")
@@ -50,7 +50,7 @@ def models(
 ) -> None:
     """Find where an attention function for transformers goes wrong: in which models, situations and layers.
 
-    Tiny models of transformers run with the function in the place of their own attention: without masks, padded,
+    Tiny models of transformers run with the function in place of their own attention: without masks, padded,
     packed, longer than their window, with caches, generating and training. Needs the extra wild.
 
     Exit status: 0 if nothing is wrong, 1 if something is, 2 if it could not be run.

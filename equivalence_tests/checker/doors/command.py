@@ -85,7 +85,8 @@ def verify_command(
     equivalent: Annotated[
         bool,
         typer.Option(
-            "--equivalent", help="Print the same in torch's own parts, as Python; the report goes to standard error."
+            "--equivalent",
+            help="Print the equivalent in torch's own parts, as Python; the report goes to standard error.",
         ),
     ] = False,
     run_all: Annotated[
@@ -104,7 +105,7 @@ def verify_command(
         ),
     ] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the code too, and hold it against itself in eager mode.")
+        bool, typer.Option("--compile", help="Compile the code too, and compare it with itself in eager mode.")
     ] = False,
     timeout: Annotated[float, typer.Option(help="CPU seconds allowed for each target.", min=1)] = 120.0,
     memory_mib: Annotated[int, typer.Option("--memory", help="MiB of memory allowed for each target.", min=256)] = 4096,

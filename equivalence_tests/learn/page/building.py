@@ -47,15 +47,15 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "switches",
         "Switches",
-        "Every argument of the built-in attention: set one, and see what changes, which path torch takes, and which "
-        "lines of scratch do it.",
+        "Every argument of the built-in attention: set any of them, and see what changes, which path torch takes, and "
+        "which lines of scratch implement it.",
         switches.switch_data,
         tape.lacks,
     ),
     Section(
         "code",
         "Code beside code",
-        "Every file of scratch beside its twin in builtin, line against line. Docstrings fold out, names are links.",
+        "Every file of scratch beside its twin in builtin, line by line. Docstrings unfold, and names are links.",
         beside.twins,
     ),
     Section(
@@ -67,7 +67,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "traps",
         "Traps",
-        "What people write, beside what helps, with what each printed when it was run to build this page.",
+        "What people write, beside what to write instead, with what each printed when this page was built.",
         trap_cards.trap_data,
     ),
     Section(

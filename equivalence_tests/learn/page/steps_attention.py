@@ -41,12 +41,12 @@ FORMULAS = {
         "query W_q + b_q, in heads",
         "Each query is multiplied by a matrix, and the result is cut into one piece for each head.",
     ),
-    "k": ("key W_k + b_k, in heads", "Each key likewise, by a matrix of its own."),
-    "v": ("value W_v + b_v, in heads", "Each value too. The output will be made of these."),
+    "k": ("key W_k + b_k, in heads", "Each key too, by a matrix of its own."),
+    "v": ("value W_v + b_v, in heads", "And each value. The output is made of these."),
     "scores": ("q kᵀ / √head_dim", "Every query meets every key: their dot product says how well the two match."),
-    "masked_scores": ("scores + score_bias", "What a query may not look at gets −∞, everything else keeps its score."),
-    "weights": ("softmax(masked_scores)", "Softmax makes each row positive, with a sum of 1. A score of −∞ becomes 0."),
-    "context": ("weights v", "Each query takes the mean of the values, weighted by its row."),
+    "masked_scores": ("scores + score_bias", "Keys that a query may not look at get −∞; all others keep their scores."),
+    "weights": ("softmax(masked_scores)", "Softmax makes each row positive, with a sum of 1; a score of −∞ becomes 0."),
+    "context": ("weights v", "Each query takes the mean of the values, weighted by its row of weights."),
     "merged": ("Concat(context₁, …, context_h)", "The heads are put side by side again. No number changes."),
     "output": ("merged W_o + b_o", "One last projection mixes what the heads have found."),
 }
@@ -93,7 +93,7 @@ def attention_view() -> View:
         "Each query asks for something, each key says what its token has to offer, and each value is what the token "
         "hands over: the better a query matches a key, the more it takes of that value. Here three queries look at "
         "five keys, with two heads. A causal mask sets the last query beside the last key and hides what comes later. "
-        "The left side shows the textbook, the path that scratch takes when nobody asks for the weights."
+        "The left side shows the textbook path, which scratch takes when nobody asks for the weights."
     )
     return View("attention", "Attention", lead, shown(call_attention), tuple(steps))
 
@@ -142,7 +142,7 @@ def decoding_view() -> View:
     stages = [stage for stage in STAGES if stage != "scores"]  # the newest token may look at all: nothing is masked
     steps = tuple(_decoding_step(stage, full, ours_tape, torch_tape) for stage in stages)
     lead = (
-        "A fifth token joins four that have been seen. scratch has kept their keys and values. torch.nn has no cache: "
+        "A fifth token follows four earlier ones. scratch has kept their keys and values. torch.nn has no cache: "
         "it computes all five rows again, of which only the last is new."
     )
     cache = remembering()
@@ -181,11 +181,17 @@ def _decoding_step(stage: str, stages: dict[str, Tensor], ours_tape: Tape, torch
 CHAIN_RULE = {
     "merged": ("d_output @ W_o", "The output's gradient goes back through the last projection."),
     "context": ("d_merged, in heads", "Cut into heads again. No number changes."),
-    "weights": ("d_context @ v.mT", "A weight counts as much as its value points along the gradient of the context."),
-    "v": ("weights.mT @ d_context", "A value learns from every query, by as much as the query looked at it."),
+    "weights": (
+        "d_context @ v.mT",
+        "The gradient of a weight is the dot product of its value with the gradient of the context.",
+    ),
+    "v": (
+        "weights.mT @ d_context",
+        "A value gets gradient from every query, in proportion to how much the query looked at it.",
+    ),
     "masked_scores": (
         "weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True))",
-        "Softmax passes on only what differs from the row's mean: weights sum to 1 and cannot rise all together.",
+        "Softmax passes on only what differs from the row's weighted mean: weights sum to 1 and cannot all rise.",
     ),
     "q": (
         "d_masked_scores @ k / math.sqrt(head_dim)",
@@ -206,8 +212,8 @@ def backward_view() -> View:
     tapes = [backward_tape(partial(call_attention, module, query, memory, may_attend), gradient) for module in pair]
     steps = tuple(_backward_step(name, gradients, detached(stages), pair[0], tapes) for name in names)
     lead = (
-        "The same attention, the other way: from a random gradient of the output back to queries, keys and values. "
-        "Beside each gradient stands the line of the forward pass that it comes back through."
+        "The same attention backwards: from a random gradient of the output back to queries, keys and values. "
+        "Beside each gradient is the line of the forward pass that it flows back through."
     )
     call = f"{shown(call_attention)}[0].backward(gradient)"
     return View("backward", "Backward", lead, call, steps, is_code=True)

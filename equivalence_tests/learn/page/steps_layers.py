@@ -30,13 +30,13 @@ __all__ = ["decoder_view", "encoder_layer_view"]
 LAYER_WORDS = {
     "self_attn": "Each token looks at the tokens of its own sentence.",
     "multihead_attn": "Each token looks at the memory, which is the encoder's output.",
-    "add": "The residual connection: what came in is added to what the sub-layer made of it.",
+    "add": "The residual connection: the input of the sub-layer is added to its output.",
     "norm1": "LayerNorm: each token's features get mean 0 and variance 1, then a gain and a bias.",
-    "norm2": "LayerNorm again, with a gain and a bias of its own.",
-    "norm3": "LayerNorm a third time, with a gain and a bias of its own.",
+    "norm2": "LayerNorm again, with its own gain and bias.",
+    "norm3": "LayerNorm a third time, with its own gain and bias.",
     "norm": "The norm at the end of the stack.",
-    "linear1": "The feed-forward network: each token by itself, into the hidden units.",
-    "relu": "The activation: what is negative becomes 0.",
+    "linear1": "The feed-forward network: each token by itself is projected to the hidden units.",
+    "relu": "The activation: negative numbers become 0.",
     "linear2": "And back to the width of the model.",
 }
 LAYER_FILES = ("scratch/layers.py", "scratch/transformer.py", "torch/nn/modules/transformer.py")
@@ -60,7 +60,7 @@ def encoder_layer_view(norm_first: bool) -> View:
     src = random_tensor(1, KEY_LEN, EMBED_DIM, seed=3)
     steps = _layer_steps(*pair, lambda layer: call_encoder_layer(layer, src))
     if norm_first:
-        lead = "The norms stand before the sub-layers, and the residual runs past them untouched."
+        lead = "The norms come before the sub-layers, and the residual stream passes them by."
         return View("pre-norm", "Layer, pre-norm", lead, shown(call_encoder_layer), steps)
     lead = "Attention, then a feed-forward network; after each, the residual and a LayerNorm, as in the paper."
     return View("post-norm", "Layer, post-norm", lead, shown(call_encoder_layer), steps)

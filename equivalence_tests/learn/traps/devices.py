@@ -13,7 +13,7 @@ __all__ = ["TRAPS"]
 
 
 class GqaFallsBack(Trap):
-    """enable_gqa=True in float32 takes the slow kernel, without a word."""
+    """enable_gqa=True in float32 silently takes the slow kernel."""
 
     number = 70
     name = "gqa_falls_back"

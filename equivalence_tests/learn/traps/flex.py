@@ -195,7 +195,7 @@ class FlexRowsGuaranteedSafe(Trap):
     severity = Severity.WRONG_NUMBERS
     concerns = ("flex_attention.kernel_options",)
     expects = (
-        "In a causal window every query sees itself: no row is empty, which is what the documents of 2.13 ask for."
+        "In a causal window every query sees itself: no row is empty, which is what the documentation of 2.13 asks for."
     )
     happens = (
         "NaN on a GPU. Shown here by the kernel's sum, written out, because only the compiled kernel reads the option: without "

@@ -99,7 +99,7 @@ class AllOnesMaskUnpacks(Trap):
         "their own, which no other mask switches off."
     )
     places = (Place(score_functions.document, "document_ids[batch, q_idx]"),)
-    instead = "Leave attention_mask away where rows are packed."
+    instead = "Leave attention_mask out where rows are packed."
     issues = ("huggingface/transformers#46634",)
     needs = "transformers"
 

@@ -20,9 +20,9 @@ class VarlenLseHeadsFirst(Trap):
     name = "varlen_lse_heads_first"
     severity = Severity.ERROR
     concerns = ("varlen_attn.return_aux",)
-    expects = "The documents of 2.13 say (tokens, heads), which fits beside the output (tokens, heads, head_dim)."
+    expects = "The documentation of 2.13 says (tokens, heads), which fits beside the output (tokens, heads, head_dim)."
     happens = (
-        "It is (heads, tokens), as the documents of 2.15 say, and the product ends in an error. With as many heads as tokens "
+        "It is (heads, tokens), as the documentation of 2.15 says, and the product ends in an error. With as many heads as tokens "
         "there is none, and the numbers are wrong. The shapes are known without a GPU, on the device meta."
     )
     why = "The kernel writes one row for each head."
@@ -50,7 +50,7 @@ class VarlenLseHeadsFirst(Trap):
 
 
 class WindowOfNeighbours(Trap):
-    """A window of 2 is two keys for a model, and three for varlen_attn."""
+    """A window of 2 means two keys for a model, and three for varlen_attn."""
 
     number = 65
     name = "window_of_neighbours"
