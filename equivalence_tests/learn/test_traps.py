@@ -67,7 +67,7 @@ def test_what_was_run_is_recorded_beside_other_versions(tmp_path: Path, monkeypa
 
 def test_a_trap_that_takes_a_device_is_told_and_not_run() -> None:
     shown = CliRunner().invoke(app, ["traps", "gqa_falls_back"], env={"COLUMNS": "100"}).stdout
-    assert "Trap 70: gqa_falls_back  slow, told" in shown
+    assert "Trap 70: gqa_falls_back  slow; told" in shown
     assert "What happens (not run: it takes a CUDA device)" in shown
     assert "enable_gqa=True)" in shown
     assert "It takes a CUDA device." in shown

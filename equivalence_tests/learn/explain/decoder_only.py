@@ -90,7 +90,7 @@ EXPLANATIONS = (
     Explanation(
         "num_layers",
         OWNER,
-        "The number of layers. Each is drawn anew, and none is a copy of another.",
+        "The number of layers. Each is initialised separately, and none is a copy of another.",
         (Place(DecoderOnlyTransformer.__init__, "self.layers ="),),
         built,
     ),
@@ -104,7 +104,8 @@ EXPLANATIONS = (
     Explanation(
         "scale_embeddings",
         OWNER,
-        "Multiplies embeddings by sqrt(d_model), as the paper and Gemma do. They are drawn as much smaller, so that what enters "
+        "Multiplies embeddings by sqrt(d_model), as the paper and Gemma do. They are drawn as much smaller, so that "
+        "what enters "
         "the first layer has a spread of 1 in either case.",
         (READ, Place(DecoderOnlyTransformer.__init__, "nn.init.normal_")),
         scaled_embeddings,
@@ -119,7 +120,8 @@ EXPLANATIONS = (
     Explanation(
         "pad_id",
         OWNER,
-        "The token that fills up shorter rows, on the left. Nobody looks at it. Rotary positions make the place where a text "
+        "The token that fills up shorter rows, on the left. Nobody looks at it. Rotary positions make the place where "
+        "a text "
         "begins unimportant.",
         (Place(DecoderOnlyTransformer._read, "masks.from_token_ids"),),
         padded,
@@ -127,7 +129,8 @@ EXPLANATIONS = (
     Explanation(
         "end_id",
         OWNER,
-        "The token that ends a text. generate fills up a row with pad_id behind it, and stops when all rows have ended.",
+        "The token that ends a text. generate fills up a row with pad_id behind it, and stops when all rows have "
+        "ended.",
         (
             Place(decoding._append_tokens, "token = token.masked_fill"),
             Place(decoding._append_tokens, "ended = ended |"),
@@ -137,21 +140,24 @@ EXPLANATIONS = (
     Explanation(
         "token_ids",
         OWNER,
-        "The text as token ids, (batch, len). With a cache it is the whole text so far, too, and only what is new is computed.",
+        "The text as token ids, (batch, len). With a cache it is the whole text so far, too, and only what is new is "
+        "computed.",
         (READ,),
         cached,
     ),
     Explanation(
         "cache",
         OWNER,
-        "What earlier calls with the beginning of this text have left, from new_cache(). The logits are those of the new tokens.",
+        "What earlier calls on the beginning of this text have stored, from new_cache(). The logits are those of the "
+        "new tokens.",
         (Place(DecoderOnlyTransformer._read, "earlier_len ="),),
         cached,
     ),
     Explanation(
         "prompt_ids",
         OWNER,
-        "What each row starts with, (batch, prompt_len). Shorter prompts are padded on the left, so that all end together.",
+        "What each row starts with, (batch, prompt_len). Shorter prompts are padded on the left, so that all end "
+        "together.",
         (Place(DecoderOnlyTransformer.generate, "cache = self.new_cache()"),),
         drawn,
     ),
@@ -165,7 +171,8 @@ EXPLANATIONS = (
     Explanation(
         "temperature",
         OWNER,
-        "How boldly tokens are drawn. 0 takes the likeliest; logits are divided by it otherwise, so that below 1 likely tokens "
+        "How boldly tokens are drawn. 0 takes the likeliest; logits are divided by it otherwise, so that below 1 "
+        "likely tokens "
         "become likelier still.",
         (DRAWN,),
         drawn,
@@ -187,7 +194,7 @@ EXPLANATIONS = (
     Explanation(
         "generator",
         OWNER,
-        "Where the random numbers come from. With one of the same seed the same tokens are drawn.",
+        "Where the random numbers come from. With the same seed the same tokens are drawn.",
         (Place(decoding.sample_decode, "torch.multinomial"),),
         drawn,
     ),

@@ -121,7 +121,8 @@ EXPLANATIONS = (
     Explanation(
         "key",
         (FLEX,),
-        "What the queries are compared with. It is (batch, num_heads, key_len, head_dim). One sample of keys may serve all "
+        "What the queries are compared with. It is (batch, num_heads, key_len, head_dim). One sample of keys may "
+        "serve all "
         "samples of a block mask.",
         (SCORES,),
         shapes,
@@ -136,8 +137,10 @@ EXPLANATIONS = (
     Explanation(
         "score_mod",
         (FLEX,),
-        "A function that changes each score before the softmax. It gets the score and four indices, each a single number: the "
-        "sample, the head of the query, the query and the key. It is written for one place and called for all at once, so "
+        "A function that changes each score before the softmax. It gets the score and four indices, each a single "
+        "number: the "
+        "sample, the head of the query, the query and the key. It is written for one place and called for all at "
+        "once, so "
         "that it cannot branch on a number, but may read tensors by its indices, and these get gradients.",
         (Place(by_hand.row_scores, "scores = at_every_place(score_mod"),),
         changed,
@@ -145,7 +148,8 @@ EXPLANATIONS = (
     Explanation(
         "block_mask",
         (FLEX,),
-        "Which blocks of keys each block of queries looks at. What it leaves out is never computed by hand or by compiled "
+        "Which blocks of keys each block of queries looks at. What it leaves out is never computed by hand or by "
+        "compiled "
         "kernels; inside a block that is seen in part its mask_mod decides about each place.",
         (Place(by_hand.block_rows, "yield BlockRow"), Place(by_hand.row_scores, "may_attend =")),
         blocked,
@@ -153,16 +157,17 @@ EXPLANATIONS = (
     Explanation(
         "return_lse",
         (FLEX,),
-        "Returns the logarithm of the sum of the exponentials of each query's scores, too. torch calls it deprecated, for "
-        "return_aux. It is (batch, num_heads, query_len), and -inf for a query that sees nothing.",
+        "Returns the logarithm of the sum of the exponentials of each query's scores, too. torch has deprecated it in "
+        "favour of return_aux. It is (batch, num_heads, query_len), and -inf for a query that sees nothing.",
         (Place(by_hand.attend, "lse = torch.logsumexp"),),
         summed,
     ),
     Explanation(
         "return_aux",
         (FLEX,),
-        "Asks for more than the output: the log-sum-exp, the greatest scores. They come as an AuxOutput beside the output. "
-        "With the log-sum-exp outputs over parts of the keys can be put together, and sinks added. torch gives no greatest "
+        "Asks for more than the output: the log-sum-exp, the greatest scores. They come as an AuxOutput beside the "
+        "output. "
+        "With the log-sum-exp, outputs over parts of the keys can be merged, and sinks added. torch gives no greatest "
         "scores on the CPU.",
         (Place(by_hand.attend, "lse = torch.logsumexp"), Place(by_hand.flex_attention, "AuxOutput(lse")),
         asked_for,
@@ -170,7 +175,8 @@ EXPLANATIONS = (
     Explanation(
         "kernel_options",
         (FLEX,),
-        "Sizes and promises for torch's compiled kernels. They change how fast it is, and a false promise changes the numbers. "
+        "Sizes and promises for torch's compiled kernels. They change how fast it is, and a false promise changes the "
+        "numbers. "
         "Written by hand there is no such kernel, and options are refused.",
         (Place(by_hand.flex_attention, "check_no_kernel_options"),),
         without_options,
@@ -178,16 +184,18 @@ EXPLANATIONS = (
     Explanation(
         "mask_mod",
         (BLOCKS,),
-        "A function that says True where a query may look at a key. It gets four indices: the sample, the head of the query, "
-        "the query and the key. It is asked once for every place when the plan is made, and again inside blocks that are seen "
-        "in part.",
+        "A function that returns True where a query may look at a key. It gets four indices: the sample, the head of "
+        "the query, "
+        "the query and the key. It is called once for every place when the plan is made, and again inside blocks that "
+        "are partly visible.",
         (Place(by_hand.create_block_mask, "may_attend = at_every_place"),),
         planned,
     ),
     Explanation(
         "B",
         (BLOCKS,),
-        "The number of samples. With None one plan is made, for sample 0, and serves all: right if mask_mod does not read the "
+        "The number of samples. With None one plan is made, for sample 0, and serves all: right if mask_mod does not "
+        "read the "
         "sample.",
         (SIZES,),
         planned,
@@ -195,7 +203,8 @@ EXPLANATIONS = (
     Explanation(
         "H",
         (BLOCKS,),
-        "The number of heads of the queries. With None one plan serves all heads: right if mask_mod does not read the head.",
+        "The number of heads of the queries. With None one plan serves all heads: right if mask_mod does not read the "
+        "head.",
         (SIZES,),
         planned,
     ),
@@ -206,24 +215,28 @@ EXPLANATIONS = (
     Explanation(
         "device",
         (BLOCKS,),
-        "Where the plan is built. With None it is the accelerator, if there is one. What mask_mod reads has to be there too.",
+        "Where the plan is built. With None it is the accelerator, if there is one. Whatever mask_mod reads has to be "
+        "there too.",
         (SIZES,),
         planned,
     ),
     Explanation(
         "BLOCK_SIZE",
         (BLOCKS,),
-        "Queries and keys of a block, as one number or two. Small blocks leave out more, and make more work of planning. "
+        "How many queries and keys a block has, as one number or two. Small blocks leave out more, and make more work "
+        "of planning. "
         "torch's kernels on GPUs want 128 or so.",
         (Place(by_hand.create_block_mask, "height, width ="),),
         planned,
         "        key 0 1 | 2 3 | 4 5\nquery 0     1 0 | . . | . .\nquery 1     1 1 | . . | . .   "
-        "the dots are not computed\n           -----------------\nquery 2     1 1 | 1 0 | . .\nquery 3     1 1 | 1 1 | . .",
+        "the dots are not computed\n           -----------------\nquery 2     1 1 | 1 0 | . .\nquery 3     1 1 | 1 1 "
+        "| . .",
     ),
     Explanation(
         "separate_full_blocks",
         (BLOCKS,),
-        "Whether blocks that are seen as a whole are listed apart. mask_mod is then asked about the other blocks alone. torch "
+        "Whether blocks that are seen as a whole are listed apart. mask_mod is then called only for the other blocks. "
+        "torch "
         "has it from 2.13 on.",
         (Place(by_hand.create_block_mask, "every.append"),),
         apart,
@@ -231,14 +244,15 @@ EXPLANATIONS = (
     Explanation(
         "_compile",
         (BLOCKS,),
-        "Compiles the planning in torch, which calls this deprecated. By hand it is refused: compile the function itself.",
+        "Compiles the planning in torch, which has deprecated it. By hand it is refused: compile the function itself.",
         (FOR_KERNELS,),
         for_kernels,
     ),
     Explanation(
         "compute_dq_write_order",
         (BLOCKS,),
-        "Plans the order in which one of torch's kernels adds up gradients. It makes that kernel's backward pass repeatable. "
+        "Plans the order in which one of torch's kernels adds up gradients. It makes that kernel's backward pass "
+        "repeatable. "
         "By hand the order is fixed, and this is refused.",
         (FOR_KERNELS,),
         for_kernels,
@@ -246,7 +260,8 @@ EXPLANATIONS = (
     Explanation(
         "dq_kv_order",
         (BLOCKS,),
-        "Which way that order runs. It counts only beside compute_dq_write_order, and by hand only its default is taken.",
+        "The direction of that order. It only matters with compute_dq_write_order, and scratch accepts only its "
+        "default.",
         (FOR_KERNELS,),
         for_kernels,
     ),

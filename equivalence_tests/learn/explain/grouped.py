@@ -200,7 +200,8 @@ EXPLANATIONS = (
     Explanation(
         "num_key_heads",
         WITH_HEADS,
-        "The number of heads of keys and values. Query heads that follow one another share one, so that a cache holds fewer; "
+        "The number of heads of keys and values. Query heads that follow one another share one, so that a cache holds "
+        "fewer; "
         "with 1 all share it. As many as query heads if not given.",
         (Place(GroupedQueryAttention.__init__, "self.k_proj ="), GROUPS),
         groups,
@@ -209,7 +210,8 @@ EXPLANATIONS = (
     Explanation(
         "bias",
         EVERYWHERE,
-        "Whether the projections have biases. Today's models have none; GPT-2 has them everywhere, Qwen 2 in the first three "
+        "Whether the projections have biases. Today's models have none; GPT-2 has them everywhere, Qwen 2 in the "
+        "first three "
         "projections of attention.",
         (PROJECTIONS, Place(SwiGLU.__init__, "self.gate_proj =")),
         biases,
@@ -217,7 +219,8 @@ EXPLANATIONS = (
     Explanation(
         "head_dim",
         WITH_HEADS,
-        "The size of each head; embed_dim / num_heads if not given. Several models take larger heads, and project back from "
+        "The size of each head; embed_dim / num_heads if not given. Several models take larger heads, and project "
+        "back from "
         "num_heads * head_dim.",
         (PROJECTIONS, Place(GroupedQueryAttention.project, "projection(x)")),
         wide_heads,
@@ -225,7 +228,8 @@ EXPLANATIONS = (
     Explanation(
         "qk_norm",
         WITH_HEADS,
-        "Divides queries and keys of each head by their root mean square, before they are turned. Scores then stay within "
+        "Divides queries and keys of each head by their root mean square, before they are turned. Scores then stay "
+        "within "
         "bounds, however large the input grows.",
         (Place(GroupedQueryAttention.project, "self.q_norm(q)"),),
         normed,
@@ -243,7 +247,8 @@ EXPLANATIONS = (
     Explanation(
         "window",
         WITH_HEADS,
-        "How many tokens a query sees, its own included. The model takes one number for all layers, or one for each with None "
+        "How many tokens a query sees, its own included. The model takes one number for all layers, or one for each "
+        "with None "
         "for layers that see everything. varlen_attn counts without the query's own place.",
         (Place(grouped.who_may_attend, "masks.sliding_window("),),
         windowed,
@@ -252,7 +257,8 @@ EXPLANATIONS = (
     Explanation(
         "soft_cap",
         WITH_HEADS,
-        "Keeps scores between -soft_cap and soft_cap by a tanh, before they are masked. Gemma 2 has it. On torch it is a "
+        "Keeps scores between -soft_cap and soft_cap by a tanh, before they are masked. Gemma 2 has it. On torch it "
+        "is a "
         "score_mod of flex_attention, which has no gradient on the CPU.",
         (Place(grouped.grouped_attention, "torch.tanh"),),
         capped,
@@ -260,7 +266,8 @@ EXPLANATIONS = (
     Explanation(
         "sinks",
         WITH_HEADS,
-        "Learns a score for each head that takes part in the softmax and has no value. A head can thus look at nothing: its "
+        "Learns a score for each head that takes part in the softmax and has no value. A head can thus look at "
+        "nothing: its "
         "weights sum to less than 1. gpt-oss has it.",
         (Place(grouped.with_sink_key, "return torch.cat"),),
         with_sinks,
@@ -268,7 +275,8 @@ EXPLANATIONS = (
     Explanation(
         "rotary",
         OF_TOKENS,
-        "Turns queries and keys by their positions. Without it the attention does not know the order of the tokens, but for "
+        "Turns queries and keys by their positions. Without it the attention does not know the order of the tokens, "
+        "but for "
         "the causal mask.",
         (Place(GroupedQueryAttention.project, "self.rotary(q"),),
         with_rotary,
@@ -304,7 +312,8 @@ EXPLANATIONS = (
     Explanation(
         "may_attend",
         OF_TOKENS,
-        "True where a query may look, the opposite of torch.nn's modules. It narrows what causality and window leave. It "
+        "True where a query may look, the opposite of torch.nn's modules. It narrows what causality and window leave. "
+        "It "
         "broadcasts to (batch, num_heads, len, key_len), where with a cache the keys are all tokens so far.",
         (Place(grouped.who_may_attend, "rules.append(may_attend"),),
         hidden_padding,
@@ -312,7 +321,8 @@ EXPLANATIONS = (
     Explanation(
         "is_causal",
         OF_TOKENS,
-        "No token looks at a later one, unless it is False. It is a mask, not a hint, aligned to the lower right corner: the "
+        "No token looks at a later one, unless it is False. It is a mask, not a hint, aligned to the lower right "
+        "corner: the "
         "queries are the last of the keys.",
         (Place(grouped.who_may_attend, "masks.causal("),),
         not_causal,
@@ -321,7 +331,8 @@ EXPLANATIONS = (
     Explanation(
         "cache",
         OF_TOKENS,
-        "Keys and values of earlier calls, which this call extends. x then holds the new tokens only. A cache made with a "
+        "Keys and values of earlier calls, which this call extends. x then holds the new tokens only. A cache made "
+        "with a "
         "window rolls: it forgets what nobody can see.",
         (Place(GroupedQueryAttention.forward, "cache.extend"),),
         cached,
@@ -336,7 +347,8 @@ EXPLANATIONS = (
     Explanation(
         "dim_feedforward",
         WITH_FEED_FORWARD,
-        "The number of hidden units. There are two projections of that width, one of which gates the other: three matrices, so "
+        "The number of hidden units. There are two projections of that width, one of which gates the other: three "
+        "matrices, so "
         "that models take two thirds of the width that they would have without a gate.",
         GATES,
         gated,
@@ -358,7 +370,8 @@ EXPLANATIONS = (
     Explanation(
         "sandwich_norm",
         (LANGUAGE_LAYER, LANGUAGE_MODEL),
-        "Normalises what attention and feed-forward network give, too, before it is added. Gemma 2 has it.",
+        "Also normalises the outputs of the attention and the feed-forward network, before they are added. Gemma 2 "
+        "has it.",
         (Place(DecoderOnlyLayer.forward, "self.post_norm1"), Place(DecoderOnlyLayer.forward, "self.post_norm2")),
         sandwiched,
     ),

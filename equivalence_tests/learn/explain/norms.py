@@ -54,7 +54,8 @@ EXPLANATIONS = (
     Explanation(
         "normalized_shape",
         (RMS_NORM, RMS_FUNCTION),
-        "The trailing dimensions over which the mean is taken. A class takes one number for one dimension; the function "
+        "The trailing dimensions over which the mean is taken. A class takes one number for one dimension; the "
+        "function "
         "wants a list.",
         (MEAN,),
         normalised_by_function,
@@ -62,15 +63,16 @@ EXPLANATIONS = (
     Explanation(
         "eps",
         (RMS_NORM, RMS_FUNCTION),
-        "Keeps the root away from 0. If it is not given, it is the distance from 1 to the next larger number, and of float32 "
-        "in half precision. Most models give 1e-6 or 1e-5, and rows of small numbers tell the difference.",
+        "Keeps the root away from 0. If it is not given, it is the distance from 1 to the next larger number, and of "
+        "float32 "
+        "in half precision. Most models give 1e-6 or 1e-5, and the difference shows in rows of small numbers.",
         (Place(rms_norm, "eps = torch.finfo"), Place(rms_norm, "torch.rsqrt")),
         kept_away_from_0,
     ),
     Explanation(
         "elementwise_affine",
         (RMS_NORM,),
-        "Whether each feature has a gain. There is never a bias, and no mean is taken off: that is what LayerNorm does beside.",
+        "Whether each feature has a gain. There is never a bias, and no mean is subtracted: LayerNorm has both.",
         (Place(RMSNorm.__init__, "register_parameter"),),
         gains,
     ),
@@ -80,7 +82,7 @@ EXPLANATIONS = (
     Explanation(
         "dtype",
         (RMS_NORM,),
-        "The dtype of the gains. torch warns of inputs of another one, and takes a slower path.",
+        "The dtype of the gains. torch warns about inputs of another dtype, and takes a slower path.",
         CREATED,
         created,
     ),
@@ -101,7 +103,8 @@ EXPLANATIONS = (
     Explanation(
         "weight",
         (RMS_FUNCTION,),
-        "The gains, one for each feature. They multiply after the division. Some models keep the gain less 1 instead: Gemma's "
+        "The gains, one for each feature. They multiply after the division. Some models keep the gain less 1 instead: "
+        "Gemma's "
         "weights need 1 added.",
         (Place(rms_norm, "return (normalized"),),
         scaled,

@@ -71,7 +71,8 @@ EXPLANATIONS = (
     Explanation(
         "head_dim",
         (ROTARY,),
-        "The number of features of each head, which form pairs: it is even. Each pair is turned by an angle of its own.",
+        "The number of features of each head, which form pairs: it is even. Each pair is turned by an angle of its "
+        "own.",
         (FREQUENCIES,),
         turned,
     ),
@@ -86,8 +87,10 @@ EXPLANATIONS = (
     Explanation(
         "pairing",
         (ROTARY,),
-        "Which features form a pair. The paper and Meta's Llama pair neighbours, GPT-NeoX and the Llama of transformers pair "
-        "the two halves. Weights serve with the pairing of their training alone; adjacent_to_halves converts them.",
+        "Which features form a pair. The paper and Meta's Llama pair neighbours, GPT-NeoX and the Llama of "
+        "transformers pair "
+        "the two halves. Weights only work with the pairing that they were trained with; adjacent_to_halves converts "
+        "them.",
         (Place(RotaryEmbedding._rotate, "rotate ="),),
         paired,
         PAIRS,
@@ -95,7 +98,8 @@ EXPLANATIONS = (
     Explanation(
         "scaling",
         (ROTARY,),
-        "How positions beyond those of the training are read. LinearScaling squeezes all pairs alike, the others spare those "
+        "How positions beyond those of the training are read. LinearScaling squeezes all pairs alike, the others "
+        "spare those "
         "that turn fast: NTKScaling, YaRNScaling and Llama3Scaling.",
         (Place(RotaryEmbedding._frequencies, "return self.scaling("),),
         squeezed,
@@ -110,15 +114,15 @@ EXPLANATIONS = (
     Explanation(
         "x",
         (ROTARY,),
-        "Queries or keys, (..., len, head_dim). Values are not turned: nothing but the scores is to know of positions.",
+        "Queries or keys, (..., len, head_dim). Values are not turned: only the scores should depend on positions.",
         (Place(RotaryEmbedding.forward, "return self._rotate"),),
         turned,
     ),
     Explanation(
         "positions",
         (ROTARY,),
-        "Where each token stands; 0, 1, 2, ... if not given. Only how far two tokens are apart tells in their score, which is "
-        "why a cache can keep turned keys.",
+        "Where each token stands; 0, 1, 2, ... if not given. A score depends only on how far apart its two tokens "
+        "are, which is why a cache can keep turned keys.",
         (Place(rotary.rotary_angles, "return positions"),),
         at_positions,
     ),
@@ -140,7 +144,7 @@ EXPLANATIONS = (
     Explanation(
         "rotary_scaling",
         (LANGUAGE_MODEL,),
-        "How positions beyond those of the training are read. None reads them as all others.",
+        "How positions beyond those of the training are read. None treats them like all others.",
         OF_A_MODEL,
         of_a_model,
     ),

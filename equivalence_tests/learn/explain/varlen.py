@@ -61,7 +61,8 @@ EXPLANATIONS = (
     Explanation(
         "query",
         (VARLEN,),
-        "Who looks, of all sequences one behind the other. It is (tokens, num_heads, head_dim): there is no batch, no padding, "
+        "Who looks, of all sequences, one after another. It is (tokens, num_heads, head_dim): there is no batch, no "
+        "padding, "
         "and the heads stand behind the tokens.",
         (SCORES, CUT),
         packed,
@@ -69,8 +70,8 @@ EXPLANATIONS = (
     Explanation(
         "key",
         (VARLEN,),
-        "What the queries are compared with, of all sequences one behind the other. A query sees keys of its own sequence "
-        "alone.",
+        "What the queries are compared with, of all sequences, one after another. A query sees only the keys of its "
+        "own sequence.",
         (SCORES, CUT),
         packed,
     ),
@@ -84,7 +85,8 @@ EXPLANATIONS = (
     Explanation(
         "cu_seq_q",
         (VARLEN,),
-        "Where the queries of each sequence begin: 0, then the sums of the lengths so far. It is int32, with one number more "
+        "Where the queries of each sequence begin: 0, then the sums of the lengths so far. It is int32, with one "
+        "number more "
         "than there are sequences.",
         (CUT,),
         packed,
@@ -93,7 +95,8 @@ EXPLANATIONS = (
     Explanation(
         "cu_seq_k",
         (VARLEN,),
-        "Where the keys of each sequence begin, as for the queries. A sequence may have more keys than queries, as with a "
+        "Where the keys of each sequence begin, as for the queries. A sequence may have more keys than queries, as "
+        "with a "
         "cache.",
         (CUT,),
         packed,
@@ -101,52 +104,53 @@ EXPLANATIONS = (
     Explanation(
         "max_q",
         (VARLEN,),
-        "The length of the longest sequence of queries, or more. torch's kernel plans by it and does not look whether it is "
-        "true; here it is checked.",
+        "The length of the longest sequence of queries, or more. torch's kernel relies on it and does not check that "
+        "it is true; here it is checked.",
         (CHECKED,),
         packed,
     ),
     Explanation(
         "max_k",
         (VARLEN,),
-        "The length of the longest sequence of keys, or more. It is checked here, and not by torch.",
+        "The length of the longest sequence of keys, or more. It is checked here, but not by torch.",
         (CHECKED,),
         packed,
     ),
     Explanation(
         "return_aux",
         (VARLEN,),
-        "Asks for the log-sum-exp of the scores. It is (num_heads, tokens), the other way round than the output.",
+        "Asks for the log-sum-exp of the scores. It is (num_heads, tokens), the other way round from the output.",
         (Place(varlen.varlen_attn, "torch.cat(lses, dim=1)"),),
         summed,
     ),
     Explanation(
         "window_size",
         (VARLEN,),
-        "How many keys a query sees before its own place and after it. -1 stands for all, and (-1, 0) is causal. Its own place "
-        "comes on top: (2, 0) shows three keys. The last query of a sequence stands at its last key.",
+        "How many keys a query sees before its own place and after it. -1 stands for all, and (-1, 0) is causal. Its "
+        "own place is not counted: (2, 0) shows three keys. The last query of a sequence stands at its last key.",
         (Place(varlen.windowed_scores, "places ="), Place(varlen.windowed_scores, "masked_fill")),
         windowed,
     ),
     Explanation(
         "seqused_k",
         (VARLEN,),
-        "How much of each sequence of keys counts, for a cache that is longer than what is in it. torch's kernel alone takes "
-        "it, from 2.12 on.",
+        "How much of each sequence of keys counts, for a cache that is longer than what is in it. Only torch's kernel "
+        "takes it, from 2.12 on.",
         (FOR_THE_KERNEL,),
         for_the_kernel,
     ),
     Explanation(
         "block_table",
         (VARLEN,),
-        "Which pages of a shared pool hold the keys of each sequence. torch's kernel alone takes it, from 2.12 on.",
+        "Which pages of a shared pool hold the keys of each sequence. Only torch's kernel takes it, from 2.12 on.",
         (FOR_THE_KERNEL,),
         for_the_kernel,
     ),
     Explanation(
         "num_splits",
         (VARLEN,),
-        "Into how many parts torch's kernel may cut the keys. 1 makes a sequence's numbers the same whatever else is packed "
+        "Into how many parts torch's kernel may cut the keys. 1 makes a sequence's numbers the same whatever else is "
+        "packed "
         "with it. By hand they always are.",
         (FOR_THE_KERNEL,),
         for_the_kernel,

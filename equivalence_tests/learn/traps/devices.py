@@ -19,15 +19,16 @@ class GqaFallsBack(Trap):
     name = "gqa_falls_back"
     severity = Severity.SLOW
     concerns = ("enable_gqa",)
-    expects = "Fewer heads of keys are less work: enable_gqa=True is faster than repeating the keys."
+    expects = "Fewer key heads mean less work: enable_gqa=True is faster than repeating the keys."
     happens = (
-        "Here only the fast kernels are allowed, and the call ends in an error: none of them takes it. Without that limit the "
-        "MATH kernel computes it, which writes all scores out, and nothing is said. One measurement on an RTX 5090 has 23 ms "
+        "Here only the fast kernels are allowed, and the call ends in an error: none of them takes it. Without that "
+        "limit the MATH kernel computes it, which writes out all scores, without a warning. One measurement on an RTX "
+        "5090 has 23 ms "
         "against 7.5 ms with repeated keys."
     )
     why = (
-        "FLASH groups heads, but takes half precision alone; the kernels that take float32 want as many heads of keys as of "
-        "queries. By hand the keys are repeated before anything else."
+        "FLASH groups heads, but only takes half precision; the kernels that take float32 want as many key heads as "
+        "query heads. By hand the keys are repeated before anything else."
     )
     places = (Place(sdpa.scaled_dot_product_attention, "x.repeat_interleave"),)
     instead = "Repeat the keys and values in float32, or compute in bfloat16."
@@ -50,7 +51,7 @@ class GqaFallsBack(Trap):
 
 
 class DeterministicByKernel(Trap):
-    """Whether the gradient is the same twice depends on the kernel."""
+    """Whether two runs give the same gradient depends on the kernel."""
 
     number = 76
     name = "deterministic_by_kernel"
@@ -58,16 +59,19 @@ class DeterministicByKernel(Trap):
     concerns = ("scaled_dot_product_attention.query",)
     expects = "With the same seed and the same inputs, two backward passes give the same gradients."
     happens = (
-        "The outputs are the same, the gradients may differ in the last bits. They are the same with the MATH kernel. With "
-        "torch.use_deterministic_algorithms(True), FLASH and EFFICIENT take a slower way that is the same each time, and "
+        "The outputs are the same, the gradients may differ in the last bits. They are the same with the MATH kernel. "
+        "With "
+        "torch.use_deterministic_algorithms(True), FLASH and EFFICIENT take a slower way that is the same each time, "
+        "and "
         "CUDNN is not taken; with warn_only=True nothing changes."
     )
     why = (
-        "Many blocks of the GPU add to one gradient of the queries, in the order in which they are done. By hand, one tile is "
+        "Many blocks of the GPU add to one gradient of the queries, in the order in which they finish. By hand, one "
+        "tile is "
         "added after the other."
     )
     places = (Place(tiling._gradients, "grad_q[heads, rows] ="),)
-    instead = "torch.use_deterministic_algorithms(True), where a run must be repeated to the last bit."
+    instead = "torch.use_deterministic_algorithms(True), where a run must be reproducible to the last bit."
     issues = ("pytorch/pytorch#178587", "pytorch/pytorch#182551")
     needs = "a CUDA device"
 

@@ -25,7 +25,8 @@ class FlexNoCpuGradient(Trap):
         "An error, as soon as an input requires a gradient: under torch.no_grad() too, with a model's own parameters."
     )
     why = (
-        "The backward pass is a kernel for GPUs. The door asks for requires_grad and not for the mode. Only tensors that "
+        "The backward pass is a kernel for GPUs. The check looks at requires_grad and not at the mode. Only tensors "
+        "that "
         "score_mod reads get gradients on the CPU. By hand the steps are ordinary operations, which have them anywhere."
     )
     places = (Place(flex.row_scores, "of_queries(q) @"), Place(flex.attend, "context, _ = weigh"))
@@ -59,7 +60,8 @@ class FlexSinkInScoreMod(Trap):
     happens = "The output is that without sinks, to rounding."
     why = (
         "softmax does not change when all scores of a row move alike. A sink is one more term below the fraction, and "
-        "score_mod sees one score at a time and never their sum. The log-sum-exp is that sum, and mends the output after."
+        "score_mod sees one score at a time and never their sum. The log-sum-exp is that sum, and mends the output "
+        "after."
     )
     places = (Place(score_functions.add_sinks, "torch.sigmoid"),)
     instead = "Ask for the log-sum-exp, and multiply the output by sigmoid(lse - sink)."
@@ -104,7 +106,8 @@ class FlexEagerIgnoresBlocks(Trap):
     expects = "Each block of queries sees the blocks that are listed for it, and no others."
     happens = "Every query sees every key. Under torch.compile the same call obeys the lists: the output differs."
     why = (
-        "The path without torch.compile writes all scores out and asks mask_mod alone, which lets everything be seen if it "
+        "The path without torch.compile writes all scores out and asks mask_mod alone, which lets everything be seen "
+        "if it "
         "is not given. By hand the lists are what is gone through, and mask_mod is asked inside of them."
     )
     places = (Place(flex.block_rows, "asked = places_of_keys"), Place(flex.row_scores, "may_attend ="))
@@ -153,7 +156,8 @@ class FlexPlanOfOneSample(Trap):
     concerns = ("create_block_mask.B", "create_block_mask.H", "create_block_mask.mask_mod")
     expects = "mask_mod reads the documents of each sample, so that each sample gets its own mask."
     happens = (
-        "The plan is that of sample 0. Sample 1 has one document, and its second block of queries is not to look at the first "
+        "The plan is that of sample 0. Sample 1 has one document, and its second block of queries is not to look at "
+        "the first "
         "block of keys. Compiled kernels skip it; without torch.compile the plan is ignored, and all looks well."
     )
     why = "None stands for 1: mask_mod is asked with b = 0 alone. By hand, too: what is not planned is not computed."
@@ -198,11 +202,13 @@ class FlexRowsGuaranteedSafe(Trap):
         "In a causal window every query sees itself: no row is empty, which is what the documentation of 2.13 asks for."
     )
     happens = (
-        "NaN on a GPU. Shown here by the kernel's sum, written out, because only the compiled kernel reads the option: without "
+        "NaN on a GPU. Shown here by the kernel's sum, written out, because only the compiled kernel reads the "
+        "option: without "
         "torch.compile nothing happens, and no test on a CPU finds it."
     )
     why = (
-        "The kernel goes through the blocks and keeps the greatest score so far, from -inf on. Query 3 sees nothing in the first "
+        "The kernel goes through the blocks and keeps the greatest score so far, from -inf on. Query 3 sees nothing "
+        "in the first "
         "block, and -inf - (-inf) is NaN; the option takes away the guard. A row needs a key in its first block."
     )
     places = (Place(flex.attend, "open_blind_rows"),)
@@ -300,7 +306,8 @@ class GroupedHeadsTiled(Trap):
     expects = "Keys for 2 heads repeated to 4 give the same as enable_gqa=True with the 2."
     happens = "They do not: heads 1 and 2 looked at each other's keys. With one head of keys, or as many as queries, it is right."
     why = (
-        "repeat() lays the heads out as 0, 1, 0, 1. The groups are heads that lie side by side, as weights of published models "
+        "repeat() lays the heads out as 0, 1, 0, 1. The groups are heads that lie side by side, as weights of "
+        "published models "
         "have them: 0, 0, 1, 1, which is repeat_interleave()."
     )
     places = (Place(flex.working_copies, "repeat_interleave"),)
@@ -342,12 +349,13 @@ class BlockMaskWrittenOut(Trap):
     expects = "A plan of 16 by 16 blocks takes a few kilobytes, however long the sequence."
     happens = (
         "The plan does, making it does not: several tables of 2048 by 2048 are written first. With 96,000 tokens this "
-        "needs more memory than a GPU has, where the attention itself would fit."
+        "needs more memory than a GPU has, although the attention itself would fit."
     )
-    why = "mask_mod is asked for all places at once. By hand it is asked for one row of blocks after the other."
+    why = "mask_mod is called for all places at once. By hand it is called for one row of blocks after another."
     places = (Place(flex.create_block_mask, "may_attend ="),)
     instead = (
-        "Write the lists down, where a formula gives them, as for a causal mask; or take scratch.create_block_mask, or compile "
+        "Write the lists yourself where a formula gives them, as for a causal mask; or use scratch.create_block_mask, "
+        "or compile "
         "create_block_mask, which then writes the blocks alone."
     )
     issues = ("pytorch/pytorch#134756",)
@@ -389,12 +397,13 @@ class MaskModAskedBeyondEnd(Trap):
     concerns = ("create_block_mask.mask_mod", "flex_attention.score_mod")
     expects = "kv_idx < 5 comes first, so that the table of 5 tokens is read no further."
     happens = (
-        "An error: it is read at place 5. On a GPU it ends the process, or, in a compiled kernel, the table is read beyond its "
-        "end in silence. So it is with a table in score_mod, which is asked before mask_mod hides anything."
+        "An error: it is read at place 5. On a GPU it ends the process, or, in a compiled kernel, the table is read "
+        "beyond its "
+        "end in silence. The same holds for a table in score_mod, which is called before mask_mod hides anything."
     )
     why = "& is an operation on tensors: both sides are computed for all places. By hand the function gets all indices, too."
     places = (Place(mask_functions.at_every_place, "vmap("),)
-    instead = "Keep the index inside the table: clamp it, and let the condition hide what that gives."
+    instead = "Keep the index inside the table: clamp it, and let the condition hide the result."
     issues = ("pytorch/pytorch#188178", "pytorch/pytorch#137801")
     raises = "IndexError"
 

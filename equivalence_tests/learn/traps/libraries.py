@@ -19,16 +19,19 @@ class AttentionFunctionWithoutMask(Trap):
     concerns = ("scaled_dot_product_attention.attn_mask",)
     expects = "A causal model stays causal, whatever function computes its attention: the mask comes as attention_mask."
     happens = (
-        "attention_mask is None, and the first tokens change with the last one: they see the future. The loss falls, even "
+        "attention_mask is None, and the first tokens change with the last one: they see the future. The loss falls, "
+        "even "
         "faster than it should."
     )
     why = (
-        "Each name has two registers, one for the function and one for the masks that it takes. A name that the second lacks "
+        "Each name has two registers, one for the function and one for the masks that it takes. A name that the "
+        "second lacks "
         "gets None. By hand, an attention masks what it is given, and nothing else."
     )
     places = (Place(MultiheadAttention.forward, "resolve_masks("),)
     instead = (
-        "Register a mask function under the same name: eager_mask gives a float mask to be added. sdpa_mask would give None too, "
+        "Register a mask function under the same name: eager_mask gives a float mask to be added. sdpa_mask would "
+        "give None too, "
         "where is_causal could stand for the mask."
     )
     issues = ("huggingface/transformers#45811",)
@@ -90,12 +93,14 @@ class AllOnesMaskUnpacks(Trap):
     severity = Severity.WRONG_NUMBERS
     concerns = ("scaled_dot_product_attention.attn_mask",)
     expects = (
-        "position_ids that start anew keep packed sequences apart, and an attention_mask of ones, which a tokenizer gives, "
+        "position_ids that restart keep packed sequences apart, and an attention_mask of ones, which a tokenizer "
+        "gives, "
         "hides nothing: it changes nothing."
     )
     happens = "The second sequence changes with the first: it sees its tokens. Without the mask it does not."
     why = (
-        "The boundaries are read off position_ids only where no attention_mask is given. By hand the documents are a mask of "
+        "The boundaries are read off position_ids only where no attention_mask is given. By hand the documents are a "
+        "mask of "
         "their own, which no other mask switches off."
     )
     places = (Place(score_functions.document, "document_ids[batch, q_idx]"),)

@@ -38,7 +38,8 @@ class OutProjNotSharded(Trap):
     expects = "A plan that cuts the last projection of each attention fits torch's own attention too."
     happens = "The call ends in an error, with one process as with many: parameters of two kinds meet in one product."
     why = (
-        "A plan changes parameters, and hooks the module that holds them. torch.nn reads out_proj.weight and never calls "
+        "A plan changes parameters, and hooks the module that holds them. torch.nn reads out_proj.weight and never "
+        "calls "
         "out_proj, so that the hooks do not run. The hand-written version calls it."
     )
     places = (Place(MultiheadAttention.forward, "self.out_proj("),)
@@ -80,12 +81,12 @@ class RotaryPairings(Trap):
     concerns = ("pairing", "RotaryEmbedding.head_dim")
     expects = "Rotary positions are rotary positions: Meta's weights of Llama serve in code written for transformers."
     happens = (
-        "The scores are others, without an error. At position 0 nothing is turned, and with heads of 2 features there is one "
-        "pair: tests of either see nothing."
+        "The scores are different, without an error. At position 0 nothing is rotated, and with heads of 2 features "
+        "there is only one pair: tests of either case see nothing."
     )
     why = (
-        "Feature 1 forms a pair with feature 0 in the one, and with feature 1 + head_dim / 2 in the other. Each pair has an "
-        "angle of its own, so that it is another rotation."
+        "Feature 1 forms a pair with feature 0 in the one, and with feature 1 + head_dim / 2 in the other. Each pair "
+        "has its own angle, so it is a different rotation."
     )
     places = (Place(RotaryEmbedding._rotate, "rotate ="), Place(rotary.adjacent_to_halves, "return weight"))
     instead = "Reorder the rows of both projections: adjacent_to_halves(weight, head_dim), or its inverse."

@@ -22,7 +22,8 @@ class VarlenLseHeadsFirst(Trap):
     concerns = ("varlen_attn.return_aux",)
     expects = "The documentation of 2.13 says (tokens, heads), which fits beside the output (tokens, heads, head_dim)."
     happens = (
-        "It is (heads, tokens), as the documentation of 2.15 says, and the product ends in an error. With as many heads as tokens "
+        "It is (heads, tokens), as the documentation of 2.15 says, and the product ends in an error. With as many "
+        "heads as tokens "
         "there is none, and the numbers are wrong. The shapes are known without a GPU, on the device meta."
     )
     why = "The kernel writes one row for each head."
@@ -96,7 +97,8 @@ class VarlenLowerRight(Trap):
     concerns = ("varlen_attn.window_size", "scaled_dot_product_attention.is_causal")
     expects = "window_size=(-1, 0) is what is_causal=True is: causal."
     happens = (
-        "With 2 queries and 4 keys it is another mask: the last query stands at the last key here, and the first query at the "
+        "With 2 queries and 4 keys it is another mask: the last query stands at the last key here, and the first "
+        "query at the "
         "first key there. With as many of both it is the same. (torch computes this on CUDA; scratch anywhere.)"
     )
     why = "The kernel counts the places of the queries from the end of the keys, which is right for a cache."
@@ -134,19 +136,21 @@ class VarlenLowerRight(Trap):
 
 
 class VarlenTailTokens(Trap):
-    """Tokens behind the last sequence make all gradients NaN."""
+    """Tokens after the last sequence make all gradients NaN."""
 
     number = 73
     name = "varlen_tail_tokens"
     severity = Severity.WRONG_NUMBERS
     concerns = ("varlen_attn.cu_seq_q", "varlen_attn.cu_seq_k")
-    expects = "Padding behind the last sequence, there to keep a shape fixed, is left alone."
+    expects = "Padding after the last sequence, there to keep a shape fixed, is left alone."
     happens = (
-        "The forward pass ends without an error, and the rows of the padding were never written. Their gradients are not "
+        "The forward pass ends without an error, and the rows of the padding were never written. Their gradients are "
+        "not "
         "written either: what was in memory, NaN often enough, reaches the weights of the projections."
     )
     why = (
-        "The kernel fills the rows of each sequence, in memory that was not cleared. By hand the sequences are put side by side, "
+        "The kernel fills the rows of each sequence, in memory that was not cleared. By hand the sequences are put "
+        "side by side, "
         "and the output has no row without one: other lengths are refused."
     )
     places = (Place(varlen.sequences, "itertools.pairwise"),)
