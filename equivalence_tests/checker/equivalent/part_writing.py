@@ -348,9 +348,10 @@ class PartWriter(Conversion):
 
     def _function(self, lines: Sequence[str]) -> str:
         body = "\n".join(f"    {line}" for line in lines)
+        arguments = ", ".join(one for one in re.split(r", (?=\*?\*?\w+: |\*,)", self.signature) if _is_used(one, body))
         several = re.search(r"return [^()]*, |return .*\), ", body.splitlines()[-1])
         kind = "tuple[Tensor, ...]" if several else "Tensor"
-        return f'def equivalent({self.signature}) -> {kind}:\n    """Give the same."""\n{body}\n'
+        return f'def equivalent({arguments}) -> {kind}:\n    """Give the same."""\n{body}\n'
 
     def _as_a_chain(self, result: Text) -> None:
         """Write modules that follow one another as nn.Sequential."""
@@ -374,6 +375,11 @@ class PartWriter(Conversion):
             ignore = "  # type: ignore[override]" if self.torchs else ""
             yield from ("", f"    def forward(self, {self.signature}) -> Tensor:{ignore}")
             yield from (f"        {line}" for line in forward)
+
+
+def _is_used(argument: str, body: str) -> bool:
+    """Whether an argument has to be given, or the body takes it: nothing is accepted and ignored."""
+    return " = " not in argument or re.search(rf"\b{argument.partition(':')[0]}\b", body) is not None
 
 
 def signature_of(function: Callable[..., Any]) -> str:

@@ -84,11 +84,11 @@ def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int,
         return
     shared = "in torch's program each place has a copy of its own, and training would part them"
     report.notes += [f"{name} is used in several places: {shared}" for name in dict.fromkeys(writer.copied)]
-    if len(tensors_of(attempt(partial(module, next(_cases(module, width, turned)).call.args[0])))) > 1:
+    if len(tensors_of(attempt(partial(module, next(_cases(module, width, turned, source)).call.args[0])))) > 1:
         report.coverage.append(Exercise("what else comes back", False, "only the first tensor was compared"))
     part = WrittenPart(writer.equivalent(source, source_of(subject.function)), _weights(module))
     tolerance = SINGLE if judged.bound == FLOAT32_INSIDE else EXACT
-    hold_part(report, part, _cases(module, width, turned), tolerance=tolerance)
+    hold_part(report, part, _cases(module, width, turned, source), tolerance=tolerance)
 
 
 def _signature(module: nn.Module) -> tuple[str, bool]:
@@ -104,13 +104,15 @@ def _weights(module: nn.Module) -> tuple[str, ...]:
     return module.names if isinstance(module, FunctionModule) else ()
 
 
-def _cases(module: nn.Module, width: int, turned: bool) -> Iterator[Case]:
+def _cases(module: nn.Module, width: int, turned: bool, source: str) -> Iterator[Case]:
     """List the calls that are compared; of a function with other values of what it is given as numbers too."""
     generator = torch.Generator().manual_seed(11)
     others = {}
     if isinstance(module, FunctionModule):
         numbers = inspect.signature(module.function).parameters.values()
-        others = {x.name: 3 * x.default for x in numbers if isinstance(x.default, float) and x.name not in module.names}
+        others = {
+            x.name: 3 * x.default for x in numbers if isinstance(x.default, float) and f" {x.name}: float" in source
+        }
     for words, batch, length, size, redrawn in SITUATIONS:
         x: Tensor = size * (torch.randn(batch, length, width, generator=generator, dtype=torch.float64) + 0.3)
         if redrawn is None:

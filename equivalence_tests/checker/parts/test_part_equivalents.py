@@ -182,7 +182,7 @@ def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-5) -> Ten
     return gamma * centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() + beta
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, sizes: tuple[int, ...] = (1, 2)) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
@@ -203,8 +203,13 @@ def test_the_equivalent_of_a_function_is_a_function(function: Callable[..., Tens
     assert report.verdict == "equal", report
     assert report.equivalent is not None
     assert f"return {FUNCTIONS[function]}\n" in report.equivalent.source
+    assert "sizes" not in report.equivalent.source  # what is given and ignored is no argument
     sizes = {"w1": (8, 24), "b1": (24,), "w2": (24, 8)}
-    names = [name for name in function.__code__.co_varnames[1 : function.__code__.co_argcount] if name != "eps"]
+    names = [
+        name
+        for name in function.__code__.co_varnames[1 : function.__code__.co_argcount]
+        if name not in ("eps", "sizes")
+    ]
     given = [torch.randn(2, 3, 8), *(torch.randn(sizes.get(name, (8,))) for name in names)]
     torch.testing.assert_close(report.equivalent.of(None)(*given), function(*given))
 
