@@ -16,9 +16,15 @@ def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
         stack=code_lines(departure.lines),
         example=Example(departure.quantity, departure.have, departure.want) if departure.have else None,
         proof=proof,
-        evidence=departure.facts.get("claim", ""),
+        evidence=departure.facts.get("claim", "") or _idle(departure),
         meant=departure.evidence,
     )
+
+
+def _idle(departure: Departure) -> str:
+    """Say which weights take no part; "" where all do."""
+    idle = departure.facts.get("unused", ())
+    return f"The output does not depend on {', '.join(idle)}: nothing is made of it that comes back." if idle else ""
 
 
 def _changed(departure: Departure, proof: Proof | None) -> Mistake:

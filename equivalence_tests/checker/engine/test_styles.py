@@ -14,7 +14,7 @@ from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reporting.report import Report
 
 WIDTH, HEADS = 12, 3
-UNREAD = "partial"  # right as far as the stages tell; there is no program of torch's parts to hold the whole against
+UNREAD = "unchecked"  # right as far as the stages tell; there is no program of torch's parts to hold the whole against
 
 
 def judged(target: Callable[[], nn.Module], *more: Tensor, length: int = 5) -> Report:
@@ -533,9 +533,9 @@ class Indexed(Base):
         (ScaledByConfiguration, ["scale_missing"]),
         (ScaledForLongerContexts, ["scale_wrong"]),
         (NormedValues, ["values_normalised"]),
-        (Gated, []),
+        (Gated, ["output_of_its_own"]),
         (ScaledByPosition, ["query_changed_by_mul"]),
-        (BentOnPurpose, ["changed_by_hardswish"]),
+        (BentOnPurpose, ["changed_by_hardswish", "output_of_its_own"]),
         (Indexed, []),
     ],
 )
@@ -573,12 +573,12 @@ def test_what_nothing_says_deviates(target: type[nn.Module], name: str) -> None:
 
 def test_of_learnt_queries_the_merge_is_left_open() -> None:
     report = judged(LearntQuery)
-    assert (report.verdict, report.mistakes) == ("partial", ())
+    assert (report.verdict, report.mistakes) == (UNREAD, ())
 
 
 def test_a_mask_that_hides_everything_leaves_nothing_to_tell() -> None:
     report = judged(Masked, torch.full((2, 1, 1, 5), torch.finfo(torch.float64).min, dtype=torch.float64))
-    assert (report.verdict, report.mistakes) == ("partial", ())
+    assert (report.verdict, report.mistakes) == (UNREAD, ())
 
 
 class TurnsOneTheOtherWay(TurnedByMatrices):

@@ -170,9 +170,9 @@ def _score_table(reader: OperandReader, lengths: tuple[int, int]) -> ScoreTable:
         if one.part.number not in models:
             raise UnreadError("what is added to the scores cannot be read")
         got = one.part.product.contraction.result(models[one.part.number].bias)[one.number]
-        token = token_of(one.part.product.left[one.number][:, 0])
+        token = reader.rows_of("query", token_of(one.part.product.left[one.number][:, 0]))
         sample, query = int(token[0]) // lengths[0], token % lengths[0]
-        key = token_of(one.part.product.right[one.number][:, 0]) % lengths[1]
+        key = reader.rows_of("key", token_of(one.part.product.right[one.number][:, 0])) % lengths[1]
         head = reader.heads.index(one.head)
         bias[sample, head][query[:, None], key] = _without_constant(got)
         places = one.part.product.contraction.out[one.number]

@@ -1,8 +1,8 @@
 """Hold a program against the user's code, whole: what comes back, and the gradients of arguments and parameters."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class Case:
         redrawn: Draws all parameters anew; None keeps them.
         rows: Which tokens of the output are compared, (batch, query_len) bool; None for all.
         lengths: How many queries and keys it has, where these are others than those that were read.
+        initial: What the parameters are set to, by name; empty to leave them.
     """
 
     call: Call
@@ -37,6 +38,7 @@ class Case:
     redrawn: int | None = None
     rows: Tensor | None = None
     lengths: tuple[int, int] | None = None
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ def compare(program: Computes, case: Case, layout: Layout, gradients: bool = Tru
     call = case.call
     if case.redrawn is not None:
         redraw(call.module, case.redrawn)
+    with torch.no_grad():
+        for name, x in call.module.named_parameters() if call.module is not None and case.initial else ():
+            x.copy_(case.initial[name])
     parameters = Parameters.of(call.module)
     leaves = {name: x.clone().requires_grad_(gradients) for name, x in call.tensors if id(x) in call.seeds}
     args, kwargs, _ = call.fresh(leaves={id(x): leaves[name] for name, x in call.tensors if name in leaves})

@@ -85,11 +85,13 @@ class Called:
         path: Of the sub-module.
         inner: What it is given.
         turned: Whether it is given the features first, (batch, features, tokens).
+        grid: The rows and columns of the image that the tokens are, where it is given one, features first.
     """
 
     path: str
     inner: tuple["Expression", ...]
     turned: bool = False
+    grid: tuple[int, int] | None = None
 
     def __call__(self, values: Values) -> Tensor:
         """Call it, in its own precision."""
@@ -97,8 +99,11 @@ class Called:
         module = values.module.get_submodule(self.path)
         dtype = next((x.dtype for x in module.parameters()), torch.float64)
         given = [inner(values) for inner in self.inner]
-        result = module(*((x.mT if self.turned else x).to(dtype) for x in given))
+        turned = [x.mT if self.turned else x for x in given]
+        laid = [x if self.grid is None else x.unflatten(-1, self.grid) for x in turned]
+        result = module(*(x.to(dtype) for x in laid))
         found: Tensor = (result if isinstance(result, Tensor) else result[0]).to(given[0].dtype)
+        found = found if self.grid is None else found.flatten(2)
         return found.mT if self.turned else found
 
 
@@ -163,7 +168,41 @@ class Acted:
         return ACTIVATIONS[self.name](self.inner(values))
 
 
-Expression: TypeAlias = Given | Attended | Learnt | Called | Normed | Sum | Times | Scaled | Acted
+@dataclass(frozen=True)
+class Mapped:
+    """Something multiplied by a matrix that is a parameter.
+
+    Args:
+        name: Of the parameter.
+        inner: What is multiplied.
+        turned: Whether by its transpose, as a linear layer does.
+    """
+
+    name: str
+    inner: "Expression"
+    turned: bool = False
+
+    def __call__(self, values: Values) -> Tensor:
+        """Compute it."""
+        matrix = values.parameters.named[self.name].to(torch.float64)
+        return self.inner(values) @ (matrix.mT if self.turned else matrix)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tokens beside one another, first those of the first."""
+
+    inner: tuple["Expression", ...]
+
+    def __call__(self, values: Values) -> Tensor:
+        """Put them side by side, what is learnt in each sample."""
+        found = [x(values) for x in self.inner]
+        found = [x[None] if x.dim() == 2 else x for x in found]
+        batch = max(x.size(0) for x in found)
+        return torch.cat([x.expand(batch, -1, -1) for x in found], 1)
+
+
+Expression: TypeAlias = Given | Attended | Learnt | Called | Normed | Sum | Times | Scaled | Acted | Mapped | Joined
 
 
 def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
@@ -183,11 +222,11 @@ def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
 
 def inner_of(expression: Expression) -> tuple[Expression, ...]:
     """List what an expression is made of."""
-    if isinstance(expression, Called):
+    if isinstance(expression, Called | Joined):
         return expression.inner
     if isinstance(expression, Sum | Times):
         return expression.first, expression.second
-    return (expression.inner,) if isinstance(expression, Normed | Scaled | Acted) else ()
+    return (expression.inner,) if isinstance(expression, Normed | Scaled | Acted | Mapped) else ()
 
 
 def all_of(expression: Expression) -> Iterator[Expression]:
@@ -216,15 +255,18 @@ class Evidence:
         for one in all_of(expression):
             if isinstance(one, Called):
                 yield Step(f"{one.path} is called", self._of_module(one.path), stage)
-            elif isinstance(one, Learnt):
+            elif isinstance(one, Learnt | Mapped):
                 yield Step(f"{one.name} takes part", self._once({one.name}, f"the parameter {one.name}"), stage)
-            elif isinstance(one, Scaled):
+            elif isinstance(one, Joined):
+                twice = len(set(one.inner)) < len(one.inner) or len(_leaves(one)) < len(one.inner)
+                yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)
+            elif isinstance(one, Scaled) and not isinstance(one.inner, Mapped | Learnt):  # such take the number in
                 yield Step(f"times {one.factor:.6g}", "", "factor")
             elif isinstance(one, Normed):
                 yield Step(f"{one.kind} without a parameter", "", stage)
-            elif isinstance(one, Acted) and not any(isinstance(x, Called | Learnt) for x in all_of(one)):
+            elif isinstance(one, Acted) and not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one)):
                 yield Step(one.name, "", "gate")
-        if stage == "output" and any(isinstance(one, Sum) for one in all_of(expression)):
+        if stage == "output" and any(isinstance(one, Sum) and _adds_as_it_is(one) for one in all_of(expression)):
             yield Step("a residual connection", "what is added is an argument as it is", "residual")
 
     def _of_module(self, path: str) -> str:
@@ -238,3 +280,14 @@ class Evidence:
             return ""
         self.used |= names
         return evidence
+
+
+def _leaves(expression: Expression) -> set[Expression]:
+    """The arguments and parameters that an expression is made of."""
+    return {one for one in all_of(expression) if isinstance(one, Given | Learnt)}
+
+
+def _adds_as_it_is(one: Sum) -> bool:
+    """Whether a side of a sum is made of arguments alone, without anything that is learnt."""
+    sides = [list(all_of(side)) for side in (one.first, one.second)]
+    return any(not any(isinstance(x, Attended | Called | Learnt | Mapped) for x in side) for side in sides)

@@ -1,6 +1,7 @@
 """Hold a verdict against torch: the program of what was read, compared as a whole with what the code gives."""
 
 import inspect
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,17 +15,21 @@ from equivalence_tests.checker.engine.situations import Situation, named_inputs,
 from equivalence_tests.checker.equivalent.beside import left_over
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, difference_of, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import Holding, decide
+from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.plain import MADE_OF, Plain, plain_programs
 from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.proving import Proving
 from equivalence_tests.checker.equivalent.reading import Reading, read
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.equivalent.watched import Layout
+from equivalence_tests.checker.equivalent.watched import EXACT, Layout
 from equivalence_tests.checker.equivalent.writing import Signature, Writer
 from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
+from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Finding
 from equivalence_tests.checker.reporting.report import Report
 
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
@@ -62,7 +67,7 @@ class _Held:
         self.program, module = reading.program, situation.subject.module
         parameters = Parameters.of(module)
         worst = self._worst(reading, layout)
-        steps = (*self.program.steps(module, parameters), *self._of_heads())
+        steps = (*self.program.steps(module, parameters), *self._of_heads(), *self._of_arguments())
         first = case_of(situation.trial, None, "", seed=21)
         rest = left_over(self.program, first, layout, reading.tolerance) if worst.size <= reading.tolerance else ()
         return Holding(self.program, parameters, steps, worst, reading.tolerance, tuple(rest))
@@ -74,10 +79,19 @@ class _Held:
         if counts and heads == (asked.head_dim, asked.num_heads) != (asked.num_heads, asked.head_dim):
             yield Step(f"it has {heads[0]} heads of {heads[1]}; it was built for {heads[1]} of {heads[0]}", "", "heads")
 
+    def _of_arguments(self) -> Iterator[Step]:
+        """Each operand is made of the argument that has its role."""
+        arguments = arguments_of(self.situation)
+        for role, one in self.program.roles:
+            made_of = {x.name for x in all_of(one.tokens) if isinstance(x, Given)}
+            wanted = next((arguments[name] for name in MADE_OF[role] if name in arguments), "")
+            if wanted and made_of and wanted not in made_of:
+                yield Step(f"the {role} is made of another argument than {role} is", "", "project")
+
     def written(self, holding: Holding, report: Report) -> Equivalent:
         """Write the program down."""
         situation, worst = self.situation, holding.worst
-        writer = Writer(self.program, signature_of(situation), holding.parameters, situation.subject.module)
+        writer = Writer(holding.program, signature_of(situation), holding.parameters, situation.subject.module)
         try:
             source, why = writer.source(), ""
         except UnreadError as error:
@@ -177,6 +191,9 @@ class _Held:
         form = self.situation.understood
         if form is not None:
             yield case_of(trial, None, f"with a mask: {form}", seed=31, form=form)
+        if self.situation.subject.initial:
+            own = case_of(trial, None, "the parameters as they came", seed=32)
+            yield replace(own, initial=self.situation.subject.initial)
 
 
 def layout_of(trial: Trial) -> Layout:
@@ -243,9 +260,82 @@ def hold(report: Report, situation: Situation) -> None:
     except UnreadError as why:
         report.verdict, report.unread = "unchecked", str(why)
         report.reason = f"No program of torch's own parts could be made of it: {why}."
+        _state_difference(report, situation)
         return
     report.equivalent = held.written(holding, report)
     decide(report, holding, situation.subject.adapter.meant)
+
+
+def accuse(report: Report, situation: Situation) -> None:
+    """Let nothing count against the code that no number shows: prove it, or let it be a suspicion.
+
+    Args:
+        report: Whose findings are looked at; receives their proofs, and another verdict where none is proven.
+        situation: What was seen.
+    """
+    if all(finding.is_proven for finding in report.findings):
+        return
+    held = _Held(situation)
+    try:
+        holding = held.holding()
+    except UnreadError:
+        holding = None
+    exact = holding if holding is not None and holding.agrees else None
+    report.findings = [_shown(finding, situation, exact) for finding in report.findings]
+    if exact is not None:
+        report.equivalent = held.written(exact, report)
+    if any(finding.is_proven for finding in report.findings):
+        return
+    report.verdict = "unchecked"
+    report.reason = "Something in it may not be as torch has it, and the checker could not prove what it suspects."
+    if exact is None:
+        _state_difference(report, situation)
+
+
+def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Finding:
+    """Show a finding by numbers, if they can: by the exact program, or by torch's values in the user's own run."""
+    if finding.is_proven:
+        return finding
+    proving = Proving(situation, layout_of(situation.trial))
+    steps = [] if exact is None else [one for one in exact.told(()) if not one.evidence and one.is_told_by(finding)]
+    if exact is not None and finding.stage != "wrap":
+        right = [exact.program.without(step.stage) for step in steps] + [one.program for one in _plain(situation)]
+        gap = max((proving.difference(program) for program in right), default=0.0) if steps else 0.0
+        if not ABOVE_ROUNDING < gap < math.inf:
+            return finding
+        said = f"Your code returns the numbers of the program below, in which {steps[0].words}; without that the"
+        return replace(finding, evidence=f"{said} difference is {gap:.2g}.")
+    blamed = next((one.operation for one in situation.departures if one.name == finding.name), None)
+    proofs = (proving.proof(plain, blamed) for plain in _plain(situation))
+    return replace(finding, proof=next((proof for proof in proofs if proof is not None), finding.proof))
+
+
+def _plain(situation: Situation) -> Iterator[Plain]:
+    """The plain attentions that the code may be meant to be."""
+    sizes = situation.subject.sizes
+    yield from plain_programs(
+        situation.subject.module, arguments_of(situation), sizes.num_heads, sizes.num_heads * sizes.head_dim
+    )
+
+
+def arguments_of(situation: Situation) -> dict[str, str]:
+    """Name the argument in each role, as a program calls them."""
+    plan, roles = situation.plan, dict(situation.plan.roles)
+    names = [name for name, _ in plan.roles]
+    data = [name for name, x in situation.call.tensors if id(x) in situation.call.seeds]
+    return {roles[names[int(name)] if plan.positional else name]: name for name in data}
+
+
+def _state_difference(report: Report, situation: Situation) -> None:
+    """Show the plain attention that comes nearest, and how far it is."""
+    proving = Proving(situation, layout_of(situation.trial))
+    near = min(((proving.difference(one.program), one) for one in _plain(situation)), key=lambda x: x[0], default=None)
+    if near is None or not math.isfinite(near[0]):
+        return
+    gap, plain = near
+    report.reason += f" It differs from the program below by {gap:.2g} of the largest value."
+    holding = Holding(plain.program, Parameters.of(situation.subject.module), (), Difference("", "output", gap), EXACT)
+    report.equivalent = _Held(situation).written(holding, report)
 
 
 def equivalent_of(situation: Situation) -> Equivalent:

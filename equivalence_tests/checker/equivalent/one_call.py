@@ -2,8 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,16 +15,19 @@ from equivalence_tests.checker.engine.given_masks import GivenMasks
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call, Examination, is_data
+from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.equivalent.beside import left_over
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import Holding, decide
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.reading import plain_layout, read
+from equivalence_tests.checker.equivalent.reading import Reading, plain_layout, read
+from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.report import Report
 
@@ -60,25 +63,96 @@ def hold_call(report: Report, found: Examination, judgement: Judgement, intended
     except UnreadError as why:
         report.unread = str(why)
         report.coverage.append(Exercise(WHOLE, False, f"not compared: {why}"))
-        report.verdict = "partial"
+        report.verdict, report.reason = "unchecked", f"No program of torch's own parts could be made of it: {why}."
         return
     decide(report, holding, intended)
+    report.equivalent = _told(holding, report)
+
+
+def _told(holding: Holding, report: Report) -> Equivalent:
+    """Say how the program compares; the one call that is known gives no signature to write it down with."""
+    worst = holding.worst
+    return Equivalent(
+        source="",
+        unwritten="only a class or function can be written down, and this is one call",
+        theirs="",
+        handed=(),
+        steps=tuple((step.words, evidence) for step, evidence in holding.told(report.meant).items()),
+        compared=("fresh inputs", "parameters drawn anew"),
+        not_run=(),
+        difference=worst.size,
+        where=f"{worst.what}, {worst.case}",
+        agrees=holding.agrees,
+    )
 
 
 def _apart(found: Examination, judgement: Judgement) -> _Apart:
     """Call the sub-module that holds an attention with its projections again, on a copy of it."""
-    module, call = found.call.module, found.call
-    inside = _call_around(found, judgement)
-    if inside is not None and module is not None:
-        call = Call(module.get_submodule(inside.path), inside.args, inside.kwargs)
+    call, inside = found.call, _call_around(found, judgement)
+    if inside is not None and inside.path:
+        call = _called_inside(call, inside, found.run.recorder.calls)
     call = _copied(call)
-    call.seeds = {id(x): numbered(x.shape) for _, x in call.tensors if x.dim() >= 3 and is_data(x)}
+    tokens = [x for _, x in call.tensors if is_data(x)]
+    tokens = [x for x in tokens if x.dim() >= 3] or [x for x in tokens if x.dim() == 2][:1]
+    call.seeds = {id(x): numbered(x.shape) for x in tokens}
+    if all(x.dim() == 4 for x in tokens) and _convolves(call.module, tokens):
+        call.seeds = {id(x): numbered(x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for x in tokens}
+        return _one(examine(call, GivenMasks(call)), Layout(_features_last, _features_last, _first_tensor))
     apart = examine(call, GivenMasks(call))
     if len(apart.judgements) != 1:
         raise UnreadError("more than one attention runs in one forward")
-    layout = plain_layout(lambda returned: next(tensors_in((returned,))))
-    _require_batch_first(apart.judgements[0], call)
+    if _holds_samples_first(apart.judgements[0], call):
+        return _Apart(apart, apart.judgements[0], plain_layout(_first_tensor))
+    if any(x.dim() != 3 for x in tokens):
+        raise UnreadError("its first axis does not hold the samples")
+    call.seeds = {id(x): numbered(x.transpose(0, 1).shape).transpose(0, 1) for x in tokens}
+    found_apart = _one(examine(call, GivenMasks(call)), Layout(_exchanged, _exchanged, _first_tensor))
+    if not _holds_samples_first(found_apart.judgement, call, axis=0):
+        raise UnreadError("neither its first axis nor its second holds the samples")
+    return found_apart
+
+
+def _one(apart: Examination, layout: Layout) -> _Apart:
+    if len(apart.judgements) != 1:
+        raise UnreadError("more than one attention runs in one forward")
     return _Apart(apart, apart.judgements[0], layout)
+
+
+def _convolves(module: nn.Module | None, tokens: Sequence[Tensor]) -> bool:
+    """Whether a convolution takes the second axis of what is handed over for its features."""
+    made = () if module is None else module.modules()
+    return any(isinstance(x, nn.Conv2d) and x.in_channels == tokens[0].size(1) for x in made)
+
+
+def _features_last(x: Tensor) -> Tensor:
+    """From (batch, features, rows, columns) to (batch, tokens, features)."""
+    return x.flatten(2).mT if x.dim() == 4 else x
+
+
+def _first_tensor(returned: Any) -> Tensor:
+    return next(tensors_in((returned,)))
+
+
+def _exchanged(x: Tensor) -> Tensor:
+    """From (tokens, batch, features) to (batch, tokens, features), and back."""
+    return x.transpose(0, 1) if x.dim() == 3 else x
+
+
+def _called_inside(call: Call, inside: ModuleCall, calls: Sequence[ModuleCall]) -> Call:
+    """The call of a sub-module, with its arguments as they were when it began: a cache is written into later."""
+    assert call.module is not None  # it has sub-modules
+    child, found = call.module.get_submodule(inside.path), list[tuple[Any, Any]]()
+    number = [one for one in calls if one.path == inside.path].index(inside)
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append(Call(child, args, kwargs).fresh()[:2])
+
+    handle = child.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    try:
+        call.run(read=False)
+    finally:
+        handle.remove()
+    return Call(child, *found[number])
 
 
 def _copied(call: Call) -> Call:
@@ -108,12 +182,21 @@ def _call_around(found: Examination, judgement: Judgement) -> Any:
     return around[-1] if around else None
 
 
-def _require_batch_first(judgement: Judgement, call: Call) -> None:
-    """Tokens are numbered row after row: those of one slice have to lie in one sample."""
-    lengths = [x.shape[1:-1].numel() for _, x in call.tensors if id(x) in call.seeds]
+def _holds_samples_first(judgement: Judgement, call: Call, axis: int = 1) -> bool:
+    """Whether the tokens of one slice lie in one sample, where rows are numbered sample after sample.
+
+    Args:
+        judgement: Of the attention.
+        call: Whose arguments are numbered.
+        axis: Which axis of the arguments holds the tokens of a sample; all but the first and last, if it is 1.
+    """
+    lengths = [
+        x.size(0) if axis == 0 or x.dim() == 2 else x.shape[1:-1].numel()
+        for _, x in call.tensors
+        if id(x) in call.seeds
+    ]
     tokens = token_of(judgement.attention.parts[0].product.left[0][:, 0])
-    if not lengths or bool((tokens // lengths[0] != tokens[0] // lengths[0]).any()):
-        raise UnreadError("its first axis does not hold the samples")
+    return bool(lengths) and bool((tokens // lengths[0] == tokens[0] // lengths[0]).all())
 
 
 def _holding(apart: _Apart) -> Holding:
@@ -128,11 +211,23 @@ def _holding(apart: _Apart) -> Holding:
             except RuntimeError as error:
                 raise UnreadError(f"it cannot be called again ({type(error).__name__}: {error})") from error
             worst = max([worst, *differences], key=lambda one: one.size)
-        steps = tuple(reading.program.steps(module, parameters))
+        steps = tuple(
+            _with_lengths(step, reading, apart.found.call) for step in reading.program.steps(module, parameters)
+        )
         agrees = worst.size <= reading.tolerance
         first = Case(apart.found.call, None, "")
         rest = left_over(reading.program, first, apart.layout, reading.tolerance) if agrees else ()
     return Holding(reading.program, parameters, steps, worst, reading.tolerance, tuple(rest))
+
+
+def _with_lengths(step: Step, reading: Reading, call: Call) -> Step:
+    """Windows of tokens are intended where an argument holds where each begins."""
+    block = reading.program.bias.visible.block
+    if step.stage != "mask" or step.evidence or block is None:
+        return step
+    starts = {name: x for name, x in call.tensors if not x.is_floating_point() and x.dim() == 1 and len(x) > 1}
+    named = (name for name, x in starts.items() if int(x[0]) == 0 and int(x.diff()[0]) == block)
+    return replace(step, evidence=next((f"the argument {name} says where each begins" for name in named), ""))
 
 
 def _cases(call: Call, program: Program) -> Iterator[Case]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import feature_of, place_of, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.names import Context, Part
-from equivalence_tests.checker.equivalent.expressions import Expression, Given, Learnt, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import Expression, Given, Joined, Learnt, Values, all_of
 from equivalence_tests.checker.equivalent.parameters import Row
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
 from equivalence_tests.checker.equivalent.tracing import Tracer
@@ -59,6 +59,8 @@ class Projection:
     def projected(self, values: Values) -> Tensor:
         """Give the heads, (b, h, l, d), as they are projected."""
         x = self.tokens(values)
+        batch = next(iter(values.given.values())).size(0)
+        x = x if (x.dim(), x.size(0)) == (3, batch) else x.expand(batch, *x.shape[-2:])  # learnt, in each sample
         if self.bias is None:
             return self.factor * x[..., self.weight.flatten()].unflatten(-1, self.weight.shape[:2]).transpose(1, 2)
         weight, bias = (values.parameters.taken(index) for index in (self.weight, self.bias))
@@ -95,6 +97,7 @@ class OperandReader:
         self.slices: list[Slice] = list(_slices(watched))
         self.heads: list[Head] = list(dict.fromkeys(one.head for one in self.slices))
         self.found: dict[str, Projection] = {}
+        self.numbers: dict[str, dict[int, int]] = {}  # by role, the row of each token among those that are projected
 
     def read(self, role: str) -> Projection:
         """Read one operand.
@@ -136,9 +139,19 @@ class OperandReader:
             change = change_between(projected, met, self.watched)
         return replace(found, change=change)
 
+    def rows_of(self, role: str, tokens: Tensor) -> Tensor:
+        """Say which rows of all that is projected some tokens are.
+
+        Args:
+            role: "query", "key" or "value".
+            tokens: Their numbers.
+        """
+        rows = self.numbers.get(role, {})
+        return torch.tensor([rows.get(int(token), int(token)) for token in tokens.reshape(-1)]).view(tokens.shape)
+
     def _all_met(self, role: str) -> Met:
         pieces = [(self._met(one, role), self.heads.index(one.head)) for one in self.slices]
-        rows = torch.cat([tokens for (tokens, _), _ in pieces])
+        rows = self.rows_of(role, torch.cat([tokens for (tokens, _), _ in pieces]))
         heads = torch.cat([torch.full_like(tokens, head) for (tokens, _), head in pieces])
         return Met(rows, heads, torch.cat([numbers for (_, numbers), _ in pieces]))
 
@@ -169,7 +182,10 @@ class OperandReader:
             )
         tensor, operation = taken
         tokens = Tracer(self.watched).read(tensor, operation.index)
-        features = self._features(tokens, int(token_of(wanted[0])))
+        every = list(all_of(tokens))
+        if any(isinstance(one, Joined) for one in every) or not any(isinstance(one, Given) for one in every):
+            self.numbers.setdefault(role, _row_numbers(source.codes))  # other tokens than those of an argument
+        features = self._features(tokens, int(self.rows_of(role, token_of(wanted[:1]))))
         made = operation.outputs[0].tensor.reshape(-1)
         where = places_in(source.codes)
         found = [self._row(made[where[int(place)]], features, tokens, role) for place in place_of(wanted)]
@@ -200,6 +216,13 @@ class OperandReader:
         if row is None:
             raise UnreadError(f"the {role} is no linear projection of what is handed over")
         return row
+
+
+def _row_numbers(codes: Tensor) -> dict[int, int]:
+    """Say in which row each token lies, the first of several that are alike; rows are numbered in memory order."""
+    flat = codes.reshape(-1)
+    rows = token_of(flat)[feature_of(flat) == feature_of(flat[:1])]
+    return {token: place for place, token in reversed(list(enumerate(rows.tolist())))}
 
 
 def _side(one: Slice, role: str) -> tuple[Tensor, Tensor, int, int]:

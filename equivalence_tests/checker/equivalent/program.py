@@ -7,9 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.engine.contracts.projecting import OWN
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.ending import Output
-from equivalence_tests.checker.equivalent.expressions import Attended, Called, Evidence, Given, Values, all_of
+from equivalence_tests.checker.equivalent.expressions import (
+    Attended,
+    Called,
+    Evidence,
+    Expression,
+    Given,
+    Values,
+    all_of,
+)
 from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.orders import order_steps
 from equivalence_tests.checker.equivalent.parameters import Parameters
@@ -133,6 +142,7 @@ class Program:
         """List what torch's formula does not have, each with the evidence that it is intended; "" without."""
         evidence = Evidence(module, parameters, self.projections(parameters))
         yield from self._twice(parameters)
+        yield from self._of_others(parameters)
         yield from self._in_part(parameters)
         yield from order_steps(self.query, self.key, self.value, self.output)
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
@@ -141,7 +151,27 @@ class Program:
         yield from self._of_scores(parameters)
         if abs(self.output.factor - 1) > ROUNDING:
             yield Step(f"the output times {self.output.factor:.6g}", "", "factor")
+        if self.output.factor * self.value.number < 0:
+            yield Step("the output is turned into its opposite", "", "sign")
         yield from self._behind(evidence, module)
+
+    def without(self, stage: str) -> "Program":
+        """Give the program as torch has it at one stage; the same where it has nothing of its own there."""
+        if stage in ("rotary", "turned", "operand"):
+            changes = [one.change for _, one in self.roles]
+            bare = [replace(x, norm=None) if stage == "operand" else replace(x, rotation=None) for x in changes]
+            three = [replace(one, change=x) for (_, one), x in zip(self.roles, bare, strict=True)]
+            return replace(self, query=three[0], key=three[1], value=three[2])
+        if stage == "context":
+            return replace(self, value=replace(self.value, factor=1.0, change=replace(self.value.change, factor=1.0)))
+        if stage == "factor":
+            return replace(self, output=replace(self.output, factor=1.0))
+        if stage in ("scale", "cap"):
+            usual = self.query.weight.size(1) ** -0.5 / self.query.number / self.key.number
+            return replace(self, scale=usual) if stage == "scale" else replace(self, cap=0.0)
+        if stage == "scores":
+            return replace(self, bias=Bias(self.bias.visible))
+        return replace(self, bias=replace(self.bias, visible=Visible())) if stage == "mask" else self
 
     def projections(self, parameters: Parameters) -> set[str]:
         """Name the parameters that its projections use."""
@@ -150,10 +180,16 @@ class Program:
 
     def _behind(self, evidence: Evidence, module: nn.Module | None) -> Iterator[Step]:
         around = self.output.around
+        added = [x.name for x in all_of(around) if isinstance(x, Given)]
+        for name in {name for name in added if added.count(name) > 1}:
+            yield Step(f"{name} is added more than once", "", "residual")
         tokens = [one.tokens for _, one in self.roles]
         called = [x.path for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
         normed = [path for path in called if module is not None and _is_norm(module.get_submodule(path))]
+        projecting = None if self.output.weight is not None or module is None else _projecting(around, module)
         for step in evidence.steps(around, "output"):
+            if step.evidence and step.words == f"{projecting} is called":
+                continue
             if step.stage == "residual":
                 said = f"{normed[0]} stands with it, as in a Transformer's sublayer" if normed else ""
                 yield Step(step.words, said, "residual")
@@ -170,6 +206,21 @@ class Program:
                 if len(both):
                     named = parameters.name_at(int(both[0]))
                     yield Step(f"{named} projects both the {first} and the {second}", "", "project")
+
+    def _of_others(self, parameters: Parameters) -> Iterator[Step]:
+        """A weight whose name says another role, and what is not projected where others are."""
+        bare = [role for role, one in self.roles if one.bias is None]
+        for role in bare if len(bare) < len(self.roles) else ():
+            yield Step(f"the {role} is not projected", "", "project")
+        whole = {one.tokens.inner for _, one in self.roles if isinstance(one.tokens, Called)}
+        for role, one in self.roles:
+            if (one.tokens,) in whole:
+                yield Step(f"the {role} is made of what another one takes behind a module", "", "project")
+        for role, one in self.roles:
+            for name in parameters.names_at(one.weight.reshape(-1)) if one.bias is not None else ():
+                said = [other for other, pattern in OWN.items() if pattern.search(name)]
+                if len(said) == 1 and said != [role]:
+                    yield Step(f"{name} projects the {role}", "", "project")
 
     def _in_part(self, parameters: Parameters) -> Iterator[Step]:
         """A weight of which some elements take no part."""
@@ -188,9 +239,9 @@ class Program:
                 what = f"the {role}, all heads side by side," if norm.whole else f"each head of the {role}"
                 yield Step(f"{what} is normalised ({norm.kind})", said, "operand")
             if rotation is not None:
-                alike = role != "value" and all(change.rotation is not None for change in both)
+                alike = role != "value" and rotation.grows and all(rotation.is_like(one.rotation) for one in both)
                 said = "queries and keys are both rotated, by angles that grow with the position" if alike else ""
-                yield Step(f"the {role} is rotated by its position", said, "rotary")
+                yield Step(f"the {role} is rotated by its position", said, "rotary" if said else "turned")
         if abs(self.value.number - 1) > ROUNDING:
             yield Step(f"the values times {self.value.number:.6g}", "", "context")
 
@@ -217,3 +268,9 @@ def _is_norm(module: nn.Module) -> bool:
     """Whether all that it learns is a number for each feature."""
     learnt = list(module.parameters())
     return bool(learnt) and all(x.dim() == 1 for x in learnt)
+
+
+def _projecting(around: Expression, module: nn.Module) -> str | None:
+    """The linear layer that takes the averaged values behind a gate: the output projection."""
+    called = [x for x in all_of(around) if isinstance(x, Called) and any(isinstance(y, Attended) for y in all_of(x))]
+    return next((x.path for x in called if isinstance(module.get_submodule(x.path), nn.Linear)), None)

@@ -92,6 +92,20 @@ class Rotation:
         return self.angles[:length]
 
     @property
+    def grows(self) -> bool:
+        """Whether the angles grow with the position; of uneven ones, whether they change."""
+        if self.angles is not None:
+            return bool(((self.angles - self.angles[:1]).abs() > LOOSE).any())
+        return bool((self.steps > -MEASURED).all()) and bool((self.steps > MEASURED).any())
+
+    def is_like(self, other: "Rotation | None") -> bool:
+        """Whether another one turns the same features by the same angles."""
+        if other is None or (self.start, self.width, self.apart) != (other.start, other.width, other.apart):
+            return False
+        most = min((len(one.angles) for one in (self, other) if one.angles is not None), default=3)
+        return torch.allclose(_on_circle(self.angles_of(most)), _on_circle(other.angles_of(most)), atol=LOOSE)
+
+    @property
     def base(self) -> float:
         """The base of which the steps are powers, base^(-2i / width); 0 if they are not."""
         pairs = torch.arange(len(self.steps), dtype=torch.float64)

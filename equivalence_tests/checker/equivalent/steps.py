@@ -8,17 +8,19 @@ from equivalence_tests.checker.reporting.findings import Finding
 
 # The names of the deviations that a step of a program is, by its stage.
 NAMES: Mapping[str, str] = {
-    "project": "input|norm",
-    "split": "grouped|paired",
-    "merge": "merged|order",
+    "project": "input|norm|swapped|rotated|_uses_|shared|_from_|not_projected|not_normalised|only_|memory_unused",
+    "split": "grouped|paired|split",
+    "merge": "merged|order|missing_or_repeated",
     "output": "output",
     "gate": "gate",
     "factor": "scale|changed_by_(mul|div)",
+    "sign": "opposite",
     "unused": "never_used|without_effect",
     "heads": "heads",
     "residual": "residual",
     "operand": "norm",
     "rotary": "rota",
+    "turned": "rota(ry_(?!positions)|tions)",
     "context": "value|weights_scaled|scale",
     "scale": "scale|normalised",
     "cap": "capped",

@@ -34,7 +34,7 @@ from equivalence_tests.checker.engine.together import hidden_together
 from equivalence_tests.checker.engine.unpaired import judge_linear, judge_pooling
 from equivalence_tests.checker.engine.unwatched import compare_output
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
-from equivalence_tests.checker.equivalent.holding import hold
+from equivalence_tests.checker.equivalent.holding import accuse, hold
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -85,6 +85,8 @@ def examine_attention(
 def _watched(subject: Subject, errors: Errors) -> Report | None:
     """Watch one built subject run, in float64; in float32 where float64 cannot be called."""
     subject.function = subject.copied()
+    if subject.module is not None:
+        subject.initial = {name: x.detach().clone() for name, x in subject.module.named_parameters()}
     for dtype in (torch.float64, torch.float32):
         subject.dtype = dtype
         if subject.module is not None:
@@ -150,6 +152,8 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         _check(report, situation)
     if report.verdict in ("equal", "partial") and situation.found.judgements and subject.adapter.call is None:
         hold(report, situation)
+    if report.verdict == "deviates" and situation.found.judgements and subject.adapter.call is None:
+        accuse(report, situation)
     report.seconds = time.process_time() - started
     return report
 

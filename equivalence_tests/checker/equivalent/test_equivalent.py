@@ -17,9 +17,11 @@ from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.reach.subject import Adapter, subjects
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.checker.zoo.conventions import CONVENTIONS
+from equivalence_tests.checker.zoo.right import broken
 from equivalence_tests.instruments.weights import randomize_parameters
 
 WIDTH, HEADS = 33, 3
@@ -316,6 +318,45 @@ def test_what_comes_back_beside_the_output_is_compared_too() -> None:
 )
 def test_slopes_are_alibi_by_their_numbers(slopes: tuple[float, ...], known: bool) -> None:
     assert Bias(slopes=torch.tensor(slopes, dtype=torch.float64)).is_alibi == known
+
+
+@pytest.mark.parametrize("name", ["context_mixes_tokens", "output_tokens_moved"])
+def test_torchs_values_put_in_prove_what_no_patch_puts_right(name: str, tmp_path: Path) -> None:
+    mistake = named_mistake(name)
+    (tmp_path / "mine.py").write_text(broken(mistake.right, mistake.changes))
+    (finding,) = verify(f"{tmp_path / 'mine.py'}:Attention").findings
+    assert finding.name == name
+    assert finding.proof is not None
+    assert finding.proof.holds
+
+
+def test_an_exact_program_shows_the_step_that_nothing_asks_for(tmp_path: Path) -> None:
+    mistake = named_mistake("rotary_queries")
+    (tmp_path / "mine.py").write_text(broken(mistake.right, mistake.changes))
+    (finding,) = verify(f"{tmp_path / 'mine.py'}:Attention").findings
+    assert finding.evidence.startswith("Your code returns the numbers of the program below, in which the query is rot")
+
+
+def test_a_call_that_holds_the_tokens_first_is_compared_whole() -> None:
+    x = torch.randn(5, 2, WIDTH)
+    (report,) = verify(nn.MultiheadAttention(WIDTH, HEADS), (x, x, x))
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert report.equivalent.agrees
+
+
+class Joins(Base):
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
+        q, _, _ = self.operands(x)
+        _, k, v = self.operands(torch.cat([more, x], 1))
+        return self.o(self.merge(self.scores(q, k).softmax(-1) @ v))
+
+
+def test_streams_side_by_side_are_a_step_and_the_parameters_as_they_came_are_compared() -> None:
+    report = verify(Joins)
+    assert [one.meant for one in report.meant] == ["each are an argument or a parameter"], str(report)
+    assert report.equivalent is not None
+    assert "the parameters as they came" in report.equivalent.compared
 
 
 def test_nan_is_no_agreement() -> None:

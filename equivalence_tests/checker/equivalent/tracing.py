@@ -16,7 +16,9 @@ from equivalence_tests.checker.equivalent.expressions import (
     Called,
     Expression,
     Given,
+    Joined,
     Learnt,
+    Mapped,
     Normed,
     Scaled,
     Sum,
@@ -84,7 +86,9 @@ class Tracer:
         if next(module.get_submodule(call.path).parameters(), None) is None and _same(data[0], call.outputs[0]):
             return self.read(data[0], call.first)  # dropout in eval mode, nn.Identity
         found = Called(call.path, tuple(self.read(x, call.first) for x in data))
-        return replace(found, turned=self._is_turned(data[0], found.inner[0]))
+        grid = (data[0].size(2), data[0].size(3)) if data[0].dim() == 4 else None
+        turned = self._is_turned(data[0].flatten(2), found.inner[0])
+        return replace(found, turned=turned, grid=grid if turned else None)
 
     def _is_turned(self, tensor: Tensor, inner: Expression) -> bool:
         """Whether a module is given (batch, features, tokens)."""
@@ -112,11 +116,50 @@ class Tracer:
             return Scaled(float(number) if name == "mul" else 1.0 / number, self.read(inputs[0], operation.index))
         if name in ACTIVATIONS and len(inputs) == 1:
             return Acted(name, self.read(inputs[0], operation.index))
+        if name in ("cat", "concat") and (parts := self._joined(tensor, inputs, operation.index)) is not None:
+            return parts
+        if name in ("expand", "repeat", "expand_as") and id(inputs[0]) in self.watched.learnt:
+            return Learnt(self.watched.learnt[id(inputs[0])])
+        if name == "div" and len(inputs) == 2 and (gate := self._sigmoid(inputs[1], operation.index)) is not None:
+            return Times(self.read(inputs[0], operation.index), gate)
+        if name in ("linear", "matmul", "mm") and (mapped := self._mapped(operation, inputs)) is not None:
+            return mapped
         if name in ("layer_norm", "rms_norm", "normalize"):
             return self._normed(operation)
         line = code_lines(operation.frames)[-1:]
         where = f" (line {line[0].number}: {line[0].text})" if line else ""
         raise UnreadError(f"{name} is not among the parts that an equivalent is made of{where}")
+
+    def _joined(self, tensor: Tensor, inputs: list[Tensor], before: int) -> Expression | None:
+        """Tokens side by side; None where it is features that are joined."""
+        alike = all(x.dim() == 3 and x.size(-1) == tensor.size(-1) for x in (tensor, *inputs))
+        if not alike or sum(x.size(1) for x in inputs) != tensor.size(1):
+            return None
+        return Joined(tuple(self.read(x, before) for x in inputs))
+
+    def _mapped(self, operation: Operation, inputs: list[Tensor]) -> Expression | None:
+        """A product with a matrix that is a parameter, and what is added to it."""
+        names = [self.watched.learnt.get(id(x), "") for x in inputs]
+        if len(inputs) < 2 or not names[1] or inputs[1].dim() != 2 or names[0]:
+            return None
+        found: Expression = Mapped(names[1], self.read(inputs[0], operation.index), operation.name == "linear")
+        return Sum(found, Learnt(names[2])) if len(inputs) > 2 and names[2] else found
+
+    def _sigmoid(self, tensor: Tensor, before: int) -> Expression | None:
+        """A sigmoid by which something is multiplied, written as division by 1 + exp(-x)."""
+        add = self.watched.maker_of(tensor, before)
+        exp = self._only_input(add, "add", 1)
+        neg = self._only_input(exp, "exp")
+        inner = None if neg is None or neg.name != "neg" else neg.inputs[0].tensor
+        return None if inner is None or neg is None else Acted("sigmoid", self.read(inner, neg.index))
+
+    def _only_input(self, operation: Operation | None, name: str, number: float | None = None) -> Operation | None:
+        """What made the one tensor that an operation of this name takes, beside this number."""
+        if operation is None or operation.name != name or len(operation.inputs) != 1:
+            return None
+        if number is not None and number not in [x for x in operation.arguments[0] if isinstance(x, int | float)]:
+            return None
+        return self.watched.maker_of(operation.inputs[0].tensor, operation.index)
 
     def _rows(self, tensor: Tensor, inputs: list[Tensor]) -> Expression | None:
         """The first rows of a parameter, as many as there are tokens."""

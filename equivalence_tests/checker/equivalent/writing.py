@@ -15,7 +15,9 @@ from equivalence_tests.checker.equivalent.expressions import (
     Called,
     Expression,
     Given,
+    Joined,
     Learnt,
+    Mapped,
     Normed,
     Scaled,
     Sum,
@@ -380,8 +382,13 @@ class Writer(Conversion):
             return f"self.{self._parameter(one.name)}{rows}"
         if isinstance(one, Called):
             turn = ".mT" if one.turned else ""
-            given = ", ".join(self._expression(x) + turn for x in one.inner)
-            return f"self.{self._sub_module(one.path)}({given}){turn}"
+            laid, back = (f".unflatten(-1, {one.grid})", ".flatten(2)") if one.grid else ("", "")
+            given = ", ".join(self._expression(x) + turn + laid for x in one.inner)
+            return f"self.{self._sub_module(one.path)}({given}){back}{turn}"
+        if isinstance(one, Mapped):
+            return f"({self._expression(one.inner)} @ self.{self._parameter(one.name)}{'.mT' if one.turned else ''})"
+        if isinstance(one, Joined):
+            return self._joined(one)
         if isinstance(one, Normed):
             inner = self._expression(one.inner)
             if one.kind == "normalize":
@@ -395,6 +402,14 @@ class Writer(Conversion):
         assert isinstance(one, Acted)  # the last kind
         package = "torch" if one.name in ("sigmoid", "tanh", "relu") else "F"
         return f"{package}.{one.name}({self._expression(one.inner)})"
+
+    def _joined(self, one: Joined) -> str:
+        samples = f"{self._identifier(self.signature.arguments[0][0])}.size(0)"
+        parts = [
+            f"{self._expression(x)}.expand({samples}, -1, -1)" if isinstance(x, Learnt) else self._expression(x)
+            for x in one.inner
+        ]
+        return f"torch.cat([{', '.join(parts)}], 1)"
 
     def _sub_module(self, path: str) -> str:
         """Make a sub-module of torch anew; one of the user's own is handed over."""

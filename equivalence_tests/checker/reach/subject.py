@@ -71,6 +71,7 @@ class Subject:
         trained: Whether it came as an instance, whose weights must come back as they were.
         built: Whether its sizes are ours.
         dtype: Precision in which it computes.
+        initial: Its parameters as they came, by name.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Subject:
     trained: bool = False
     built: bool = False
     dtype: torch.dtype = torch.float64
+    initial: dict[str, Tensor] = field(default_factory=dict)
 
     def copied(self) -> Any:
         """Leave the user's own instance alone, and what a factory hands out, which may be one."""

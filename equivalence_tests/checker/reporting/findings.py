@@ -93,6 +93,11 @@ class Finding:
     where: str = ""
 
     @property
+    def is_proven(self) -> bool:
+        """Whether numbers show it: the proof, a check that fails, or evidence of its own."""
+        return bool(self.evidence) or self.stage == "checks" or (self.proof is not None and self.proof.holds)
+
+    @property
     def line(self) -> CodeLine | None:
         """The line to change."""
         return self.stack[-1] if self.stack else None

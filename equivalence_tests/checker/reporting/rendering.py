@@ -85,7 +85,7 @@ def _finding_view(finding: Finding, alone: bool) -> Group:
         ("have", _formula(finding.have, finding.example, "have")),
         ("want", _formula(finding.want, finding.example, "want")),
         ("fix", Text(finding.fix)),
-        ("proof", Text(_proof(finding.proof, alone))),
+        ("proof", Text(_proof(finding.proof, alone) or ("" if finding.is_proven else "Not proven."))),
         ("evidence", Text(finding.evidence)),
         ("on purpose in", Text(finding.on_purpose_in)),
     )

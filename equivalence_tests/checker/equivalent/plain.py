@@ -1,0 +1,139 @@
+"""Torch's plain attention with somebody's weights by their names: what is right where what runs cannot be read."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.contracts.projecting import OWN
+from equivalence_tests.checker.equivalent.biases import Bias, Visible
+from equivalence_tests.checker.equivalent.ending import Output
+from equivalence_tests.checker.equivalent.expressions import Attended, Called, Expression, Given, Sum
+from equivalence_tests.checker.equivalent.operands import Projection
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.program import Program
+
+MADE_OF = {  # the roles of arguments that each is made of, the likeliest first
+    "query": ("query", "input"),
+    "key": ("key", "memory", "input", "query"),
+    "value": ("value", "memory", "key", "input", "query"),
+}
+KEYS_AND_VALUES = re.compile(r"kv|key_?value", re.I)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A program by names alone.
+
+    Args:
+        program: The program.
+        output: The path of its output projection; "" where nothing is projected.
+        used: The parameters that take part in it.
+    """
+
+    program: Program
+    output: str
+    used: frozenset[str]
+
+
+def plain_programs(
+    module: nn.Module | None, arguments: Mapping[str, str], heads: int, features: int
+) -> Iterator[Plain]:
+    """List the plain attentions that a module or function may be meant to be: causal or not, alone or in a sublayer.
+
+    Args:
+        module: The user's; None for a function, whose arguments are queries, keys and values.
+        arguments: The name of the argument in each role: "query", "key", "value", "memory" or "input".
+        heads: How many there are.
+        features: How many features a token of the queries has.
+    """
+    given = {role: next((arguments[r] for r in MADE_OF[role] if r in arguments), "") for role in MADE_OF}
+    parts = _parts(module) if module is not None and next(module.parameters(), None) is not None else (None, "")
+    if parts is None or not all(given.values()):
+        return
+    rows, out = parts
+    sizes = [features] * 3 if rows is None else [len(weight) for weight, _ in rows.values()]
+    width = sizes[0] // heads
+    if width * heads != sizes[0] or any(size % width or heads % (size // width) for size in sizes):
+        return
+    for before, around, norms in _sublayers(module, Given(given["query"]), features):
+        tokens = {role: Called(before, (Given(name),)) if before else Given(name) for role, name in given.items()}
+        three = [_projection(None if rows is None else rows[role], tokens[role], heads, width) for role in MADE_OF]
+        output = _output(module, out, sizes[0], around)
+        for visible in (Visible(), Visible(0)):
+            program = Program(three[0], three[1], three[2], width**-0.5, Bias(visible), output)
+            yield Plain(program, out, frozenset({*program.projections(Parameters.of(module)), *norms}))
+
+
+Rows = tuple[Tensor, Tensor]
+
+
+def _parts(module: nn.Module) -> tuple[dict[str, Rows], str] | None:
+    """Find the weights of queries, keys and values by their names or sizes, and the path of the output projection."""
+    linears = {path: x for path, x in module.named_modules() if type(x) is nn.Linear}
+    named = {role: [path for path in linears if said.search(path)] for role, said in OWN.items()}
+    alone = {role: paths[0] for role, paths in named.items() if len(paths) == 1}
+    rest = [path for path in linears if path not in alone.values()]
+    rows = {role: _rows(module, path) for role, path in alone.items()}
+    missing = [role for role in OWN if role not in rows]
+    if len({*alone.values()}) < len(alone):
+        return None
+    if missing:
+        packed = next((path for path in rest if linears[path].out_features % len(missing) == 0 and _packs(path)), "")
+        packed = packed or (rest[0] if len(missing) == 3 and len(rest) in (1, 2) else "")
+        if not packed or len(missing) == 1 or linears[packed].out_features % len(missing):
+            return None
+        weight, bias = _rows(module, packed)
+        rows |= dict(zip(missing, zip(weight.chunk(len(missing)), bias.chunk(len(missing)), strict=True), strict=True))
+        rest.remove(packed)
+    if len(rest) > 1 or (rest and linears[rest[0]].in_features != len(rows["query"][0])):
+        return None
+    return rows, next(iter(rest), "")
+
+
+def _packs(path: str) -> bool:
+    return bool(KEYS_AND_VALUES.search(path.rpartition(".")[2])) or "qkv" in path.lower()
+
+
+def _rows(module: nn.Module, path: str) -> Rows:
+    """The places of the weight, (out, in), and of the bias, (out,); -1 for none."""
+    start = Parameters.of(module).start
+    linear = module.get_submodule(path)
+    assert isinstance(linear, nn.Linear)  # it is one of those that were listed
+    weight = torch.arange(linear.weight.numel()).view(linear.weight.shape) + start[f"{path}.weight"]
+    place = start.get(f"{path}.bias")
+    bias = torch.arange(linear.out_features) + place if place is not None else torch.full((linear.out_features,), -1)
+    return weight, bias
+
+
+def _projection(rows: Rows | None, tokens: Expression, heads: int, width: int) -> Projection:
+    """Cut the rows into heads; each of fewer heads serves several queries. Without rows, cut the tokens."""
+    if rows is None:
+        return Projection(tokens, torch.arange(heads * width).view(heads, width), None)
+    shared = heads * width // len(rows[0])
+    weight, bias = (x.unflatten(0, (-1, width)).repeat_interleave(shared, 0) for x in rows)
+    return Projection(tokens, weight, bias)
+
+
+def _output(module: nn.Module | None, path: str, width: int, around: Expression) -> Output:
+    if module is None or not path:
+        return Output(None, None, torch.arange(width), 1.0, around)
+    weight, bias = _rows(module, path)
+    return Output(weight, bias, None, 1.0, around)
+
+
+def _sublayers(module: nn.Module | None, first: Given, features: int) -> Iterator[tuple[str, Expression, set[str]]]:
+    """What stands around an attention: nothing; or, where the module has one norm of tokens, that and a residual."""
+    norms = [
+        path
+        for path, x in (() if module is None else module.named_modules())
+        if isinstance(x, nn.LayerNorm | nn.RMSNorm) and tuple(x.normalized_shape) == (features,)
+    ]
+    if module is None or len(norms) != 1:
+        yield "", Attended(), set()
+        return
+    named = {f"{norms[0]}.{name}" for name, _ in module.get_submodule(norms[0]).named_parameters()}
+    yield "", Called(norms[0], (Sum(Attended(), first),)), named
+    yield norms[0], Sum(Attended(), first), named

@@ -1,0 +1,129 @@
+"""No accusation without proof: what counts against the code is shown by numbers."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.situations import Situation
+from equivalence_tests.checker.engine.taking_part import unused_parameters
+from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
+from equivalence_tests.checker.equivalent.comparing import difference_of, kept_parameters, redraw
+from equivalence_tests.checker.equivalent.expressions import Values
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.plain import Plain
+from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.watched import Layout
+from equivalence_tests.checker.reporting.findings import Proof
+
+INPUTS = 20
+NOT_ITS_SIZE = (RuntimeError, IndexError)  # a program by names alone may be of other sizes
+
+
+@dataclass
+class Proving:
+    """Puts torch's averaged values into the user's run, and lets the user's own code go on.
+
+    Args:
+        situation: The call.
+        layout: Of its arguments and its output.
+    """
+
+    situation: Situation
+    layout: Layout
+
+    def proof(self, plain: Plain, blamed: Operation | None) -> Proof | None:
+        """Show that torch's values make the user's code return torch's numbers, and that it does not without them.
+
+        Args:
+            plain: Torch's attention with the user's weights.
+            blamed: The operation that departs: what comes back is put in there, where it stands behind the attention.
+
+        Returns:
+            None where something takes part in the user's code that the program does not have: nobody knows then
+            what is right.
+        """
+        situation = self.situation
+        place, late = self._place(plain), blamed is not None and blamed.index >= self._end(plain)
+        place = blamed if late else place
+        if place is None or not self._accounts_for_all(plain):
+            return None
+        with kept_parameters(situation.subject.module), torch.no_grad():
+            redraw(situation.subject.module, 9)
+            try:
+                gaps = [self._gaps(plain.program, seed, place, late) for seed in range(1, INPUTS + 1)]
+            except NOT_ITS_SIZE:
+                return None
+        errors, without = map(max, zip(*gaps, strict=True))
+        found = Proof(errors, without, INPUTS)
+        return found if found.holds else None
+
+    def _gaps(self, program: Program, seed: int, place: Operation, late: bool) -> tuple[float, float]:
+        """How far the user's code is from a program with the right values put in, and without."""
+        values = self._values(seed)
+        want = program(values.given, values.module, values.parameters)
+        right = want if late else program.averaged(values).transpose(1, 2).flatten(2)
+        patched = self._run(seed, {place.index: _put(right, self.layout)})
+        return difference_of(want, patched), difference_of(want, self._run(seed, {}))
+
+    def difference(self, program: Program) -> float:
+        """How far the user's code is from a program, relative to the largest value."""
+        values = self._values(1)
+        try:
+            with torch.no_grad():
+                return difference_of(program(values.given, values.module, values.parameters), self._run(1, {}))
+        except NOT_ITS_SIZE:
+            return math.inf
+
+    def _values(self, seed: int) -> Values:
+        call = self.situation.call
+        _, _, copies = call.fresh(seed)
+        given = {name: self.layout.inward(copies[id(x)].double()) for name, x in call.tensors if id(x) in call.seeds}
+        return Values(given, call.module, Parameters.of(call.module))
+
+    def _run(self, seed: int, patches: Mapping[int, Patch]) -> Tensor:
+        run = self.situation.call.run(patches, seed=seed, read=False)
+        return self.layout.outward(self.layout.output(run.output)).double()
+
+    def _place(self, plain: Plain) -> Operation | None:
+        """What gives the averaged values to the output projection, or gives them back."""
+        run = self.situation.found.run
+        calls = [call for call in run.recorder.calls if call.path == plain.output]
+        if plain.output and len(calls) != 1:
+            return None
+        taken = calls[0].inputs[0] if plain.output else self.layout.output(run.output)
+        before = calls[0].first if plain.output else len(run.operations)
+        made = (op for op in reversed(run.operations[:before]) if any(slot.tensor is taken for slot in op.outputs))
+        return next(made, None)
+
+    def _end(self, plain: Plain) -> int:
+        """The number of the first operation behind the output projection."""
+        run = self.situation.found.run
+        return next((call.end for call in run.recorder.calls if call.path == plain.output), len(run.operations))
+
+    def _accounts_for_all(self, plain: Plain) -> bool:
+        """Whether all that takes part in the user's code is in the program: parameters, and other arguments."""
+        situation, module = self.situation, self.situation.subject.module
+        every = set() if module is None else {name for name, _ in module.named_parameters()}
+        learnt = every - set(unused_parameters(situation.found.run, module))
+        others = [x for _, x in situation.call.tensors if x.is_floating_point() and id(x) not in situation.call.seeds]
+        return learnt <= plain.used and not others
+
+
+def _put(right: Tensor, layout: Layout) -> Patch:
+    """A patch that gives numbers, (b, q, features), in the layout of what they stand for."""
+
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        stand_in = operation.outputs[0].value
+        if stand_in.numel() != right.numel():
+            return stand_in
+        if stand_in.dim() == 2:
+            return right.reshape(stand_in.shape)
+        places = layout.outward(torch.arange(stand_in.numel(), dtype=torch.float64).view(stand_in.shape)).long()
+        flat = torch.empty(stand_in.numel(), dtype=right.dtype)
+        flat[places.reshape(-1)] = right.reshape(-1)
+        return flat.view(stand_in.shape)
+
+    return patch
