@@ -542,7 +542,8 @@ class Indexed(Base):
 def test_what_a_configuration_or_a_part_says_is_meant_so(target: type[nn.Module], meant: list[str]) -> None:
     report = judged(target)
     assert report.verdict in ("equal", UNREAD)
-    assert [finding.name for finding in report.meant] == meant
+    # The steps of its program that torch does not have are listed too, each by its stage.
+    assert [finding.name for finding in report.meant if not finding.name.endswith("_of_its_own")] == meant
 
 
 def test_a_factor_of_each_query_that_is_given_is_no_rotation() -> None:
