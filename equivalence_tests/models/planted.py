@@ -59,7 +59,7 @@ def by_scratch(
         module: The attention that calls it.
         query: (batch, heads, query_len, head_dim).
         key: (batch, key_heads, key_len, head_dim).
-        value: Likewise.
+        value: (batch, key_heads, key_len, v_head_dim).
         attention_mask: True may look, or numbers that are added; None stands for causal, if the module is.
         scaling: Of the scores.
         dropout: Of the weights.
