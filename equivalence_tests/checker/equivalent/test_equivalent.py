@@ -330,13 +330,6 @@ def test_torchs_values_put_in_prove_what_no_patch_puts_right(name: str, tmp_path
     assert finding.proof.holds
 
 
-def test_an_exact_program_shows_the_step_that_nothing_asks_for(tmp_path: Path) -> None:
-    mistake = named_mistake("rotary_queries")
-    (tmp_path / "mine.py").write_text(broken(mistake.right, mistake.changes))
-    (finding,) = verify(f"{tmp_path / 'mine.py'}:Attention").findings
-    assert finding.evidence.startswith("Your code returns the numbers of the program below, in which the query is rot")
-
-
 def test_a_call_that_holds_the_tokens_first_is_compared_whole() -> None:
     x = torch.randn(5, 2, WIDTH)
     (report,) = verify(nn.MultiheadAttention(WIDTH, HEADS), (x, x, x))
