@@ -1,4 +1,7 @@
-"""Multi-head attention as torch.nn has it, behind the checks that both packages share."""
+"""Multi-head attention as torch.nn has it, behind the checks that both packages share.
+
+``sidebyside traps NAME`` shows a trap that is named here.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Traps:
         Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
-        ``in_proj_weight`` is initialised as one matrix, so with smaller values than three: see trap `packed_init`.
+        ``in_proj_weight`` is initialised as one (3 e, e) matrix, with smaller values than three (e, e) matrices get:
+        see trap `packed_init`.
         ``kdim`` and ``vdim`` change the names in the state_dict: see trap `state_dict_forks`.
         ``add_bias_kv`` adds a token, not a bias: see trap `bias_kv_is_a_token`.
         A causal mask does not reach the zero token: see trap `zero_attn_after_causal`.

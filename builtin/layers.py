@@ -1,4 +1,7 @@
-"""The two layers as torch.nn has them, behind the checks that both packages share."""
+"""The two layers as torch.nn has them, behind the checks that both packages share.
+
+``sidebyside traps NAME`` shows a trap that is named here.
+"""
 
 from collections.abc import Callable
 

@@ -65,8 +65,8 @@ class MultiheadAttention(nn.Module):
 
     In torch.nn: ``nn.MultiheadAttention``, with the same parameters under the same names, drawn in the same order.
     Differences: here ``out_proj`` is called as a module, so that hooks and adapters on it run; there is no fused fast
-    path, so train and eval, with and without gradients, give the same numbers; masks of mixed dtypes are
-    accepted without a warning; a padding mask for no samples or no keys is accepted without ``need_weights`` too;
+    path, so train (without dropout) and eval, with and without gradients, give the same numbers; masks of mixed dtypes
+    are accepted without a warning; a padding mask for no samples or no keys is accepted without ``need_weights`` too;
     ``qk_head_dim``, ``v_head_dim`` and ``cache`` are extensions.
 
     Source: Vaswani et al. 2017, section 3.2.2;
@@ -116,7 +116,8 @@ class MultiheadAttention(nn.Module):
         self.dropout = dropout
         self.batch_first = batch_first
         self.head_dim = embed_dim // num_heads if qk_head_dim is None else qk_head_dim
-        # As in torch.nn, num_heads may be reassigned: keep total widths, and derive d_k and d_v at each call.
+        # num_heads may be reassigned later, as in torch.nn: keep h * d_k and h * d_v, None for embed_dim, and divide at
+        # each call. head_dim is there for readers only.
         self._given_widths = tuple(None if size is None else num_heads * size for size in (qk_head_dim, v_head_dim))
         self.add_zero_attn = add_zero_attn
         self._register_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
@@ -180,9 +181,10 @@ class MultiheadAttention(nn.Module):
             attn_mask: (query_len, key_len) or (batch * num_heads, query_len, key_len). Bool: True = may **not** look;
                 float: added to the scores.
             average_attn_weights: Return the mean of the weights over heads instead of one map for each head.
-            is_causal: Promises that ``attn_mask`` is causal. If ``need_weights`` is False and there is neither a
-                padding mask nor a cache, a causal mask is applied and the values of ``attn_mask`` are not read. It also
-                hides the tokens that ``add_bias_kv`` and ``add_zero_attn`` append.
+            is_causal: Promises that ``attn_mask``, which must still be given, is causal. If ``need_weights`` is False
+                and there is neither a padding mask nor a cache, query i then sees keys 0 ... i, and the values of
+                ``attn_mask`` are not read. Tokens that ``add_bias_kv`` and ``add_zero_attn`` append count as the last
+                keys, so they are hidden from all queries but those past the end of ``key``.
             cache: Keys and values of earlier calls, which this call extends. The masks then span the earlier keys too,
                 and ``attn_mask`` is read whatever ``is_causal`` promises. Keyword only.
 
@@ -198,7 +200,7 @@ class MultiheadAttention(nn.Module):
         given = (attn_mask, key_padding_mask, is_causal)
         validation.check_attention_inputs(self, (query, key, value), given, need_weights, cache=cache)
         batched = query.dim() == 3
-        query, key, value = sequence_first(query, key, value, self.batch_first)
+        query, key, value = sequence_first(query, key, value, self.batch_first)  # (len, batch, features) from here on
         if cache is None:
             q, k, v = project(query, key, value, self._in_projection())
         else:
@@ -383,11 +385,14 @@ def score_scale(d_k: int) -> float:
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, dropout_p: float) -> Tensor:
     """Attend without returning the weights: in tiles if the inputs are long, else by ``functional.attention``.
 
+    ``paths.chosen_kernel`` says from which length on. For a query that may look at no key ``sdpa.textbook_attention``
+    gives 0, where ``functional.attention`` gives NaN.
+
     Args:
         q: Queries, (batch, num_heads, query_len, head_dim).
         k: Keys, (batch, num_heads, key_len, head_dim).
         v: Values, (batch, num_heads, key_len, v_head_dim).
-        visible: The masks, combined.
+        visible: The masks as (score_bias, diagonal): a bias, or the offset of a causal diagonal, or None for both.
         scale: Factor on the scores.
         dropout_p: Probability of dropping each attention weight.
 
@@ -409,7 +414,8 @@ def attend_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Attend and return the weights too, both equal to those of torch.nn's module to the last bit.
 
-    It is ``functional.attention`` again, with batch and heads folded into one dimension as in torch.nn.
+    It is ``functional.attention`` again, with batch and heads folded into one dimension as in torch.nn:
+    ``folded_scores`` gives q kᵀ · scale + score_bias, and ``weigh`` the softmax, the dropout and the product with v.
 
     Args:
         q: Queries, (batch, num_heads, query_len, head_dim).

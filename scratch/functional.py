@@ -1,6 +1,7 @@
-"""Scaled dot-product attention as in the paper: one function, one equation per line.
+"""Scaled dot-product attention as in the paper, one equation per line, and splitting and merging of heads.
 
-Dimension letters: b batch, h num_heads, q query_len, k key_len, d head_dim, e embed_dim.
+Dimension letters: b batch, h num_heads, q query_len, k key_len, d head_dim. ``*#heads`` stands for any leading
+dimensions, which broadcast.
 """
 
 from jaxtyping import Float
@@ -29,7 +30,7 @@ def attention(
         k: Keys.
         v: Values.
         score_bias: Broadcastable to (..., query_len, key_len); -inf hides a key.
-        scale: Factor on the scores. Pass 1 / sqrt(d_k) for the paper's attention; the default leaves them unscaled.
+        scale: Factor on the scores, 1 / sqrt(d_k) in the paper.
         dropout_p: Probability of dropping each attention weight.
 
     Returns:
@@ -43,12 +44,13 @@ def attention(
     >>> attention(q, k, v, scale=1000.0)  # scores of 2000, 4000 and 4000: the two best keys share the weight
     (tensor([[2.0000, 7.0000, 1.5000]]), tensor([[0.0000, 0.5000, 0.5000]]))
     """
+    # The queries are scaled, as in torch.nn: Q Kᵀ · scale up to rounding, and the product overflows later.
     scores = (q * scale) @ k.transpose(-2, -1)  # (..., q, k)
     masked_scores = scores if score_bias is None else scores + score_bias
     weights = softmax(masked_scores)
     if dropout_p > 0.0:
         weights = F.dropout(weights, dropout_p)
-    context = weights @ v  # (..., q, d)
+    context = weights @ v  # (..., q, v_head_dim)
     return context, weights
 
 

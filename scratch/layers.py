@@ -162,7 +162,8 @@ class TransformerEncoderLayer(nn.Module):
             src: (len, batch, d_model), (batch, len, d_model) if batch_first, or (len, d_model).
             src_mask: (len, len) or (batch * nhead, len, len). Bool: True = may **not** look; float: added.
             src_key_padding_mask: (batch, len) or (len). Bool: True = **not** looked at; float: added.
-            is_causal: Promises that ``src_mask`` is causal; without padding, a causal mask is applied in its place.
+            is_causal: Promises that ``src_mask``, which must still be given, is causal; without padding, a causal mask
+                is applied in its place.
 
         Returns:
             The shape of ``src``.
@@ -172,7 +173,8 @@ class TransformerEncoderLayer(nn.Module):
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
         validation.check_encoder_layer_inputs(self, src, src_mask, src_key_padding_mask, is_causal)
-        # Overridden blocks and hooks receive what they receive in torch.nn: masks as float biases, passed the same way.
+        # As in torch.nn, blocks get float biases, so that overrides and hooks see those; the decoder layer's get masks
+        # as they are given.
         attn_mask, padding = (masks.score_bias_from_module(x, src.dtype) for x in (src_mask, src_key_padding_mask))
         x = src
         if self.norm_first:
