@@ -83,7 +83,7 @@ wild-mutants: $(STAMP) ## Break those attentions, one change at a time, and coun
 	@$(wild_libraries)
 	$(BIN)/python -m equivalence_tests.wild mutants --part all --output equivalence_tests/wild/results/mutants.json $(ARGS)
 
-wrong: $(STAMP) ## Edit right attentions at random and see that no wrong version is called equal; takes hours
+wrong: $(STAMP) ## Edit right attentions, layers and models at random and see that no wrong version is called equal; takes hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m equivalence_tests.wrong --output equivalence_tests/wrong/results/found.json $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types

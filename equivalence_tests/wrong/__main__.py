@@ -1,4 +1,4 @@
-"""``python -m equivalence_tests.wrong``: random wrong versions of right attentions, and what the checker calls them."""
+"""``python -m equivalence_tests.wrong``: wrong versions of right attentions and layers, and what the checker says."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from equivalence_tests.wild.__main__ import with_reasons
 from equivalence_tests.wild.children import Limits, in_children
 from equivalence_tests.wild.models import WildModel
-from equivalence_tests.wrong import fixed, wild
+from equivalence_tests.wrong import fixed, fixed_layers, wild
 from equivalence_tests.wrong.drawing import UNCHANGED, drawn, unchanged
 from equivalence_tests.wrong.editing import Version
 from equivalence_tests.wrong.judging import accused, called_equal, excused, judged
@@ -146,7 +146,9 @@ def _wide_enough() -> Console:
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Only the 24 fixed versions of one attention.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only the fixed versions of an attention, and of layers and models.")
+    ] = False,
     sample: Annotated[int, typer.Option(min=1, help="How many versions that differ.")] = 3000,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     only: Annotated[str, typer.Option(help="OPERATOR/CLASS; a part of an operator's name will do.")] = "/",
@@ -157,7 +159,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="How many children at a time.")] = os.cpu_count() or 1,
 ) -> None:
-    """Edit right attentions at random and see that the checker calls none of the wrong versions EQUAL.
+    """Edit right attentions, layers and models at random and see that the checker calls no wrong version EQUAL.
 
     Whether a version is wrong is a number: its whole output, with weights copied, differs by more than 1e-6. The exit
     status is 1 if a version that differs is EQUAL without an intended step of its own, or one that does not DEVIATES.
@@ -170,7 +172,8 @@ def main(
     run = Run({**facts, "unseen": unseen, "quick": quick}, output, jobs)
     with tempfile.TemporaryDirectory() as folder:
         if quick:
-            run.over(iter(fixed.versions()), len(fixed.EDITS))
+            versions = [*fixed.versions(), *fixed_layers.versions()]
+            run.over(iter(versions), len(versions))
         else:
             found, kinds = chosen(only, operators, part_rights() if parts else rights())
             run.over(drawn(found, kinds, seed, Path(folder)), sample)

@@ -1,4 +1,4 @@
-"""Every right attention that is changed: of the zoo, and of the tests of styles and of public code."""
+"""All that is right and is changed: attentions of the zoo and of the tests of styles and of public code, and layers."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,7 @@ from typing import Any
 
 from equivalence_tests.checker.zoo import conventions
 from equivalence_tests.checker.zoo import right as texts
+from equivalence_tests.wrong import fixed_layers
 from equivalence_tests.wrong.sources import HEADS, LENGTHS, WIDTH, Right, call_of, complete, sizes_of, text_of
 
 __all__ = ["Row", "right_of", "rights"]
@@ -136,6 +137,7 @@ def _listed() -> Iterator[Right]:
         except ModuleNotFoundError:
             continue
         yield from (right_of(room.partition("_")[0], row, text_of(source, row[0])) for row in rows)
+    yield from fixed_layers.rights()
 
 
 def right_of(room: str, row: Row, text: str, target: str = "") -> Right:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from equivalence_tests.wild.models import WildModel
 from equivalence_tests.wrong import __main__ as command
-from equivalence_tests.wrong import fixed, parts
+from equivalence_tests.wrong import fixed, fixed_layers, parts
 from equivalence_tests.wrong.asking import INTENDED
 from equivalence_tests.wrong.drawing import UNCHANGED, drawn
 from equivalence_tests.wrong.editing import Editable, Version
@@ -228,6 +228,7 @@ def test_the_exit_status_says_whether_a_wrong_one_is_equal_or_a_right_one_accuse
 ) -> None:
     monkeypatch.setattr(command, "judged", lambda *_: iter(rows))
     monkeypatch.setattr(fixed, "EDITS", fixed.EDITS[:1])
+    monkeypatch.setattr(fixed_layers, "EDITS", ())
     result = CliRunner().invoke(app, ["--quick", "--output", str(tmp_path / "found.json")])
     assert (result.exit_code, said in result.output) == (status, True), result.output
     assert json.loads((tmp_path / "found.json").read_text())["quick"]

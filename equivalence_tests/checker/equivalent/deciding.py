@@ -11,6 +11,7 @@ from equivalence_tests.checker.equivalent.steps import Step, told_steps
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.report import Report
 
+MOST_SAID = 4  # steps that a reason names
 COMPARED_WHOLE = ("the output", "what stands around the attention")  # what the stages alone say nothing about
 
 
@@ -55,20 +56,32 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
     if not holding.agrees:
         differs(report, holding.worst)
         return
-    evidence = {step: said or intended.get(step.name, "") for step, said in holding.told(report.meant).items()}
+    if explained(report, holding.told(report.meant), intended):
+        report.coverage = [one for one in report.coverage if one.exercised or one.what not in COMPARED_WHOLE]
+        report.coverage += [Exercise(what, False, "it is no part of torch's program") for what in holding.left_over]
+        report.verdict = "partial" if report.not_exercised else "equal"
+
+
+def explained(report: Report, told: Mapping[Step, str], intended: Mapping[str, str]) -> bool:
+    """Say whether all steps of a program are intended, and write it into a report.
+
+    Args:
+        report: Receives what is intended, or why there is no verdict.
+        told: What says so of each step; "" where nothing does.
+        intended: What the user says is intended, by name, each with the reason.
+    """
+    evidence = {step: said or intended.get(step.name, "") for step, said in told.items()}
     unexplained = [step for step, said in evidence.items() if not said]
     if unexplained:
         report.verdict = "unchecked"
-        words, names = (
-            "; ".join(dict.fromkeys(x)) for x in zip(*((s.words, s.name) for s in unexplained), strict=True)
-        )
-        report.reason = f"Nothing says whether this is intended: {words}. If it is, say so with --intended {names}."
-        return
+        words = [*dict.fromkeys(step.words for step in unexplained)]
+        shown = "; ".join(words[:MOST_SAID]) + (f"; and {len(words) - MOST_SAID} more" if words[MOST_SAID:] else "")
+        names = "; ".join(dict.fromkeys(step.name for step in unexplained))
+        report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with --intended {names}."
+        return False
     untold = [step for step in evidence if not any(step.is_told_by(finding) for finding in report.meant)]
     report.meant += [step.as_intended(evidence[step]) for step in untold]
-    report.coverage = [one for one in report.coverage if one.exercised or one.what not in COMPARED_WHOLE]
-    report.coverage += [Exercise(what, False, "it is no part of torch's program") for what in holding.left_over]
-    report.verdict = "partial" if report.not_exercised else "equal"
+    return True
 
 
 def differs(report: Report, worst: Difference) -> None:

@@ -18,6 +18,7 @@ NAMES: Mapping[str, str] = {
     "unused": "never_used|without_effect",
     "heads": "heads",
     "residual": "residual",
+    "parallel": "side_by_side",
     "operand": "norm",
     "rotary": "rota",
     "turned": "rota(ry_(?!positions)|tions)",

@@ -27,8 +27,9 @@ from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
-from equivalence_tests.checker.layers.masks import Masks, read_masks
+from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
+from equivalence_tests.checker.layers.wholes import Whole, hold_whole
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import named_mistake, told
 from equivalence_tests.checker.parts.checking import examine_part
@@ -42,6 +43,7 @@ from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.subject import Adapter, Subject, sizes_of, subjects
 from equivalence_tests.checker.reach.tracing import ModuleCall, layers_made, tensors_in, trace
+from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import CheckResult, Exercise, Verdict
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 from equivalence_tests.checker.reporting.report import Report
@@ -69,6 +71,10 @@ class Walk:
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
         calls: The calls of its sub-modules in that run.
         of_one: Paths of the sub-modules to which that run gives one tensor of tokens in all their arguments.
+        equivalents: The same in torch, for each part that was examined.
+        masks: The masks that the whole was seen to take.
+        heads: How many heads these may be repeated for.
+        inline: Whether an attention has no module of its own, so that what stands around it cannot be told from it.
     """
 
     report: Report
@@ -78,6 +84,10 @@ class Walk:
     watched: dict[str, Report] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
     of_one: set[str] = field(default_factory=set)
+    equivalents: dict[tuple[Any, ...], Equivalent] = field(default_factory=dict)
+    masks: list[Mask] = field(default_factory=list)
+    heads: int = 1
+    inline: bool = False
     meant: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:
@@ -178,7 +188,40 @@ def _examine_subject(subject: Subject, name: str) -> Report:
             _say_that_it_does_not_run(walk, errors, mistakes)
         else:
             _add_model(walk, run)
-    return _concluded(walk.report, subject)
+    report = _concluded(walk.report, subject)
+    if run is not None and not walk.inline and _may_be_equal(report):
+        _hold(walk, run, subject)
+    return report
+
+
+def _may_be_equal(report: Report) -> bool:
+    """Whether nothing is wrong, and nothing else than the wiring is left open."""
+    left = [check.name for check in report.checks if check.outcome == "skipped" and check.name.endswith(NEEDED)]
+    failed = report.findings or any(check.outcome == "failed" for check in report.checks)
+    return not failed and all(name.endswith("wiring)") for name in left)
+
+
+def _hold(walk: Walk, run: ModelRun, subject: Subject) -> None:
+    """Hold the whole against a program of torch's parts; what the stages could not follow in it is followed there."""
+    module, report = walk.module, walk.report
+    kinds = {path: _kind_in_whole(walk, path, kind) for path, kind in atoms_of(module).items() if kind}
+    marks = {path: walk.equivalents.get(_mark(module.get_submodule(path))) for path in kinds}
+    parts = {path: found for path, found in marks.items() if found is not None}
+    whole = Whole(report.target, subject.function, module, run, kinds, parts, walk.heads, walk.masks, walk.meant)
+    if hold_whole(report, whole) and report.verdict == "unchecked":
+        report.checks = [
+            replace(check, outcome="passed", detail="") if check.outcome == "skipped" else check
+            for check in report.checks
+        ]
+        report.reason = ""
+    if report.verdict in ("equal", "unchecked") and not report.reason:
+        report.verdict = "partial" if report.not_exercised else "equal"
+
+
+def _kind_in_whole(walk: Walk, path: str, kind: str) -> str:
+    """Say what a part is in a whole: one that adds its own residual is a layer."""
+    own = walk.contained.get(_mark(walk.module.get_submodule(path)), False)
+    return "layer" if own or kind == "layers" else kind
 
 
 def _watch(walk: Walk, run: ModelRun) -> None:
@@ -237,6 +280,7 @@ def _add_inline(walk: Walk) -> None:
             return
         if type(child) not in seen and not held:
             seen.add(type(child))
+            walk.inline = True
             _add_part(walk, path, report)
             around = f"residuals and norms around the attention{f' of {path}' if path else ''}"
             walk.report.coverage.append(
@@ -312,6 +356,8 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     elif kind == "attention":
         part = _as_called_here(walk, path, child, part)
     walk.contained[_mark(child)] = _adds_residual(part)
+    if part.equivalent is not None and part.equivalent.source and part.verdict in ("equal", "partial"):
+        walk.equivalents[_mark(child)] = part.equivalent
     _add_part(walk, path, part)
     torch.set_default_dtype(torch.float64)
 
@@ -440,6 +486,8 @@ def _read_masks(walk: Walk, path: str, run: ModelRun, heads: int = 1) -> Masks:
     if any(f.stage in ("softmax", "mask") or "mask" in f.name for f in inside):
         return Masks([], [])
     read = read_masks(walk.module.get_submodule(path), run, heads)
+    if not path:
+        walk.masks, walk.heads = read.masks, heads
     if any(f.name.startswith("cross_") or f.name == "sublayer_unused" for f in walk.report.findings):
         read = replace(read, masks=[mask for mask in read.masks if mask.reached])  # others may have nothing to hide
     return read

@@ -1,0 +1,201 @@
+"""The calls in which a layer, a stack or a model is compared as a whole: what its forward is given, at many sizes."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.layers.masks import Mask
+from equivalence_tests.checker.reach.masking import draw_masks
+from equivalence_tests.checker.reach.model_calls import FIRST_ID, Given, ModelRun
+
+BATCHES = (2, 3)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many samples and tokens a call has.
+
+    Args:
+        batch: Samples.
+        source: Tokens of the source; None for as many as were drawn at first.
+        target: Of the target.
+    """
+
+    batch: int
+    source: int | None = None
+    target: int | None = None
+
+
+class _GivenError(Exception):
+    """Ends a call as soon as it is known what the forward is given."""
+
+
+def arguments_of(module: nn.Module, run: Callable[[], Any]) -> dict[str, Any]:
+    """Give what the forward of a module is given, by the names of its signature.
+
+    Args:
+        module: The module.
+        run: Calls it in some way.
+
+    Raises:
+        UnreadError: If its forward is not called, or takes what has no name of its own.
+    """
+    seen: list[dict[str, Any]] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(bound(module, args, kwargs))
+        raise _GivenError
+
+    handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    try:
+        run()
+    except _GivenError:
+        return seen[0]
+    finally:
+        handle.remove()
+    raise UnreadError("its forward is not what is called")
+
+
+@contextmanager
+def called_by_hooks(module: nn.Module) -> Iterator[None]:
+    """Let sub-modules whose forward is called by name run their hooks all the same."""
+    children = [child for path, child in module.named_modules() if path and "forward" not in vars(child)]
+    running: set[int] = set()
+
+    def routed(child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if id(child) in running:
+                running.discard(id(child))
+                return forward(*args, **kwargs)
+            running.add(id(child))
+            return child(*args, **kwargs)
+
+        return called
+
+    def entered(child: nn.Module, _: Any) -> None:
+        running.add(id(child))
+
+    handles = [child.register_forward_pre_hook(entered) for child in children]
+    for child in children:
+        vars(child)["forward"] = routed(child, child.forward)
+    try:
+        yield
+    finally:
+        for child, handle in zip(children, handles, strict=True):
+            vars(child).pop("forward", None)
+            handle.remove()
+
+
+def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Give arguments by the names of a forward's signature."""
+    signature = inspect.signature(module.forward)
+    packed = [x.name for x in signature.parameters.values() if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    found = dict(signature.bind(*args, **kwargs).arguments)
+    if any(found.get(name) for name in packed):
+        raise UnreadError("its forward takes arguments without names of their own")
+    return {name: x for name, x in found.items() if name not in packed}
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The ways in which the whole is called.
+
+    Args:
+        module: The layer, stack or model.
+        run: How it is called.
+        heads: How many heads a mask may be repeated for.
+        masks: The masks that it is known to take, each with its form.
+    """
+
+    module: nn.Module
+    run: ModelRun
+    heads: int = 1
+    masks: Sequence[Mask] = ()
+
+    def recorded(self, masked: bool) -> tuple[Call, Call]:
+        """Give two calls of different sizes, from which the program is read.
+
+        Args:
+            masked: Whether masks are handed over.
+        """
+        first, second = self.sizes()
+        return self.drawn(first, 3, masked), self.drawn(second, 4, masked)
+
+    def sizes(self) -> tuple[Sizes, Sizes]:
+        """Two sizes, in as many axes apart as the code allows."""
+        own, other = BATCHES
+        tokens, target = self.run.source.size(1), None if self.run.target is None else self.run.target.size(1)
+        first = Sizes(own, tokens, target)
+        if self.run.kind == "image":
+            return Sizes(own), Sizes(other)
+        for longer in (2, -1):  # another step than that of the batch tells the two apart
+            second = Sizes(other, tokens + longer, None if target is None else target + 2 * longer)
+            if self._runs(second):
+                return first, second
+        return first, Sizes(other, tokens, target)
+
+    def _runs(self, sizes: Sizes) -> bool:
+        call = self.drawn(sizes, 3, masked=False)
+        try:
+            with torch.no_grad():
+                call.function(**call.kwargs)
+        except Exception:  # the code may take no other lengths
+            return False
+        return True
+
+    def compared(self, masked: bool) -> Iterator[tuple[str, Call, int | None]]:
+        """List the calls in which wholes are compared: what each is, the call, and the seed of new parameters.
+
+        Args:
+            masked: Whether one of them hands masks over.
+        """
+        first, second = self.sizes()
+        yield "fresh inputs", self.drawn(first, 21, masked=False), 7
+        yield "parameters drawn anew, other sizes", self.drawn(second, 22, masked=False), 8
+        if second.source != first.source:
+            longer = replace(first, source=(first.source or 0) + 1)
+            if self._runs(longer):
+                yield "longer sequences", self.drawn(longer, 23, masked=False), None
+        if masked:
+            yield "with masks: " + ", ".join(mask.name for mask in self.masks), self.drawn(first, 24, masked=True), 9
+
+    def drawn(self, sizes: Sizes, seed: int, masked: bool) -> Call:
+        """Draw one call."""
+        generator = torch.Generator().manual_seed(seed)
+        source = _like(self.run.source, sizes.batch, sizes.source, generator)
+        target = self.run.target
+        target = None if target is None else _like(target, sizes.batch, sizes.target, generator)
+        given = self._masks(source, target, seed, masked)
+        return Call(self.module, (), arguments_of(self.module, lambda: self.run.run(source, target, given)))
+
+    def _masks(self, source: Tensor, target: Tensor | None, seed: int, every: bool) -> Given:
+        """Draw the masks that are required, or all of them."""
+        known = inspect.signature(self.module.forward).parameters
+        required = {name for name, x in known.items() if x.default is x.empty}
+        lengths = {"source": source.size(1), "target": (source if target is None else target).size(1)}
+        given: dict[str, Tensor] = {}
+        for mask in (mask for mask in self.masks if every or mask.name in required):
+            assert mask.form is not None  # it is known what it means
+            reads = {site.reads for site in mask.reached}
+            queries = lengths["source" if reads == {"source"} else "target"]
+            keys = lengths["target" if reads == {"target"} else "source"]
+            may = draw_masks(mask.form.pattern, len(source), queries, keys, seed)
+            given[mask.name] = mask.form.build(may, self.heads, torch.get_default_dtype())
+        return given
+
+
+def _like(x: Tensor, batch: int, tokens: int | None, generator: torch.Generator) -> Tensor:
+    """Draw what may stand in the place of a tensor, with other sizes."""
+    shape = (batch, tokens or x.size(1), *x.shape[2:])
+    if x.is_floating_point():
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(x.dtype)
+    return torch.randint(min(FIRST_ID, int(x.max())), int(x.max()) + 1, shape, generator=generator, dtype=x.dtype)

@@ -1,0 +1,457 @@
+"""Follow a run from part to part, and list what no Transformer of torch's has between them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.vocabulary import CREATES, MOVES, NORMS
+from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
+from equivalence_tests.checker.equivalent.steps import Step
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.layers.whole_modules import constructor
+from equivalence_tests.checker.layers.whole_values import (
+    ACTS,
+    BASES,
+    FEATURES,
+    PASSES,
+    POOLS,
+    SHAPED,
+    Labels,
+    Value,
+    lies_whole,
+    places_of,
+    relaid,
+    scaled,
+    summed,
+)
+from equivalence_tests.checker.parts.names import kind_of_name
+from equivalence_tests.checker.reporting.lines import code_lines
+
+EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
+OF_POSITIONS = "positional_encoding"
+
+
+@dataclass(eq=False)
+class Follower:
+    """Follows one run.
+
+    Args:
+        module: The layer, stack or model.
+        recorder: The run.
+        kinds: What each part is, by its path; "layer" for one that adds its own residual.
+        hides: The arguments that are masks.
+    """
+
+    module: nn.Module
+    recorder: Recorder
+    kinds: Mapping[str, str]
+    hides: Collection[str]
+    labels: Labels = field(default_factory=Labels)
+    values: dict[int, Value] = field(default_factory=dict)
+    learnt: dict[int, tuple[frozenset[str], Tensor]] = field(
+        default_factory=dict
+    )  # parameters, and what is cut of them
+    found: list[Step] = field(default_factory=list)
+    seen: set[Any] = field(default_factory=set)
+    paths: set[str] = field(init=False)
+    calls: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # labels by the part that made them
+
+    def __post_init__(self) -> None:
+        self.paths = {path for path, _ in self.module.named_modules()}
+
+    def steps(self, outputs: list[Tensor]) -> list[Step]:
+        """List what stands between the parts that is not torch's, each with the evidence that it is intended.
+
+        Args:
+            outputs: What came back.
+
+        Raises:
+            UnreadError: If it cannot be followed.
+        """
+        for name, slot in zip(self.recorder.names, self.recorder.given, strict=True):
+            kind, _, named = name.partition(":")
+            if kind == "arg":
+                self._given(named, slot.tensor)
+            else:
+                self.learnt.setdefault(
+                    slot.key, (frozenset({named}), torch.arange(slot.tensor.numel()).view_as(slot.tensor))
+                )
+        events = {call.first: call for call in reversed([*self._events()])}
+        place = 0
+        while place < len(self.recorder.operations):
+            call = events.get(place)
+            if call is not None:
+                self._called(call)
+            else:
+                self._made(self.recorder.operations[place])
+            place = max(place + 1, call.end if call is not None else 0)
+        self._end(outputs)
+        self._of_parts()
+        return list(dict.fromkeys(self.found))
+
+    def _events(self) -> Iterator[ModuleCall]:
+        """List the calls of parts, and of torch's own modules, that are not inside of another."""
+        end = 0
+        for call in self.recorder.calls:
+            if call.path and call.first >= end and call.end > call.first and self._kind(call.path):
+                end = call.end
+                yield call
+
+    def _kind(self, path: str) -> str:
+        if path in self.kinds:
+            return self.kinds[path]
+        module = self.module.get_submodule(path)
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+            return "linear"
+        if isinstance(module, nn.Embedding):
+            return "embedding"
+        plain = constructor(module) and next(module.parameters(), None) is None
+        acts = type(module).__name__.lower() in ACTS and not isinstance(module, nn.Softmax)
+        return "activation" if plain and acts else ""
+
+    def _given(self, name: str, x: Tensor) -> None:
+        if name.partition("[")[0] in self.hides or x.dtype == torch.bool or x.dim() < 2:
+            return
+        places = places_of(x.shape) if x.is_floating_point() else places_of(torch.Size((*x.shape, 1)))[..., 0]
+        if x.dim() == 4:  # an image: what convolutions make of it is numbered anew
+            places = torch.zeros(x.shape, dtype=torch.long)
+        value = Value(((self.labels.add("given", name), 1.0),), places)
+        self.values[id(x)] = value
+        self.labels.streams.add(value.terms)
+
+    # ------------------------------------------------------------------------------------------- parts
+    def _called(self, call: ModuleCall) -> None:
+        kind, path = self._kind(call.path), call.path
+        data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
+        if kind == "embedding":
+            self._looked_up(path, call.inputs[0], call.outputs[0])
+            return
+        if kind == OF_POSITIONS:
+            kind = "positions"
+        if not data:
+            if kind != "positions":
+                raise UnreadError(f"{path} is given nothing that could be followed")
+            self._give(call.outputs[:1], Value(((self.labels.add("table", path), 1.0),), torch.zeros(())))
+            return
+        if kind != "activation":
+            for value in data:
+                self._used(value, path)
+        if kind == "activation":
+            self._acted(type(self.module.get_submodule(path)).__name__, data[0], call.outputs)
+            return
+        if kind == "attention":
+            self._attended(path, data)
+        if kind == "linear":
+            self._projected(path, data[0])
+        self._part(kind, path, data, call.outputs)
+
+    def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor]) -> None:
+        if kind == "linear" and self.labels.kind(data[0]) == "given":
+            kind = "embedding"  # of features, or of patches
+        label = self.labels.add(kind, path, data)
+        self.calls[path].add(label)
+        places = relaid(data[0].places, outputs[0].shape)
+        if isinstance(self.module.get_submodule(path) if path in self.paths else None, nn.modules.conv._ConvNd):
+            places = places_of(torch.Size((len(outputs[0]), *outputs[0].shape[2:], outputs[0].size(1)))).movedim(-1, 1)
+        elif kind == "embedding" and not bool(data[0].places.any()):
+            places = places_of(outputs[0].shape)  # patches of an image
+        if places is None:
+            raise UnreadError(f"what {path} gives has not the tokens that it is given")
+        if kind in ("attention", "feed_forward", "layer_norm", "layer") and not all(lies_whole(x.places) for x in data):
+            self._say(f"the tokens that {path} is given lie in another order", "project")
+        self._give(outputs[:1], Value(((label, 1.0),), places))
+        if kind in ("positions", "layer"):
+            self.labels.streams.add(((label, 1.0),))
+
+    def _attended(self, path: str, data: list[Value]) -> None:
+        query, *others = data
+        if query.terms not in self.labels.streams:
+            self._say(f"{path} reads what is not the stream of tokens", "project")
+        for other in others:
+            apart = self.labels.ancestors(query.terms).isdisjoint(self.labels.ancestors(other.terms))
+            if other.terms != query.terms and not apart:
+                self._say(f"{path} takes keys or values from another tensor than its queries", "project")
+        if len(others) > 1 and others[0].terms != others[1].terms:
+            self._say(f"{path} takes values from another tensor than its keys", "project")
+
+    def _projected(self, path: str, value: Value) -> None:
+        if self.labels.kind(value) in ("linear", "feed_forward"):
+            self._say(f"{path} stands behind another matrix with nothing between", "project")
+
+    def _looked_up(self, path: str, index: Tensor, output: Tensor) -> None:
+        """Rows of a table, by ids or by positions."""
+        value = self.values.get(id(index))
+        if value is not None:
+            label = self.labels.add("embedding", path, [value])
+            places = value.places[..., None] + torch.arange(output.size(-1))
+        else:
+            rows = index.double()
+            steps = rows.diff(dim=-1)
+            counted = bool((rows == rows[..., :1]).all()) or bool((steps == 1).all())
+            if not counted:
+                self._say(f"the places that {path} is asked for are not counted from the first", "scores")
+            label, places = self.labels.add("table", f"{path} {rows.flatten()[:1].tolist()}"), torch.zeros(())
+        self.calls[path].add(label)
+        self._give([output], Value(((label, 1.0),), places))
+
+    # ------------------------------------------------------------------------------------------- operations
+    def _made(self, operation: Operation) -> None:
+        name, inputs = operation.name, [slot.tensor for slot in operation.inputs]
+        data = [self.values[id(x)] for x in inputs if id(x) in self.values]
+        if name in SHAPED:  # the second is there for its shape alone
+            data = data[: int(id(inputs[0]) in self.values)]
+        if name in CREATES:
+            return
+        if not data:
+            self._of_constants(operation)
+        elif name in PASSES and len(data) == 1 and id(inputs[0]) in self.values:
+            self._moved(operation, data[0])
+        elif name in ("add", "sub", "rsub") and len(operation.inputs) == 2:
+            self._added(operation, -1.0 if name == "sub" else 1.0)
+        elif name in ("mul", "div"):
+            self._multiplied(operation, data)
+        elif name in ACTS:
+            self._acted(name, data[0], operation.outputs[0].tensor)
+        elif name == "linear":
+            self._by_function("linear", operation, data)
+        elif name in NORMS:
+            self._by_function("layer_norm", operation, data)
+        elif name == "embedding":
+            self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
+        elif name in POOLS and data[0].places.dim() > operation.outputs[0].value.dim():
+            self._pooled(name, data[0], operation)
+        elif name in ("softmax", "log_softmax") and self.labels.kind(data[0]) == "linear":
+            self._function("softmax", name, data, operation)
+        elif name == "cat" and len(data) == 1 and all(id(x) in self.learnt or id(x) in self.values for x in inputs):
+            self._used(data[0], name)
+            label = self.labels.add("tokens", "what is put before the tokens", data)
+            self._give(
+                [operation.outputs[0].tensor], Value(((label, 1.0),), places_of(operation.outputs[0].value.shape))
+            )
+        elif not operation.outputs[0].value.is_floating_point():
+            self._of_ids(operation, data)
+        else:
+            self._strange(operation, data)
+
+    def _of_ids(self, operation: Operation, data: list[Value]) -> None:
+        """What is made of ids are masks, or other ids, as where targets are shifted behind a first one."""
+        out = operation.outputs[0]
+        if out.value.dtype == torch.bool or out.value.dim() != data[0].places.dim():
+            return
+        shifted = operation.name == "cat" and len(data) == 1
+        said = "a first one that is always the same stands before them, as before what is to be predicted"
+        self._say(f"{operation.name} of the ids", "project", said if shifted else "")
+        label = self.labels.add("given", f"{operation.name} of ids", data)
+        self._give([out.tensor], Value(((label, 1.0),), places_of(torch.Size((*out.value.shape, 1)))[..., 0]))
+
+    def _strange(self, operation: Operation, data: list[Value]) -> None:
+        line = code_lines(operation.frames)[-1:]
+        where = f" (line {line[0].number}: {line[0].text})" if line else ""
+        self._say(f"{operation.name} between the parts{where}", "project")
+        self._function("strange", f"{operation.name} {operation.index}", data, operation)
+
+    def _function(self, kind: str, words: str, data: list[Value], operation: Operation) -> None:
+        for value in data:
+            self._used(value, words)
+        label = self.labels.add(kind, words, data)
+        for slot in operation.outputs:
+            places = relaid(data[0].places, slot.value.shape)
+            places = places_of(slot.value.shape) if places is None and slot.value.dim() else places
+            self._give([slot.tensor], Value(((label, 1.0),), torch.zeros(()) if places is None else places))
+
+    def _by_function(self, kind: str, operation: Operation, data: list[Value]) -> None:
+        path = self._names(*(slot.tensor for slot in operation.inputs[1:])) or f"{operation.name} {operation.index}"
+        self._used(data[0], path)
+        if kind == "linear":
+            self._projected(path, data[0])
+        elif len(operation.inputs) == 1:
+            self._say(f"{operation.name} without a parameter", "project")
+        self._part(kind, path, data[:1], [operation.outputs[0].tensor])
+
+    def _moved(self, operation: Operation, value: Value) -> None:
+        if operation.name in ("dropout", "alpha_dropout", "feature_dropout", "dropout1d"):
+            self._give([operation.outputs[0].tensor], value)
+            return
+        if value.places.shape != operation.inputs[0].value.shape:
+            raise UnreadError(f"{operation.name} of what has no tokens of its own")
+        with torch.no_grad():
+            others = [slot.value for slot in operation.inputs[1:]]
+            result = operation.call([value.places, *others]) if operation.name in MOVES else value.places
+        moved = [result] if isinstance(result, Tensor) else [*result]
+        whole = sum(x.numel() for x in moved)
+        for x, slot in zip(moved, operation.outputs, strict=True):
+            if x.numel() >= value.places.numel():
+                self._give([slot.tensor], Value(value.terms, x))
+            elif not slot.value.is_floating_point():
+                self.values[id(slot.tensor)] = Value(value.terms, x)  # some of the ids
+            elif x.dim() < value.places.dim() and operation.name in ("getitem", "select"):
+                self._pooled("a token", value, operation)
+            elif self.labels.kind(value) == "linear" and whole in (x.numel(), value.places.numel()):
+                label = self.labels.add("piece", f"{x.flatten()[0]} of {value.only}", [value])
+                self._give([slot.tensor], Value(((label, 1.0),), x))
+            else:
+                self._strange(operation, [value])
+
+    def _pooled(self, name: str, value: Value, operation: Operation) -> None:
+        """One vector for all tokens, where a model says one thing of a whole."""
+        self._used(value, name)
+        label = self.labels.add("pool", name, [value])
+        self._say(f"{name} of all tokens is taken", "output", "what comes back holds no tokens")
+        out = operation.outputs[0]
+        self._give([out.tensor], Value(((label, 1.0),), places_of(out.value.shape)))
+
+    def _added(self, operation: Operation, sign: float) -> None:
+        one, other = (self._operand(slot.tensor) for slot in operation.inputs)
+        if one is None or other is None or operation.name == "rsub":
+            data = [x for x in (one, other) if x is not None]
+            self._strange(operation, data)
+            return
+        both = [x for x in (one, other) if x.places.dim()]
+        if len(both) > 1 and not (
+            both[0].places.shape == both[1].places.shape and torch.equal(both[0].places, both[1].places)
+        ):
+            self._say("what is added lies in another order", "project")
+        largest = max(both, key=lambda x: x.places.numel()).places
+        if largest.shape != operation.outputs[0].value.shape:
+            largest = largest.expand(operation.outputs[0].value.shape)
+        self._give([operation.outputs[0].tensor], Value(summed(one.terms, other.terms, sign), largest))
+
+    def _operand(self, x: Tensor) -> Value | None:
+        """A value, or a table that is learnt."""
+        if id(x) in self.values:
+            return self.values[id(x)]
+        if id(x) not in self.learnt:
+            return None
+        names, places = self.learnt[id(x)]
+        wanted = torch.arange(places.numel()).view_as(places) + places.flatten()[0]
+        if not torch.equal(places, wanted):
+            self._say(f"{', '.join(names)} is added in another order", "scores")
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        if not any(name in parameters or kind_of_name(name.rpartition(".")[2]) == OF_POSITIONS for name in names):
+            self._say(f"{', '.join(names)} is added", "scores")
+        label = self.labels.add("table", ", ".join(sorted(names)))
+        self.calls[", ".join(sorted(names))].add(label)
+        return Value(((label, 1.0),), torch.zeros(()))
+
+    def _multiplied(self, operation: Operation, data: list[Value]) -> None:
+        tensors, out = [slot.tensor for slot in operation.inputs], operation.outputs[0].tensor
+        if len(tensors) == 1:
+            number = next(x for x in operation.skeleton if isinstance(x, int | float))
+            factor = float(number) if operation.name == "mul" else 1 / number
+            self._give([out], Value(scaled(data[0].terms, factor), data[0].places))
+            return
+        gains = [x for x in tensors if id(x) in self.learnt]
+        if operation.name == "mul" and len(data) == 1 and gains:
+            self._part("gain", self._names(gains[0]), data, [out])
+            return
+        if operation.name == "mul" and len(data) == 2 and self.labels.gates(data):
+            self._function("product", "product", data, operation)
+            return
+        self._strange(operation, data)
+
+    def _acted(self, name: str, value: Value, output: Tensor | list[Tensor]) -> None:
+        if self.labels.kind(value) not in ("linear", "piece") and not self.labels.is_normed_matrix(value):
+            self._say(f"{name} of what no matrix gave", "gate")
+            self._used(value, name)
+        label = self.labels.add("activation", name, [value])
+        self._give([output] if isinstance(output, Tensor) else output, Value(((label, 1.0),), value.places))
+
+    def _of_constants(self, operation: Operation) -> None:
+        """What is cut of parameters is known by its places; other constants are not followed."""
+        inputs = [slot.tensor for slot in operation.inputs]
+        known = [self.learnt[id(x)] for x in inputs if id(x) in self.learnt]
+        if not known or not all(slot.value.is_floating_point() for slot in operation.outputs):
+            return
+        names, places = known[0]
+        if operation.name == "embedding":
+            self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
+            return
+        if operation.name in MOVES and len(inputs) == 1 and len(operation.outputs) == 1:
+            self.learnt[id(operation.outputs[0].tensor)] = names, operation.call([places])
+            return
+        if operation.name in ("to", "type_as", "float", "double"):
+            self.learnt[id(operation.outputs[0].tensor)] = names, places
+
+    # ------------------------------------------------------------------------------------------- sums
+    def _used(self, value: Value, by: str) -> None:
+        """Ask of a value that something takes whether it is the stream of tokens, or what one part gave."""
+        if value.terms in self.seen:
+            return
+        self.seen.add(value.terms)
+        for label, count in value.terms:
+            if count != 1:
+                made = self.labels.made[label]
+                width = value.places.size(-1) if value.places.dim() else 0
+                usual = made.kind == "embedding" and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
+                said = "the square root of the width, as embeddings are scaled" if usual else ""
+                self._say(f"{made.words} times {count:.6g}", "factor", said)
+        kinds = {label: self.labels.made[label].kind for label, _ in value.terms}
+        branches = [label for label, kind in kinds.items() if kind not in BASES]
+        if value.only and branches:
+            made = self.labels.made[value.only]
+            if made.kind == "layer_norm" and made.inputs[0].terms in self.labels.streams:
+                self.labels.streams.add(value.terms)
+            return
+        if sum(kind == "given" for kind in kinds.values()) > 1:
+            self._say("two arguments are added", "residual")
+        if branches:
+            self._from_stream(value, by)
+        self.labels.streams.add(value.terms)
+
+    def _from_stream(self, value: Value, by: str) -> None:
+        """A sum is a stream with what sub-layers made of it."""
+        whole = dict(value.terms)
+        known = [dict(x) for x in self.labels.streams if x != value.terms]
+        known = [x for x in known if all(whole.get(label) == count for label, count in x.items())]
+        for stream in sorted(known, key=len, reverse=True):
+            rest = [label for label in whole if label not in stream]
+            start = tuple(sorted(stream.items()))
+            if rest and all(start in self.labels.origins(label) for label in rest):
+                if len(rest) > 1:
+                    self._say(f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side", "parallel")
+                return
+        names = " + ".join(self.labels.words(label) for label in whole)
+        self._say(f"{names}, which {by} takes, is no residual connection", "residual")
+
+    # ------------------------------------------------------------------------------------------- the end
+    def _end(self, outputs: list[Tensor]) -> None:
+        known = [self.values[id(x)] for x in outputs if id(x) in self.values]
+        if not known:
+            raise UnreadError("what comes back could not be followed")
+        for value in known[:1]:
+            self._used(value, "the output")
+            tokens = value.places[..., :1].flatten() // FEATURES if value.places.dim() else torch.zeros(1)
+            if bool((tokens.diff() < 0).any()):
+                self._say("the tokens that come back lie in another order", "output")
+            for label, _ in value.terms:
+                self.labels.users.setdefault(label, set()).add("output")
+
+    def _of_parts(self) -> None:
+        for path, labels in self.calls.items():
+            kinds = [self.labels.made[label].kind for label in labels]
+            if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or len([k for k in kinds if k == "table"]) > 1:
+                self._say(f"{path} takes part {len(labels)} times, with other inputs", "residual")
+        for label, made in self.labels.of_kind("activation"):
+            users = self.labels.users.get(label, set())
+            ends = users <= {"linear", "product", "layer_norm"} or self.labels.is_pooled(made)
+            if users and not ends:
+                self._say(f"{made.words} stands behind the last matrix", "gate")
+        for _, made in self.labels.of_kind("gain"):
+            learnt = made.words in dict(self.module.named_parameters(remove_duplicate=False))
+            self._say(f"times {made.words}", "scale", f"the parameter {made.words}" if learnt else "")
+
+    def _names(self, *tensors: Tensor) -> str:
+        names = [name for x in tensors if id(x) in self.learnt for name in sorted(self.learnt[id(x)][0])]
+        return ", ".join(names[:1])
+
+    def _give(self, tensors: list[Tensor], value: Value) -> None:
+        for x in tensors:
+            self.values[id(x)] = value
+
+    def _say(self, words: str, stage: str, evidence: str = "") -> None:
+        self.found.append(Step(words, evidence, stage))

@@ -1,0 +1,169 @@
+"""What flows between the parts of a layer or a model: sums of what they gave, and which token lies where in them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.engine.vocabulary import MOVES, words
+
+OTHER_ORDER = words("gather take_along_dim index_select masked_select take pad")
+PASSES = (MOVES - OTHER_ORDER - words("cat stack hstack vstack dstack column_stack row_stack")) | words(
+    "to type_as type float double half bfloat16 dropout alpha_dropout feature_dropout dropout1d requires_grad"
+)
+SHAPED = words("view_as reshape_as expand_as type_as")
+ACTS = words("relu gelu silu tanh sigmoid softplus elu leaky_relu selu mish hardswish relu6 prelu")
+POOLS = words("mean sum amax max")
+FEATURES = 1 << 20  # more than a token has
+Terms = tuple[tuple[str, float], ...]
+# What a stream of tokens begins with.
+BASES = ("given", "embedding", "table", "positions", "tokens", "layer")
+WITHIN = ("layer_norm", "gain", "linear", "activation", "product", "feed_forward", "attention", "piece")
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor as a sum of what parts gave.
+
+    Args:
+        terms: Each part's label, and how often it is in the sum.
+        places: Of each element, its token and its feature.
+    """
+
+    terms: Terms
+    places: Tensor
+
+    @property
+    def only(self) -> str:
+        """The one label that it is; "" for a sum, or something scaled."""
+        return self.terms[0][0] if len(self.terms) == 1 and self.terms[0][1] == 1 else ""
+
+
+def summed(one: Terms, other: Terms, factor: float = 1.0) -> Terms:
+    """Add two sums.
+
+    >>> summed((("x", 1.0),), (("x", 1.0), ("y", 1.0)), -1.0)
+    (('y', -1.0),)
+    """
+    counts = dict(one)
+    for label, count in other:
+        counts[label] = counts.get(label, 0.0) + factor * count
+    return tuple(sorted((label, count) for label, count in counts.items() if count))
+
+
+def scaled(terms: Terms, factor: float) -> Terms:
+    """Multiply a sum by a number."""
+    return tuple((label, count * factor) for label, count in terms)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a label stands for.
+
+    Args:
+        kind: attention, feed_forward, layer_norm, linear, activation, ...
+        words: What the user calls it.
+        inputs: What it is made of, first that which it is a function of token by token.
+    """
+
+    kind: str
+    words: str
+    inputs: tuple[Value, ...] = ()
+
+
+@dataclass
+class Labels:
+    """Everything that was given or made in one run."""
+
+    made: dict[str, Made] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], str] = field(default_factory=dict)  # each label, by what it stands for
+    streams: set[Terms] = field(default_factory=set)  # sums of what a layer was given and what its sub-layers gave
+    users: dict[str, set[str]] = field(default_factory=dict)  # the kinds of what takes a label
+
+    def add(self, kind: str, words: str, inputs: Iterable[Value] = ()) -> str:
+        """Give the label of something; the same for the same part with the same inputs."""
+        found = Made(kind, words, tuple(inputs))
+        label = self.known.setdefault((kind, words, *(x.terms for x in found.inputs)), f"{words} {len(self.known)}")
+        self.made.setdefault(label, found)
+        for value in found.inputs:
+            for inside, _ in value.terms:
+                self.users.setdefault(inside, set()).add(kind)
+        return label
+
+    def kind(self, value: Value) -> str:
+        """Say what a value is, where it is one thing."""
+        return self.made[value.only].kind if value.only else ""
+
+    def origins(self, label: str) -> set[Terms]:
+        """List the streams that a branch may start from: what its first part reads, and that before its norm."""
+        made = self.made[label]
+        if not made.inputs:
+            return set()
+        several = made.inputs if made.kind == "product" else made.inputs[:1]
+        found = [self._origins(value) for value in several]
+        return set.intersection(*found)
+
+    def _origins(self, value: Value) -> set[Terms]:
+        found = {value.terms} & self.streams
+        kind = self.kind(value)
+        if kind == "layer_norm" or (kind in WITHIN and not found):
+            found |= self.origins(value.only)
+        return found
+
+    def ancestors(self, terms: Terms) -> set[str]:
+        """List what tokens were made of, token by token: not what they attended to, nor tables."""
+        found: set[str] = set()
+        waiting = [label for label, _ in terms]
+        while waiting:
+            label = waiting.pop()
+            if label not in found and self.made[label].kind != "table":
+                found.add(label)
+                waiting += [inside for value in self.made[label].inputs[:1] for inside, _ in value.terms]
+        return found
+
+    def gates(self, values: list[Value]) -> bool:
+        """Whether of two factors one is an activation of a matrix, and the other is another matrix's."""
+        kinds = [self.kind(value) for value in values]
+        return "activation" in kinds and all(kind in ("linear", "piece", "activation") for kind in kinds)
+
+    def is_normed_matrix(self, value: Value) -> bool:
+        """Whether it is the norm of what a matrix gave."""
+        return self.kind(value) == "layer_norm" and self.kind(self.made[value.only].inputs[0]) == "linear"
+
+    def is_pooled(self, made: Made) -> bool:
+        """Whether something is made of one vector for all tokens."""
+        inside = (self.made[value.only] for value in made.inputs if value.only)
+        return any(one.kind == "pool" or self.is_pooled(one) for one in inside)
+
+    def words(self, label: str) -> str:
+        """Say what a label stands for."""
+        made = self.made[label]
+        return f"{made.kind} {made.words}" if made.kind in ("activation", "piece") else made.words
+
+    def of_kind(self, *kinds: str) -> Iterator[tuple[str, Made]]:
+        """List the labels of some kinds."""
+        yield from ((label, made) for label, made in self.made.items() if made.kind in kinds)
+
+
+def places_of(shape: torch.Size) -> Tensor:
+    """Number the tokens of a tensor that holds features last, and its features."""
+    rows = torch.arange(shape[:-1].numel()).view(*shape[:-1], 1)
+    return rows * FEATURES + torch.arange(shape[-1])
+
+
+def relaid(before: Tensor, shape: torch.Size) -> Tensor | None:
+    """Give the places of what a part makes of tokens, each where it was; None where these are others."""
+    if before.shape == shape:
+        return before
+    if before.dim() and before.shape[:-1] == shape[:-1]:
+        return before[..., :1] // FEATURES * FEATURES + torch.arange(shape[-1])
+    return None
+
+
+def lies_whole(places: Tensor) -> bool:
+    """Whether the last axis holds all features of a token, in order."""
+    return torch.equal(places % FEATURES, torch.arange(places.size(-1)).expand(places.shape)) and torch.equal(
+        places // FEATURES, (places[..., :1] // FEATURES).expand(places.shape)
+    )
