@@ -533,9 +533,9 @@ class Indexed(Base):
         (ScaledByConfiguration, ["scale_missing"]),
         (ScaledForLongerContexts, ["scale_wrong"]),
         (NormedValues, ["values_normalised"]),
-        (Gated, ["output_of_its_own"]),
+        (Gated, []),
         (ScaledByPosition, ["query_changed_by_mul"]),
-        (BentOnPurpose, ["changed_by_hardswish", "output_of_its_own"]),
+        (BentOnPurpose, ["changed_by_hardswish"]),
         (Indexed, []),
     ],
 )
