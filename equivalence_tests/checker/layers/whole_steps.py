@@ -153,6 +153,8 @@ class Follower:
     def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor]) -> None:
         if kind == "linear" and self.labels.kind(data[0]) == "given":
             kind = "embedding"  # of features, or of patches
+        if kind == "layer":  # of a source and a target the one whose tokens come back is first
+            data = sorted(data, key=lambda x: relaid(x.places, outputs[0].shape) is None)
         label = self.labels.add(kind, path, data)
         self.calls[path].add(label)
         places = relaid(data[0].places, outputs[0].shape)
