@@ -219,7 +219,7 @@ class Follower:
             self._multiplied(operation, data)
         elif name in ACTS:
             self._acted(name, data[0], operation.outputs[0].tensor)
-        elif name == "linear":
+        elif name == "linear" or (name == "matmul" and id(inputs[1]) in self.learnt):
             self._by_function("linear", operation, data)
         elif name in NORMS:
             self._by_function("layer_norm", operation, data)
