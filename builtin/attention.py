@@ -1,7 +1,4 @@
-"""Multi-head attention as torch.nn has it, behind the checks that both packages share.
-
-``sidebyside traps NAME`` shows a trap that is named here.
-"""
+"""Multi-head attention as torch.nn has it, behind the checks that both packages share."""
 
 import torch
 from torch import Tensor, nn

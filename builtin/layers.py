@@ -1,7 +1,4 @@
-"""The two layers as torch.nn has them, behind the checks that both packages share.
-
-``sidebyside traps NAME`` shows a trap that is named here.
-"""
+"""The two layers as torch.nn has them, behind the checks that both packages share."""
 
 from collections.abc import Callable
 
