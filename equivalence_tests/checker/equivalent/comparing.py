@@ -154,4 +154,4 @@ def difference_of(ours: Tensor, theirs: Tensor) -> float:
 
 def _number(x: Tensor) -> float:
     """A difference that is no number is no agreement."""
-    return float(x) if bool(x.isfinite()) else torch.inf
+    return float(x.detach()) if bool(x.isfinite()) else torch.inf

@@ -236,6 +236,26 @@ def all_of(expression: Expression) -> Iterator[Expression]:
         yield from all_of(inner)
 
 
+def terms_of(expression: Expression) -> Iterator[Expression]:
+    """List what a sum adds up; anything else is its only term."""
+    if isinstance(expression, Sum):
+        yield from terms_of(expression.first)
+        yield from terms_of(expression.second)
+    else:
+        yield expression
+
+
+def added_twice(expression: Expression) -> list[str]:
+    """Name the arguments that one sum adds more than once.
+
+    >>> x = Given("x")
+    >>> added_twice(Sum(Sum(x, Attended()), x)), added_twice(Sum(x, Called("norm", (Sum(x, Attended()),))))
+    (['x'], [])
+    """
+    given = [one.name for one in terms_of(expression) if isinstance(one, Given)]
+    return [name for name in dict.fromkeys(given) if given.count(name) > 1]
+
+
 @dataclass
 class Evidence:
     """Says what is intended by the rules: a sub-module with a name, a parameter that has no other use.

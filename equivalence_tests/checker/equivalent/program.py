@@ -17,6 +17,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Expression,
     Given,
     Values,
+    added_twice,
     all_of,
 )
 from equivalence_tests.checker.equivalent.operands import Projection
@@ -180,8 +181,7 @@ class Program:
 
     def _behind(self, evidence: Evidence, module: nn.Module | None) -> Iterator[Step]:
         around = self.output.around
-        added = [x.name for x in all_of(around) if isinstance(x, Given)]
-        for name in {name for name in added if added.count(name) > 1}:
+        for name in dict.fromkeys(name for one in all_of(around) for name in added_twice(one)):
             yield Step(f"{name} is added more than once", "", "residual")
         tokens = [one.tokens for _, one in self.roles]
         called = [x.path for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]

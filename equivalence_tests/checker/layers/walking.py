@@ -207,10 +207,6 @@ def _hold(walk: Walk, run: ModelRun, subject: Subject) -> None:
     kinds = {path: _kind_in_whole(walk, path, kind) for path, kind in atoms_of(module).items() if kind}
     marks = {path: walk.equivalents.get(_mark(module.get_submodule(path))) for path in kinds}
     parts = {path: found for path, found in marks.items() if found is not None}
-    if not all(any(path == one or _is_inside(path, one) for one in kinds) for path in walk.watched):
-        report.coverage.append(Exercise(WHOLE, False, "an attention in it has no module of its own"))
-        report.verdict = "partial" if report.verdict == "equal" else report.verdict
-        return
     whole = Whole(report.target, subject.function, module, run, kinds, parts, walk.heads, walk.masks, walk.meant)
     if hold_whole(report, whole) and report.verdict == "unchecked":
         report.checks = [

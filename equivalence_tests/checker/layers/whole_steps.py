@@ -30,6 +30,7 @@ from equivalence_tests.checker.layers.whole_values import (
     summed,
 )
 from equivalence_tests.checker.parts.names import kind_of_name
+from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reporting.lines import code_lines
 
 EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
@@ -115,7 +116,9 @@ class Follower:
         return "activation" if plain and acts else ""
 
     def _given(self, name: str, x: Tensor) -> None:
-        if name.partition("[")[0] in self.hides or x.dtype == torch.bool or x.dim() < 2:
+        argument = name.partition("[")[0]
+        angles = role_of_parameter(argument) == "angles"  # of rotary positions, and no tokens
+        if argument in self.hides or angles or x.dtype == torch.bool or x.dim() < 2:
             return
         places = places_of(x.shape) if x.is_floating_point() else places_of(torch.Size((*x.shape, 1)))[..., 0]
         if x.dim() == 4:  # an image: what convolutions make of it is numbered anew
