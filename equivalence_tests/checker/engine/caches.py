@@ -50,7 +50,7 @@ class Protocol:
     names: tuple[str, ...]
     detail: str
     first: Callable[[], Any]
-    fed_back: int | None = None
+    fed_back: int | slice | None = None
 
 
 def cache_arguments(function: Callable[..., Any]) -> list[str]:
@@ -152,7 +152,7 @@ def _protocols(trial: Trial, names: list[str]) -> Iterator[Protocol]:
     places = [name for name in names if POSITION.search(name)]
     holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
     for holder in holders:
-        for back in range(1, 4):
+        for back in (1, 2, 3, slice(1, 3)):  # the last: keys and values come back beside the output
             yield Protocol((holder, *names), f"what comes back is handed to {holder}", lambda: None, back)
         for detail, make in _objects(parameters[holder]):
             yield Protocol((holder, *names), f"{detail} is handed to {holder}", make)

@@ -89,7 +89,7 @@ def _told(holding: Holding, report: Report) -> Equivalent:
 def _apart(found: Examination, judgement: Judgement) -> _Apart:
     """Call the sub-module that holds an attention with its projections again, on a copy of it."""
     call, inside = found.call, _call_around(found, judgement)
-    if inside is not None and inside.path:
+    if inside is not None and (inside.path or not _is_own(call)):
         call = _called_inside(call, inside, found.run.recorder.calls)
     call = _copied(call)
     tokens = [x for _, x in call.tensors if is_data(x)]
@@ -165,11 +165,17 @@ def _copied(call: Call) -> Call:
         other = copy.deepcopy(module)
     except Exception as error:  # some modules cannot be copied
         raise UnreadError(f"it cannot be copied ({type(error).__name__}: {error})") from error
-    if inspect.ismethod(call.function) and call.function.__self__ is module:
-        return Call(getattr(other, call.function.__name__), call.args, call.kwargs, other)
-    if call.function is not module:
+    if not _is_own(call):
         raise UnreadError("what is called is neither a module nor a method of it")
+    if call.function is not module:
+        return Call(getattr(other, call.function.__name__), call.args, call.kwargs, other)
     return Call(other, call.args, call.kwargs)
+
+
+def _is_own(call: Call) -> bool:
+    """Whether what is called is the module, or a method of it."""
+    function = call.function
+    return function is call.module or (inspect.ismethod(function) and function.__self__ is call.module)
 
 
 def _call_around(found: Examination, judgement: Judgement) -> Any:

@@ -274,7 +274,8 @@ def _add_inline(walk: Walk) -> None:
     for path, report in walk.watched.items():
         child = walk.module.get_submodule(path)
         held = any(path == one or _is_inside(path, one) or _is_inside(one, path) for one in attentions)
-        if not path and _is_attention_alone(child):  # it is one, whatever it is called
+        if not path and _is_attention_alone(child):  # it is one, whatever it is called, and was held as one
+            walk.inline = True
             _add_part(walk, path, report)
             walk.report.coverage += [one for one in report.not_exercised if one.what == WHOLE]
             return

@@ -5,7 +5,7 @@ and what each sub-module gave. The residual stream is followed from x to the out
 is said, and nothing is claimed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -149,7 +149,8 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
     calls = {f"{call.path}#{place}": call for place, call in enumerate(seen) if call.path in atoms}
     sums = [operation for operation in run.operations if operation.name == "add"]
     steps = _steps(calls, values, atoms, contained, trial.sizes.embed_dim)
-    for step in list(_feed_forwards_joined(steps, values, calls, wiring)):
+    linears = {path for path, child in module.named_modules() if isinstance(child, nn.Linear | nn.Conv1d)}
+    for step in list(_feed_forwards_joined(steps, values, calls, wiring, linears)):
         wiring.steps.append(replace(step, summed=_where_summed(step, values, sums)))
     idle = idle_modules(run, module)
     _judge_unused(wiring, {path: kind for path, kind in atoms.items() if path in idle}, alone)
@@ -195,7 +196,11 @@ def _where_summed(step: Step, values: Values, sums: list[Operation]) -> Frames:
 
 
 def _feed_forwards_joined(
-    steps: Iterator[Step], values: Values, calls: Mapping[str, ModuleCall], wiring: Wiring
+    steps: Iterator[Step],
+    values: Values,
+    calls: Mapping[str, ModuleCall],
+    wiring: Wiring,
+    linears: Collection[str],
 ) -> Iterator[Step]:
     """Take matrices that follow one another through an activation for one feed-forward."""
     waiting: Step | None = None
@@ -203,9 +208,11 @@ def _feed_forwards_joined(
         entered = next(tensors_in((calls[step.output].args, calls[step.output].kwargs)), None)
         if waiting is not None and step.kind == "" and entered is not None:
             activation = _activation_between(values.tensor(waiting.output), entered)
-            if activation == "nothing":
+            joined = activation not in ("", "nothing")
+            if activation == "nothing" and {waiting.path, step.path} <= set(linears):  # others may be norms
                 wiring.blame("activation_missing", step.frames)
-            if activation:
+                joined = True
+            if joined:
                 step = replace(step, path=f"{waiting.path}, {step.path}", kind="feed_forward", inputs=waiting.inputs)
                 waiting = None
         if waiting is not None:

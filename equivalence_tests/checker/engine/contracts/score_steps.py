@@ -44,8 +44,10 @@ class Step:
 
 def ratio_of(value: Tensor, taken: Tensor) -> float | None:
     """Give the number that an operation multiplied by; None if it is not one. Hidden scores do not count."""
+    if taken.shape != value.shape or not taken.is_floating_point():
+        return None
     seen = taken.abs() < INFINITE
-    if taken.shape != value.shape or not taken.is_floating_point() or not torch.equal(seen, value.abs() < INFINITE):
+    if not torch.equal(seen, value.abs() < INFINITE):
         return None
     return constant_ratio(value[seen], taken[seen], MEASURED if value.dtype == torch.float32 else ROUNDING)
 
