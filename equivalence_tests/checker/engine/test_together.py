@@ -161,3 +161,30 @@ def test_an_encoding_that_is_an_argument_is_handed_over() -> None:
     assert verify(TakesAnEncoding).verdict != "deviates"
     (finding,) = verify(DividesByTheWidth).findings
     assert finding.sentence.startswith("The scores are divided by sqrt(embed_dim)")
+
+
+class TilesItsKeys(nn.Module):
+    """Keys are tiled and values are not, so that heads meet the values of another group."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, width = heads, kv_heads, dim // heads * kv_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, n) for n in (dim, width, width, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            f(x).unflatten(-1, (n, -1)).transpose(1, 2)
+            for f, n in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
+        )
+        groups = self.heads // self.kv_heads
+        k, v = k.repeat(1, groups, 1, 1), v.repeat_interleave(groups, 1)
+        weights = (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1)
+        out: Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+def test_tiled_keys_are_proven_by_the_order_of_repeat_interleave() -> None:
+    (finding,) = verify(TilesItsKeys).findings
+    assert finding.name == "grouped_heads_tiled"
+    assert finding.proof is not None
+    assert finding.proof.holds

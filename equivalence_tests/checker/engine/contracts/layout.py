@@ -262,9 +262,26 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
         yield from _misplaced_operand(attention, part, "heads_paired_wrongly")
     elif pairing:
         repeater = _laying(attention, part.product.right, part.product.operation, repeats=True)
-        tiled = Departure("grouped_heads_tiled", "split", repeater)
+        tiled = Departure("grouped_heads_tiled", "split", repeater, patches=_interleaving(repeater, heads))
         wrong = Departure("heads_paired_wrongly", "split", repeater)
         yield tiled if pairing == "tiled" else _or_turned(attention, part, wrong)
+
+
+def _interleaving(repeater: Operation, heads: int) -> dict[int, Patch]:
+    """Give the patch by which groups that were tiled, 0 1 0 1, come in the order of repeat_interleave, 0 0 1 1."""
+    if not repeater.inputs:
+        return {}
+    taken, given = repeater.inputs[0].value.shape, repeater.outputs[0].value.shape
+    pairs = enumerate(zip(taken, given, strict=True)) if len(taken) == len(given) else ()
+    axes = [axis for axis, (groups, all_heads) in pairs if groups < all_heads == heads]
+    if repeater.name not in ("repeat", "tile") or len(axes) != 1:
+        return {}
+    order = torch.arange(heads) // (heads // taken[axes[0]])
+
+    def patch(recorder: Recorder, operation: Operation) -> Tensor:
+        return operation.outputs[0].value.index_select(axes[0], order)
+
+    return {repeater.index: patch}
 
 
 def _pairing(heads: Tensor, others: Tensor) -> str:
@@ -349,7 +366,10 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
     if pairing == "tiled" or (pairing == "wrong" and not several):
         name = "grouped_heads_tiled" if pairing == "tiled" else "heads_of_values_paired_wrongly"
         moved = None if pairing == "tiled" else _shuffled(attention, part, context)
-        yield exchange(name, "context", moved, _laying(attention, context.values, context.operation, True), False)
+        laying = _laying(attention, context.values, context.operation, True)
+        found = exchange(name, "context", moved, laying, False)
+        found.patches |= _interleaving(laying, len(part.table.heads)) if pairing == "tiled" else {}
+        yield found
 
 
 def exchange(name: str, stage: str, moved: Operation | None, otherwise: Operation, blocks: bool) -> Departure:
