@@ -16,7 +16,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """In torch.nn: ``nn.MultiheadAttention``, of which this is a subclass. Its ``forward`` takes one of three paths:
     ``torch._native_multi_head_attention`` (the fast path: eval, no gradients, self-attention with biases and without
     appended tokens, batch first, an even number of heads, no float mask), ``F.scaled_dot_product_attention``
-    (need_weights=False), or ``torch.baddbmm`` and softmax.
+    (need_weights=False), or ``torch.bmm`` (``torch.baddbmm`` with a mask), softmax and a second ``torch.bmm``.
 
     Raises:
         ValueError: For sizes that are not positive, or an embed_dim that the heads do not divide (also an

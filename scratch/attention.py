@@ -116,8 +116,8 @@ class MultiheadAttention(nn.Module):
         self.dropout = dropout
         self.batch_first = batch_first
         self.head_dim = embed_dim // num_heads if qk_head_dim is None else qk_head_dim
-        # num_heads may be reassigned later, as in torch.nn: keep h * d_k and h * d_v, None for embed_dim, and divide at
-        # each call. head_dim is there for readers only.
+        # num_heads may be reassigned later, as in torch.nn, so store total widths (None: embed_dim) and divide by
+        # num_heads at each call. Nothing here reads head_dim; other programs may.
         self._given_widths = tuple(None if size is None else num_heads * size for size in (qk_head_dim, v_head_dim))
         self.add_zero_attn = add_zero_attn
         self._register_parameters(bias, add_bias_kv, {"device": device, "dtype": dtype})
@@ -183,8 +183,8 @@ class MultiheadAttention(nn.Module):
             average_attn_weights: Return the mean of the weights over heads instead of one map for each head.
             is_causal: Promises that ``attn_mask``, which must still be given, is causal. If ``need_weights`` is False
                 and there is neither a padding mask nor a cache, query i then sees keys 0 ... i, and the values of
-                ``attn_mask`` are not read. Tokens that ``add_bias_kv`` and ``add_zero_attn`` append count as the last
-                keys, so they are hidden from all queries but those past the end of ``key``.
+                ``attn_mask`` are not read. The tokens that ``add_bias_kv`` and ``add_zero_attn`` append are ordinary
+                keys then, at positions key_len and key_len + 1; in all other cases every query sees them.
             cache: Keys and values of earlier calls, which this call extends. The masks then span the earlier keys too,
                 and ``attn_mask`` is read whatever ``is_causal`` promises. Keyword only.
 
@@ -200,7 +200,7 @@ class MultiheadAttention(nn.Module):
         given = (attn_mask, key_padding_mask, is_causal)
         validation.check_attention_inputs(self, (query, key, value), given, need_weights, cache=cache)
         batched = query.dim() == 3
-        query, key, value = sequence_first(query, key, value, self.batch_first)  # (len, batch, features) from here on
+        query, key, value = sequence_first(query, key, value, self.batch_first)  # (len, batch, features)
         if cache is None:
             q, k, v = project(query, key, value, self._in_projection())
         else:
@@ -301,7 +301,9 @@ class InProjection(NamedTuple):
 
 
 def project(query: Tensor, key: Tensor, value: Tensor, projection: InProjection) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute Q Wᑫ, K Wᴷ and V Wⱽ, in one matrix product for inputs that are the same tensor object.
+    """Compute Q Wᑫ, K Wᴷ and V Wⱽ, with as few matrix products as the inputs allow.
+
+    With a packed weight one product if all three are the same tensor object, two if only key and value are; else three.
 
     Args:
         query: (query_len, batch, embed_dim).
@@ -383,10 +385,10 @@ def score_scale(d_k: int) -> float:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, dropout_p: float) -> Tensor:
-    """Attend without returning the weights: in tiles if the inputs are long, else by ``functional.attention``.
+    """Attend without returning the weights.
 
-    ``paths.chosen_kernel`` says from which length on. For a query that may look at no key ``sdpa.textbook_attention``
-    gives 0, where ``functional.attention`` gives NaN.
+    In tiles if the inputs are long (see ``paths.chosen_kernel``), else by ``sdpa.textbook_attention``: that is
+    ``functional.attention``, but with 0 instead of NaN for a query that may look at no key.
 
     Args:
         q: Queries, (batch, num_heads, query_len, head_dim).

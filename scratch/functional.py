@@ -44,7 +44,7 @@ def attention(
     >>> attention(q, k, v, scale=1000.0)  # scores of 2000, 4000 and 4000: the two best keys share the weight
     (tensor([[2.0000, 7.0000, 1.5000]]), tensor([[0.0000, 0.5000, 0.5000]]))
     """
-    # The queries are scaled, as in torch.nn: Q Kᵀ · scale up to rounding, and the product overflows later.
+    # As in torch.nn's module the queries are scaled, not the scores: equal up to rounding, and less likely to overflow.
     scores = (q * scale) @ k.transpose(-2, -1)  # (..., q, k)
     masked_scores = scores if score_bias is None else scores + score_bias
     weights = softmax(masked_scores)

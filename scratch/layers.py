@@ -173,8 +173,7 @@ class TransformerEncoderLayer(nn.Module):
             TypeError: For masks that are neither bool nor float (also an AssertionError).
         """
         validation.check_encoder_layer_inputs(self, src, src_mask, src_key_padding_mask, is_causal)
-        # As in torch.nn, blocks get float biases, so that overrides and hooks see those; the decoder layer's get masks
-        # as they are given.
+        # As in torch.nn, overrides and hooks of these blocks see float biases; those of a decoder get masks unchanged.
         attn_mask, padding = (masks.score_bias_from_module(x, src.dtype) for x in (src_mask, src_key_padding_mask))
         x = src
         if self.norm_first:
