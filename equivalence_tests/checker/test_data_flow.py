@@ -143,7 +143,7 @@ class RightInlineLayer(InlineLayer):
 
 def test_what_stands_around_such_an_attention_is_not_called_equal() -> None:
     report = verify(RightInlineLayer)
-    assert report.verdict == "unchecked", str(report)
+    assert report.verdict == "partial", str(report)
     assert [exercise.what for exercise in report.not_exercised] == ["residuals and norms around the attention"]
 
 

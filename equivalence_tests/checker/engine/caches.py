@@ -283,6 +283,8 @@ def _decoded(
             return steps, error, None
         if protocol.fed_back is not None:
             handed = returned[protocol.fed_back]
+        if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
+            raise CannotCheckError("what comes back beside the output is not keys and values")
         if not _holds(handed) and _kept(function) == before:
             raise CannotCheckError("nothing that comes back or is written holds keys and values for the next step")
         earlier, held = held, sum(x.numel() for x in tensors_in((handed, _tensors_of(function))))
@@ -292,6 +294,12 @@ def _decoded(
         last = recorder, list(tensors_in((returned,)))[trial.plan.output]
         start += length
     return steps, None, last
+
+
+def _are_keys_and_values(handed: Any) -> bool:
+    """Whether two tensors may be keys and values: of as many tokens and heads."""
+    tensors = [x for x in handed if isinstance(x, Tensor) and x.dim() > 2]
+    return len(tensors) == len(handed) == 2 and tensors[0].shape[:-1] == tensors[1].shape[:-1]
 
 
 def _holds(handed: Any) -> bool:
