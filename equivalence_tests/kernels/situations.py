@@ -73,7 +73,7 @@ class Situation:
 
     @property
     def size(self) -> int:
-        """The number of scores, by which the smallest of several is told."""
+        """The number of scores, which orders situations by size."""
         return self.batch * self.heads * self.query_len * self.key_len * self.head_dim
 
     @property

@@ -79,8 +79,8 @@ def explained(report: Report, told: Mapping[Step, str], intended: Mapping[str, s
         names = "; ".join(dict.fromkeys(step.name for step in unexplained))
         report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with --intended {names}."
         return False
-    untold = [step for step in evidence if not any(step.is_told_by(finding) for finding in report.meant)]
-    report.meant += [step.as_intended(evidence[step]) for step in untold]
+    unlisted = [step for step in evidence if not any(step.is_told_by(finding) for finding in report.meant)]
+    report.meant += [step.as_intended(evidence[step]) for step in unlisted]
     return True
 
 

@@ -223,7 +223,7 @@ class PartWriter(Conversion):
         Args:
             x: What it is applied to.
             name: What to call it.
-            weight: (out, in); what its elements are, is told by their values.
+            weight: (out, in); its values say which parameter elements they are.
             bias: (out,); None for none.
         """
         try:

@@ -1,4 +1,4 @@
-"""An EQUAL of a layer, a stack or a model is one program: it runs alone, and what stands between its parts is told."""
+"""An EQUAL of a layer, a stack or a model is one program: it runs alone, and lists what stands between its parts."""
 
 import subprocess
 import sys

@@ -90,7 +90,7 @@ def build_page(tell: Callable[[str], object] = str) -> str:
     """Compute every section and put the page together.
 
     Args:
-        tell: Is told each section that is done.
+        tell: Called with each section that is done.
 
     Returns:
         The HTML.
