@@ -101,6 +101,7 @@ def test_masks_that_hide_together_are_equal() -> None:
 
 def test_a_mask_that_forgets_the_one_before_it_is_found_on_the_line_of_that() -> None:
     report = verify(SecondMaskForgetsTheFirst)
+    assert report.verdict == "deviates"
     assert report.mistakes == ("mask_lost_beside_another",)
     finding = report.findings[0]
     assert finding.sentence == "Where future_mask is given, padding_mask no longer hides anything."
@@ -109,6 +110,7 @@ def test_a_mask_that_forgets_the_one_before_it_is_found_on_the_line_of_that() ->
 
 def test_a_padding_mask_that_ends_causality_is_found() -> None:
     report = verify(PaddingEndsCausality)
+    assert report.verdict == "deviates"
     assert [finding.sentence for finding in report.findings] == [
         "Where padding_mask is given, is_causal no longer hides anything."
     ]

@@ -17,6 +17,7 @@ from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.plans import causal_switches
 
 TOKENS = 5
+CLAIM = f"tokens changed one at a time, {TOKENS} tokens: given alone, each of the two hides its keys"
 PATTERNS = ("keys", "lengths", "shared", "full")  # of masks that hide keys
 
 
@@ -60,7 +61,7 @@ def hidden_together(situations: Sequence[Situation]) -> list[Departure]:
             continue
         if found is not None:
             kept, lost = found
-            words = {"argument": lost.name, "other": kept.name}
+            words = {"argument": lost.name, "other": kept.name, "claim": CLAIM}
             return [Departure("mask_lost_beside_another", "mask", _place(situations[0], trial, kept, lost), words)]
     return []
 
