@@ -30,7 +30,8 @@ def attention(
         k: Keys.
         v: Values.
         score_bias: Broadcastable to (..., query_len, key_len); -inf hides a key.
-        scale: Factor on the scores, 1 / sqrt(d_k) in the paper.
+        scale: Factor on the scores, 1 / sqrt(d_k) in the paper. The queries are scaled instead, as in torch.nn's
+            module: equal up to rounding, and less likely to overflow.
         dropout_p: Probability of dropping each attention weight.
 
     Returns:
@@ -44,7 +45,6 @@ def attention(
     >>> attention(q, k, v, scale=1000.0)  # scores of 2000, 4000 and 4000: the two best keys share the weight
     (tensor([[2.0000, 7.0000, 1.5000]]), tensor([[0.0000, 0.5000, 0.5000]]))
     """
-    # As in torch.nn's module the queries are scaled, not the scores: equal up to rounding, and less likely to overflow.
     scores = (q * scale) @ k.transpose(-2, -1)  # (..., q, k)
     masked_scores = scores if score_bias is None else scores + score_bias
     weights = softmax(masked_scores)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from equivalence_tests.kernels.formulas import LOG2_E, Problem, backward_formulas, forward_formulas, lse_formulas
 
+UNKNOWN_CAUSE = "the numbers do not say what is wrong here"
+
 __all__ = ["explains", "is_unwritten", "mistakes_in"]
 
 # A mistake is named if it explains all of the error but this part of it.

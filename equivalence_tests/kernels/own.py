@@ -18,7 +18,7 @@ from equivalence_tests.kernels.formulas import Problem
 from equivalence_tests.kernels.judging import Cell, Judge, log_sum_exp, run
 from equivalence_tests.kernels.kernels import Kernel
 from equivalence_tests.kernels.known import Advice
-from equivalence_tests.kernels.naming import is_unwritten, mistakes_in
+from equivalence_tests.kernels.naming import UNKNOWN_CAUSE, is_unwritten, mistakes_in
 from equivalence_tests.kernels.reporting import Report
 from equivalence_tests.kernels.running import judged
 from equivalence_tests.kernels.situations import Inputs, Situation, listed_situations
@@ -170,4 +170,4 @@ def by_mistake(wrong: Sequence[Cell], names: dict[int, list[str]]) -> Iterator[F
     for cell in left:
         groups.setdefault("" if named else cell.group, []).append(cell)
     for first, *others in groups.values():
-        yield Fault(first, Advice("", ""), "", tuple(others), "what is wrong here cannot be told from the numbers")
+        yield Fault(first, Advice("", ""), "", tuple(others), UNKNOWN_CAUSE)

@@ -49,7 +49,7 @@ class Recorder:
     """Keeps the calls that go through it.
 
     Args:
-        dropout: What the function is told to drop, in place of what the model says; 0 leaves that.
+        dropout: The dropout rate that the function is given in place of the model's; 0 leaves that one.
         calls: What ran.
         failure: The error that the function raised.
     """

@@ -25,7 +25,7 @@ class Situation:
         windowed: Whether it is for models with a window only.
         quick: Whether ``--quick`` looks at it.
         unmasked: Whether it is also looked at without a mask function.
-        dropout: What the attention is told to drop; such runs are compared with themselves.
+        dropout: The dropout rate the attention is given; such runs are compared with themselves.
     """
 
     name: str

@@ -9,7 +9,7 @@ from torch import Tensor
 from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.kernels import formulas as kernels
-from equivalence_tests.kernels.naming import explains, mistakes_in
+from equivalence_tests.kernels.naming import UNKNOWN_CAUSE, explains, mistakes_in
 from equivalence_tests.kernels.situations import Inputs
 from equivalence_tests.models.calls import Call, apart, first_departure, rows
 from equivalence_tests.models.formulas import Problem, mistakes
@@ -22,7 +22,6 @@ __all__ = ["Cause", "cause_of", "described", "read_in"]
 NO_MASK = "the mask is None here: no mask function is registered for this name"
 LEFT_TO_IT = "the mask is None here, by which the mask function means: causal, if module.is_causal says so"
 LATER = "the same call gives another output later: what its mask reads has changed"
-UNTOLD = "what is wrong here cannot be told from the numbers"
 UNHIDDEN = ("the mask is ignored", "the future is not hidden")
 BLIND_NAN = "queries that see no key, those of padding at the left, get NaN, and their keys hand it on"
 PARTS = ("dq", "dk", "dv")
@@ -144,7 +143,7 @@ def _by_gradients(runs: Runs, own: Sequence[Call], given: Sequence[Call]) -> Cau
             wrong = {name for name in PARTS if apart(expected[name], found.get(name))}
             if wrong and found:
                 names = mistakes_in(found, expected, wrong, _as_kernel(right))
-                told = names or [f"{' and '.join(sorted(wrong))} of this call: {UNTOLD}"]
+                told = names or [f"{' and '.join(sorted(wrong))} of this call: {UNKNOWN_CAUSE}"]
                 return Cause(tuple(told), described(runs, call, given), (right, call))
             if wrong:
                 return Cause(("its output has no gradient",), described(runs, call, given), (right, call))

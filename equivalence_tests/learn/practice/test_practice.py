@@ -1,4 +1,4 @@
-"""Tests of the exercises: each can be solved, its mistakes are told apart, and the folder keeps what was done."""
+"""Tests of the exercises: each can be solved, each mistake gets its own name, and the folder keeps what was done."""
 
 import importlib.util
 import itertools

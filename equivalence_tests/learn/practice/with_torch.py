@@ -19,8 +19,8 @@ MODULE = Place(built_in.MultiheadAttention.forward, "return super()")
 def scale_builtin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Leave the scale out, with scaled_dot_product_attention.
 
-    T5's attention is softmax(q kᵀ) v: its scores are not scaled. F.scaled_dot_product_attention scales them unless it
-    is told otherwise. Call it so that it does not.
+    T5's attention is softmax(q kᵀ) v: its scores are not scaled. F.scaled_dot_product_attention scales them by
+    default. Call it so that it does not.
     """
     return F.scaled_dot_product_attention(q, k, v, scale=1.0)
 
