@@ -13,10 +13,11 @@ from builtin import masks
 from builtin.norms import RMSNorm
 from scratch import grouped, score_functions, validation
 from scratch.documentation import documented_like
-from scratch.grouped import who_may_attend
+from scratch.grouped import Scoring, who_may_attend
 
 __all__ = [
     "GroupedQueryAttention",
+    "Scoring",
     "grouped_attention",
 ]
 
@@ -28,8 +29,7 @@ def grouped_attention(
     v: Float[Tensor, "batch num_key_heads key_len head_dim"],
     may_attend: Bool[Tensor, "..."] | None = None,
     *,
-    scale: float,
-    soft_cap: float | None = None,
+    scoring: Scoring,
     sinks: Float[Tensor, " num_heads"] | None = None,
 ) -> Float[Tensor, "batch num_heads query_len head_dim"]:
     """In torch.nn: ``F.scaled_dot_product_attention(..., enable_gqa=True)``. It knows no sinks: each becomes, by a
@@ -37,15 +37,15 @@ def grouped_attention(
     ``torch.nn.attention.flex_attention``, and sinks then scale its output by the log-sum-exp that it returns. Flex
     attention has no gradient on the CPU, and asks to be compiled.
     """
-    if soft_cap is not None:
-        context, lse = _capped_attention(q, k, v, may_attend, scale, soft_cap)
+    if scoring.soft_cap is not None:
+        context, lse = _capped_attention(q, k, v, may_attend, scoring.scale, scoring.soft_cap)
         if sinks is None:
             return context
         # exp(lse) / (exp(lse) + exp(sink)): what the sink leaves to the keys.
         return context * torch.sigmoid(lse - sinks.view(-1, 1)).unsqueeze(-1).to(context.dtype)
     if sinks is not None:
         k, v, may_attend = _with_sink_key(q, k, v, may_attend, sinks)
-    return F.scaled_dot_product_attention(q, k, v, may_attend, scale=scale, enable_gqa=True)
+    return F.scaled_dot_product_attention(q, k, v, may_attend, scale=scoring.scale, enable_gqa=True)
 
 
 def _with_sink_key(
@@ -106,4 +106,4 @@ class GroupedQueryAttention(grouped.GroupedQueryAttention):
         if causal_alone and self.soft_cap is None and self.sinks is None:  # no mask: the kernels skip what is hidden
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         visible = who_may_attend(q.size(2), k.size(2), is_causal, self.window, may_attend, device=q.device)
-        return grouped_attention(q, k, v, visible, scale=self.scale, soft_cap=self.soft_cap, sinks=self.sinks)
+        return grouped_attention(q, k, v, visible, scoring=Scoring(self.scale, self.soft_cap), sinks=self.sinks)

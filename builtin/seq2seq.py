@@ -13,7 +13,7 @@ from builtin.layers import TransformerEncoderLayer
 from builtin.transformer import Transformer, TransformerEncoder
 from scratch import seq2seq as by_hand
 from scratch import validation
-from scratch.decoding import LayerCache, beam_search, greedy_decode
+from scratch.decoding import Ending, LayerCache, beam_search, greedy_decode
 from scratch.documentation import documented_like
 from scratch.positional import Layout, PositionalEncoding
 
@@ -183,8 +183,8 @@ class Seq2SeqTransformer(nn.Module):
             return self.projection(self._decode(tgt_ids, memory, beam_src_ids)[:, -1])
 
         start = src_ids.new_full((src_ids.size(0), 1), self.start_id)
-        limits: dict[str, Any] = {"end_id": self.end_id, "pad_id": self.pad_id, "max_len": max_len}
+        ending = Ending(max_len, self.end_id, self.pad_id)
         if beam_size == 1:
-            return greedy_decode(next_logits, start, **limits)
-        token_ids, _ = beam_search(next_logits, start, beam_size=beam_size, length_penalty=length_penalty, **limits)
+            return greedy_decode(next_logits, start, ending)
+        token_ids, _ = beam_search(next_logits, start, ending, beam_size=beam_size, length_penalty=length_penalty)
         return token_ids

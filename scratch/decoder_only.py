@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scratch import masks, validation
-from scratch.decoding import KeyValueCache, greedy_decode, sample_decode
+from scratch.decoding import Ending, KeyValueCache, Sampling, sample_decode
 from scratch.grouped import GroupedQueryAttention
 from scratch.norms import RMSNorm
 from scratch.rotary import Pairing, RotaryEmbedding, RotaryScaling
@@ -369,21 +369,10 @@ class DecoderOnlyTransformer(nn.Module):
             TypeError: As ``forward``.
         """
         validation.check_prompt(self, prompt_ids)
-        validation.check_sampling(temperature, top_k, top_p)
+        sampling = Sampling(temperature, top_k, top_p, generator)
         cache = self.new_cache()
 
         def next_logits(token_ids: Tensor) -> Tensor:
             return self._logits(self._read(token_ids, cache)[:, -1])
 
-        limits: dict[str, Any] = {"end_id": self.end_id, "pad_id": self.pad_id, "max_len": max_len}
-        if temperature == 0:
-            return greedy_decode(next_logits, prompt_ids, **limits)
-        return sample_decode(
-            next_logits,
-            prompt_ids,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            generator=generator,
-            **limits,
-        )
+        return sample_decode(next_logits, prompt_ids, Ending(max_len, self.end_id, self.pad_id), sampling)

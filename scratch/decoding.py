@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from scratch import validation
@@ -13,10 +14,12 @@ from scratch.caches import FixedCache, GrowingCache, KeyValueCache, LayerCache, 
 from scratch.rounding import upcast_half
 
 __all__ = [
+    "Ending",
     "FixedCache",
     "GrowingCache",
     "KeyValueCache",
     "LayerCache",
+    "Sampling",
     "beam_search",
     "greedy_decode",
     "hypothesis_score",
@@ -37,13 +40,74 @@ class Beams(NamedTuple):
     ended: Tensor  # (b, beam_size)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """When rows of generated tokens end.
+
+    Args:
+        max_len: The greatest number of generated tokens.
+        end_id: The token that ends a row; None if there is none.
+        pad_id: The token that fills a row up after its end, and is never chosen; None if there is none.
+
+    Raises:
+        ValueError: If max_len is below 1, or end_id is pad_id or without one.
+    """
+
+    max_len: int
+    end_id: int | None = None
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        validation.check_decoding(self.end_id, self.pad_id, self.max_len)
+
+    def close(self, token: Int[Tensor, "*rows"], ended: Bool[Tensor, "*rows"]) -> tuple[Tensor, Tensor]:
+        """Put padding in place of what follows an end, and say which rows have ended with this token."""
+        if self.end_id is None or self.pad_id is None:
+            return token, ended
+        token = token.masked_fill(ended, self.pad_id)
+        return token, ended | (token == self.end_id)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    y_t ~ softmax(logits / temperature), of the tokens that ``top_k`` and ``top_p`` leave.
+
+    Args:
+        temperature: Below 1 likely tokens become likelier, above 1 less likely; 0 takes the likeliest, of equal ones
+            the one with the least id.
+        top_k: Draw among this many likeliest tokens.
+        top_p: Draw among the fewest likeliest tokens that have this probability together.
+        generator: Where the random numbers come from; torch's own if not given.
+
+    Raises:
+        ValueError: For a negative temperature, a top_k below 1, a top_p that is not in 0 ... 1, or any of the last two
+            with a temperature of 0.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        validation.check_sampling(self.temperature, self.top_k, self.top_p)
+
+    def draw(self, logits: Float[Tensor, "batch vocabulary"]) -> Int[Tensor, " batch"]:
+        """Choose a token for each row."""
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        (logits,) = upcast_half(logits)
+        probabilities = keep_likeliest(logits / self.temperature, self.top_k, self.top_p).softmax(dim=-1)
+        return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(1)
+
+
+LIKELIEST, AS_LIKELY = Sampling(temperature=0.0), Sampling()
+
+
 def greedy_decode(
-    next_logits: NextLogits,
-    prefix: Int[Tensor, "batch prefix_len"],
-    *,
-    end_id: int | None,
-    pad_id: int | None,
-    max_len: int,
+    next_logits: NextLogits, prefix: Int[Tensor, "batch prefix_len"], ending: Ending
 ) -> Int[Tensor, "batch generated_len"]:
     """Append the likeliest token again and again, until every row has its end token.
 
@@ -53,78 +117,54 @@ def greedy_decode(
         next_logits: Gives the logits (batch, vocabulary) of the token that follows each row of token ids (batch, len),
             which hold the prefix and all tokens so far. A row past its end token goes on with padding.
         prefix: What each row starts with: usually one start token.
-        end_id: The token that ends a row; None if there is none.
-        pad_id: The token that fills a row after its end; None if there is none.
-        max_len: The greatest number of generated tokens.
+        ending: When a row ends.
 
     Returns:
         Generated token ids without the prefix, as long as the longest row.
-
-    Raises:
-        ValueError: If max_len is below 1, or end_id is pad_id or without one.
 
     Source: Sutskever et al. 2014, section 3.2 with a beam of 1.
 
     >>> likeliest = torch.tensor([0, 2, 3, 1])  # after token 0 itself, after 1 comes 2, after 2 comes 3
     >>> def next_logits(token_ids):
     ...     return torch.nn.functional.one_hot(likeliest[token_ids[:, -1]], 4).float()
-    >>> greedy_decode(next_logits, torch.tensor([[1], [2]]), end_id=3, pad_id=0, max_len=9)
+    >>> greedy_decode(next_logits, torch.tensor([[1], [2]]), Ending(max_len=9, end_id=3, pad_id=0))
     tensor([[2, 3],
             [3, 0]])
     """
-    validation.check_decoding(end_id, pad_id, max_len)
-    return _append_tokens(next_logits, prefix, lambda logits: logits.argmax(dim=-1), end_id, pad_id, max_len)
+    return sample_decode(next_logits, prefix, ending, LIKELIEST)
 
 
 def sample_decode(
     next_logits: NextLogits,
     prefix: Int[Tensor, "batch prefix_len"],
-    *,
-    end_id: int | None,
-    pad_id: int | None,
-    max_len: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    ending: Ending,
+    sampling: Sampling = AS_LIKELY,
 ) -> Int[Tensor, "batch generated_len"]:
     """Append tokens that are drawn at random, until every row has its end token.
-
-    y_t ~ softmax(logits / temperature), of the tokens that ``top_k`` and ``top_p`` leave, never the padding token.
 
     Args:
         next_logits: As for ``greedy_decode``.
         prefix: What each row starts with.
-        end_id: The token that ends a row; None if there is none.
-        pad_id: The token that fills a row after its end; None if there is none.
-        max_len: The greatest number of generated tokens.
-        temperature: Below 1 likely tokens become likelier, above 1 less likely.
-        top_k: Draw among this many likeliest tokens.
-        top_p: Draw among the fewest likeliest tokens that have this probability together.
-        generator: Where the random numbers come from; torch's own if not given.
+        ending: When a row ends.
+        sampling: How each token is drawn; never the padding token.
 
     Returns:
         Generated token ids without the prefix, as long as the longest row.
 
-    Raises:
-        ValueError: If max_len is below 1, end_id is pad_id or without one, the temperature is not positive, top_k is
-            below 1 or top_p is not in 0 ... 1.
-
     >>> def next_logits(token_ids):  # 0 and 1 are equally likely, 2 is not
     ...     return torch.tensor([[0.0, 0.0, -9.0]])
-    >>> drawn = sample_decode(next_logits, torch.tensor([[1]]), end_id=None, pad_id=None, max_len=99, top_k=2)
-    >>> drawn.unique()
+    >>> sample_decode(next_logits, torch.tensor([[1]]), Ending(max_len=99), Sampling(top_k=2)).unique()
     tensor([0, 1])
     """
-    validation.check_decoding(end_id, pad_id, max_len)
-    validation.check_sampling(temperature, top_k, top_p, drawn=True)
-
-    def draw(logits: Tensor) -> Tensor:
-        (logits,) = upcast_half(logits)
-        probabilities = keep_likeliest(logits / temperature, top_k, top_p).softmax(dim=-1)
-        return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-
-    return _append_tokens(next_logits, prefix, draw, end_id, pad_id, max_len)
+    token_ids = prefix
+    ended = torch.zeros(prefix.size(0), dtype=torch.bool, device=prefix.device)
+    for _ in range(ending.max_len):
+        if ended.all():
+            break
+        token = sampling.draw(without_padding(next_logits(token_ids), ending.pad_id))
+        token, ended = ending.close(token, ended)
+        token_ids = torch.cat([token_ids, token.unsqueeze(1).to(prefix.dtype)], dim=1)
+    return token_ids[:, prefix.size(1) :]
 
 
 def keep_likeliest(
@@ -163,11 +203,9 @@ def keep_likeliest(
 def beam_search(
     next_logits: NextLogits,
     prefix: Int[Tensor, "batch prefix_len"],
+    ending: Ending,
     *,
     beam_size: int,
-    end_id: int,
-    pad_id: int,
-    max_len: int,
     length_penalty: float = 0.6,
     reorder: Callable[[Tensor], None] | None = None,
 ) -> tuple[Int[Tensor, "batch generated_len"], Float[Tensor, " batch"]]:
@@ -183,10 +221,8 @@ def beam_search(
     Args:
         next_logits: As for ``greedy_decode``, for batch * beam_size rows: those of one sample follow one another.
         prefix: What each row starts with: usually one start token.
+        ending: When a hypothesis ends.
         beam_size: Number of hypotheses for each row.
-        end_id: The token that ends a hypothesis.
-        pad_id: The token that fills a row after its end; never chosen otherwise.
-        max_len: The greatest number of generated tokens.
         length_penalty: How much long hypotheses are favoured; 0: not at all.
         reorder: Told, after each step, which row each row goes on from, always one of the same sample: what
             ``next_logits`` remembers of its rows has to follow.
@@ -195,26 +231,25 @@ def beam_search(
         Generated token ids without the prefix, as long as the longest row, and each row's score.
 
     Raises:
-        ValueError: If max_len or beam_size is below 1, length_penalty is negative, or end_id is pad_id.
+        ValueError: If beam_size is below 1 or length_penalty is negative.
 
     Source: Sutskever et al. 2014, section 3.2; Wu et al. 2016, section 7, equation 14 (without coverage penalty).
 
     >>> after = torch.tensor([[0.0, 0.0, 0.4, 0.6, 0.0]] * 2 + [[0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.3, 0.3, 0.4]])
     >>> def next_logits(token_ids):  # after the start token 1, token 3 looks better; after 2 the end is sure
     ...     return after[token_ids[:, -1] % 4].log()
-    >>> start = torch.tensor([[1]])
-    >>> greedy_decode(next_logits, start, end_id=4, pad_id=0, max_len=9)
+    >>> start, ending = torch.tensor([[1]]), Ending(max_len=9, end_id=4, pad_id=0)
+    >>> greedy_decode(next_logits, start, ending)
     tensor([[3, 4]])
-    >>> beam_search(next_logits, start, beam_size=2, end_id=4, pad_id=0, max_len=9, length_penalty=0.0)
+    >>> beam_search(next_logits, start, ending, beam_size=2, length_penalty=0.0)
     (tensor([[2, 4]]), tensor([-0.9163]))
     """
-    validation.check_decoding(end_id, pad_id, max_len)
     validation.check_beams(beam_size, length_penalty)
     beams = _first_beams(prefix, beam_size)
-    for _ in range(max_len):
-        if _decided(beams, max_len, length_penalty):
+    for _ in range(ending.max_len):
+        if _decided(beams, ending.max_len, length_penalty):
             break
-        beams, parents = _grow(beams, next_logits(beams.token_ids), end_id, pad_id)
+        beams, parents = _grow(beams, next_logits(beams.token_ids), ending)
         if reorder is not None:
             reorder(parents)
     scores, best = hypothesis_score(beams.log_probs, beams.lengths, length_penalty).max(dim=1)  # the first of equals
@@ -267,27 +302,6 @@ def first_best(
     return torch.cat(values, dim=1), torch.cat(indices, dim=1)
 
 
-def _append_tokens(
-    next_logits: NextLogits,
-    prefix: Tensor,
-    choose: Callable[[Tensor], Tensor],
-    end_id: int | None,
-    pad_id: int | None,
-    max_len: int,
-) -> Tensor:
-    token_ids = prefix
-    ended = torch.zeros(prefix.size(0), dtype=torch.bool, device=prefix.device)
-    for _ in range(max_len):
-        if ended.all():
-            break
-        token = choose(without_padding(next_logits(token_ids), pad_id))
-        if end_id is not None and pad_id is not None:
-            token = token.masked_fill(ended, pad_id)
-            ended = ended | (token == end_id)
-        token_ids = torch.cat([token_ids, token.unsqueeze(1).to(prefix.dtype)], dim=1)
-    return token_ids[:, prefix.size(1) :]
-
-
 def _first_beams(prefix: Tensor, beam_size: int) -> Beams:
     shape, device = (prefix.size(0), beam_size), prefix.device
     log_probs = torch.full(shape, -math.inf, device=device)
@@ -305,12 +319,12 @@ def _decided(beams: Beams, max_len: int, length_penalty: float) -> bool:
     return bool((best_ended > attainable.masked_fill(beams.ended, -math.inf).amax(dim=1)).all())
 
 
-def _grow(beams: Beams, logits: Tensor, end_id: int, pad_id: int) -> tuple[Beams, Tensor]:
+def _grow(beams: Beams, logits: Tensor, ending: Ending) -> tuple[Beams, Tensor]:
     """Extend each hypothesis by one token, and say which row each new row continues."""
     batch, beam_size = beams.ended.shape
     (logits,) = upcast_half(logits)
     count = min(beam_size, logits.size(-1))
-    step_log_probs, tokens = first_best(without_padding(logits.log_softmax(dim=-1), pad_id), count)
+    step_log_probs, tokens = first_best(without_padding(logits.log_softmax(dim=-1), ending.pad_id), count)
     # An ended hypothesis has one continuation, itself, and goes before all others.
     ended, is_first = beams.ended.unsqueeze(2), torch.arange(count, device=logits.device) == 0
     itself = torch.zeros_like(step_log_probs[0]).masked_fill(~is_first, -math.inf)
@@ -321,9 +335,9 @@ def _grow(beams: Beams, logits: Tensor, end_id: int, pad_id: int) -> tuple[Beams
 
     parent = order // count  # (b, beam_size)
     had_ended = beams.ended.gather(1, parent)
-    token = tokens.view(batch, -1).gather(1, order).masked_fill(had_ended, pad_id)
+    token, ended = ending.close(tokens.view(batch, -1).gather(1, order), had_ended)
     rows = (parent + beam_size * torch.arange(batch, device=parent.device).unsqueeze(1)).flatten()
     token_ids = torch.cat([beams.token_ids[rows], token.view(-1, 1).to(beams.token_ids.dtype)], dim=1)
     log_probs = log_probs.gather(1, order)
-    ended = (had_ended | (token == end_id)) & (log_probs > -math.inf)  # an empty place is no hypothesis
+    ended = ended & (log_probs > -math.inf)  # an empty place is no hypothesis
     return Beams(token_ids, log_probs, beams.lengths.gather(1, parent) + ~had_ended, ended), rows

@@ -4,6 +4,7 @@ Dimension letters: b batch, h num_heads, g num_key_heads, q query_len, k key_len
 """
 
 import math
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar
 
@@ -21,11 +22,28 @@ from scratch.rounding import upcast_half
 
 __all__ = [
     "GroupedQueryAttention",
+    "Scoring",
     "grouped_attention",
     "grouped_scores",
     "who_may_attend",
     "with_sink_key",
 ]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a query scores a key.
+
+    score = cap(scale q · k)
+
+    Args:
+        scale: Factor on the scores.
+        soft_cap: Keeps scores within -soft_cap ... soft_cap: cap(s) = soft_cap tanh(s / soft_cap). There is no cap if
+            not given.
+    """
+
+    scale: float
+    soft_cap: float | None = None
 
 
 def grouped_attention(
@@ -34,8 +52,7 @@ def grouped_attention(
     v: Float[Tensor, "batch num_key_heads key_len head_dim"],
     may_attend: Bool[Tensor, "..."] | None = None,
     *,
-    scale: float,
-    soft_cap: float | None = None,
+    scoring: Scoring,
     sinks: Float[Tensor, " num_heads"] | None = None,
 ) -> Float[Tensor, "batch num_heads query_len head_dim"]:
     """Let the query heads of a group share one head of keys and values.
@@ -47,8 +64,7 @@ def grouped_attention(
         k: Keys, one head for each group.
         v: Values, likewise.
         may_attend: True = may look; broadcastable to (batch, num_heads, query_len, key_len).
-        scale: Factor on the scores.
-        soft_cap: Keeps scores within -soft_cap ... soft_cap: cap(s) = soft_cap tanh(s / soft_cap).
+        scoring: The scale of the scores, and what caps them.
         sinks: For each head the score of a key that everyone sees and that has no value.
 
     Returns:
@@ -61,13 +77,13 @@ def grouped_attention(
     and OpenAI 2025, "gpt-oss" model card, section 2.2 (sinks).
 
     >>> q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
-    >>> context = grouped_attention(q, k, v, scale=0.5)
+    >>> context = grouped_attention(q, k, v, scoring=Scoring(scale=0.5))
     >>> torch.allclose(context[:, 4], torch.softmax(0.5 * q[:, 4] @ k[:, 1].mT, dim=-1) @ v[:, 1], atol=1e-6)
     True
     """
-    scores = grouped_scores(q * scale, k)  # (b, h, q, k)
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = grouped_scores(q * scoring.scale, k)  # (b, h, q, k)
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
     row_sees = None
     if may_attend is not None:
         score_bias, row_sees = open_blind_rows(masks.to_score_bias(may_attend, scores.dtype))
@@ -331,5 +347,5 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = upcast_half(q, k, v)
         visible = who_may_attend(q.size(2), k.size(2), is_causal, self.window, may_attend, device=q.device)
         sinks = None if self.sinks is None else self.sinks.to(q.dtype)
-        context = grouped_attention(q, k, v, visible, scale=self.scale, soft_cap=self.soft_cap, sinks=sinks)
+        context = grouped_attention(q, k, v, visible, scoring=Scoring(self.scale, self.soft_cap), sinks=sinks)
         return context.to(dtype)

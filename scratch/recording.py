@@ -158,10 +158,9 @@ def trace_attention(
     key: Tensor,
     value: Tensor,
     key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
-    *,
-    need_weights: bool = True,
 ) -> dict[str, Tensor]:
     """Compute one attention stage by stage and give every stage by its name.
 
@@ -176,10 +175,10 @@ def trace_attention(
         key: Where the queries look.
         value: What they collect there.
         key_padding_mask: Hides keys: bool, True hides, or float, added to the scores.
-        attn_mask: Hides or weighs pairs of query and key in the same two forms.
-        is_causal: A promise that ``attn_mask`` is causal.
         need_weights: Decides whether ``is_causal`` replaces the mask, and whether a query that may look at no key gets
             weights of NaN (True) or 0 (False). The stages are all given either way.
+        attn_mask: Hides or weighs pairs of query and key in the same two forms.
+        is_causal: A promise that ``attn_mask`` is causal.
 
     Returns:
         The stages in the order of ``STAGES``; without a batch, the dimension ``batch`` is missing throughout.
@@ -196,8 +195,9 @@ def trace_attention(
         ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
         TypeError: For a module that is no multi-head attention, and for dtypes that do not fit together (likewise).
 
-    In torch.nn: ``F.multi_head_attention_forward`` keeps its stages to itself. Its plain path is followed,
-    never the fast path.
+    In torch.nn: ``F.multi_head_attention_forward`` keeps its stages to itself. Its plain path is followed, never the
+    fast path. What follows ``module`` are the arguments of ``nn.MultiheadAttention.forward``, in its order, but for
+    ``average_attn_weights``: every head has its weights here.
 
     Source: Vaswani et al. 2017, sections 3.2.1 and 3.2.2.
 

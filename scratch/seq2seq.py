@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scratch import masks, validation
-from scratch.decoding import LayerCache, beam_search, greedy_decode, new_cache
+from scratch.decoding import Ending, LayerCache, beam_search, greedy_decode, new_cache
 from scratch.layers import TransformerEncoderLayer, given
 from scratch.positional import Layout, PositionalEncoding
 from scratch.transformer import Transformer, TransformerEncoder
@@ -260,10 +260,10 @@ class Seq2SeqTransformer(nn.Module):
                 layer.reorder(rows)
 
         start = src_ids.new_full((src_ids.size(0), 1), self.start_id)
-        limits: dict[str, Any] = {"end_id": self.end_id, "pad_id": self.pad_id, "max_len": max_len}
+        ending = Ending(max_len, self.end_id, self.pad_id)
         if beam_size == 1:
-            return greedy_decode(next_logits, start, **limits)
+            return greedy_decode(next_logits, start, ending)
         token_ids, _ = beam_search(
-            next_logits, start, beam_size=beam_size, length_penalty=length_penalty, reorder=reorder, **limits
+            next_logits, start, ending, beam_size=beam_size, length_penalty=length_penalty, reorder=reorder
         )
         return token_ids

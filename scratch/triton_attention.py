@@ -21,7 +21,7 @@ Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; Tillet et al. 2019 for
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import triton
@@ -50,8 +50,15 @@ def switched_on() -> Iterator[None]:
 
     In torch.nn: ``torch.nn.attention.sdpa_kernel``.
     """
-    with paths.switched_on("cuda", triton_attention):
+    with paths.switched_on("cuda", as_kernel):
         yield
+
+
+def as_kernel(
+    q: Tensor, k: Tensor, v: Tensor, score_bias: None = None, diagonal: int | None = None, scale: float = 1.0
+) -> Tensor:
+    """Take what ``paths`` calls a kernel with, as ``tiling.tiled_attention`` does, less the written mask."""
+    return triton_attention(q, k, v, score_bias, (None, diagonal), scale)
 
 
 def triton_attention(
@@ -59,9 +66,8 @@ def triton_attention(
     k: Float[Tensor, "*key_heads key_len head_dim"],
     v: Float[Tensor, "*value_heads key_len v_head_dim"],
     score_bias: Callable[..., Any] | None = None,
-    diagonal: int | None = None,
+    reach: tuple[int | None, int | None] = (None, None),
     scale: float = 1.0,
-    window: int | None = None,
 ) -> Float[Tensor, "... query_len v_head_dim"]:
     """Weigh the values as ``tiling.tiled_attention`` does, in one kernel.
 
@@ -73,15 +79,16 @@ def triton_attention(
         v: Values, likewise.
         score_bias: A function decorated with ``triton.jit``, called with the numbers of sample and head and, for a
             tile, those of the queries (r, 1) and keys (1, c). What it returns is added to the scores, -inf hides a key.
-        diagonal: Query i may look at keys 0 ... i + diagonal; at all of them if not given.
+        reach: Query i may look at keys i + reach[0] ... i + reach[1], without a bound where it is None: (None, 0) is
+            causal, (-2, 0) a window of three keys.
         scale: Factor on the scores.
-        window: Query i may look at no key before i + diagonal - window + 1; diagonal is 0 then if not given.
 
     Returns:
         The context, in the dtype of the queries. A query that may look at no key gets 0, with gradient 0.
 
     Raises:
-        ValueError: For tensors where the kernel cannot run, more than four dimensions, or a window below 1.
+        ValueError: For tensors where the kernel cannot run, more than four dimensions, or a reach that ends before it
+            begins.
 
     In torch.nn: the fused kernels of ``F.scaled_dot_product_attention``, and what ``torch.compile`` makes of
     ``flex_attention``.
@@ -93,11 +100,13 @@ def triton_attention(
     >>> torch.allclose(triton_attention(q, k, v), textbook, atol=1e-5)
     True
     """
-    validation.check_triton_attention(q, k, v, diagonal, window, interpreted=triton.knobs.runtime.interpret)
+    validation.check_triton_attention(q, k, v, reach, interpreted=triton.knobs.runtime.interpret)
     missing = 4 - max(q.dim(), k.dim(), v.dim())
     q, k, v = tiling.aligned(q, k, v)
     lead = q.shape[:2]
-    sees = _Sees.of(q, k, score_bias, diagonal, window)
+    beyond = q.size(-2) + k.size(-2)  # farther than any key
+    earliest, latest = (end if x is None else x for x, end in zip(reach, (-beyond, beyond), strict=True))
+    sees = _Sees(earliest, latest, q.size(1), score_bias)
     folded = (x.flatten(0, 1).contiguous() for x in (q, k, v))  # (n, len, d)
     context: Tensor = _TritonAttention.apply(*folded, scale, sees)
     return context.unflatten(0, lead)[(0,) * missing]
@@ -118,16 +127,6 @@ class _Sees:
     latest: int
     num_heads: int
     score_bias: Callable[..., Any] | None
-
-    @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, score_bias: Callable[..., Any] | None, diagonal: int | None, window: int | None
-    ) -> Self:
-        """Turn diagonal and window into the reach to either side; without them it ends beyond the last key."""
-        everywhere = q.size(-2) + k.size(-2)
-        diagonal = 0 if diagonal is None and window is not None else diagonal
-        latest = everywhere if diagonal is None else diagonal
-        return cls(-everywhere if window is None else latest - window + 1, latest, q.size(1), score_bias)
 
 
 class _TritonAttention(torch.autograd.Function):

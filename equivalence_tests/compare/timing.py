@@ -13,7 +13,7 @@ import builtin
 import scratch
 from equivalence_tests.instruments.side_by_side import fast_path
 from equivalence_tests.instruments.weights import copy_weights
-from scratch.decoding import greedy_decode, new_cache
+from scratch.decoding import Ending, greedy_decode, new_cache
 
 __all__ = ["DECODING", "NUM_TIMINGS", "VOCABULARY", "Timing", "TimingSizes", "decoding", "time_side_by_side"]
 
@@ -160,9 +160,8 @@ def decoding(model: Any, src_ids: Tensor, length: int, *, cached: bool) -> Calla
         def next_logits(token_ids: Tensor) -> Tensor:
             return model.decode(token_ids, memory, src_ids, cache=cache)[:, -1]
 
-        never = VOCABULARY  # no token has this id, so none ends the sentence
         start = src_ids.new_ones(len(src_ids), 1)
-        return greedy_decode(next_logits, start, end_id=never, pad_id=model.pad_id, max_len=length)
+        return greedy_decode(next_logits, start, Ending(length, pad_id=model.pad_id))  # no token ends the sentence
 
     return run
 

@@ -29,7 +29,7 @@ from equivalence_tests.instruments.differences import compare_errors, compare_te
 from equivalence_tests.instruments.side_by_side import PACKAGES, assert_equal, random_tensor
 from equivalence_tests.instruments.weights import randomize_parameters
 from equivalence_tests.wild.torchvision_stand_in import make_importable
-from scratch.decoding import greedy_decode, keep_likeliest
+from scratch.decoding import Ending, greedy_decode, keep_likeliest
 from scratch.rotary import rotary_frequencies
 
 make_importable()
@@ -160,7 +160,7 @@ class TestLanguageModels:
             assert torch.equal(ours.generate(IDS, max_len=6), expected)
         else:
             with torch.no_grad():
-                found = greedy_decode(lambda x: ours(x)[:, -1], IDS, end_id=None, pad_id=None, max_len=6)
+                found = greedy_decode(lambda x: ours(x)[:, -1], IDS, Ending(max_len=6))
             assert torch.equal(found, expected)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -15,7 +15,7 @@ import scratch
 from equivalence_tests.instruments.differences import compare_errors
 from equivalence_tests.instruments.side_by_side import PACKAGES, assert_equal, outputs_and_gradients, random_tensor
 from equivalence_tests.instruments.weights import randomize_parameters
-from scratch.decoding import greedy_decode, keep_likeliest, sample_decode
+from scratch.decoding import Ending, Sampling, greedy_decode, keep_likeliest, sample_decode
 from scratch.rotary import YaRNScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -85,8 +85,7 @@ class TestBothPackages:
                 return logits
 
             with torch.no_grad():
-                limits = {"end_id": model.end_id, "pad_id": model.pad_id, "max_len": 9}
-                recomputed = greedy_decode(next_logits, IDS, **limits)
+                recomputed = greedy_decode(next_logits, IDS, Ending(9, model.end_id, model.pad_id))
             assert torch.equal(model.generate(IDS, max_len=9), recomputed)
             generated.append(recomputed)
         assert torch.equal(*generated)
@@ -270,16 +269,8 @@ class TestGenerate:
 
     def test_tokens_are_drawn_as_often_as_they_are_likely(self) -> None:
         logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-        generator = torch.Generator().manual_seed(0)
-        drawn = sample_decode(
-            lambda _: logits,
-            torch.tensor([[0]]),
-            end_id=None,
-            pad_id=3,
-            max_len=4000,
-            temperature=2.0,
-            generator=generator,
-        )
+        sampling = Sampling(temperature=2.0, generator=torch.Generator().manual_seed(0))
+        drawn = sample_decode(lambda _: logits, torch.tensor([[0]]), Ending(4000, pad_id=3), sampling)
         expected = (logits[0, :3] / 2).softmax(dim=0)
         counted = drawn.flatten().bincount(minlength=4) / 4000
         assert counted[3] == 0
@@ -394,8 +385,8 @@ class TestErrors:
             parts.SwiGLU(12, 16)(torch.ones(2, 11))
         with pytest.raises(ValueError, match=r"embed_dim = 12, got \(2, 5, 11\)"):
             parts.DecoderOnlyLayer(12, 3, 16)(torch.ones(2, 5, 11))
-        with pytest.raises(ValueError, match="temperature must be greater than 0 and finite"):
-            sample_decode(lambda ids: ids, IDS, end_id=None, pad_id=None, max_len=1, temperature=0.0)
+        with pytest.raises(ValueError, match="top_k must be greater than 0, got top_k=0"):
+            Sampling(top_k=0)
 
 
 def test_the_model_is_in_both_packages() -> None:

@@ -19,6 +19,7 @@ from equivalence_tests.instruments.side_by_side import assert_close, random_tens
 from equivalence_tests.instruments.weights import randomize_parameters
 from scratch import masks
 from scratch.decoding import (
+    Ending,
     FixedCache,
     GrowingCache,
     beam_search,
@@ -426,15 +427,13 @@ def strip(row: Tensor) -> tuple[int, ...]:
 
 
 def greedy(language: Callable[[Tensor], Tensor], starts: Sequence[Sequence[int]], max_len: int) -> Tensor:
-    return greedy_decode(language, torch.tensor(starts), end_id=END, pad_id=PAD, max_len=max_len)
+    return greedy_decode(language, torch.tensor(starts), Ending(max_len, END, PAD))
 
 
 def search(
     language: Callable[[Tensor], Tensor], starts: Sequence[Sequence[int]], beam_size: int, max_len: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    return beam_search(
-        language, torch.tensor(starts), beam_size=beam_size, end_id=END, pad_id=PAD, max_len=max_len, **options
-    )
+    return beam_search(language, torch.tensor(starts), Ending(max_len, END, PAD), beam_size=beam_size, **options)
 
 
 SEEDS = st.integers(0, 2**31)
@@ -469,9 +468,8 @@ class TestGreedyDecode:
     @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
     def test_ids_keep_their_dtype(self, dtype: torch.dtype) -> None:
         prefix = torch.tensor([[START, 3]], dtype=dtype)
-        limits: dict[str, Any] = {"end_id": END, "pad_id": PAD, "max_len": 3}
-        assert greedy_decode(Language(0, 5), prefix, **limits).dtype == dtype
-        assert beam_search(Language(0, 5), prefix, beam_size=2, **limits)[0].dtype == dtype
+        assert greedy_decode(Language(0, 5), prefix, Ending(3, END, PAD)).dtype == dtype
+        assert beam_search(Language(0, 5), prefix, Ending(3, END, PAD), beam_size=2)[0].dtype == dtype
 
     def test_padding_is_never_chosen(self) -> None:
         def next_logits(token_ids: Tensor) -> Tensor:
@@ -627,9 +625,8 @@ class TestBeamSearch:
 
     def test_an_empty_batch_has_nothing_to_say(self) -> None:
         nothing = torch.zeros(0, 1, dtype=torch.int64)
-        limits: dict[str, Any] = {"end_id": END, "pad_id": PAD, "max_len": 3}
-        assert greedy_decode(Language(0, 5), nothing, **limits).shape == (0, 0)
-        token_ids, scores = beam_search(Language(0, 5), nothing, beam_size=2, **limits)
+        assert greedy_decode(Language(0, 5), nothing, Ending(3, END, PAD)).shape == (0, 0)
+        token_ids, scores = beam_search(Language(0, 5), nothing, Ending(3, END, PAD), beam_size=2)
         assert token_ids.shape == (0, 0)
         assert scores.shape == (0,)
 
@@ -642,19 +639,33 @@ class TestBeamSearch:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            ({"max_len": 0}, "max_len must be greater than 0, got max_len=0"),
             ({"beam_size": 0}, "beam_size must be greater than 0, got beam_size=0"),
             ({"length_penalty": -0.1}, "length_penalty must be finite and not negative .* got -0.1"),
             ({"length_penalty": math.inf}, "length_penalty must be finite and not negative .* got inf"),
             ({"length_penalty": math.nan}, "length_penalty must be finite and not negative .* got nan"),
-            ({"end_id": PAD}, "end_id must differ from pad_id, which is never chosen, got 0 for both"),
         ],
     )
     def test_bad_arguments_are_named(self, arguments: dict[str, Any], text: str) -> None:
-        usual: dict[str, Any] = {"end_id": END, "pad_id": PAD, "max_len": 3}
-        prefix = torch.tensor([[START]])
         with pytest.raises(ValueError, match=text):
-            beam_search(Language(0, 5), prefix, **{"beam_size": 2, **usual, **arguments})
-        if arguments.keys() <= usual.keys():
-            with pytest.raises(ValueError, match=text):
-                greedy_decode(Language(0, 5), prefix, **{**usual, **arguments})
+            search(Language(0, 5), [[START]], **{"beam_size": 2, "max_len": 3, **arguments})
+
+
+class TestEnding:
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            ((0, END, PAD), "max_len must be greater than 0, got max_len=0"),
+            ((3, PAD, PAD), "end_id must differ from pad_id, which is never chosen, got 0 for both"),
+            ((3, END), "pad_id must be given where end_id is, to fill up rows that end, got end_id=2"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments: tuple[int, ...], text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            Ending(*arguments)
+
+    def test_without_an_end_token_every_row_is_as_long_as_it_may_be(self) -> None:
+        starts = torch.tensor([[START], [3]])
+        token_ids = greedy_decode(Language(0, 5), starts, Ending(4))
+        assert token_ids.shape == (2, 4)
+        found, _ = beam_search(Language(0, 5), starts, Ending(4), beam_size=1)
+        assert torch.equal(found, token_ids)

@@ -24,7 +24,7 @@ from equivalence_tests.instruments.side_by_side import (
 )
 from equivalence_tests.instruments.weights import randomize_parameters
 from scratch.decoding import KeyValueCache
-from scratch.grouped import grouped_attention, who_may_attend
+from scratch.grouped import Scoring, grouped_attention, who_may_attend
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
@@ -163,7 +163,7 @@ class TestBothPackages:
 
     def test_free_functions_agree_on_a_mask_of_any_shape(self) -> None:
         q, k, v = random_tensor(2, 6, 5, 11), random_tensor(2, 3, 7, 11, seed=1), random_tensor(2, 3, 7, 11, seed=2)
-        options: dict[str, Any] = {"scale": -0.5, "sinks": random_tensor(6)}
+        options: dict[str, Any] = {"scoring": Scoring(-0.5), "sinks": random_tensor(6)}
         for shape in ((7,), (5, 7), (1, 7), (2, 1, 1, 7), (2, 6, 5, 7), (6, 1, 7)):
             may_attend = random_tensor(*shape, seed=3) > 0
             ours = grouped_attention(q, k, v, may_attend, **options)
@@ -383,4 +383,4 @@ class TestNoGradientOfFlex:
     def test_torch_still_has_none(self) -> None:
         x = torch.ones(1, 1, 5, 4, requires_grad=True)
         with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-            grouped_attention_of_torch(x, x, x, scale=1.0, soft_cap=1.0)
+            grouped_attention_of_torch(x, x, x, scoring=Scoring(1.0, soft_cap=1.0))

@@ -80,6 +80,13 @@ class TestSignatures:
             with pytest.raises(TypeError, match="positional arguments"):
                 function(x, x, x, None, 0.0, False, 1.0)
 
+    def test_an_attention_is_traced_with_the_arguments_of_its_call(self) -> None:
+        ours, theirs = (parameters(x) for x in (scratch.trace_attention, nn.MultiheadAttention.forward))
+        del ours["module"], theirs["self"], theirs["average_attn_weights"]
+        assert [(name, x.kind, x.default) for name, x in ours.items()] == [
+            (name, x.kind, x.default) for name, x in theirs.items()
+        ]
+
     @pytest.mark.parametrize("package", PACKAGES)
     def test_generate_square_subsequent_mask_has_torchs_signature(self, package: str) -> None:
         ours = parameters(PACKAGES[package].Transformer.generate_square_subsequent_mask)
@@ -622,7 +629,58 @@ def sizes_of_functions() -> dict[str, int]:
     return sizes
 
 
+TORCHS = "the signature is torch's, and is held to it above"
+OPTIONS = "a module takes its sizes and options one by one, as those of torch.nn do"
+COMMAND = "one for each option of the command line"
+MORE_THAN_SIX_PARAMETERS = {
+    "MultiheadAttention.__init__": TORCHS,
+    "Transformer.__init__": TORCHS,
+    "TransformerEncoderLayer.__init__": TORCHS,
+    "TransformerDecoderLayer.__init__": TORCHS,
+    "MultiheadAttention.forward": TORCHS,
+    "TransformerDecoderLayer.forward": TORCHS,
+    "TransformerDecoder.forward": TORCHS,
+    "Transformer.forward": TORCHS,
+    "scaled_dot_product_attention": TORCHS,
+    "flex_attention": TORCHS,
+    "create_block_mask": TORCHS,
+    "BlockMask.__init__": TORCHS,
+    "BlockMask.from_kv_blocks": TORCHS,
+    "varlen_attn": TORCHS,
+    "trace_attention": TORCHS,
+    "GroupedQueryAttention.__init__": OPTIONS,
+    "DecoderOnlyLayer.__init__": OPTIONS,
+    "DecoderOnlyTransformer.__init__": OPTIONS,
+    "Seq2SeqTransformer.__init__": OPTIONS,
+    "train": COMMAND,
+    "translate": COMMAND,
+}
+
+
+def functions_of(owner: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Give every function, method and nested function under its dotted name, but those that Triton compiles."""
+    for node in ast.iter_child_nodes(owner):
+        inside = f"{scope}{node.name}." if isinstance(node, ast.ClassDef | ast.FunctionDef) else scope
+        if isinstance(node, ast.FunctionDef):
+            if "triton.jit" in map(ast.unparse, node.decorator_list):
+                continue
+            yield f"{scope}{node.name}", node
+        yield from functions_of(node, inside)
+
+
+def parameter_count(function: ast.FunctionDef) -> int:
+    x = function.args
+    names = [y.arg for y in (*x.posonlyargs, *x.args, *x.kwonlyargs, x.vararg, x.kwarg) if y is not None]
+    return len(set(names) - {"self", "cls", "ctx"})
+
+
 class TestSizes:
+    def test_no_function_has_more_than_six_parameters_but_those_that_are_listed(self) -> None:
+        files = [file for room in ("scratch", "builtin") for file in (ROOT / room).rglob("*.py")]
+        functions = [x for file in files for x in functions_of(ast.parse(file.read_text(encoding="utf-8")))]
+        assert len(functions) > 500
+        assert {name for name, x in functions if parameter_count(x) > 6} == set(MORE_THAN_SIX_PARAMETERS)
+
     def test_half_of_the_functions_have_fewer_than_ten_lines(self) -> None:
         sizes = sorted(sizes_of_functions().values())
         assert sizes[len(sizes) // 2] < 10

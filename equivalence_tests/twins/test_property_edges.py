@@ -18,7 +18,7 @@ from equivalence_tests.instruments.side_by_side import (
     with_same_weights,
 )
 from scratch import masks
-from scratch.decoding import FixedCache, GrowingCache, LayerCache, _first_beams, beam_search, without_padding
+from scratch.decoding import Ending, FixedCache, GrowingCache, LayerCache, _first_beams, beam_search, without_padding
 
 META = torch.device("meta")
 
@@ -211,10 +211,8 @@ class TestBeamSearch:
         token_ids, scores = beam_search(
             lambda token_ids: torch.zeros(len(token_ids), 5),
             torch.ones(0, 1, dtype=torch.int64),
+            Ending(max_len=3, end_id=2, pad_id=0),
             beam_size=2,
-            end_id=2,
-            pad_id=0,
-            max_len=3,
         )
         assert token_ids.shape == (0, 0)
         assert scores.shape == (0,)
@@ -230,9 +228,8 @@ def test_padding_is_left_out_of_the_last_dimension_where_the_logits_are(shape: t
 def test_log_probabilities_of_half_precision_logits_are_summed_in_float32() -> None:
     logits = random_tensor(2, 5, dtype=torch.bfloat16)
     start = torch.ones(2, 1, dtype=torch.int64)
-    tokens, scores = beam_search(
-        lambda _: logits, start, beam_size=1, end_id=2, pad_id=0, max_len=1, length_penalty=0.0
-    )
+    ending = Ending(max_len=1, end_id=2, pad_id=0)
+    tokens, scores = beam_search(lambda _: logits, start, ending, beam_size=1, length_penalty=0.0)
     expected = logits.float().log_softmax(dim=-1).gather(1, tokens).squeeze(1)
     assert torch.equal(scores, expected)
 

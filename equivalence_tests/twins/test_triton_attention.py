@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 from scratch import triton_attention as kernels
-from scratch.triton_attention import switched_on, triton_attention
+from scratch.triton_attention import as_kernel, switched_on, triton_attention
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ON_CUDA = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter multiplies the bits of bfloat16")
@@ -89,18 +89,15 @@ def textbook(
     k: Tensor,
     v: Tensor,
     score_bias: str | None = None,
-    diagonal: int | None = None,
+    reach: tuple[int | None, int | None] = (None, None),
     scale: float = 1.0,
-    window: int | None = None,
 ) -> Tensor:
     """Compute the same with all scores at once."""
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     may_attend = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool)
-    latest = diagonal or 0
-    if diagonal is not None or window is not None:
-        may_attend = may_attend.tril(latest)
-    if window is not None:
-        may_attend = may_attend.triu(latest - window + 1)
+    first, last = reach
+    may_attend = may_attend if first is None else may_attend.triu(first)
+    may_attend = may_attend if last is None else may_attend.tril(last)
     bias = scratch.masks.to_score_bias(may_attend, torch.float64)
     if score_bias is not None:
         bias = bias + written_out(score_bias, q.size(-2), k.size(-2))
@@ -114,16 +111,17 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, score_bias: str | None = None, **arg
 MASKS: dict[str, dict[str, Any]] = {
     "no mask": {},
     "scaled": {"scale": -0.3},
-    "causal": {"diagonal": 0},
-    "causal, lower right": {"diagonal": 16},
-    "causal, with blind rows": {"diagonal": -20},
-    "window": {"window": 5, "diagonal": 3},
-    "window from the first key on": {"window": 40},
-    "window beside all tiles": {"window": 3, "diagonal": 30},
+    "causal": {"reach": (None, 0)},
+    "causal, lower right": {"reach": (None, 16)},
+    "causal, with blind rows": {"reach": (None, -20)},
+    "window": {"reach": (-1, 3)},
+    "window from the first key on": {"reach": (-39, 0)},
+    "later keys": {"reach": (1, None)},
+    "window beside all tiles": {"reach": (28, 30)},
     "bias": {"score_bias": "by distance"},
     "bias that hides": {"score_bias": "of even keys"},
     "bias beyond the end": {"score_bias": "beyond the end"},
-    "bias, causal, window": {"score_bias": "by distance", "diagonal": 2, "window": 20, "scale": 0.5},
+    "bias, causal, window": {"score_bias": "by distance", "reach": (-17, 2), "scale": 0.5},
 }
 
 
@@ -140,22 +138,22 @@ class TestNumbers:
 
     @pytest.mark.parametrize("key_heads", [4, 1])
     def test_keys_serve_one_head_of_queries_or_all(self, key_heads: int) -> None:
-        assert_as_the_textbook(heads(key_heads), diagonal=0)
+        assert_as_the_textbook(heads(key_heads), reach=(None, 0))
 
     def test_scores_far_apart_neither_overflow_nor_vanish(self) -> None:
-        assert_as_the_textbook(heads(spread=300.0), window=20)
+        assert_as_the_textbook(heads(spread=300.0), reach=(-19, 0))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=ON_CUDA)])
     def test_rounding_is_at_most_twice_the_textbooks(self, dtype: torch.dtype) -> None:
         inputs = heads(dtype=dtype)
-        exact = outputs_and_gradients(textbook, {name: x.double() for name, x in inputs.items()}, diagonal=0)
-        theirs = outputs_and_gradients(textbook, inputs, diagonal=0)
-        for name, actual in outputs_and_gradients(kernel, inputs, diagonal=0).items():
+        exact = outputs_and_gradients(textbook, {name: x.double() for name, x in inputs.items()}, reach=(None, 0))
+        theirs = outputs_and_gradients(textbook, inputs, reach=(None, 0))
+        for name, actual in outputs_and_gradients(kernel, inputs, reach=(None, 0)).items():
             ratio = compare_errors(actual, theirs[name], exact[name])
             assert ratio.passed, f"{name}: {ratio}"
 
     def test_rows_that_see_no_key_give_0_and_gradient_0(self) -> None:
-        results = outputs_and_gradients(kernel, heads(), diagonal=-20)
+        results = outputs_and_gradients(kernel, heads(), reach=(None, -20))
         for name in ("output 0", "gradient of q"):
             found = results[name]
             assert found is not None
@@ -165,7 +163,7 @@ class TestNumbers:
     def test_a_nan_reaches_those_who_see_it(self) -> None:
         inputs = heads()
         inputs["k"][0, 1, 7, 3] = math.nan
-        output = triton_attention(**inputs, diagonal=0)
+        output = triton_attention(**inputs, reach=(None, 0))
         expected = torch.zeros_like(output, dtype=torch.bool)
         expected[0, 2:, 7:] = True
         assert torch.equal(output.isnan(), expected)
@@ -173,7 +171,7 @@ class TestNumbers:
     def test_tiles_that_no_query_may_see_are_not_read(self) -> None:
         inputs = heads()
         inputs["v"][:, :, 32:] = math.nan  # the second tile of keys
-        assert not triton_attention(**inputs, diagonal=-6).isnan().any()
+        assert not triton_attention(**inputs, reach=(None, -6)).isnan().any()
 
 
 class TestShapes:
@@ -195,7 +193,7 @@ class TestShapes:
 def second_derivatives(function: Callable[..., Tensor], names: str) -> dict[str, Tensor | None]:
     inputs = {name: x.requires_grad_(name in names) for name, x in heads().items()}
     wanted = [inputs[name] for name in names]
-    first = torch.autograd.grad(function(**inputs, window=9).square().sum(), wanted, create_graph=True)
+    first = torch.autograd.grad(function(**inputs, reach=(-8, 0)).square().sum(), wanted, create_graph=True)
     again = torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), wanted)
     return {f"gradient of {name}": x for name, x in zip(names, again, strict=True)}
 
@@ -241,8 +239,8 @@ class TestSwitch:
         q = random_tensor(2, 3, 700, 11).to(DEVICE)
         chosen = partial(paths.chosen_kernel, q, q, q, Visible(), 0.0)
         before = chosen()
-        with switched_on() if DEVICE == "cuda" else paths.switched_on(DEVICE, triton_attention):
-            assert chosen() is triton_attention
+        with switched_on() if DEVICE == "cuda" else paths.switched_on(DEVICE, as_kernel):
+            assert chosen() is as_kernel
         assert chosen() is before
 
     def test_modules_and_the_function_take_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +248,7 @@ class TestSwitch:
 
         def counted(*arguments: Any) -> Tensor:
             calls.append(arguments[4])
-            return triton_attention(*arguments)
+            return as_kernel(*arguments)
 
         module = scratch.MultiheadAttention(33, 3, batch_first=True, device=DEVICE, dtype=torch.float64).eval()
         x = random_tensor(2, 37, 33).to(DEVICE)
@@ -274,8 +272,9 @@ class TestErrors:
             ({"q": torch.ones(11)}, ArgumentValueError, "q must have 2 to 4 dimensions and none of size 0, got shape"),
             ({"v": torch.ones(2, 2, 45, 0)}, ArgumentValueError, "v must have 2 to 4 dimensions and none of size 0"),
             ({"v": torch.ones(2, 2, 45, 19).half()}, ArgumentTypeError, "v must be floating and of the dtype of q"),
-            ({"window": 0}, ArgumentValueError, "window must be at least 1"),
-            ({"diagonal": 0.5}, ArgumentTypeError, "diagonal must be a whole number"),
+            ({"reach": (1, 0)}, ArgumentValueError, "reach must not end before it begins"),
+            ({"reach": (0,)}, ArgumentValueError, r"reach must be \(first, last\), whole numbers or None"),
+            ({"reach": (None, 0.5)}, ArgumentTypeError, r"reach\[1\] must be a whole number"),
         ],
     )
     def test_bad_input_is_named(self, changed: dict[str, Any], error: type[Exception], message: str) -> None:

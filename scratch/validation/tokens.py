@@ -206,12 +206,11 @@ def check_prompt(model: Any, prompt_ids: Tensor) -> None:
         )
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None, *, drawn: bool = False) -> None:
-    """Check how tokens are drawn; unless they are ``drawn`` in any case a temperature of 0 takes the likeliest."""
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Check how tokens are drawn; a temperature of 0 takes the likeliest."""
     check_number(temperature=temperature)
-    if not 0 <= temperature < float("inf") or (drawn and temperature == 0):
-        least = "greater than 0" if drawn else "at least 0 (the likeliest token)"
-        raise ArgumentValueError(f"temperature must be {least} and finite, got {temperature}")
+    if not 0 <= temperature < float("inf"):
+        raise ArgumentValueError(f"temperature must be at least 0 (the likeliest token) and finite, got {temperature}")
     if top_k is not None:
         check_positive(top_k=top_k)
     if top_p is not None:

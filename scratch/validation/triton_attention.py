@@ -1,6 +1,6 @@
 """What ``triton_attention`` is given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,15 +13,12 @@ from scratch.validation.basics import (
     check_whole,
     shape,
 )
-from scratch.validation.masks import check_window
 from scratch.validation.sdpa import check_head_dim_and_key_len
 
 __all__ = ["check_differentiable_twice", "check_triton_attention"]
 
 
-def check_triton_attention(
-    q: Tensor, k: Tensor, v: Tensor, diagonal: int | None, window: int | None, *, interpreted: bool
-) -> None:
+def check_triton_attention(q: Tensor, k: Tensor, v: Tensor, reach: Sequence[int | None], *, interpreted: bool) -> None:
     """Check the call of ``triton_attention``."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -36,10 +33,16 @@ def check_triton_attention(
             )
     check_head_dim_and_key_len(q, k, v)
     _check_heads(q, k, v)
-    if diagonal is not None:
-        check_whole(diagonal=diagonal)
-    if window is not None:
-        check_window(window)
+    _check_reach(reach)
+
+
+def _check_reach(reach: Sequence[int | None]) -> None:
+    if len(reach) != 2:
+        raise ArgumentValueError(f"reach must be (first, last), whole numbers or None, got {reach}")
+    first, last = reach
+    check_whole(**{f"reach[{i}]": x for i, x in enumerate(reach) if x is not None})
+    if first is not None and last is not None and first > last:
+        raise ArgumentValueError(f"reach must not end before it begins, got {reach}")
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -77,7 +77,7 @@ def drawn() -> None:
 
 
 READ = Place(DecoderOnlyTransformer._read, "x = self.embedding(")
-DRAWN = Place(decoding.sample_decode, "probabilities =")
+DRAWN = Place(decoding.Sampling.draw, "probabilities =")
 
 EXPLANATIONS = (
     Explanation(
@@ -132,8 +132,8 @@ EXPLANATIONS = (
         "The token that ends a text. generate fills up a row with pad_id behind it, and stops when all rows have "
         "ended.",
         (
-            Place(decoding._append_tokens, "token = token.masked_fill"),
-            Place(decoding._append_tokens, "ended = ended |"),
+            Place(decoding.Ending.close, "token = token.masked_fill"),
+            Place(decoding.Ending.close, "return token, ended |"),
         ),
         ended,
     ),
@@ -165,7 +165,7 @@ EXPLANATIONS = (
         "max_len",
         OWNER,
         "The greatest number of tokens that are generated. The prompt does not count.",
-        (Place(decoding._append_tokens, "token_ids = torch.cat"),),
+        (Place(decoding.sample_decode, "token_ids = torch.cat"),),
         drawn,
     ),
     Explanation(
@@ -195,7 +195,7 @@ EXPLANATIONS = (
         "generator",
         OWNER,
         "Where the random numbers come from. With the same seed the same tokens are drawn.",
-        (Place(decoding.sample_decode, "torch.multinomial"),),
+        (Place(decoding.Sampling.draw, "torch.multinomial"),),
         drawn,
     ),
 )
