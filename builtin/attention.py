@@ -19,7 +19,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     (need_weights=False), or ``torch.bmm`` (``torch.baddbmm`` with a mask), softmax and a second ``torch.bmm``.
 
     Raises:
-        ValueError: For sizes that are not positive, or an embed_dim that the heads do not divide (also an
+        ValueError: For sizes that are not positive, or an embed_dim that num_heads does not divide (also an
             AssertionError); and if a head size is given, because torch.nn has no other than embed_dim / num_heads.
 
     Traps:

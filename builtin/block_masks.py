@@ -31,10 +31,10 @@ def create_block_mask(
     """In torch.nn: ``torch.nn.attention.flex_attention.create_block_mask``, which writes the mask out as a whole first.
 
     Traps:
-        Without B a plan is made for one sample and serves all: see trap `flex_plan_of_one_sample`.
-        Indices count from 0, also those of queries behind a cache: see trap `flex_index_from_zero`.
-        Making the plan takes the memory of the whole mask: see trap `block_mask_written_out`.
-        A table that the function reads must reach to the last key: see trap `mask_mod_asked_beyond_end`.
+        Without B the blocks are found for one sample, and used for all: see trap `flex_plan_of_one_sample`.
+        Indices count from 0, those of queries after a cache too: see trap `flex_index_from_zero`.
+        Building it takes the memory of the whole mask: see trap `block_mask_written_out`.
+        A table that the function reads must reach to the end of the last block: see trap `mask_mod_asked_beyond_end`.
     """
     validation.check_create_block_mask(mask_mod, BLOCK_SIZE, B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     place = device_or_accelerator(device)

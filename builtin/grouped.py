@@ -91,7 +91,7 @@ class GroupedQueryAttention(grouped.GroupedQueryAttention):
     norm_class = RMSNorm
 
     def project(self, x: Tensor, first_position: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values, normalised and turned.
+        """In torch.nn: ``nn.Linear`` and ``nn.RMSNorm``; rotary positions have no class there.
 
         Raises:
             ValueError: For a soft cap where a gradient is wanted on the CPU, which torch's flex attention does not
@@ -101,7 +101,7 @@ class GroupedQueryAttention(grouped.GroupedQueryAttention):
         return super().project(x, first_position)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor | None, is_causal: bool) -> Tensor:
-        """Weigh the values."""
+        """In torch.nn: ``F.scaled_dot_product_attention``, without a mask where causality alone hides keys."""
         causal_alone = is_causal and self.window is None and may_attend is None and q.size(2) == k.size(2)
         if causal_alone and self.soft_cap is None and self.sinks is None:  # no mask: the kernels skip what is hidden
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)

@@ -57,7 +57,7 @@ class RotaryEmbedding(rotary.RotaryEmbedding):
     """In torch.nn: no class; ``torch.view_as_complex`` reads adjacent pairs as complex numbers without a copy.
 
     Traps:
-        Weights serve with the pairing of their training alone: see trap `rotary_pairings`.
+        Weights work only with the pairing that they were trained with: see trap `rotary_pairings`.
     """
 
     def _rotate(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

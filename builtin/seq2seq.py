@@ -22,8 +22,8 @@ __all__ = ["Seq2SeqTransformer"]
 
 @documented_like(by_hand.Seq2SeqTransformer)
 class Seq2SeqTransformer(nn.Module):
-    """In torch.nn: only the parts: ``nn.Embedding``, ``nn.Transformer`` and ``nn.Linear``. The masks go in as
-    torch.nn takes them, and so that neither the fast path nor its absence changes a logit.
+    """In torch.nn: only the parts: ``nn.Embedding``, ``nn.Transformer`` and ``nn.Linear``. The masks have
+    torch.nn's form, chosen so that the logits are the same on and off the fast path.
 
     Raises:
         ValueError: For sizes that do not fit, an unknown activation or layout, or special tokens that are outside of

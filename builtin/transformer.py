@@ -28,10 +28,10 @@ class TransformerEncoder(nn.TransformerEncoder):
         All layers start with the same parameters: see trap `clones_start_identical`.
         The layer passed in is copied and not used: see trap `layer_kept_beside_stack`.
         A warning tells why the input will not become a nested tensor: see trap `nested_tensor_warning`.
-        Padded places of the output are 0 or not, by the path taken: see trap `fast_path_padding`.
+        Padded places of the output are 0 or not, depending on the path taken: see trap `fast_path_padding`.
         With mask_check=False padding in front costs the last tokens: see trap `mask_check_off`.
-        torch.nn itself refuses 0 layers at the first call only: see trap `no_layers`.
-        It gives no attention weights of its layers: see trap `no_maps_from_layers`.
+        torch.nn itself refuses 0 layers only at the first call: see trap `no_layers`.
+        It returns no attention weights from its layers: see trap `no_maps_from_layers`.
 
     >>> encoder_layer = TransformerEncoderLayer(d_model=12, nhead=2, batch_first=True)
     >>> encoder = TransformerEncoder(encoder_layer, num_layers=2)
@@ -78,7 +78,7 @@ class TransformerDecoder(nn.TransformerDecoder):
     Traps:
         All layers start with the same parameters: see trap `clones_start_identical`.
         The layer passed in is copied and not used: see trap `layer_kept_beside_stack`.
-        It gives no attention weights of its layers: see trap `no_maps_from_layers`.
+        It returns no attention weights from its layers: see trap `no_maps_from_layers`.
         Step-by-step decoding computes everything anew: see trap `no_cache`.
     """
 
@@ -110,7 +110,7 @@ class TransformerDecoder(nn.TransformerDecoder):
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
             ``tgt_is_causal`` and ``memory_is_causal`` mask nothing by themselves: see trap `is_causal_is_a_hint`.
             Finding out whether the mask is causal waits for the device: see trap `causal_detection_syncs`.
-            torch.nn itself fails at that on an integer mask: see trap `integer_tgt_mask`.
+            With an integer mask torch.nn itself fails there: see trap `integer_tgt_mask`.
         """
         validation.check_no_cache(cache)
         validation.check_has_layers(self.layers)
@@ -140,7 +140,7 @@ class Transformer(nn.Transformer):
         Sequence first by default, and batch-first input raises no error: see trap `batch_first_default`.
         A custom encoder or decoder loses its weights: see trap `custom_encoder_redrawn`.
         A LayerNorm ends both stacks, even in post-norm: see trap `final_norm_post_norm`.
-        Built with its defaults it warns: see trap `nested_tensor_warning`.
+        It warns when it is built with its defaults: see trap `nested_tensor_warning`.
 
     >>> model = Transformer(12, nhead=2, num_encoder_layers=1, num_decoder_layers=1, batch_first=True)
     >>> model(torch.randn(2, 7, 12), torch.randn(2, 5, 12)).shape
@@ -211,8 +211,8 @@ class Transformer(nn.Transformer):
 
         Traps:
             True means the opposite in ``F.scaled_dot_product_attention``: see trap `mask_polarity`.
-            The target looks at later places unless ``tgt_mask`` says no: see trap `not_causal_by_default`.
-            It is not shifted, so that place i has seen token i: see trap `target_not_shifted`.
+            Target tokens see later ones unless ``tgt_mask`` hides them: see trap `not_causal_by_default`.
+            The target is not shifted, so that place i has seen token i: see trap `target_not_shifted`.
             The is_causal promises mask nothing by themselves: see trap `is_causal_is_a_hint`.
             Without memory_key_padding_mask the decoder looks at padding, which carries other numbers on the fast path:
             see trap `memory_padding_forgotten`.

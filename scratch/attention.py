@@ -60,14 +60,14 @@ class MultiheadAttention(nn.Module):
         v_head_dim: d_v, the size of each head's values; embed_dim / num_heads if not given.
 
     Raises:
-        ValueError: For sizes that are not positive, or an embed_dim that the heads do not divide (also an
+        ValueError: For sizes that are not positive, or an embed_dim that num_heads does not divide (also an
             AssertionError).
 
     In torch.nn: ``nn.MultiheadAttention``, with the same parameters under the same names, drawn in the same order.
     Differences: here ``out_proj`` is called as a module, so that hooks and adapters on it run; there is no fused fast
-    path, so train (without dropout) and eval, with and without gradients, give the same numbers; masks of mixed dtypes
-    are accepted without a warning; a padding mask for no samples or no keys is accepted without ``need_weights`` too;
-    ``qk_head_dim``, ``v_head_dim`` and ``cache`` are extensions.
+    path, so that train mode (without dropout) and eval mode give the same numbers, with and without gradients; masks of
+    mixed dtypes are accepted without a warning; a padding mask for no samples or no keys is accepted without
+    ``need_weights`` too; ``qk_head_dim``, ``v_head_dim`` and ``cache`` are extensions.
 
     Source: Vaswani et al. 2017, section 3.2.2;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html
@@ -190,8 +190,8 @@ class MultiheadAttention(nn.Module):
 
         Returns:
             The output in the shape of ``query``, and the weights, (batch, query_len, key_len) or
-            (batch, num_heads, query_len, key_len), or None. They are those after dropout; key_len includes
-            appended tokens and cached keys.
+            (batch, num_heads, query_len, key_len), or None. They are the weights after dropout; key_len
+            counts appended tokens and cached keys too.
 
         Raises:
             ValueError: For shapes that do not fit together (also a RuntimeError and an AssertionError).
@@ -209,7 +209,7 @@ class MultiheadAttention(nn.Module):
         # With a cache, is_causal would misplace the diagonal, so the mask itself is read.
         visible = resolve_masks(attn_mask, key_padding_mask, q, k, is_causal and cache is None, need_weights)
         context, weights = self._attend(q, k, v, visible, need_weights)  # (b, h, q, d), (b, h, q, k)
-        # The tokens of all samples in one dimension, as in torch.nn: the bias's gradient is then summed in its order.
+        # All tokens of all samples in one dimension, as in torch.nn: the gradient of the bias is then summed alike.
         output = self.out_proj(merge_heads(context).flatten(0, 1)).unflatten(0, query.shape[:2])
 
         if weights is not None and average_attn_weights:

@@ -46,7 +46,7 @@ class GrowingCache:
         """Project the new tokens, remember their keys and values, and return them after the earlier ones.
 
         Args:
-            attention: Whose projections are used; the same at every call.
+            attention: The attention whose projections are used; the same at every call.
             query: (new_len, batch, embed_dim).
             key: (new_len, batch, kdim).
             value: (new_len, batch, vdim).
@@ -119,7 +119,7 @@ class FixedCache:
         """Project the queries, and at the first call keys and values.
 
         Args:
-            attention: Whose projections are used; the same at every call.
+            attention: The attention whose projections are used; the same at every call.
             query: (query_len, batch, embed_dim).
             key: (key_len, batch, kdim).
             value: (key_len, batch, vdim).
@@ -141,13 +141,13 @@ class FixedCache:
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far, for grouped-query attention: of all of them, or of a window the last.
+    """Keys and values of the tokens so far, for grouped-query attention: of all of them, or of the last ``window``.
 
     They are kept split into heads, normalised and turned by their positions. With a window the cache rolls: what no
     later token can see is forgotten, so that it stops growing.
 
     Args:
-        window: That of the attention; without one everything is kept.
+        window: The window of the attention; everything is kept if not given.
 
     Raises:
         ValueError: For a window below 1.

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention as in the paper, one equation per line, and splitting and merging of heads.
+"""Scaled dot-product attention as in the paper, one equation per line; splitting into heads, and merging them.
 
 Dimension letters: b batch, h num_heads, q query_len, k key_len, d head_dim. ``*#heads`` stands for any leading
 dimensions, which broadcast.

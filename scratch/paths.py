@@ -42,8 +42,8 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, visible: Visible, dropout_p: 
         dropout_p: Probability of dropping each attention weight.
 
     Returns:
-        What to call, or None for the textbook. Devices other than the CPU, where nothing has been measured, have only
-        the kernels that are switched on, and these take no written mask.
+        What to call, or None for the textbook. On devices other than the CPU, where nothing has been measured, it is a
+        kernel only if one is switched on, and only without a written mask.
 
     In torch.nn: the choice of a backend inside ``F.scaled_dot_product_attention``.
 
@@ -76,7 +76,7 @@ def _takes_bias(score_bias: Tensor | None) -> bool:
 
 
 def _are_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether there are at most a batch and heads, nothing is empty, and k and v have as many heads."""
+    """Return whether all have at most four dimensions, none of them empty, and k and v have equally many heads."""
     if max(q.dim(), k.dim(), v.dim()) > 4 or 0 in (q.numel(), k.numel(), v.numel()):
         return False
     return q.dim() < 3 or k.dim() < 3 or v.dim() < 3 or len({k.size(-3), v.size(-3)} - {1}) <= 1
@@ -105,7 +105,7 @@ def switched_on(device_type: str, kernel: Kernel) -> Iterator[None]:
 
 
 def are_plain(*tensors: Tensor) -> bool:
-    """Return whether operations on these tensors run at once, on plain tensors, and may write into memory.
+    """Return whether these are plain tensors, computed at once, so that memory may be written into.
 
     Args:
         *tensors: Any tensors.

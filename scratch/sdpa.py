@@ -51,8 +51,8 @@ def scaled_dot_product_attention(
     In torch.nn: ``F.scaled_dot_product_attention``. The result equals that of its MATH backend to the last bit. Its
     fused kernels round in another order, and so do the tiles that take over for long inputs (``scratch.tiling``);
     inside ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` neither is used, here and in torch. A query whose scores
-    are all -inf because of its inputs, and not of a mask, gets NaN here, unless tiles run, and 0 there. With no keys, a
-    query of NaN gets 0 here and NaN there.
+    are all -inf because of its inputs, not because of a mask, gets NaN here, unless tiles run, and 0 there. With no
+    keys, a query of NaN gets 0 here and NaN there.
 
     Source: Vaswani et al. 2017, section 3.2.1, equation 1;
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
