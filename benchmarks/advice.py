@@ -4,16 +4,17 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.contenders import BASELINE, CONTENDERS
+from benchmarks.contenders import BASELINE, CONTENDERS, call_of
 from benchmarks.grids import Case
 from benchmarks.own import code_of, in_torch, is_in_torch, is_own
 from benchmarks.results import Row, Status, ratio_between
 from benchmarks.summarising import Ratio
-from benchmarks.tables import bytes_in_words, cost_in_words, short_names
+from benchmarks.tables import bytes_in_words, cost_in_words, short_names, time_in_words
 
 __all__ = ["Advice", "advice_by_case", "fastest"]
 
 NOTICEABLE = 1.05  # nobody changes code for less than a twentieth
+TELLING = 1.25  # where another may be faster by more than this, or no faster, the times do not say what to use
 PREFERRED = ("torch.nn", BASELINE, "scratch")
 NOT_TIMED: dict[Status, str] = {
     "unequal": "was not timed, because its numbers differ",
@@ -33,6 +34,7 @@ class Advice:
         in_torch: The equivalents of these, by the names of the user's.
         compared: builtin and scratch, where they are not the best themselves.
         names: How the user's are called.
+        undecided: Another that may be much faster than the best or no faster, as far as the spread tells.
     """
 
     case: Case
@@ -41,6 +43,7 @@ class Advice:
     in_torch: Mapping[str, Row]
     compared: tuple[Row, ...]
     names: Mapping[str, str]
+    undecided: Row | None = None
 
     def __str__(self) -> str:
         """Say what to use; the user's own comes first."""
@@ -52,8 +55,11 @@ class Advice:
             for row in self.own
             if row.contender in self.in_torch
         ]
+        if self.best is not None and self.undecided is not None and not self.own:
+            return _no_telling(self.best, self.undecided)
         if self.best is not None and not self.own:
-            sentences.append(f"Use {_in_full(self.best)}: {cost_in_words(self.best)}.{_call(self.best)}")
+            call = call_of(self.best.contender, self.case)
+            sentences.append(f"Use {_in_full(self.best)}: {cost_in_words(self.best)}. The call: `{call}`.")
         if self.best is not None and self.compared:
             others = ", ".join(f"{row.contender} {_beside(row, self.best)}" for row in self.compared)
             sentences.append(f"{f'Against {self.best.contender}' if self.own else 'By comparison'}, {others}.")
@@ -79,7 +85,7 @@ def advice_by_case(rows: Iterable[Row]) -> Iterator[Advice]:
         equivalents = {code_of(row.contender): row for row in found if is_in_torch(row.contender)}
         best = fastest(known)
         compared = [row for row in known if row.contender in (BASELINE, "scratch") and row is not best]
-        yield Advice(case, best, tuple(own), equivalents, tuple(compared), names)
+        yield Advice(case, best, tuple(own), equivalents, tuple(compared), names, best and _undecided(best, known))
 
 
 def fastest(rows: Sequence[Row]) -> Row | None:
@@ -101,6 +107,22 @@ def fastest(rows: Sequence[Row]) -> Row | None:
     return min(good, key=lambda row: PREFERRED.index(row.contender) if row.contender in PREFERRED else 0)
 
 
+def _undecided(best: Row, rows: Sequence[Row]) -> Row | None:
+    """Find who may be much faster than the best or no faster, for the spread of the times; of several the fastest."""
+    others = [(ratio_between(row, best), row) for row in rows if row is not best and row.median_us is not None]
+    unclear = [(ratio.low, row) for ratio, row in others if ratio.low < 1 / TELLING and ratio.high >= 1]
+    return min(unclear, key=lambda found: found[0], default=(0.0, None))[1]
+
+
+def _no_telling(best: Row, other: Row) -> str:
+    ratio = ratio_between(other, best)
+    return (
+        f"No recommendation: {other.contender} takes {ratio.low:.2f} to {ratio.high:.2f} times as long as "
+        f"{best.contender} ({time_in_words(_time(best))}), so the times vary too much to choose. "
+        f"Measure this case again when nothing else runs."
+    )
+
+
 def _time(row: Row) -> float:
     assert row.median_us is not None
     return row.median_us
@@ -114,12 +136,6 @@ def _in_full(row: Row) -> str:
     if row.contender in PREFERRED or row.contender not in CONTENDERS:
         return row.contender
     return f"{CONTENDERS[row.contender].meaning} ({row.contender})"
-
-
-def _call(row: Row) -> str:
-    """Name the call that makes torch compute so."""
-    call = CONTENDERS[row.contender].call if row.contender in CONTENDERS else ""
-    return f" The call: `{call}`." if call else ""
 
 
 def _against(own: Row, best: Row | None) -> str:

@@ -20,9 +20,10 @@ from benchmarks.workloads import Workload, seen_lengths, workload
 from equivalence_tests.instruments.side_by_side import TORCH, fast_path
 from scratch.tiling import TILES_FROM
 
-__all__ = ["BASELINE", "CONTENDERS", "Contender", "contenders_of"]
+__all__ = ["BASELINE", "CONTENDERS", "Contender", "absence", "call_of", "contenders_of"]
 
 BASELINE = "builtin"
+KERNEL = "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.{})"
 BACKENDS = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -30,6 +31,16 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 WITH_FAST_PATH = ("self_attention", "encoder_layer", "transformer", "seq2seq")
+NAMES = {  # of what computes a component in each package
+    "attention": "scaled_dot_product_attention",
+    "self_attention": "MultiheadAttention",
+    "cross_attention": "MultiheadAttention",
+    "encoder_layer": "TransformerEncoderLayer",
+    "decoder_layer": "TransformerDecoderLayer",
+    "transformer": "Transformer",
+    "seq2seq": "Seq2SeqTransformer",
+    "generate": "Seq2SeqTransformer",
+}
 
 
 @dataclass(frozen=True)
@@ -40,19 +51,21 @@ class Contender:
         name: Its name in tables and on the command line.
         meaning: What it is, in a few words that also fit into a sentence: "use ...".
         prepare: Builds its share of a case.
+        call: What a program writes to compute so; "{name}" stands for the class or function.
         takes_part: Whether there is such a thing in a case.
+        otherwise: Why not, where there is none.
         backend: The kernel that ``F.scaled_dot_product_attention`` is held to; MATH keeps scratch to the textbook.
         fast_path: Whether torch's fused fast path may be taken.
-        call: What a program writes to make torch compute so; "" if nothing.
     """
 
     name: str
     meaning: str
     prepare: Callable[[Case], Workload]
+    call: str = ""
     takes_part: Callable[[Case], bool] = lambda _: True
+    otherwise: str = ""
     backend: SDPBackend | None = None
     fast_path: bool = True
-    call: str = ""
 
     @contextmanager
     def switches(self) -> Iterator[None]:
@@ -122,56 +135,74 @@ CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender(
-            "builtin", "torch.nn behind this project's checks of arguments", lambda case: workload(case, builtin)
+            "builtin",
+            "torch.nn behind this project's checks of arguments",
+            lambda case: workload(case, builtin),
+            call="builtin.{name}",
         ),
         Contender(
             "torch.nn",
             "plain torch.nn; for the function, F.scaled_dot_product_attention",
             lambda case: workload(case, TORCH),
+            call="torch.nn.{name}",
             takes_part=lambda case: case.component not in TOKEN_LEVEL,
+            otherwise="torch.nn has no model from tokens to logits",
         ),
-        Contender("scratch", "by hand", lambda case: workload(case, scratch, cached=True)),
+        Contender("scratch", "by hand", lambda case: workload(case, scratch, cached=True), call="scratch.{name}"),
         Contender(
             "scratch textbook",
             "by hand without tiles",
             lambda case: workload(case, scratch),
+            call=f"{KERNEL.format(SDPBackend.MATH.name)}: scratch.{{name}}",
             takes_part=_in_tiles,
+            otherwise="scratch computes no tiles here, so this is scratch itself",
             backend=SDPBackend.MATH,
         ),
         Contender(
             "scratch packed",
             "by hand, with the padding left out",
             _packed,
+            call="scratch.varlen_attn",
             takes_part=lambda case: case.component == "attention" and case.mask == "padding" and not case.compiled,
+            otherwise="only the function is packed, in eager mode and where there is nothing but padding to leave out",
         ),
         Contender(
             "scratch recomputed",
             "by hand without a cache",
             lambda case: workload(case, scratch),
+            call="scratch.{name}, and decode(...) without cache",
             takes_part=lambda case: case.component == "generate",
+            otherwise="only decoding has a cache to leave out",
         ),
         Contender(
             "plain path",
             "torch.nn with its fast path switched off",
             lambda case: workload(case, builtin),
-            takes_part=lambda case: case.mode == "forward" and case.component in WITH_FAST_PATH,
-            fast_path=False,
             call="torch.backends.mha.set_fastpath_enabled(False)",
+            takes_part=lambda case: case.mode == "forward" and case.component in WITH_FAST_PATH,
+            otherwise="torch.nn has no fast path here that could be switched off",
+            fast_path=False,
         ),
         *(
             Contender(
                 name,
                 f"torch.nn held to the {name} kernel of F.scaled_dot_product_attention",
                 lambda case: workload(case, TORCH),
+                call=KERNEL.format(backend.name),
                 takes_part=_chooses_kernel,
+                otherwise="torch chooses no kernel here: with weights, or on the fast path of a layer",
                 backend=backend,
                 fast_path=False,
-                call=f"with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.{backend.name})",
             )
             for name, backend in BACKENDS.items()
         ),
         Contender(
-            "flex", "torch's flex attention, compiled", _flex, takes_part=lambda case: case.component == "attention"
+            "flex",
+            "torch's flex attention, compiled",
+            _flex,
+            call="torch.compile(flex_attention)",
+            takes_part=lambda case: case.component == "attention",
+            otherwise="flex attention is a function, and no module of torch calls it",
         ),
     )
 }
@@ -191,6 +222,27 @@ def contenders_of(case: Case, chosen: Sequence[str]) -> list[Contender]:
     return [x for x in (*known, *map(_own, filter(is_own, chosen))) if x.takes_part(case)]
 
 
+def call_of(name: str, case: Case) -> str:
+    """Say what a program writes to compute a case as a contender does.
+
+    >>> call_of("torch.nn", Case("self_attention")), call_of("torch.nn", Case("attention"))
+    ('torch.nn.MultiheadAttention', 'torch.nn.functional.scaled_dot_product_attention')
+    """
+    call = CONTENDERS[name].call.format(name=NAMES[case.component])
+    return call.replace("torch.nn.scaled", "torch.nn.functional.scaled")
+
+
+def absence(name: str, case: Case) -> str:
+    """Say why a contender has no result in a case.
+
+    >>> absence("torch.nn", Case("generate"))
+    'torch.nn has no model from tokens to logits'
+    """
+    if is_own(name):
+        return "a function of yours is timed as attention, a module as self or cross attention without weights"
+    return "it was not measured" if CONTENDERS[name].takes_part(case) else CONTENDERS[name].otherwise
+
+
 def _own(name: str) -> Contender:
     meaning = "your own, in torch's own parts" if is_in_torch(name) else "your own"
-    return Contender(name, meaning, partial(own_workload, name), partial(own_takes_part, name))
+    return Contender(name, meaning, partial(own_workload, name), takes_part=partial(own_takes_part, name))

@@ -188,12 +188,9 @@ class Grid:
 
 PRESETS: dict[str, tuple[Grid, ...]] = {
     "quick": (
-        Grid(("attention",), length=(64, 256), batch=(4,), width=(256,)),
-        Grid(("self_attention",), length=(256,), batch=(4,), width=(256,), need_weights=(False, True)),
-        Grid(("cross_attention", "encoder_layer", "decoder_layer"), batch=(4,), length=(128,), width=(256,)),
-        Grid(("encoder_layer",), ("backward",), batch=(4,), length=(128,), width=(256,)),
+        Grid(("self_attention", "attention"), batch=(4,), length=(256,), width=(256,)),
+        Grid(("encoder_layer",), ("forward", "backward"), batch=(4,), length=(128,), width=(256,)),
         Grid(("transformer",), batch=(4,), length=(64,), width=(256,), mask=("causal",)),
-        Grid(("seq2seq",), ("training_step",), batch=(4,), length=(64,), width=(256,)),
         Grid(("generate",), batch=(1,), length=(32,), width=(256,)),
     ),
     # What README and the goals speak of comes first: a run that is cut short has that.

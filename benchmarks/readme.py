@@ -12,7 +12,8 @@ from benchmarks.contenders import BASELINE
 from benchmarks.grids import SETTINGS, Case, label_of
 from benchmarks.plots import at_a_glance, is_plain
 from benchmarks.results import Row, ratio_between, read_rows
-from benchmarks.tables import bytes_in_words, cost_in_words, groups_of, time_in_words
+from benchmarks.summary import in_sentences
+from benchmarks.tables import NO_RESULT, bytes_in_words, cost_in_words, groups_of, time_in_words
 from scratch.validation import ArgumentValueError
 
 __all__ = ["README", "RESULTS", "advice_in_words", "goals", "highlights", "renewed", "tables"]
@@ -87,8 +88,7 @@ def advice_in_words(rows: Sequence[Row], path: Path) -> str:
     forward = [x for x in plain if x.case.mode == "forward"]
     page = io.StringIO()
     screen = Console(file=page, width=100, highlight=False)
-    for advice in sorted(forward, key=lambda x: x.case.query_len)[-2:]:
-        screen.print(f"{advice.case}\n  {advice}", markup=False)
+    screen.print(in_sentences(sorted(forward, key=lambda x: x.case.query_len)[-2:]), markup=False)
     lines = "\n".join(line.rstrip() for line in page.getvalue().splitlines())
     return f"```text\n$ sidebyside-bench report {path}\n...\n{lines}\n...\n```"
 
@@ -110,41 +110,41 @@ def highlights(rows: Sequence[Row], folder: Path, *, with_plot: bool) -> str:
 
 
 def _module_lines(rows: Sequence[Row]) -> Iterator[str]:
-    in_eval, training = (_longest(rows, "self_attention", mode, "torch.nn") for mode in ("forward", "backward"))
-    if in_eval is not None and training is not None:
-        memory = _memory(in_eval[0]) / max(_memory(in_eval[1]), 1)
+    in_eval, training = (_by_length(rows, "self_attention", mode, "torch.nn") for mode in ("forward", "backward"))
+    if in_eval and training:
+        memory = _memory(in_eval[-1][0]) / max(_memory(in_eval[-1][1]), 1)
         yield (
-            f"- `MultiheadAttention` ({_sizes(in_eval[0].case)}): {_ratio(*in_eval)} the time of `torch.nn` in eval, "
-            f"with {memory:.2f}× the memory, and {_ratio(*training)} the time in training "
-            f"at length {training[0].case.query_len}."
+            f"- `MultiheadAttention` ({_sizes(in_eval[0][0].case)}), {_lengths(in_eval)}: {_range(in_eval)} the time "
+            f"of `torch.nn` in eval and {_range(training)} in training; {memory:.2f}× the memory in eval at length "
+            f"{in_eval[-1][0].case.query_len}."
         )
 
 
 def _function_lines(rows: Sequence[Row]) -> Iterator[str]:
     plain, causal, window = (
-        _longest(rows, "attention", "forward", against, mask)
+        _by_length(rows, "attention", "forward", against, mask)
         for against, mask in (("flash", None), ("flash", "causal"), ("torch.nn", "window"))
     )
-    if plain is not None and causal is not None and window is not None:
+    if plain and causal and window:
+        longest = window[-1][0].case
         yield (
-            f"- `scaled_dot_product_attention` at length {plain[0].case.query_len}: {_ratio(*plain)} the time of "
-            f"torch's flash kernel, {_ratio(*causal)} with a causal mask, and {_ratio(*window)} with a window of "
-            f"{window[0].case.window}, because it skips what no query may see."
+            f"- `scaled_dot_product_attention`, {_lengths(plain)}: {_range(plain)} the time of torch's flash kernel; "
+            f"with a causal mask, {_lengths(causal)}, {_range(causal)}; at length {longest.query_len} with a window of "
+            f"{longest.window}, {_range(window[-1:])} the time of `torch.nn`, because it skips what no query may see."
         )
 
 
 def _decoding_lines(rows: Sequence[Row]) -> Iterator[str]:
-    found = _longest(rows, "generate", "forward", "scratch recomputed")
-    if found is not None:
-        cached, recomputed = found
-        gain = ratio_between(recomputed, cached).value
-        yield f"- Decoding {cached.case.query_len} tokens: {gain:.1f} times as fast with the cache as without."
+    found = _by_length(rows, "generate", "forward", "scratch recomputed")
+    if found:
+        gains = _range([(recomputed, cached) for cached, recomputed in found], ".1f").replace("×", " times")
+        yield f"- Decoding {_lengths(found).split(' ', 1)[1]} tokens: {gains} as fast with the cache as without."
 
 
-def _longest(
+def _by_length(
     rows: Sequence[Row], component: str, mode: str, against: str, mask: str | None = None
-) -> tuple[Row, Row] | None:
-    """Find scratch and another contender in the longest case of a kind in which both were timed."""
+) -> list[tuple[Row, Row]]:
+    """Pair scratch with another contender in all cases of a kind in which both were timed, the shortest first."""
     timed = {(row.case, row.contender): row for row in rows if row.status == "timed"}
     pairs = [
         (row, timed[case, against])
@@ -152,11 +152,22 @@ def _longest(
         if contender == "scratch" and (case, against) in timed and (case.component, case.mode) == (component, mode)
         if (is_plain(case) if mask is None else case.mask == mask)
     ]
-    return max(pairs, key=lambda pair: (pair[0].case.query_len, pair[0].case.threads), default=None)
+    most_threads = max((row.case.threads for row, _ in pairs), default=0)
+    batch = pairs[0][0].case.batch if pairs else 0
+    same = [x for x in pairs if (x[0].case.threads, x[0].case.batch, x[0].case.key_heads) == (most_threads, batch, 0)]
+    return sorted(same, key=lambda pair: pair[0].case.query_len)
 
 
-def _ratio(row: Row, other: Row) -> str:
-    return f"{ratio_between(row, other).value:.2f}×"
+def _lengths(pairs: Sequence[tuple[Row, Row]]) -> str:
+    first, last = (pairs[place][0].case.query_len for place in (0, -1))
+    return f"length {last}" if first == last else f"lengths {first} to {last}"
+
+
+def _range(pairs: Sequence[tuple[Row, Row]], digits: str = ".2f") -> str:
+    """Write the least and the greatest ratio of some pairs."""
+    ratios = [ratio_between(*pair).value for pair in pairs]
+    low, high = (f"{extreme:{digits}}" for extreme in (min(ratios), max(ratios)))
+    return f"{low}×" if low == high else f"{low} to {high}×"
 
 
 def _memory(row: Row) -> int:
@@ -164,7 +175,7 @@ def _memory(row: Row) -> int:
 
 
 def _sizes(case: Case) -> str:
-    return label_of(case, ("batch", "query_len", "embed_dim", "num_heads", "dtype"))
+    return label_of(case, ("batch", "embed_dim", "num_heads", "dtype"))
 
 
 def tables(rows: Sequence[Row], name: str, *, with_plot: bool) -> str:
@@ -234,8 +245,8 @@ def _spent_lines(rows: Sequence[Row], cases: Sequence[Case], against: str) -> It
                     f"`{row.contender}`",
                     time_in_words(row.median_us),
                     *(f"{share:.0%}" for share in row.profile.shares().values()),
-                    "" if rate is None else f"{rate:.0%}",
-                    "" if faults is None else str(faults),
+                    NO_RESULT if rate is None else f"{rate:.0%}",
+                    NO_RESULT if faults is None else str(faults),
                 )
 
 
@@ -275,19 +286,19 @@ def _case_lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
             _cost(theirs),
             _cost(ours),
             *_ratios(ours, theirs),
-            "" if best is None else f"{best.contender}, {cost_in_words(best)}",
+            NO_RESULT if best is None else f"{best.contender}, {cost_in_words(best)}",
         )
 
 
 def _cost(row: Row | None) -> str:
     if row is None:
-        return ""
+        return NO_RESULT
     return row.status if row.median_us is None else cost_in_words(row) + (", unstable" if row.unstable else "")
 
 
 def _ratios(ours: Row | None, theirs: Row | None) -> tuple[str, str]:
     if ours is None or theirs is None or ours.median_us is None or theirs.median_us is None:
-        return "", ""
+        return NO_RESULT, NO_RESULT
     ratio = ratio_between(ours, theirs)
     memory = _memory(ours) / _memory(theirs) if _memory(theirs) else None
     return (

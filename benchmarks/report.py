@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import jinja2
 
 from benchmarks.advice import advice_by_case
-from benchmarks.contenders import BASELINE, CONTENDERS
+from benchmarks.contenders import BASELINE, CONTENDERS, absence
 from benchmarks.grids import LENGTHS, SETTINGS, Case, label_of
 from benchmarks.growth import growths, series_by_length
 from benchmarks.plots import combination_of, dark_rules, ratio_plot, title_of
-from benchmarks.results import Row, ratio_between
+from benchmarks.results import Row
+from benchmarks.summary import advice_table
 from benchmarks.tables import (
     bytes_in_words,
     contenders_in,
@@ -54,7 +55,7 @@ class Part:
         advice: What to use at the greatest length.
         plot: An SVG; "" where there is a single length.
         contenders: The headings of the table.
-        lines: Its lines: a length, and a row of results for each contender that took part.
+        lines: Its lines: a length, and for each contender its results, or why it has none.
     """
 
     title: str
@@ -62,15 +63,7 @@ class Part:
     advice: str
     plot: str
     contenders: Sequence[str]
-    lines: Sequence[tuple[str, Sequence[Row | None]]]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One cell of the table of advice: its text, and the number by which it is sorted, if it is one."""
-
-    text: str
-    value: float | None = None
+    lines: Sequence[tuple[str, Sequence[Row | str]]]
 
 
 def html_page(rows: Sequence[Row]) -> str:
@@ -97,7 +90,7 @@ def html_page(rows: Sequence[Row]) -> str:
         filters=[_menu(name, parts) for name in ("component", "mode", *filtered)],
         parts=parts,
         no_plots=no_plots,
-        advice=_advice_table(rows),
+        advice=advice_table(rows),
         growths=list(_growth_lines(rows, short_names(row.contender for row in rows))),
         contenders=[(name, _meaning(name)) for name in contenders_in(rows)],
     )
@@ -152,7 +145,7 @@ def _part(group: Sequence[Row], rows: Sequence[Row], filtered: Sequence[str], *,
         f"At length {cases[-1].query_len}: {advice}" if len(cases) > 1 else str(advice),
         ratio_plot(series, in_full) if series else "",
         [in_full[name] for name in names],
-        [(str(case.query_len), [by_cell.get((case, name)) for name in names]) for case in cases],
+        [(str(case.query_len), [by_cell.get((case, name)) or absence(name, case) for name in names]) for case in cases],
     )
 
 
@@ -184,69 +177,6 @@ def _small_print(row: Row) -> Iterator[tuple[str, str]]:
         yield "rate", f"{row.tokens_per_s:.0f} tokens/s"
     if row.roofline_us is not None:
         yield "bound", f"at least {time_in_words(row.roofline_us)}"
-
-
-@dataclass(frozen=True)
-class Table:
-    """What to use in each case."""
-
-    headings: Sequence[str]
-    lines: Sequence[Sequence[Entry]]
-
-
-def _advice_table(rows: Sequence[Row]) -> Table:
-    found = list(advice_by_case(rows))
-    own = list(dict.fromkeys(row.contender for advice in found for row in advice.own))
-    beside = [*own, "scratch", BASELINE]
-    names = short_names(beside)
-    by_cell = {(row.case, row.contender): row for row in rows}
-    headings = [
-        "component",
-        "mode",
-        "length",
-        "settings",
-        "use",
-        "time",
-        "memory",
-        *(f"{names[x]} / best" for x in beside),
-    ]
-    lines = [
-        [
-            *_what(advice.case),
-            *_best(advice.best),
-            *(_ratio(by_cell.get((advice.case, x)), advice.best) for x in beside),
-        ]
-        for advice in found
-    ]
-    return Table(headings, lines)
-
-
-def _what(case: Case) -> Iterator[Entry]:
-    others = [name for name in SETTINGS if name not in LENGTHS]
-    yield Entry(_spaced(case.component))
-    yield Entry(_spaced(case.mode))
-    yield Entry(label_of(case, LENGTHS).removeprefix("length "), case.query_len)
-    yield Entry(label_of(case, others, usual=False))
-
-
-def _best(best: Row | None) -> Iterator[Entry]:
-    if best is None or best.median_us is None:
-        yield from (Entry("nothing could be timed"), Entry(""), Entry(""))
-        return
-    memory = best.peak_memory_bytes or 0
-    yield Entry(best.contender)
-    yield Entry(time_in_words(best.median_us), best.median_us)
-    yield Entry(bytes_in_words(memory), memory)
-
-
-def _ratio(row: Row | None, best: Row | None) -> Entry:
-    """Compare a contender with the best."""
-    if row is None or best is None:
-        return Entry("")
-    if row.median_us is None:
-        return Entry(row.status)
-    ratio = ratio_between(row, best).value
-    return Entry(f"{ratio:.2f}", ratio)
 
 
 def _growth_lines(rows: Sequence[Row], names: Mapping[str, str]) -> Iterator[Sequence[str]]:

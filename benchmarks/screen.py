@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from scratch.task.terminal import Screen
 from scratch.validation import ArgumentTypeError, ArgumentValueError
 
 __all__ = ["BAD_ARGUMENTS", "BROKEN_PIPE", "FAILED", "INTERRUPTED", "command_errors", "console", "show_error"]
@@ -24,7 +25,7 @@ BROKEN_PIPE = 141  # likewise of one whose reader has gone away
 PIPED_WIDTH = 160
 
 
-class _Screen(Console):
+class _Screen(Screen):
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE)

@@ -22,6 +22,7 @@ from benchmarks.plots import save_pictures
 from benchmarks.report import html_page
 from benchmarks.results import Row, append_rows, read_rows, without_cut_line, write_csv
 from benchmarks.screen import FAILED, INTERRUPTED, console, show_error
+from benchmarks.summary import in_sentences, summary
 from benchmarks.tables import result_tables
 from scratch.validation import ArgumentValueError, check_writable
 
@@ -132,7 +133,8 @@ def measure(plan: Plan, done: Sequence[Row]) -> int:
     for table in result_tables(rows):
         screen.print(table)
     screen.print("Each cell: median time, its ratio to builtin's, peak memory. Yellow: no difference beyond the noise.")
-    _show_own(rows, screen)
+    if rows:
+        screen.print("", summary(rows), "", in_sentences(x for x in advice_by_case(rows) if x.own), markup=False)
     if plan.output is not None and run.error is None:
         try:
             write_report(rows, plan.output, screen)
@@ -155,13 +157,6 @@ def _show_grounds(plan: Plan, done: Sequence[Row], screen: Console) -> None:
         screen.print(f"[yellow]Some of the results were measured elsewhere:[/] {ground}")
 
 
-def _show_own(rows: Sequence[Row], screen: Console) -> None:
-    """Hold the user's own against the best of the others, case by case."""
-    for advice in advice_by_case(rows):
-        if advice.own:
-            screen.print(f"[bold]{advice.case}[/]\n  {escape(str(advice))}")
-
-
 def _show_end(plan: Plan, run: _Run, screen: Console) -> None:
     """Say once why the run ended early, what is kept and how to get the rest."""
     count = len(plan.cases) - len(run.left)
@@ -172,7 +167,7 @@ def _show_end(plan: Plan, run: _Run, screen: Console) -> None:
     if run.status == INTERRUPTED:
         screen.print(f"[yellow]Interrupted:[/] {measured}.")
     elif run.left and run.error is None:
-        screen.print(f"[yellow]Time limit reached:[/] {measured}. --component chooses some, --standard takes its time.")
+        screen.print(f"[yellow]Time limit reached:[/] {measured}. --component chooses some, --standard has no limit.")
     if plan.output is None:
         screen.print("Nothing is kept; --output FOLDER keeps rows, plots and a page.")
     elif run.left and count:

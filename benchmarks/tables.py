@@ -1,5 +1,6 @@
 """Results as tables for the terminal: a row for each case, a column for each contender."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
@@ -7,13 +8,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.contenders import BASELINE, CONTENDERS
+from benchmarks.contenders import BASELINE, CONTENDERS, absence
 from benchmarks.grids import LENGTHS, SETTINGS, Case, label_of
 from benchmarks.growth import Growth, growths
 from benchmarks.results import Row
 from benchmarks.summarising import Ratio
+from equivalence_tests.checker.reporting.rendering import Cell
 
 __all__ = [
+    "NO_RESULT",
     "bytes_in_words",
     "contenders_in",
     "cost_in_words",
@@ -26,6 +29,7 @@ __all__ = [
     "varying_settings",
 ]
 
+NO_RESULT = "–"
 WORDS = {"out of memory": "no memory", "unavailable": "not here", "unequal": "UNEQUAL"}
 
 
@@ -36,11 +40,12 @@ def result_tables(rows: Sequence[Row]) -> Iterator[RenderableType]:
         rows: Results.
 
     Yields:
-        Tables, each followed by the growth of its costs and by what could not be timed or is unstable.
+        Tables, each followed by the growth of its costs, what could not be timed or is unstable, and why a cell has no
+        result.
     """
     for (component, mode), group in groups_of(rows).items():
         title = f"[bold]{component.replace('_', ' ')}, {mode.replace('_', ' ')}[/]: {shared_settings(group)}"
-        yield Group(title, _table(group), *_growth_lines(group), *_problem_lines(group))
+        yield Group(title, _table(group), *_growth_lines(group), *_problem_lines(group), *_absence_lines(group))
 
 
 def groups_of(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -122,7 +127,7 @@ def _table(rows: Sequence[Row]) -> Table:
     table.add_column("")
     names = contenders_in(rows)
     for heading in short_names(names).values():
-        table.add_column(heading, justify="right", overflow="fold")
+        table.add_column(Cell(heading), justify="right", overflow="fold")
     for case in cases:
         cells = [_cell(by_cell.get((case, name))) for name in names]
         table.add_row(varying_label(case, rows), *cells, end_section=len(cases) > 1)
@@ -145,7 +150,7 @@ def contenders_in(rows: Sequence[Row]) -> list[str]:
 def _cell(row: Row | None) -> Text:
     """Give time, ratio to the built-in and memory, one below the other."""
     if row is None:
-        return Text("")
+        return Text(NO_RESULT, style="dim")
     if row.status != "timed" or row.median_us is None:
         return Text(WORDS[row.status], style="bold red" if row.status == "unequal" else "dim")
     lines = Text(time_in_words(row.median_us))
@@ -177,6 +182,17 @@ def _growth_lines(rows: Sequence[Row]) -> Iterator[Text]:
         times = ", ".join(f"{names[x.contender]} {x.time:.2f}" for x in group)
         memory = ", ".join(f"{names[x.contender]} {x.memory:.2f}" for x in group if x.memory is not None)
         yield Text(f"  {prefix}time grows as length to the power of: {times}; memory: {memory}", style="cyan")
+
+
+def _absence_lines(rows: Sequence[Row]) -> Iterator[Text]:
+    """Say why there are cells without a result."""
+    names, cases = short_names(row.contender for row in rows), list(dict.fromkeys(row.case for row in rows))
+    have, found = {(row.case, row.contender) for row in rows}, dict[str, dict[str, None]]()
+    for case, contender in itertools.product(cases, names):
+        if (case, contender) not in have:
+            found.setdefault(absence(contender, case), {})[names[contender]] = None
+    for why, absent in found.items():
+        yield Text(f"  {NO_RESULT} {', '.join(absent)}: {why}", style="dim")
 
 
 def _problem_lines(rows: Sequence[Row]) -> Iterator[Text]:

@@ -21,10 +21,12 @@ from benchmarks.growth import growths, series_by_length
 from benchmarks.plots import at_a_glance, dark_rules, ratio_plot, save_pictures
 from benchmarks.results import Row
 from benchmarks.summarising import ratio_in_turns
+from benchmarks.summary import summary
 from benchmarks.tables import result_tables, short_names, time_in_words
 
 ENVIRONMENT = environment_of(torch.device("cpu"))
 LENGTHS = (64, 256, 1024)
+CALL = "The call: `builtin.scaled_dot_product_attention`."
 
 
 def row(contender: str, microseconds: float, ratio: float = 1.0, **changes: Any) -> Row:
@@ -80,7 +82,8 @@ class TestAdvice:
     def test_the_fastest_is_named_with_what_the_others_cost(self) -> None:
         rows = [row("builtin", 200.0), row("scratch", 300.0, peak_memory_bytes=2**21), row("flex", 100.0)]
         assert advice(rows) == (
-            "Use torch's flex attention, compiled (flex): 100 µs, 1.0 MiB. By comparison, builtin takes 2.00× the time "
+            "Use torch's flex attention, compiled (flex): 100 µs, 1.0 MiB. The call: `torch.compile(flex_attention)`. "
+            "By comparison, builtin takes 2.00× the time "
             "(1.0 MiB), scratch takes 3.00× the time (2.0 MiB)."
         )
 
@@ -116,7 +119,7 @@ class TestAdvice:
     def test_what_people_have_is_kept_to_where_others_are_hardly_faster(self) -> None:
         rows = [row("builtin", 104.0), row("scratch", 101.0), row("math", 100.0)]
         assert fastest(rows) == rows[0]
-        assert advice(rows) == "Use builtin: 104 µs, 1.0 MiB. By comparison, scratch is as fast (1.0 MiB)."
+        assert advice(rows) == f"Use builtin: 104 µs, 1.0 MiB. {CALL} By comparison, scratch is as fast (1.0 MiB)."
         assert fastest([row("builtin", 106.0), *rows[1:]]) == rows[1]
         assert fastest([*rows, row("torch.nn", 104.5)]) == row("torch.nn", 104.5)
 
@@ -126,8 +129,20 @@ class TestAdvice:
         assert fastest(rows) == noisy
         by_hand = row("scratch", 170.0, rounds_us=(85.0, 170.0, 230.0))
         assert advice([noisy, by_hand]) == (
-            "Use builtin: 140 µs, 1.0 MiB. By comparison, scratch is as fast within the noise (1.0 MiB)."
+            f"Use builtin: 140 µs, 1.0 MiB. {CALL} By comparison, scratch is as fast within the noise (1.0 MiB)."
         )
+
+    def test_nothing_is_recommended_where_the_times_say_nothing(self) -> None:
+        noisy = row("scratch", 150.0, rounds_us=(70.0, 150.0, 190.0))
+        assert advice([row("builtin", 140.0), noisy, row("flash", 300.0)]) == (
+            "No recommendation: scratch takes 0.50 to 1.36 times as long as builtin (140 µs), so the times vary too "
+            "much to choose. Measure this case again when nothing else runs."
+        )
+        page = Console(width=80, record=True)
+        page.print(summary([row("builtin", 140.0), noisy]))
+        shown = page.export_text()
+        assert [line.split()[2] for line in shown.splitlines() if "forward" in line] == ["undecided"]
+        assert "undecided: the times vary too much to choose" in shown
 
     def test_the_one_to_use_is_never_shown_as_much_slower_than_another_of_its_kind(self) -> None:
         slow = row("torch.nn", 198.0, rounds_us=(120.0, 198.0, 250.0))
@@ -146,7 +161,8 @@ class TestAdvice:
     def test_what_was_not_timed_is_said(self) -> None:
         gone = row("scratch", 1.0, status="out of memory", median_us=None)
         assert advice([row("builtin", 100.0), gone]) == (
-            "Use builtin: 100 µs, 1.0 MiB. By comparison, scratch ran out of memory, or was ended by the system."
+            f"Use builtin: 100 µs, 1.0 MiB. {CALL} By comparison, scratch ran out of memory, or was ended by the "
+            "system."
         )
         assert advice([gone]) == "Nothing could be timed."
 
@@ -217,6 +233,14 @@ class TestTables:
         assert head.split()[:5] == ["builtin", "other.py:Mine", "new/mine.py:Mine", "old/mine.py:Mine", "scratch"]
         narrow = self.shown([*grown(), *(row(name, 5.0, case=grown()[0].case) for name in names)], capsys, 60)
         assert "…" not in narrow
+
+    def test_a_cell_without_a_result_says_why(self, capsys: pytest.CaptureFixture[str]) -> None:
+        case = Case("self_attention")
+        rows = [row(name, 5.0, case=case) for name in ("builtin", "scratch", "math")]
+        text = self.shown([*rows, row("builtin", 5.0, case=replace(case, need_weights=True))], capsys, 160)
+        assert "  – math: torch chooses no kernel here" in text
+        assert "  – scratch: it was not measured" in text
+        assert all(x.call and (x.otherwise or name in ("builtin", "scratch")) for name, x in CONTENDERS.items())
 
     def test_a_problem_says_where_it_is_unless_it_is_everywhere(self, capsys: pytest.CaptureFixture[str]) -> None:
         rows = grown()

@@ -58,7 +58,6 @@ class TestCases:
         for grids in PRESETS.values():
             cases = cases_of(grids, [1], ["cpu"])
             assert len(set(cases)) == len(cases)
-            assert {case.component for case in cases} == set(COMPONENTS)
 
     def test_what_a_component_does_not_have_is_turned_off(self) -> None:
         assert not case_of("encoder_layer", need_weights=True).need_weights
@@ -128,15 +127,14 @@ class TestFitting:
         def work(flops_per_s: float) -> int:
             return sum(map(flops, cases_of(fitted(PRESETS[preset], flops_per_s), [1], ["cpu"])))
 
-        amounts = [work(10.0**power) for power in range(6, 16)]
+        amounts = [work(rate) for rate in (1e6, 1e9, 1e12, 1e15)]
         assert amounts == sorted(amounts)
         assert amounts[0] < amounts[-1]
 
     def test_nothing_takes_long_and_nothing_vanishes(self) -> None:
         for rate in (1e11, 1e12, 1e13):
             cases = cases_of(fitted(PRESETS["quick"], rate), [1], ["cpu"])
-            assert {case.component for case in cases} == set(COMPONENTS)
-            assert max(map(flops, cases)) / rate <= 0.1
+            assert max(map(flops, cases)) / rate <= 0.02
         assert min(case.query_len for case in cases_of(fitted(PRESETS["quick"], 1.0), [1], ["cpu"])) > 1
 
     def test_decoding_is_not_made_longer(self) -> None:
@@ -274,8 +272,10 @@ class TestContenders:
         assert counts == [1, 1, 0, 0, 0]
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from inside of torch.compile
-    @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=NEEDS_COMPILER)])
-    @pytest.mark.parametrize("component", ["attention", "self_attention"])
+    @pytest.mark.parametrize(
+        ("component", "is_compiled"),
+        [("attention", False), ("self_attention", False), pytest.param("attention", True, marks=NEEDS_COMPILER)],
+    )
     def test_a_kernel_is_held_to(self, component: str, is_compiled: bool) -> None:
         """Compiled code too is each contender's own: it stays with the kernel that it was compiled for."""
         case = case_of(component, compiled=is_compiled, heads=1)
