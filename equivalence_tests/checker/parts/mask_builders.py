@@ -26,7 +26,7 @@ from equivalence_tests.checker.parts.mask_meanings import COMPARED, Meaning, dra
 from equivalence_tests.checker.parts.mask_writing import hold_masks
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.masking import ENCODINGS, SHAPES
+from equivalence_tests.checker.reach.masking import ENCODINGS, SHAPES, in_shape
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, told_by
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import CheckResult
@@ -57,13 +57,6 @@ ROLES = (
     (r"ids|seq|pad|tokens?|^x$|inputs?$|tgt|trg|target|^q$|quer|dec|batch|src|data|sent|y", "ids"),
 )
 UNKNOWN = ("ids", "size", "key_ids", "key_size", "lengths", "keep", "pad_id", "vectors", "window")
-SHAPES_OUT: dict[str, Callable[[Tensor, int], Tensor]] = {
-    **SHAPES,
-    "(key, batch)": lambda m, h: m[:, 0].T,
-    "(key,)": lambda m, h: m[0, 0],
-    "(batch, query, 1)": lambda m, h: m[:, :, :1],
-    "(batch, 1, query, 1)": lambda m, h: m[:, None, :, :1],
-}
 KEEP_LAYOUTS = ("(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)")
 TORCH_WORDS = "attn_mask (query, key), or key_padding_mask (batch, key): True = may not look"
 STRONG = -1e4
@@ -122,7 +115,7 @@ def examine_mask_builder(found: Any, name: str, intended: Mapping[str, str] | No
     ran = operations_of(lambda: best.plan.call(function, draws[0]))
     report = accepted(_reported(report, best, draws[0], ran), intended or {})
     if report.verdict == "equal":
-        masks = [one for one in zip(best.masks, best.outputs, strict=True) if one[0] is not None]
+        masks = [(mask, one) for mask, one in zip(best.masks, best.outputs, strict=True) if mask is not None]
         hold_masks(report, function, best.plan, masks, draws_of(_pads_near(function), COMPARED))
     return report
 
@@ -196,14 +189,34 @@ def _choices(parameter: inspect.Parameter) -> list[str]:
 
 def _read(plan: CallOfRoles, draws: Sequence[Drawn], masks: list[Tensor]) -> Meaning | None:
     """Find what a mask means: the reading with the fewest mistakes that gives it on all draws."""
+    best: Meaning | None = None
     encodings = list(_encodings(masks))
-    found = [
-        replace(meaning, shape=shape, encoding=encoding, mistakes=(*meaning.mistakes, *wrong))
-        for meaning in sorted(meanings(plan, draws), key=lambda meaning: len(meaning.mistakes))
-        for encoding, looks, wrong in encodings
-        if (shape := _shape_in_which(meaning.masks, looks))
-    ]
-    return min(found, key=lambda mask: len(mask.mistakes), default=None)
+    for meaning in meanings(plan, draws[0].first.unique().tolist()):
+        if best is not None and len(best.mistakes) <= len(meaning.mistakes):
+            break
+        first = meaning.mask(plan, draws[0])
+        for (encoding, looks, wrong), shape in itertools.product(encodings, _shapes(first.shape, masks[0].shape)):
+            mistakes = (*meaning.mistakes, *wrong)
+            if not _gives(first, shape, looks[0]) or (best is not None and len(best.mistakes) <= len(mistakes)):
+                continue
+            others = zip(draws[1:], looks[1:], strict=True)
+            if all(_gives(meaning.mask(plan, drawn), shape, look) for drawn, look in others):
+                best = replace(meaning, shape=shape, encoding=encoding, mistakes=mistakes)
+    return best
+
+
+@functools.cache
+def _shapes(mask: torch.Size, found: torch.Size) -> list[str]:
+    """List the shapes in which a mask of this size may have been handed over."""
+    whole, heads = torch.ones(mask), max(found[0] // mask[0], 1)
+    return [shape for shape in SHAPES if "lengths" not in shape and in_shape(whole, shape, heads).shape == found]
+
+
+def _gives(mask: Tensor, shape: str, look: Tensor) -> bool:
+    """Whether a mask is another in this shape, where all is alike along each axis that the shape does not have."""
+    axes = [place for place, name in enumerate(("batch", "query", "key")) if name not in shape]
+    laid_out = in_shape(mask, shape, max(look.size(0) // mask.size(0), 1))
+    return torch.equal(laid_out, look) and all(bool((mask == mask.narrow(axis, 0, 1)).all()) for axis in axes)
 
 
 def _encodings(masks: list[Tensor]) -> Iterator[tuple[str, list[Tensor], tuple[str, ...]]]:
@@ -218,26 +231,6 @@ def _encodings(masks: list[Tensor]) -> Iterator[tuple[str, list[Tensor], tuple[s
         weak = () if fill <= STRONG else ("mask_fill_too_small",)
         yield "additive", [x == 0 for x in masks], weak
         yield "additive", [x != 0 for x in masks], (*weak, "mask_inverted")
-
-
-def _shape_in_which(expected: list[Tensor], looks: list[Tensor]) -> str:
-    """Name the shape in which masks (b, q, k) equal these; "" if there is none."""
-    pairs = list(zip(expected, looks, strict=True))
-    for shape, arrange in SHAPES_OUT.items():
-        if (
-            not shape.startswith("lengths")
-            and all(torch.equal(arrange(m, max(x.size(0) // m.size(0), 1)), x) for m, x in pairs)
-            and all(_expressible(m, shape) for m in expected)
-        ):
-            return shape
-    return ""
-
-
-def _expressible(m: Tensor, shape: str) -> bool:
-    """Whether a shape without some axis can hold a mask: then all along that axis must be alike."""
-    return all(
-        name in shape or bool((m == m.narrow(i, 0, 1)).all()) for i, name in enumerate(("batch", "query", "key"))
-    )
 
 
 def _reported(report: Report, attempt: Attempt, drawn: Drawn, ran: list[Operation]) -> Report:
@@ -286,14 +279,15 @@ def _closest(plan: CallOfRoles, drawn: Drawn, output: Tensor) -> str:
         return "holds NaN" if bool(output.double().isnan().any()) else "hides everything"
     best = (1.0, "", "")
     for _, looks, _ in _encodings([output]):
-        for meaning in meanings(plan, [drawn]):
-            for arrange in SHAPES_OUT.values():
-                expected = arrange(meaning.masks[0], 1)
-                if not meaning.mistakes and expected.shape == looks[0].shape:
-                    wrong = (expected != looks[0]).nonzero()
-                    if not len(wrong):
-                        return f"it is {meaning.words} at one length, and not at others"
-                    best = min(best, (len(wrong) / expected.numel(), meaning.words, str(tuple(wrong[0].tolist()))))
+        for meaning in meanings(plan, drawn.first.unique().tolist()):
+            if meaning.mistakes:
+                break
+            mask = meaning.mask(plan, drawn)
+            for shape in _shapes(mask.shape, output.shape):
+                wrong = (in_shape(mask, shape, 1) != looks[0]).nonzero()
+                if not len(wrong):
+                    return f"it is {meaning.words} at one length, and not at others"
+                best = min(best, (len(wrong) / output.numel(), meaning.words, str(tuple(wrong[0].tolist()))))
     if best[0] > 0.2:
         return f"no mask that is known: shape {tuple(output.shape)}, {output.dtype}"
     share, words, place = best

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,46 +13,23 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.part_holding import WrittenPart, hold_part, joined_output, unread
+from equivalence_tests.checker.equivalent.part_holding import WrittenPart, hold_part, joined_output
 from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
-from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.parts.drawing import CallOfRoles, Drawn
-from equivalence_tests.checker.parts.mask_meanings import Meaning, samples_of
+from equivalence_tests.checker.parts.mask_meanings import READ, Meaning, bracketed, evaluated, number_of
+from equivalence_tests.checker.reach.masking import SHAPES, in_shape
 from equivalence_tests.checker.reporting.report import Report
 
 KINDS = {"pad_id": "int", "size": "int", "key_size": "int", "samples": "int", "heads": "int", "window": "int"}
 KINDS |= {"prefix": "int", "shape": "tuple[int, int]", "device": "str", "dtype": "torch.dtype"}
 SAYS_WHAT = ("window", "prefix", "pad_id", "lengths")  # what is hidden, and nothing else
-PER_HEAD = "(batch, heads, query, key)"
-# How a mask of (batch, query, key) is laid out; that of one query and key alone has no axis for the samples.
-SHAPES: Mapping[str, tuple[str, str]] = {
-    "(batch, query, key)": ("", ""),
-    "(batch, 1, query, key)": ("[:, None]", ""),
-    "(batch, heads, query, key)": ("[:, None].expand(-1, {heads}, -1, -1)", ""),
-    "(batch * heads, query, key)": (".repeat_interleave({heads}, 0)", ""),
-    "(heads * batch, query, key)": (".repeat({heads}, 1, 1)", ""),
-    "(query, key, batch)": (".permute(1, 2, 0)", ""),
-    "(query, key)": ("[0]", " "),
-    "(1, query, key)": ("[:1]", "[None]"),
-    "(1, 1, query, key)": ("[:1, None]", "[None, None]"),
-    "(batch, key)": ("[:, 0]", ""),
-    "(batch, 1, key)": ("[:, :1]", ""),
-    "(batch, 1, 1, key)": ("[:, None, :1]", ""),
-    "(1, key, batch)": ("[:, :1].permute(1, 2, 0)", ""),
-    "(batch, key, 1)": ("[:, 0, :, None]", ""),
-    "(batch, query)": ("[:, :, -1]", ""),
-    "(key, batch)": ("[:, 0].T", ""),
-    "(key,)": ("[0, 0]", ""),
-    "(batch, query, 1)": ("[:, :, :1]", ""),
-    "(batch, 1, query, 1)": ("[:, None, :, :1]", ""),
-}
 
 
 def hold_masks(
     report: Report,
     function: Callable[..., Any],
     plan: CallOfRoles,
-    masks: Sequence[tuple[Meaning | None, Tensor]],
+    masks: Sequence[tuple[Meaning, Tensor]],
     draws: Sequence[Drawn],
 ) -> None:
     """Hold masks against what torch builds.
@@ -64,11 +41,7 @@ def hold_masks(
         masks: What each of them means, and what it was in the first call.
         draws: Fresh ones, to be compared.
     """
-    try:
-        source = _source(report, function, plan, masks)
-    except UnreadError as why:
-        unread(report, str(why))
-        return
+    source = _source(report, function, plan, masks, draws)
     idle = [name for name, role in plan.roles if role in SAYS_WHAT and not _is_used(name, source.equivalent.source)]
     if idle:
         report.verdict = "unchecked"
@@ -82,7 +55,11 @@ def _is_used(name: str, source: str) -> bool:
 
 
 def _source(
-    report: Report, function: Callable[..., Any], plan: CallOfRoles, masks: Sequence[tuple[Meaning | None, Tensor]]
+    report: Report,
+    function: Callable[..., Any],
+    plan: CallOfRoles,
+    masks: Sequence[tuple[Meaning, Tensor]],
+    draws: Sequence[Drawn],
 ) -> WrittenPart:
     defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
     given = {
@@ -90,36 +67,34 @@ def _source(
     }
     arguments = ", ".join(f"{name}: {KINDS.get(role, 'Tensor')}{given[name]}" for name, role in plan.roles)
     writer = PartWriter(report.target.rpartition("/")[2], Parameters({}), nn.Module(), arguments, is_function=True)
-    written = [_mask(plan, one, output) for one, output in masks if one is not None]
-    names = [f"may_attend_{place + 1}" if len(written) > 1 else "may_attend" for place in range(len(written))]
     returned = []
-    for name, (text, encoded) in zip(names, written, strict=True):
-        writer.lines.append(f"{name} = {text}  # True = may look")
-        returned.append(encoded.replace("MASK", name))
+    for place, (mask, output) in enumerate(masks, start=1):
+        name, heads = f"may_attend_{place}" if len(masks) > 1 else "may_attend", len(output) // READ[0][0]
+        writer.lines.append(f"{name} = {_written(plan, mask, heads, draws)}  # True = may look")
+        returned.append(_encoded(mask, output).replace("MASK", name))
     inner = getattr(function, "func", function)
     return WrittenPart(writer.equivalent(writer.source(Text(", ".join(returned), writer)), source_of(inner)))
 
 
-def _mask(plan: CallOfRoles, mask: Meaning, output: Tensor) -> tuple[str, str]:
-    """Write what may be looked at, and what is made of that."""
-    if not mask.text:
-        raise UnreadError(f"what it hides cannot be written down ({mask.words})")
-    laid, alone = SHAPES[mask.shape]
-    of_samples = any(bracket in mask.text for bracket in ("[:, None]", "[..., None]"))
-    if mask.text.endswith(")[:, None]") and mask.shape == "(batch, key)":
-        text = mask.text.removesuffix("[:, None]").strip("~")[1:-1]
-        text = f"~({text})" if mask.text.startswith("~") else text
-    elif of_samples and "torch.ones(" in mask.text and "{heads}" not in laid:
-        text = f"({mask.text}){laid}" if laid else mask.text
-    elif alone and not of_samples:
-        text = f"({mask.text}){alone.strip()}" if "|" in mask.text and alone.strip() else mask.text + alone.strip()
-    else:
-        heads = plan.named("heads") or (str(output.size(1)) if mask.shape == PER_HEAD else "")
-        if "{heads}" in laid and not heads:
-            raise UnreadError("nothing says for how many heads it is repeated")
-        query, key = mask.lengths
-        text = f"({mask.text}).expand({samples_of(plan)}, {query}, {key}){laid.format(heads=heads)}"
-    return text, _encoded(mask, output)
+def _laid_out(plan: CallOfRoles, mask: Meaning, heads: str) -> Iterator[str]:
+    """List what may be the mask in its shape, the shortest expression first."""
+    text, behind = bracketed(mask.text), SHAPES[mask.shape].replace("heads", heads)
+    if mask.text.endswith(")[:, None]") and bracketed(mask.text.lstrip("~")) == mask.text.lstrip("~"):
+        of_keys = mask.text.removesuffix("[:, None]")
+        yield of_keys if of_keys.startswith("~") else of_keys[1:-1]
+    yield from (mask.text, f"{text}[None]", f"{text}[None, None]")
+    yield f"{text}{behind}".replace("[:, None][:, None]", "[:, None, None]")
+    yield f"{text}.expand({number_of('samples', plan)}, {', '.join(mask.lengths)}){behind}"
+
+
+def _written(plan: CallOfRoles, mask: Meaning, heads: int, draws: Sequence[Drawn]) -> str:
+    """Write what may be looked at, in the shape in which it is handed over."""
+
+    def fits(text: str) -> bool:
+        pairs = ((evaluated(text, plan, drawn), in_shape(mask.mask(plan, drawn), mask.shape, heads)) for drawn in draws)
+        return all(torch.equal(*pair) for pair in pairs)
+
+    return next(filter(fits, _laid_out(plan, mask, plan.named("heads") or str(heads))))
 
 
 def _encoded(mask: Meaning, output: Tensor) -> str:

@@ -1,5 +1,6 @@
 """The shapes and encodings in which masks are handed over in the wild."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,26 +8,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# From (b, q, k) to what is handed over; along an axis that a shape does not name, all must be alike.
-SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "(batch, query, key)": lambda m, h: m,
-    "(batch, 1, query, key)": lambda m, h: m[:, None],
-    "(batch, heads, query, key)": lambda m, h: m[:, None].expand(-1, h, -1, -1).contiguous(),
-    "(batch * heads, query, key)": lambda m, h: m.repeat_interleave(h, 0),
-    "(heads * batch, query, key)": lambda m, h: m.repeat(h, 1, 1),
-    "(query, key, batch)": lambda m, h: m.permute(1, 2, 0).contiguous(),
-    "(query, key)": lambda m, h: m[0],
-    "(1, query, key)": lambda m, h: m[:1],
-    "(1, 1, query, key)": lambda m, h: m[:1, None],
-    "(batch, key)": lambda m, h: m[:, 0],
-    "(batch, 1, key)": lambda m, h: m[:, :1],
-    "(batch, 1, 1, key)": lambda m, h: m[:, None, :1],
-    "(1, key, batch)": lambda m, h: m[:, :1].permute(1, 2, 0).contiguous(),
-    "(batch, key, 1)": lambda m, h: m[:, 0, :, None],
-    "(batch, query)": lambda m, h: m[:, :, -1],
-    "lengths (batch,)": lambda m, h: m[:, 0].sum(-1),
-    "lengths (batch, query)": lambda m, h: m.sum(-1),
+# What is written behind a mask of (batch, query, key) to hand it over; along an axis that a shape does not name, all
+# must be alike.
+SHAPES = {
+    "(batch, query, key)": "",
+    "(batch, 1, query, key)": "[:, None]",
+    "(batch, heads, query, key)": "[:, None].expand(-1, heads, -1, -1)",
+    "(batch * heads, query, key)": ".repeat_interleave(heads, 0)",
+    "(heads * batch, query, key)": ".repeat(heads, 1, 1)",
+    "(query, key, batch)": ".permute(1, 2, 0)",
+    "(query, key)": "[0]",
+    "(1, query, key)": "[:1]",
+    "(1, 1, query, key)": "[:1, None]",
+    "(batch, key)": "[:, 0]",
+    "(batch, 1, key)": "[:, :1]",
+    "(batch, 1, 1, key)": "[:, None, :1]",
+    "(1, key, batch)": "[:, :1].permute(1, 2, 0)",
+    "(batch, key, 1)": "[:, 0, :, None]",
+    "(batch, query)": "[:, :, -1]",
+    "lengths (batch,)": "[:, 0].sum(-1)",
+    "lengths (batch, query)": ".sum(-1)",
+    # Only what builds masks has been seen to give these.
+    "(key, batch)": "[:, 0].T",
+    "(key,)": "[0, 0]",
+    "(batch, query, 1)": "[:, :, :1]",
+    "(batch, 1, query, 1)": "[:, None, :, :1]",
 }
+BUILT_ONLY = ("(key, batch)", "(key,)", "(batch, query, 1)", "(batch, 1, query, 1)")
 OF_QUERIES = "(batch, query)"
 ENCODINGS = {
     "look": "True = may look",
@@ -38,6 +46,17 @@ ENCODINGS = {
     "additive": "added to the scores: 0 = may look, -inf = may not",
     "lengths": "the number of keys that may be looked at",
 }
+
+
+@functools.cache
+def _arranging(text: str) -> Callable[[Tensor, int], Tensor]:
+    found: Callable[[Tensor, int], Tensor] = eval(f"lambda mask, heads: mask{text}")
+    return found
+
+
+def in_shape(may_attend: Tensor, shape: str, num_heads: int) -> Tensor:
+    """Lay (batch, query, key) out in one of ``SHAPES``."""
+    return _arranging(SHAPES[shape])(may_attend, num_heads)
 
 
 class HeldMask:
@@ -71,7 +90,7 @@ class MaskForm:
 
     def build(self, may_attend: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
         """Write (b, q, k), True = may look, in this form, into new memory."""
-        x = SHAPES[self.shape](may_attend, num_heads).clone()
+        x = in_shape(may_attend, self.shape, num_heads).clone(memory_format=torch.contiguous_format)
         if self.encoding == "lengths":
             return x
         if self.encoding == "additive":
@@ -97,7 +116,8 @@ class MaskForm:
 def mask_forms() -> Iterator[MaskForm]:
     """List every form, bool before numbers, per-sample masks before shared ones."""
     for encoding, shape in itertools.product(
-        [e for e in ENCODINGS if e != "lengths"], [s for s in SHAPES if not s.startswith(("len", OF_QUERIES))]
+        [e for e in ENCODINGS if e != "lengths"],
+        [s for s in SHAPES if not s.startswith(("len", OF_QUERIES, *BUILT_ONLY))],
     ):
         yield MaskForm(shape, encoding)
     yield MaskForm("lengths (batch,)", "lengths")
