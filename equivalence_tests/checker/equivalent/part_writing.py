@@ -132,27 +132,6 @@ def _without_defaults(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if parameters[key].default != value}
 
 
-@dataclass(frozen=True)
-class Normalising:
-    """A norm over the features.
-
-    Args:
-        width: How many features there are.
-        centred: Whether the mean is taken off.
-        eps: What is added below the root; None for the smallest of the precision.
-        gain: The parameter that it is multiplied by; "" for none.
-        bias: The parameter that is added; "" for none.
-        plus_one: Whether 1 is added to the gain.
-    """
-
-    width: int
-    centred: bool
-    eps: float | None
-    gain: str = ""
-    bias: str = ""
-    plus_one: bool = False
-
-
 @dataclass
 class PartWriter(Conversion):
     """Writes one part.
@@ -267,40 +246,11 @@ class PartWriter(Conversion):
             raise UnreadError("what multiplies its features is made of parameters, and is none itself")
         return found
 
-    # ------------------------------------------------------------------------------------------- norms
-    def normed(self, x: Text, norm: Normalising) -> Text:
-        """Apply a norm; one of torch's where it has it."""
-        name, eps = "layer_norm" if norm.centred else "rms_norm", norm.eps
-        gain = self.parameters.named[norm.gain] if norm.gain else None
-        bias = self.parameters.named[norm.bias] if norm.bias else None
-        vectors = all(one is None or one.numel() > 1 for one in (gain, bias))
-        if vectors and (norm.centred or bias is None) and not self.is_function:
-            return self._torchs_norm(x, norm)
-        said = "" if eps is None else f", eps={self.number(eps)}"
-        own = [self.parameter(one) for one in (norm.gain, norm.bias) if one]
-        if vectors and not norm.plus_one and len(own) <= 1 + norm.centred:
-            given = f", {', '.join(map(str, own))}" if own else ""
-            return Text(f"F.{name}({x}, {x}.shape[-1:]{given}{said})", self)
-        factor, *added = own or [Text("1", self)]
-        found: Text = (1 + factor if norm.plus_one else factor) * Text(f"F.{name}({x}, {x}.shape[-1:]{said})", self)
-        return found + added[0] if added else found
-
-    def _torchs_norm(self, x: Text, norm: Normalising) -> Text:
-        options = [str(norm.width), *([f"eps={norm.eps!r}"] if norm.eps is not None else [])]
-        options += ["elementwise_affine=False"] if not norm.gain else []
-        options += ["bias=False"] if norm.centred and norm.gain and not norm.bias else []
-        self.torchs = f"nn.{'LayerNorm' if norm.centred else 'RMSNorm'}({', '.join(options)})"
-        if not norm.gain:
-            return Text(f"super().forward({x})", self)
-        places = self._places(norm.gain)
-        if norm.plus_one:
-            self.taken.append(f'"weight": 1 + {self._taken(places)},')
-            self._give_back(places, 'ours["weight"] - 1')
-        else:
-            self._convert("weight", places)
-        if norm.bias:
-            self._convert("bias", self._places(norm.bias))
-        return Text(f"super().forward({x})", self)
+    def vector(self, name: str, path: str, plus_one: bool = False) -> None:
+        """Make a weight of the equivalent of a parameter, or of 1 + it."""
+        places = self._places(path)
+        self.taken.append(f'"{name}": {"1 + " if plus_one else ""}{self._taken(places)},')
+        self._give_back(places, f'ours["{name}"]{" - 1" if plus_one else ""}')
 
     # ------------------------------------------------------------------------------------------- sub-modules
     def called(self, x: Text, path: str) -> Text:

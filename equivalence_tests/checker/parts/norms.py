@@ -4,16 +4,96 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from equivalence_tests.checker.equivalent.part_writing import Normalising, PartWriter, Text
+from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
 from equivalence_tests.checker.parts.functions import BIAS, FunctionModule
 from equivalence_tests.checker.parts.readings import PartReading
+
+SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds unless told otherwise
+
+
+def _inside(eps: float, variance: Any) -> Any:
+    return (variance + eps).sqrt()
+
+
+def _outside(eps: float, variance: Any) -> Any:
+    return variance.sqrt() + eps
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm: gain * (x - mean) / divisor + bias.
+
+    Args:
+        width: How many features there are.
+        gain: The parameter that it is multiplied by; "" for none.
+        bias: The parameter that is added; "" for none.
+        plus_one: Whether 1 is added to the gain.
+        inside: Whether the bias is multiplied by the gain too.
+        centred: Whether the mean is taken off.
+        eps: What keeps the divisor from 0.
+        divisor: Makes of eps and the mean of the squares what is divided by.
+        axes: Over which the mean is taken.
+        count: By what the sum of so many squares is divided.
+        is_torchs: Whether torch has a norm that is the same.
+    """
+
+    width: int
+    gain: str = ""
+    bias: str = ""
+    plus_one: bool = False
+    inside: bool = False
+    centred: bool = True
+    eps: float = 0.0
+    divisor: Callable[[float, Any], Any] = _inside
+    axes: tuple[int, ...] = (-1,)
+    count: Callable[[Any], Any] = lambda n: n
+    is_torchs: bool = True
+
+    def of(self, weight: Callable[[str], Any], x: Any) -> Any:
+        """Compute it, or write it down, with what gives its parameters by their names."""
+        gain, bias = weight(self.gain) if self.gain else 1, weight(self.bias) if self.bias else 0
+        gain = 1 + gain if self.plus_one else gain
+        x = x - x.mean(self.axes, keepdim=True) if self.centred else x
+        count = self.count(math.prod(x.size(axis) for axis in self.axes))
+        normal = x / self.divisor(self.eps, x.square().sum(self.axes, keepdim=True) / count)
+        return gain * normal + (gain * bias if self.inside else bias)
+
+    def written(self, writer: PartWriter, x: Text) -> Text:
+        """Write it down: one of torch's norms where it has it, and else the formula."""
+        gain, bias = (writer.parameters.named[name] if name else None for name in (self.gain, self.bias))
+        if not self.is_torchs:
+            found: Text = self.of(writer.parameter, x)
+            return found
+        vectors = all(one is None or one.numel() > 1 for one in (gain, bias))
+        if vectors and (self.centred or bias is None) and not writer.is_function:
+            return self._as_a_module(writer, x)
+        own = [writer.parameter(one) for one in (self.gain, self.bias) if one]
+        call = f"F.{'layer_norm' if self.centred else 'rms_norm'}({x}, {x}.shape[-1:]"
+        said = "" if self.eps == SMALLEST else f", eps={writer.number(self.eps)}"
+        if vectors and not self.plus_one and len(own) <= 1 + self.centred:
+            return Text(", ".join([call, *map(str, own)]) + f"{said})", writer)
+        factor, *added = own or [Text("1", writer)]
+        found = (1 + factor if self.plus_one else factor) * Text(f"{call}{said})", writer)
+        return found + added[0] if added else found
+
+    def _as_a_module(self, writer: PartWriter, x: Text) -> Text:
+        options = [str(self.width), *([f"eps={self.eps!r}"] if self.eps != SMALLEST else [])]
+        options += ["elementwise_affine=False"] if not self.gain else []
+        options += ["bias=False"] if self.centred and self.gain and not self.bias else []
+        writer.torchs = f"nn.{'LayerNorm' if self.centred else 'RMSNorm'}({', '.join(options)})"
+        if self.gain:
+            writer.vector("weight", self.gain, self.plus_one)
+        if self.bias:
+            writer.vector("bias", self.bias)
+        return Text(f"super().forward({x})", writer)
+
 
 AXES = {
     "the last": (-1,),
@@ -33,52 +113,13 @@ SPREADS: tuple[tuple[bool, Callable[[int], int], tuple[str, ...]], ...] = (
 GAIN_NAME = re.compile(r"gamma|gain|weight|scale|alpha|^[ag](_?\d)?$")
 
 
-def _outside(eps: float, variance: Tensor) -> Tensor:
-    return variance.sqrt() + eps
-
-
-PLACES: dict[str, tuple[Callable[[float, Tensor], Tensor], tuple[str, ...]]] = {
-    "inside the root": (lambda eps, variance: (variance + eps).sqrt(), ()),
+PLACES: dict[str, tuple[Callable[[float, Any], Any], tuple[str, ...]]] = {
+    "inside the root": (_inside, ()),
     "outside the root": (_outside, ("norm_eps_outside",)),
     "added to the variance, of which no root is taken": (lambda eps, variance: variance + eps, ("norm_without_root",)),
 }
 EPS = (0.0, 1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
-Map = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Affine:
-    """What is made of a normalised vector.
-
-    Args:
-        gain: What it is multiplied by.
-        bias: What is added.
-        words: What they are called.
-        mistakes: What is wrong with them.
-        names: The parameter that is the gain, and the one that is the bias; "" for none.
-        plus_one: Whether 1 is added to the gain.
-        inside: Whether the bias is multiplied by the gain too.
-    """
-
-    gain: Any
-    bias: Any
-    words: str
-    mistakes: tuple[str, ...] = ()
-    names: tuple[str, str] = ("", "")
-    plus_one: bool = False
-    inside: bool = False
-
-    def written(self, writer: PartWriter) -> tuple[Any, Any]:
-        """Give gain and bias as text."""
-        gain, bias = (writer.parameter(name) if name else None for name in self.names)
-        if gain is None:
-            return 1, 0
-        gain = 1 + gain if self.plus_one else gain
-        return gain, 0 if bias is None else gain * bias if self.inside else bias
-
-
 SHORTEST = 1e-12  # what F.normalize takes for the length of what is shorter
-SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds unless told otherwise
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -101,10 +142,12 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
     rms = is_rms_norm(module)
     stated = [v for name, v in vars(module).items() if "eps" in name.lower() and isinstance(v, float)]
     likely = dict.fromkeys([*stated, *([SMALLEST] if rms else []), *EPS])
+    weights = {name: p.detach() for name, p in module.named_parameters()}
     options = itertools.product(_affines(module, width), likely, PLACES.items(), AXES.items(), SPREADS)
-    for affine, eps, (place, (divisor, misplaced)), (axes_words, axes), (centred, divided, of_spread) in options:
+    for (affine, said, mixed), eps, (place, (divisor, misplaced)), (axes_words, axes), spread in options:
+        centred, divided, of_spread = spread
         mistakes = (
-            *affine.mistakes,
+            *mixed,
             *(() if eps else ("norm_without_eps",)),
             *misplaced,
             *of_spread,
@@ -115,79 +158,41 @@ def norm_readings(module: nn.Module, width: int) -> Iterator[PartReading]:
             *((("compared with", "nn.RMSNorm", ""),) if rms else ()),
             ("eps", f"{eps:g}, {place}", "inside the root" if rms else "1e-05 by default, inside the root"),
             ("axes", axes_words, "the last"),
-            ("gain and bias", affine.words, "weight" if rms else "weight and bias"),
+            ("gain and bias", said, "weight" if rms else "weight and bias"),
         )
-        form = _Form(partial(divisor, eps), axes, centred, divided)
         plain = misplaced == of_spread == () and axes == (-1,) and not affine.inside
-        added = None if eps == SMALLEST else eps
-        gain, bias = affine.names
-        norm = Normalising(width, centred, added, gain, bias, affine.plus_one) if plain else None
-        yield PartReading(
-            partial(_normed, form, affine.gain, affine.bias),
-            words,
-            mistakes,
-            written=partial(_written, form, affine, norm),
-        )
+        norm = replace(affine, eps=eps, divisor=divisor, axes=axes, centred=centred, count=divided, is_torchs=plain)
+        formula, written = partial(norm.of, weights.__getitem__), norm.written
+        yield PartReading(formula, words, mistakes, written=written)
 
 
 def _scale_norms(module: nn.Module) -> Iterator[PartReading]:
     """G x / |x|, with one number g: what is no LayerNorm is no wrong one."""
     note = "torch.nn has no ScaleNorm: it equals g * F.normalize(x, dim=-1)"
-    gains = [(name, p.detach()) for name, p in module.named_parameters() if p.numel() == 1]
-    for (name, gain), eps in itertools.product(gains, (SHORTEST, *EPS)):
-        words = (("compared with", "g * F.normalize(x): ScaleNorm", ""), ("gain", name, ""))
-        form, affine = _Form(partial(_outside, eps), (-1,), False, lambda n: 1), Affine(gain, 0, name, names=(name, ""))
-        written = partial(_scaled, name) if eps == SHORTEST else partial(_written, form, affine, None)
-        yield PartReading(partial(_normed, form, gain, 0), words, notes=(note,), written=written)
-
-
-def _affines(module: nn.Module, width: int) -> Iterator[Affine]:
-    """Give each parameter the part of the gain, of 1 + the gain, and of the bias."""
-    vectors = {name: p.detach() for name, p in module.named_parameters() if p.numel() in (1, width)}
-    for (gain, g), (bias, b) in itertools.permutations(vectors.items(), 2):
-        exchanged = BIAS.search(gain.lower()) and GAIN_NAME.search(bias.lower())
-        wrong = ("norm_gain_and_bias_exchanged",) if exchanged else ()
-        names, words = (gain, bias), f"{gain} and {bias}"
-        yield Affine(g, b, words, wrong, names)
-        yield Affine(1 + g, b, f"1 + {words}", wrong, names, plus_one=True)
-        yield Affine(g, g * b, words, ("norm_bias_scaled", *wrong), names, inside=True)
-    bias_lost = ("norm_bias_unused",) if len(vectors) > 1 else ()
-    for gain, g in vectors.items():
-        yield Affine(g, 0, gain, bias_lost, (gain, ""))
-        yield Affine(1 + g, 0, f"1 + {gain}", bias_lost, (gain, ""), plus_one=True)
-    yield Affine(1, 0, "none", ("norm_gain_unused",) if vectors else ())
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How a norm measures and divides.
-
-    Args:
-        divisor: Makes of the spread what is divided by.
-        axes: Over which it is taken.
-        centred: Whether the mean is taken off.
-        divided: By what a sum over so many squares is divided.
-    """
-
-    divisor: Map
-    axes: tuple[int, ...]
-    centred: bool
-    divided: Callable[[int], int]
-
-
-def _normed(form: _Form, gain: Any, bias: Any, x: Any) -> Any:
-    deviation = x - x.mean(form.axes, keepdim=True) if form.centred else x
-    count = form.divided(math.prod(x.size(axis) for axis in form.axes))
-    return gain * deviation / form.divisor(deviation.square().sum(form.axes, keepdim=True) / count) + bias
-
-
-def _written(form: _Form, affine: Affine, norm: Normalising | None, writer: PartWriter, x: Text) -> Text:
-    """Write one of torch's norms; where it has none that is the same, the formula."""
-    if norm is not None:
-        return writer.normed(x, norm)
-    found: Text = _normed(form, *affine.written(writer), x)
-    return found
+    gains = {name: p.detach() for name, p in module.named_parameters() if p.numel() == 1}
+    for gain, eps in itertools.product(gains, (SHORTEST, *EPS)):
+        words = (("compared with", "g * F.normalize(x): ScaleNorm", ""), ("gain", gain, ""))
+        norm = Norm(1, gain, centred=False, eps=eps, divisor=_outside, count=lambda n: 1, is_torchs=False)
+        written = partial(_scaled, gain) if eps == SHORTEST else norm.written
+        yield PartReading(partial(norm.of, gains.__getitem__), words, notes=(note,), written=written)
 
 
 def _scaled(name: str, writer: PartWriter, x: Text) -> Text:
     return writer.parameter(name) * Text(f"F.normalize({x}, dim=-1)", writer)
+
+
+def _affines(module: nn.Module, width: int) -> Iterator[tuple[Norm, str, tuple[str, ...]]]:
+    """Give each parameter the part of the gain, of 1 + the gain, and of the bias; with words, and what is wrong."""
+    vectors = [name for name, p in module.named_parameters() if p.numel() in (1, width)]
+    for gain, bias in itertools.permutations(vectors, 2):
+        exchanged = BIAS.search(gain.lower()) and GAIN_NAME.search(bias.lower())
+        wrong = ("norm_gain_and_bias_exchanged",) if exchanged else ()
+        norm, words = Norm(width, gain, bias), f"{gain} and {bias}"
+        yield norm, words, wrong
+        yield replace(norm, plus_one=True), f"1 + {words}", wrong
+        yield replace(norm, inside=True), words, ("norm_bias_scaled", *wrong)
+    bias_lost = ("norm_bias_unused",) if len(vectors) > 1 else ()
+    for gain in vectors:
+        yield Norm(width, gain), gain, bias_lost
+        yield Norm(width, gain, plus_one=True), f"1 + {gain}", bias_lost
+    yield Norm(width), "none", ("norm_gain_unused",) if vectors else ()
