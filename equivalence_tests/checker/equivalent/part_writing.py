@@ -1,6 +1,7 @@
 """Write a part of a Transformer down in torch's own: a norm, a feed-forward, positions, a mask."""
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,9 @@ class Text:
     def __truediv__(self, other: Any) -> "Text":
         return self.made(f"{_factor(self)} / ({_said(other)})")
 
+    def __floordiv__(self, other: Any) -> "Text":
+        return self.made(f"{_factor(self)} // {_factor(other)}")
+
     def __rpow__(self, base: Any) -> "Text":
         return self.made(f"{_said(base)} ** ({self})")
 
@@ -110,6 +114,8 @@ class Text:
 def _said(x: Any) -> str:
     if isinstance(x, slice):
         return ":".join("" if end is None else _said(end) for end in (x.start, x.stop))
+    if x is Ellipsis:
+        return "..."
     if isinstance(x, tuple | list):
         return "(" + ", ".join(map(_said, x)) + ("," if len(x) == 1 else "") + ")"
     return str(x) if isinstance(x, Text) else repr(x)
@@ -117,6 +123,16 @@ def _said(x: Any) -> str:
 
 def _factor(x: Any) -> str:
     return f"({x})" if isinstance(x, Text) and x.is_sum else _said(x)
+
+
+def outside_of_brackets(text: str) -> set[str]:
+    """List the letters of an expression that stand in no brackets.
+
+    >>> sorted(outside_of_brackets("(a != b)[:, None]"))
+    []
+    """
+    depth = itertools.accumulate({"(": 1, "[": 1}.get(x, -(x in ")]")) for x in text)
+    return {letter for letter, inside in zip(text, depth, strict=True) if not inside} - set(")]")
 
 
 def _inside(args: Any) -> Iterator[Any]:
@@ -299,8 +315,7 @@ class PartWriter(Conversion):
     def _function(self, lines: Sequence[str]) -> str:
         body = "\n".join(f"    {line}" for line in lines)
         arguments = ", ".join(one for one in re.split(r", (?=\*?\*?\w+: |\*,)", self.signature) if _is_used(one, body))
-        several = re.search(r"return [^()]*, |return .*\), ", body.splitlines()[-1])
-        kind = "tuple[Tensor, ...]" if several else "Tensor"
+        kind = "tuple[Tensor, ...]" if "," in outside_of_brackets(lines[-1]) else "Tensor"
         return f'def equivalent({arguments}) -> {kind}:\n    """Give the same."""\n{body}\n'
 
     def _as_a_chain(self, result: Text) -> None:

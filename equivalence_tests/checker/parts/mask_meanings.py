@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.equivalent.part_writing import outside_of_brackets
 from equivalence_tests.checker.parts.drawing import OF_BOOLS, CallOfRoles, Drawn
 
 PAD_ID = 3
@@ -140,9 +141,7 @@ def bracketed(text: str) -> str:
     >>> bracketed("a != b"), bracketed("(a != b)[:, None]")
     ('(a != b)', '(a != b)[:, None]')
     """
-    depth = itertools.accumulate({"(": 1, ")": -1}.get(letter, 0) for letter in text)
-    outside = {letter for letter, inside in zip(text, depth, strict=True) if not inside}
-    return f"({text})" if outside & set("&|<=!~") else text
+    return f"({text})" if outside_of_brackets(text) & set("&|<=!~") else text
 
 
 def laid(role: str, plan: CallOfRoles) -> str:

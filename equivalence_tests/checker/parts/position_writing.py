@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import numbered
@@ -125,44 +126,41 @@ def learnt_table(name: str, width: int, offset: int, writer: PartWriter, count: 
     return table[offset : count + offset] if offset else table[:count]
 
 
+def kept(name: str, x: Any) -> Any:
+    """Give a step of a table a name where the table is written down."""
+    if not isinstance(x, Text):
+        return x
+    x.writer.lines.append(f"{name} = {x}")
+    return Text(name, x.writer, x.chain)
+
+
+def numbers_to(count: Any) -> Any:
+    """Give 0, 1, ... in float64, or write them down."""
+    if isinstance(count, Text):
+        return Text(f"torch.arange({count}, dtype=torch.float64)", count.writer)
+    return torch.arange(count, dtype=torch.float64)
+
+
 def sinusoids(
-    known: tuple[str, str, str, float], law: Any, functions: Sequence[Any], width: int, writer: PartWriter, count: Text
+    layout: str, base: float, table: Callable[[Any, Any], Any], width: int, writer: PartWriter, count: Text
 ) -> Text:
     """Write a table of sinusoids: builtin's where it has it.
 
     Args:
-        known: The layout, the exponent, how positions are numbered, and the base.
-        law: Gives both exponents.
-        functions: The two functions, and whether they alternate.
+        layout: What stands where; "" where builtin has no such table.
+        base: Of the frequencies.
+        table: The formula.
         width: Of the table.
         writer: Writes it.
         count: How many positions there are, or which.
     """
-    layout, exponent, numbers, base = known
     wide = Text(writer.width or str(width), writer)
-    if layout in SINUSOIDS and exponent == "2i / d" and numbers == "from 0" and not count.chain:
+    if layout in SINUSOIDS and not count.chain:
         writer.imports = ["from builtin import sinusoidal_encoding"]
         said = f", base={writer.number(base)}" if base != 10000.0 else ""
         return Text(f"sinusoidal_encoding({count}, {wide}{SINUSOIDS[layout]}{said})", writer)
-    return _by_hand(known, law, functions, wide, count)
-
-
-def _by_hand(known: tuple[str, str, str, float], law: Any, functions: Sequence[Any], wide: Text, count: Text) -> Text:
-    writer, (_, _, numbers, base) = wide.writer, known
-    each = f"{count}.double()[..., None]" if count.chain else f"torch.arange({count}, dtype=torch.float64)[:, None]"
-    writer.lines.append(f"positions = {each}")
-    if numbers != "from 0":
-        divided = " / (positions[-1:] + 1 + 1e-6) * 2 * torch.pi" if "length" in numbers else ""
-        writer.lines.append(f"positions = (positions + 1){divided}")
-    writer.lines.append(f"pairs = torch.arange(({wide} + 1) // 2, dtype=torch.float64)")
-    powers = law(Text("pairs", writer), wide)
-    for name, power in zip(("first", "second"), powers, strict=True):
-        writer.lines.append(f"{name} = positions * {base!r} ** -({power})")
-    one, two, interleaved = functions
-    both = f"first.{one.__name__}()", f"second.{two.__name__}()"
-    if interleaved:
-        return Text(f"torch.stack(({both[0]}, {both[1]}), -1).flatten(-2)[..., :{wide}]", writer, count.chain)
-    return Text(f"torch.cat(({both[0]}, {both[1]}[..., : {wide} // 2]), -1)", writer, count.chain)
+    found: Text = table(wide, count.double() if count.chain else numbers_to(count))
+    return Text(f"{found}", writer, count.chain, found.is_sum)
 
 
 def rotation(pairs: str, base: float, width: int, writer: PartWriter, x: Text) -> Text:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
 from equivalence_tests.checker.parts.kinds import own_tensors
-from equivalence_tests.checker.parts.position_writing import learnt_table, rotation, sinusoids
+from equivalence_tests.checker.parts.position_writing import kept, learnt_table, numbers_to, rotation, sinusoids
 from equivalence_tests.checker.parts.readings import PartReading
 from equivalence_tests.checker.reach.angles import PLACES, base_of
 
@@ -48,17 +48,20 @@ EXPONENTS: dict[str, tuple[Exponents, tuple[str, ...]]] = {
 
 def _steps_of(width: Any) -> Any:
     """How many steps there are from the first frequency to the last."""
-    return width.made(f"max({width} // 2 - 1, 1)") if isinstance(width, Text) else max(width // 2 - 1, 1)
+    return Text(f"max({width} // 2 - 1, 1)", width.writer) if isinstance(width, Text) else max(width // 2 - 1, 1)
+
+
+def _by_length(positions: Any) -> Any:
+    if isinstance(positions, Tensor) and len(positions) == 1:
+        return positions * math.nan  # one row alone says nothing about a length
+    return 2 * math.pi * (positions + 1) / (positions[-1:] + 1 + 1e-6)
 
 
 # What is done to the numbers 0, 1, ... of the positions.
 NUMBERINGS: dict[str, tuple[Map, tuple[str, ...]]] = {
     "from 0": (lambda p: p, ()),
     "from 1": (lambda p: p + 1, ("position_starts_at_one",)),
-    "from 1, divided by the length": (
-        lambda p: 2 * math.pi * (p + 1) / (p[-1] + 1 + 1e-6) if len(p) > 1 else p * math.nan,
-        ("position_normalised",),
-    ),
+    "from 1, divided by the length": (_by_length, ("position_normalised",)),
 }
 
 # How elements are paired: their angles laid out for each of them, and their quarter turn.
@@ -144,45 +147,44 @@ def _sinusoids(width: int, scale: str, factor: Tensor, zeroed: bool) -> Iterator
     options = itertools.product(BASES, LAYOUTS.items(), EXPONENTS.items(), NUMBERINGS.items())
     for base, (layout, (one, two, interleaved, swapped)), (exponent, law), (numbers, (number, shifted)) in options:
         exponents, wrong = law
-        mistakes = (
-            *wrong,
-            *swapped,
-            *shifted,
-            *(() if base == 10000.0 else ("position_base_other",)),
-        )
+        mistakes = (*wrong, *swapped, *shifted, *(() if base == 10000.0 else ("position_base_other",)))
         words = (
             ("order", layout, "torch.nn has none"),
             ("positions", numbers + (", with row 0 all zeros for padding" if zeroed else ""), ""),
             *((("scaled by", scale, ""),) if scale else ()),
             *((("base", f"{base:g}", "10000"),) if base != 10000.0 else ()),
         )
-        table = partial(_table, (one, two), interleaved, exponents, base, width)
-        formula = partial(_numbered, table, number, factor, zeroed)
-        known = layout, exponent, numbers, base
-        written = partial(_written, scale, zeroed, partial(sinusoids, known, exponents, (one, two, interleaved), width))
+        table = partial(_numbered, partial(_table, (one, two), interleaved, exponents, base), number, zeroed)
+        formula = partial(_scaled, factor if scale else None, partial(table, width))
+        ours = mistakes == () and exponent == "2i / d" and not zeroed
+        written = partial(_written, scale, partial(sinusoids, layout if ours else "", base, table, width))
         yield PartReading(formula, words, mistakes, facts={"exponent": exponent}, written=written)
 
 
-def _written(scale: str, zeroed: bool, table: Any, writer: PartWriter, count: Text) -> Text:
-    """Write a table, times a number that is learnt, with a row of zeros for padding."""
-    found: Text = table(writer, count)
-    if zeroed:
-        writer.lines += [f"table = {found}", "table[0] = 0  # for padding"]
-        found = Text("table", writer, found.chain)
+def _scaled(factor: Any, table: Map, positions: Tensor) -> Tensor:
+    return table(positions) if factor is None else factor * table(positions)
+
+
+def _written(scale: str, table: Callable[[PartWriter, Text], Text], writer: PartWriter, count: Text) -> Text:
+    """Write a table, times a number that is learnt."""
+    found = table(writer, count)
     return writer.parameter(scale).flatten()[0] * found if scale else found
 
 
-def _numbered(table: Map, number: Map, factor: Tensor, zeroed: bool, positions: Tensor) -> Tensor:
-    rows = factor * table(number(positions))
-    return torch.where((positions == 0)[:, None], 0.0, rows) if zeroed else rows
+def _numbered(table: Callable[[Any, Any], Any], number: Map, zeroed: bool, width: Any, given: Any) -> Any:
+    """Compute the rows of these positions, (len, width), or write them down; row 0 may be all zeros, for padding."""
+    given = kept("given", given) if zeroed else given
+    rows = table(width, number(given[..., None]))
+    return rows * given[..., None].clamp(max=1) if zeroed else rows
 
 
 def _table(
-    functions: tuple[Map, Map], interleaved: bool, exponents: Exponents, base: float, width: int, positions: Tensor
-) -> Tensor:
-    pairs = torch.arange((width + 1) // 2, dtype=torch.float64)
-    both = zip(functions, exponents(pairs, width), strict=True)
-    first, second = (function(positions[:, None] * base**-exponent) for function, exponent in both)
+    functions: tuple[Map, Map], interleaved: bool, exponents: Exponents, base: float, width: Any, positions: Any
+) -> Any:
+    positions, pairs = kept("positions", positions), kept("pairs", numbers_to((width + 1) // 2))
+    powers = zip(("first", "second"), exponents(pairs, width), strict=True)
+    angles = [kept(name, positions * base**-power) for name, power in powers]
+    one, two = (function(x) for function, x in zip(functions, angles, strict=True))
     if interleaved:
-        return torch.stack((first, second), -1).flatten(1)[:, :width]
-    return torch.cat((first, second[:, : width // 2]), 1)
+        return torch.stack((one, two), -1).flatten(-2)[..., :width]
+    return torch.cat((one, two[..., : width // 2]), -1)
