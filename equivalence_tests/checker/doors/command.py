@@ -185,15 +185,15 @@ def _checked(requests: Sequence[Request], limits: Limits, console: Console) -> l
         return reports
     with console.status("") as status:
 
-        def tell(text: str) -> None:
+        def say(text: str) -> None:
             number = min(len(reports) + 1, len(requests))
             of_many = f" ({number} of {len(requests)})" if len(requests) > 1 else ""
             status.update(f"checking {requests[number - 1].target}{of_many}{': ' if text else ''}{text}")
 
-        tell("starting torch")
-        for found in checked(requests, limits, tell):
+        say("starting torch")
+        for found in checked(requests, limits, say):
             reports += found
-            tell("")
+            say("")
     return reports
 
 

@@ -94,7 +94,7 @@ def _in_words(runs: Sequence[_Run], compiles: bool) -> str:
 
 
 def _finding(wrong: Sequence[_Run]) -> Finding:
-    told = ". ".join(f"{run}: {run.wrong}" for run in wrong[:3])
+    runs = ". ".join(f"{run}: {run.wrong}" for run in wrong[:3])
     rewritten_too = any(run.rewrites or run.failure for run in wrong)
     reason = (
         " Inductor replaces what looks like attention by its own kernel (pytorch/pytorch#195320)."
@@ -104,7 +104,7 @@ def _finding(wrong: Sequence[_Run]) -> Finding:
     return Finding(
         NAME,
         "context",
-        f"Under torch.compile the code does not compute what it computes in eager mode. {told}.{reason}",
+        f"Under torch.compile the code does not compute what it computes in eager mode. {runs}.{reason}",
         fix="Transpose the keys in two steps, k.transpose(1, 2) and k.transpose(-2, -1), or call "
         "F.scaled_dot_product_attention; torch.compiler.disable keeps the function out.",
     )
@@ -152,8 +152,8 @@ def _compared(trial: Trial, length: int, gradients: bool, backend: Any) -> _Run:
         compare_errors(x, eager[name], exact[name], name=name, largest=largest[name == "output"])
         for name, x in compiled.items()
     )
-    told = counters["inductor"]["fuse_attention"], sum(counters["graph_break"].values())
-    return _Run(length, gradients, errors, failure, *told)
+    counts = counters["inductor"]["fuse_attention"], sum(counters["graph_break"].values())
+    return _Run(length, gradients, errors, failure, *counts)
 
 
 def _outputs(

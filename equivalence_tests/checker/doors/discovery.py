@@ -126,8 +126,8 @@ def _package_files(name: str) -> Iterator[Path]:
 
 def _in_file(path: Path) -> Iterator[Candidate]:
     nodes = [node for node in _statements(path) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    told = [(n.name, _class_kind(n) if isinstance(n, ast.ClassDef) else _function_kind(n)) for n in nodes]
-    kinds = {name: kind for name, kind in told if kind}
+    named = [(n.name, _class_kind(n) if isinstance(n, ast.ClassDef) else _function_kind(n)) for n in nodes]
+    kinds = {name: kind for name, kind in named if kind}
     for _ in nodes:  # what holds one of these is a layer, what holds a layer too
         holders = [node.name for node in nodes if node.name not in kinds and _holds(node, kinds)]
         if not holders:

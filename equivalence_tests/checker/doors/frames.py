@@ -79,7 +79,7 @@ class Notebook:
             self.calls.append(WatchedCall(module, *kept, wrapped))
             return
         size = _size(given) / 1024**2
-        self.tell(f"{type(module).__name__}: its arguments take {size:.0f} MiB and were not kept (memory_mib)")
+        self.note(f"{type(module).__name__}: its arguments take {size:.0f} MiB and were not kept (memory_mib)")
 
     def note_function(self, function: Callable[..., Any], given: Arguments) -> None:
         """Keep a call of a function that computes an attention; a module's own, as its method."""
@@ -88,7 +88,7 @@ class Notebook:
             function, args = MethodType(function, args[0]), args[1:]
         self.calls.append(WatchedCall(function, args, kwargs))
 
-    def tell(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Add a note that is not there yet."""
         if text not in self.notes:
             self.notes.append(text)
@@ -190,12 +190,12 @@ class Functions(TorchFunctionMode):
 
     def _leave(self, kept: list[Visit]) -> None:
         for visit in self.visits[len(kept) :]:
-            if not (visit.attends and self._told(visit)):
+            if not (visit.attends and self._handed_over(visit)):
                 self.notebook.give_back(visit.given)
             visit.frame = visit.given = None
         self.visits = kept
 
-    def _told(self, visit: Visit) -> bool:
+    def _handed_over(self, visit: Visit) -> bool:
         """Hand over a function that computes an attention; False where it cannot be called again."""
         frame, given = visit.frame, visit.given
         if frame is None or given is None:
@@ -209,7 +209,7 @@ class Functions(TorchFunctionMode):
         else:
             self.notebook.note_function(function, given)
             return True
-        self.notebook.tell(f"{name} computes an attention and {why}")
+        self.notebook.note(f"{name} computes an attention and {why}")
         return False
 
     def follow_module(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -249,7 +249,7 @@ class Functions(TorchFunctionMode):
         if common:
             common[-1].attends = True
         else:
-            self.notebook.tell("an attention runs in no function and no module; put it into a function to check it")
+            self.notebook.note("an attention runs in no function and no module; put it into a function to check it")
 
 
 def _users_frames(frame: FrameType, outermost: FrameType | None = None) -> Iterator[FrameType]:

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.departing import Against
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import unread_arguments
 from equivalence_tests.checker.engine.watching import Operation, Recorder
-from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
@@ -195,7 +195,7 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> tuple[list[E
                 refused.append(Exercise(f"several tokens at a step, {protocol.detail}", False, why))
                 continue
             facts, stack = {"said": said(error)}, code_lines(frames_of(error))
-            return refused, [told(named_mistake("cache_fails"), facts, stack=stack, evidence=protocol.detail)]
+            return refused, [found_mistake("cache_fails", facts, stack=stack, evidence=protocol.detail)]
         have = torch.cat(steps, dim=1)
         if have.shape != whole.shape:
             raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
@@ -205,7 +205,7 @@ def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> tuple[list[E
             found |= {"lengths": ", ".join(map(str, lengths))}
             evidence = f"{TOKENS} tokens, the future hidden in both"
             shown = _located(trial, protocol, causal, inputs, lengths)
-            return refused, [told(named_mistake("cache_differs_from_one_pass"), found, evidence=evidence, **shown)]
+            return refused, [found_mistake("cache_differs_from_one_pass", found, evidence=evidence, **shown)]
     return refused, []
 
 

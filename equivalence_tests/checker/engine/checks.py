@@ -19,7 +19,7 @@ from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.engine.same import EXACT, MEASURED, ROUNDING, distance
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
-from equivalence_tests.checker.mistakes import MISTAKES, named_mistake, told
+from equivalence_tests.checker.mistakes import MISTAKES, found_mistake
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs
 from equivalence_tests.checker.reach.construction import retype
 from equivalence_tests.checker.reach.errors import said
@@ -127,7 +127,7 @@ def run_check(check: Check, checked: Checked) -> CheckResult:
         return CheckResult(name, "skipped", str(error) or "it raises NotImplementedError")
     except FailedError as error:
         detail, *mistakes = error.args
-        checked.report.findings += [told(named_mistake(mistake), stage="checks") for mistake in mistakes]
+        checked.report.findings += [found_mistake(mistake, stage="checks") for mistake in mistakes]
         return CheckResult(name, "failed", detail)
     except Exception as error:
         return CheckResult(name, "failed", f"raised {said(error)}")

@@ -18,7 +18,7 @@ from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_leng
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.token_numbers import numbers_exercised
-from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.construction import build, inner_widths, prepare
@@ -268,8 +268,8 @@ def _not_causal(what: str, reach: Tensor, wanted: Tensor) -> Finding:
     turned = torch.equal(reach, wanted.T)
     seen_keys = "the keys j >= i" if turned else "all keys" if bool(reach.all()) else "other keys"
     facts = {"what": what, "output": output, "shown": shown, "token": token, "seen": seen_keys}
-    return told(
-        named_mistake("causal_switch_wrong"),
+    return found_mistake(
+        "causal_switch_wrong",
         facts | {"effect": "changes" if seen else "does not change"},
         evidence=f"tokens changed one at a time, {len(wanted)} tokens",
     )
@@ -285,7 +285,7 @@ def _scale(name: str, covered: Covered) -> None:
         have, want = trial.output(inputs, {name: OTHER_SCALE}), trial.output(scaled, {})
         facts = {"what": what, "number": OTHER_SCALE, "argument": name}
         evidence = f"called with {what}, and without it on scaled queries"
-        wrong = told(named_mistake("scale_argument_wrong"), facts, evidence=evidence)
+        wrong = found_mistake("scale_argument_wrong", facts, evidence=evidence)
         return [] if near(have, want, MEASURED) else [wrong], "held against queries that are multiplied instead"
 
     covered.run(what, look)

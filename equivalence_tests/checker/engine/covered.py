@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
@@ -58,7 +58,7 @@ class Covered:
             self.leave_out(what, said(error))
         else:
             facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"
-            self.add(what, [told(named_mistake("fails_with_what_it_offers"), facts, stack=stack, evidence=evidence)])
+            self.add(what, [found_mistake("fails_with_what_it_offers", facts, stack=stack, evidence=evidence)])
 
     def run(self, what: str, look: Look, failed: Failed | None = None) -> bool:
         """Look at one more call.

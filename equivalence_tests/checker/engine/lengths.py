@@ -15,7 +15,7 @@ from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.situations import named_inputs
-from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.proposing import parameters_of
@@ -95,7 +95,7 @@ def _note_blocks(covered: Covered, name: str, limit: int) -> None:
         why = f"blocks of {limit} tokens side by side do not slide: only its author knows whether they are intended"
         covered.leave_out(name, why)
     else:
-        covered.meant.append(told(named_mistake("own_mask"), meant=f"its blocks are as wide as {name} says ({limit})"))
+        covered.meant.append(found_mistake("own_mask", meant=f"its blocks are as wide as {name} says ({limit})"))
 
 
 def _is_read(trial: Trial, name: str) -> bool:
@@ -173,5 +173,5 @@ def _without_effect(trial: Trial, name: str, limit: int, length: int) -> Iterato
                 evidence = f"query {length - 1} of {length} tokens gives key 0 a weight"
                 evidence = f"query {unseen[0]} of {length} tokens does not see its own" if unseen else evidence
                 stack = code_lines(part.product.operation.frames)
-                yield told(named_mistake(wrong), facts, evidence=evidence, stack=stack)
+                yield found_mistake(wrong, facts, evidence=evidence, stack=stack)
                 return

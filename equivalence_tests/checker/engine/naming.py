@@ -1,7 +1,7 @@
 """Turn what departs into words: a name, a sentence, formulas, a fix, and the lines that ran."""
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.mistakes import Mistake, named_mistake, told
+from equivalence_tests.checker.mistakes import Mistake, found_mistake, named_mistake
 from equivalence_tests.checker.reporting.findings import Example, Finding, Proof
 from equivalence_tests.checker.reporting.lines import code_lines
 
@@ -9,7 +9,7 @@ from equivalence_tests.checker.reporting.lines import code_lines
 def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
     """Say what a departure is."""
     mistake = _changed(departure, proof) if "changed_by_" in departure.name else named_mistake(departure.name)
-    return told(
+    return found_mistake(
         mistake,
         departure.facts,
         stage=departure.stage,

@@ -56,7 +56,7 @@ class WrittenPart:
             made = names["Equivalent"](*inner).to(torch.get_default_dtype()).eval()
             state = names["from_theirs"](module.state_dict(keep_vars=True))
             if state.keys() != made.state_dict().keys():
-                raise UnreadError("not all of its weights could be told")
+                raise UnreadError("it is not known which parameters all of its weights are")
             return output(functional_call(made, state, args, kwargs))
 
         return computed

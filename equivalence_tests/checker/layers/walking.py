@@ -31,7 +31,7 @@ from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.layers.models import judge_model, reads_later_tokens
 from equivalence_tests.checker.layers.wholes import Whole, hold_whole
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
-from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.mistakes import found_mistake, named_mistake
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of, runs
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
@@ -100,7 +100,7 @@ class Walk:
             kept = self.report.meant if meant[mistake] else self.report.findings
             if (mistake, place) not in [(f.name, f.where) for f in kept]:
                 shown = {"stack": code_lines(frames), "evidence": evidence, "where": place, "meant": meant[mistake]}
-                kept.append(told(named_mistake(mistake), facts, **shown))
+                kept.append(found_mistake(mistake, facts, **shown))
 
     def skip(self, name: str, reason: str) -> None:
         """Say what could not be looked at."""
@@ -477,8 +477,8 @@ def _add_fresh_parts(walk: Walk, path: str, trial: Trial) -> None:
     made = layers_made(lambda: trial.returned(trial.inputs()))
     if made and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
         stack, evidence = code_lines(next(iter(made.values()))), f"each call constructs {', '.join(sorted(made))}"
-        mistake = named_mistake("layer_made_in_forward")
-        walk.report.findings.append(told(mistake, stack=stack, evidence=evidence, where=path))
+        found = found_mistake("layer_made_in_forward", stack=stack, evidence=evidence, where=path)
+        walk.report.findings.append(found)
 
 
 def _read_masks(walk: Walk, path: str, run: ModelRun, heads: int = 1) -> Masks:

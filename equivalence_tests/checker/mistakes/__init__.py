@@ -13,7 +13,7 @@ from equivalence_tests.checker.mistakes import attention, offers, parts, wiring
 from equivalence_tests.checker.mistakes.mistake import Mistake
 from equivalence_tests.checker.reporting.findings import Finding
 
-__all__ = ["MISTAKES", "Mistake", "named_mistake", "told"]
+__all__ = ["MISTAKES", "Mistake", "found_mistake", "named_mistake"]
 
 MISTAKES = {mistake.name: mistake for mistake in (*attention.ROWS, *offers.ROWS, *parts.ROWS, *wiring.ROWS)}
 
@@ -30,14 +30,15 @@ def named_mistake(name: str) -> Mistake:
     return MISTAKES[name]
 
 
-def told(mistake: Mistake, facts: Mapping[str, Any] | None = None, **shown: Any) -> Finding:
-    """Say a mistake of somebody's code.
+def found_mistake(mistake: Mistake | str, facts: Mapping[str, Any] | None = None, **shown: Any) -> Finding:
+    """Give a finding with the words of a known mistake.
 
     Args:
-        mistake: Which.
+        mistake: Which, or its name.
         facts: The numbers that its words speak of.
         shown: What else the finding shows: its lines, proof or evidence.
     """
+    mistake = named_mistake(mistake) if isinstance(mistake, str) else mistake
     facts = {"factor": math.nan, "fill": math.nan, "cap": math.nan, "argument": ""} | dict(facts or {})
     said = {words: getattr(mistake, words).format(**facts) for words in ("sentence", "have", "want", "fix")}
     known = {"name": mistake.name, "stage": mistake.stage, "on_purpose_in": mistake.on_purpose_in}

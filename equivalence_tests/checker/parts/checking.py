@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.ran import frames_where, operations_of
-from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.parts.feed_forwards import feed_forward_readings
 from equivalence_tests.checker.parts.functions import function_modules
 from equivalence_tests.checker.parts.holding_parts import hold_module, hold_positions
@@ -128,7 +128,7 @@ def _explain(report: Report, module: nn.Module, x: Tensor, turned: bool, words: 
     elif _is_random(module, given):
         stack = code_lines(frames_where("dropout", operations_of(lambda: module(given))))
         report.verdict, report.reason = "deviates", ""
-        report.findings = [told(named_mistake("random_in_eval"), stack=stack, evidence="it was called twice")]
+        report.findings = [found_mistake("random_in_eval", stack=stack, evidence="it was called twice")]
     elif _mixes_tokens(module, x, turned):
         report.verdict = "deviates" if named else "unchecked"
         report.reason = (
@@ -137,7 +137,7 @@ def _explain(report: Report, module: nn.Module, x: Tensor, turned: bool, words: 
     elif named and _leaves_sizes(module, given):
         evidence = "called on random tokens, with all gains one and all biases zero"
         report.verdict, report.reason = "deviates", ""
-        report.findings = [told(named_mistake("norm_leaves_different_sizes"), evidence=evidence)]
+        report.findings = [found_mistake("norm_leaves_different_sizes", evidence=evidence)]
 
 
 def _is_random(module: nn.Module, x: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.ran import frames_where, operations_of
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.intended import accepted
-from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.mistakes import found_mistake, named_mistake
 from equivalence_tests.checker.parts.drawing import OF_BOOLS, CallOfRoles, Drawn
 from equivalence_tests.checker.parts.kinds import BUILDER_NAME
 from equivalence_tests.checker.parts.mask_meanings import COMPARED, Meaning, draws_of, meanings
@@ -27,7 +27,7 @@ from equivalence_tests.checker.parts.mask_writing import hold_masks
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.masking import ENCODINGS, SHAPES, in_shape
-from equivalence_tests.checker.reach.proposing import parameters_of, ranked, told_by
+from equivalence_tests.checker.reach.proposing import first_match, parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import code_lines
@@ -172,7 +172,7 @@ def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str
     """Propose roles for the required parameters, and for optional ones that name the padding or another device."""
     defaults = {"pad_id": int, "device": str}
     asked = [
-        p for p in parameters if p.default is p.empty or type(p.default) is defaults.get(told_by(p.name, ROLES, ""))
+        p for p in parameters if p.default is p.empty or type(p.default) is defaults.get(first_match(p.name, ROLES, ""))
     ]
     for roles in ranked([_choices(p) for p in asked]):
         sequences = [r for r in roles if r in ("ids", "key_ids", "size", "key_size")]
@@ -181,7 +181,7 @@ def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str
 
 
 def _choices(parameter: inspect.Parameter) -> list[str]:
-    role = told_by(parameter.name, ROLES, "")
+    role = first_match(parameter.name, ROLES, "")
     if role in ("pad_id", "prefix", "device", "dtype", "heads", "shape", "samples"):
         return [role]
     return list(dict.fromkeys((role, *UNKNOWN))) if role else list(UNKNOWN)
@@ -259,8 +259,8 @@ def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: 
     report.checks.append(CheckResult(label, "failed" if mask.mistakes else "passed", ", ".join(mask.mistakes)))
     for name in mask.mistakes:
         report.findings.append(
-            told(
-                named_mistake(name),
+            found_mistake(
+                name,
                 {"fill": fill},
                 stack=code_lines(frames_where(named_mistake(name).ran, ran)),
                 evidence="gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake "

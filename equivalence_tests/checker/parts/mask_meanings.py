@@ -32,8 +32,8 @@ PREFIXES = (
     ("causal after a prefix that all see", "(torch.arange(KEYSDEVICE) < PREFIX)", ()),
     ("causal after a prefix", "(torch.arange(QUERIESDEVICE)[:, None] < PREFIX)", ("mask_transposed",)),
 )
-# How many tokens the first and the second sequence have, and how many samples there are: of the arguments that tell,
-# the first that is there.
+# How many tokens the first and the second sequence have, and how many samples there are: by the first of
+# these arguments that is there.
 SIZED = tuple((role, "{}.size(1)") for role in ("ids", "keep", "vectors"))
 NUMBERS = {
     "first": (*SIZED, ("shape", "{}[1]"), ("size", "{}"), ("lengths", "int({}.max())")),
@@ -116,8 +116,8 @@ def meanings(plan: CallOfRoles, ids: Sequence[int]) -> list[Meaning]:
         ids: The token ids that may stand for padding where no argument says which does.
     """
     found: list[Meaning] = []
-    told = [one for one in ("first", "second") if any(plan.named(role) for role, _ in NUMBERS[one])]
-    for query, key in itertools.product(told, repeat=2):
+    known = [one for one in ("first", "second") if any(plan.named(role) for role, _ in NUMBERS[one])]
+    for query, key in itertools.product(known, repeat=2):
         triangles, paddings = list(_triangles(plan)), list(_paddings(plan, query, key, ids))
         alone = [part for part in paddings if "padding_inverted" not in part.mistakes]
         joined = (both for pair in itertools.product(triangles, paddings) for both in _joined(*pair))

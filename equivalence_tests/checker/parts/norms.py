@@ -15,7 +15,7 @@ from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
 from equivalence_tests.checker.parts.functions import BIAS, FunctionModule
 from equivalence_tests.checker.parts.readings import PartReading
 
-SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds unless told otherwise
+SMALLEST = torch.finfo(torch.float64).eps  # what nn.RMSNorm adds by default
 
 
 def _inside(eps: float, variance: Any) -> Any:

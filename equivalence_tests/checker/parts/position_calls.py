@@ -17,7 +17,7 @@ from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
 
-# Two samples and two tokens at the least: what is alike along an axis is told from what is not.
+# Two samples and two tokens at the least: what is alike along an axis is distinct from what is not.
 SHAPES = ((2, 5), (4, 6), (3, 8))
 LONGEST = 1024
 # What a module is called with.

@@ -10,7 +10,7 @@ from equivalence_tests.checker.engine.ran import frames_where, operations_of
 from equivalence_tests.checker.engine.same import FLOAT32_INSIDE, distance
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
-from equivalence_tests.checker.mistakes import named_mistake, told
+from equivalence_tests.checker.mistakes import found_mistake, named_mistake
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
@@ -134,8 +134,8 @@ def _matched(
     report.conventions, report.notes = list(chosen.words), list(chosen.notes)
     ran = operations_of(*calls) if chosen.mistakes else []
     found = [
-        told(
-            named_mistake(name),
+        found_mistake(
+            name,
             chosen.facts,
             stack=code_lines(frames_where(named_mistake(name).ran, ran)),
             evidence=_evidence(name, tried, chosen),

@@ -57,7 +57,7 @@ class CallPlan:
             "=None", "=False", "=d_k").
         layout: One of ``LAYOUTS``.
         positional: Whether to pass by position, for parameters that have no usable name.
-        named: Whether the names of the parameters told the roles.
+        named: Whether the roles follow from the names of the parameters.
         neutral: The mask that hides nothing, where one is required.
         angles: The form of the angles, where they are an argument.
         output: Index of the output among the tensors that come back.

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.examples import examples_of
-from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, told_by
+from equivalence_tests.checker.reach.proposing import first_match, parameters_of, ranked, scales_of
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
 from equivalence_tests.checker.reporting.lines import raised_in
 from equivalence_tests.instruments.weights import randomize_parameters
@@ -211,7 +211,7 @@ def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
     >>> value_for("n_heads", Sizes()), value_for("d_model", Sizes()), value_for("zebra", Sizes())
     ((True, 3), (True, 33), (False, None))
     """
-    value = told_by(name, NAMES, None)
+    value = first_match(name, NAMES, None)
     return value is not None, value(sizes) if value else None
 
 
@@ -285,7 +285,7 @@ def _sizes_to_try(target: Any) -> Iterator[Sizes]:
 
 
 def _fixed_sizes(target: Any, tried: tuple[Sizes, Sizes]) -> list[Sizes]:
-    """Give sizes for a width that its matrices take in whatever the constructor is told: a constant of the file."""
+    """Give sizes for a width that its matrices take in whatever the constructor is given: a constant of the file."""
     first, second = (_widths_taken(target, sizes) for sizes in tried)
     widths = sorted(first & second, key=lambda width: (-first[width], width))
     heads = (3, 4, 6, 7, 8, 5, 2, 1)
@@ -396,8 +396,8 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
     parameters = parameters_of(target)
     required = [p for p in parameters if p.default is p.empty]
     extras = {p.name: value for p in parameters if p not in required for value in _override(p, sizes)}
-    told = {p.name: value_for(p.name, sizes)[1] for p in parameters if p.default is None}
-    unset = {name: value for name, value in told.items() if type(value) is int}
+    by_name = {p.name: value_for(p.name, sizes)[1] for p in parameters if p.default is None}
+    unset = {name: value for name, value in by_name.items() if type(value) is int}
     for values in itertools.islice(ranked([_candidates(p, sizes, target) for p in required]), MOST_GUESSES):
         chosen = dict(zip((p.name for p in required), values, strict=True))
         ways = [chosen | extras, chosen, chosen | extras | unset]
@@ -484,7 +484,7 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
         return [sizes.head_dim ** scales[parameter.name]]
     guesses: list[Any] = [sizes.embed_dim, sizes.key_heads, sizes.num_heads, sizes.head_dim, DROPOUT]
     guesses += [False, None, ImitatedConfig(sizes)]
-    if ambiguous := told_by(name, AMBIGUOUS, None):
+    if ambiguous := first_match(name, AMBIGUOUS, None):
         guesses = ambiguous(sizes)
     elif known:
         guesses = [value] if value != sizes.embed_dim else [value, (value,)]
@@ -525,7 +525,7 @@ def _configs_beside(target: Any) -> list[Any]:
 
 def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
     """List the classes of the same file of which an argument may want an instance, named most like it first."""
-    pattern = told_by(argument, PARTS, "")
+    pattern = first_match(argument, PARTS, "")
     own = (x for x in _classes_beside(target) if pattern and issubclass(x, nn.Module))
     fitting = (x for x in own if x is not target and re.search(pattern, x.__name__.lower()))
     name = getattr(target, "__name__", "")

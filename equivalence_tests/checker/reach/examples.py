@@ -67,8 +67,8 @@ def _blocks(module: ModuleType, target: Any) -> Iterator[list[ast.stmt]]:
         yield list(_flat(function.body))
     for text in (target.__doc__, getattr(getattr(target, "forward", None), "__doc__", None)):
         shown = doctest.DocTestParser().get_examples(text or "")
-        told = attempt(partial(ast.parse, "".join(one.source for one in shown)))
-        yield list(_flat(told.body if told is not None else []))
+        parsed = attempt(partial(ast.parse, "".join(one.source for one in shown)))
+        yield list(_flat(parsed.body if parsed is not None else []))
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:

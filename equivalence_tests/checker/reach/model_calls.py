@@ -226,8 +226,10 @@ def _drawn(module: nn.Module, count: int) -> Iterator[tuple[str, list[Tensor], i
     if not convolved:  # a table may hold positions alone
         for one, width in itertools.product(lengths, projected):
             yield "features", [torch.randn(BATCH, length, width, generator=generator) for length in one[:count]], 1
-    for told, (channels, patch) in itertools.product((True, False), _patches(module) if convolved or not sizes else ()):
-        for side in _image_sides(module, patch, told):
+    for stated, (channels, patch) in itertools.product(
+        (True, False), _patches(module) if convolved or not sizes else ()
+    ):
+        for side in _image_sides(module, patch, stated):
             yield "image", [torch.randn(BATCH, channels, side, side, generator=generator)], patch
 
 
@@ -241,13 +243,13 @@ def _patches(module: nn.Module) -> list[tuple[int, int]]:
     return [(width // side**2, side) for width, side in cut if width % side**2 == 0]
 
 
-def _image_sides(module: nn.Module, patch: int, told: bool) -> list[int]:
+def _image_sides(module: nn.Module, patch: int, stated: bool) -> list[int]:
     """How large images may be: as the module says, or as many do."""
     named = [v for m in module.modules() for name, v in vars(m).items() if IMAGE_SIZE.search(name)]
     sides = [v[0] if isinstance(v, tuple | list) and v else v for v in named]
     sides += [math.isqrt(n) * patch for length in exact_lengths(module) for n in (length, length - 1)]
     usual = (IMAGE_SIDE, 32, 28, 64, 224)
-    whole = [n for n in dict.fromkeys(sides if told else usual) if isinstance(n, int)]
+    whole = [n for n in dict.fromkeys(sides if stated else usual) if isinstance(n, int)]
     return [n for n in whole if n >= 2 * patch]  # two patches can be exchanged
 
 

@@ -18,7 +18,7 @@ from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.calling import HEADS, LAYOUTS, OF_ONE, CallPlan, Inputs, Trial
 from equivalence_tests.checker.reach.construction import MAX_LEN, Sizes, exact_lengths
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.proposing import parameters_of, told_by
+from equivalence_tests.checker.reach.proposing import first_match, parameters_of
 from equivalence_tests.checker.reach.state import attempt
 
 ROLE_NAMES = (
@@ -59,7 +59,7 @@ def role_of_parameter(name: str) -> str:
     >>> [role_of_parameter(name) for name in ("queries", "x", "attention_mask", "memory", "v_in", "rotary_pos_emb")]
     ['query', 'input', 'mask', 'memory', 'value', 'angles']
     """
-    return told_by(name, ROLE_NAMES, "")
+    return first_match(name, ROLE_NAMES, "")
 
 
 class Errors(list[str]):
@@ -105,7 +105,7 @@ def trials_of(
 
 
 def _may_take_one_head(trial: Trial) -> bool:
-    """Whether the width that a constructor was told may be that of one head: no parameter shows which it is."""
+    """Whether the width that a constructor was given may be that of one head: no parameter shows which it is."""
     module = trial.function if "h" not in trial.plan.layout else None
     return isinstance(module, nn.Module) and next(module.parameters(), None) is None
 
@@ -152,7 +152,7 @@ def _plans(parameters: list[inspect.Parameter]) -> Iterator[CallPlan]:
     required, roles = _required(parameters), {p.name: _role(p) for p in parameters}
     roles |= _image_sizes(roles) | _masks_left_out(roles, required)
     positional = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
-    for option in _told_by_names(roles, required):
+    for option in _named_roles(roles, required):
         yield CallPlan(tuple(option.items()), "", positional)
     tensors = [name for name, role in roles.items() if role in ("", "query", "key", "value", "memory", "input")]
     tensors = [name for name in tensors if not roles[name] or name in required] or tensors[:1]
@@ -178,7 +178,7 @@ def _masks_left_out(roles: Mapping[str, str], required: set[str]) -> dict[str, s
     return {name: "=None" if name in required else "default" for name in names if name != chosen}
 
 
-def _told_by_names(roles: Mapping[str, str], required: set[str]) -> Iterator[dict[str, str]]:
+def _named_roles(roles: Mapping[str, str], required: set[str]) -> Iterator[dict[str, str]]:
     """X with an optional second tensor is self-attention first; with a required one it is cross-attention."""
     kept = {name: role for name, role in roles.items() if role != "default"}
     known = set(kept.values())

@@ -101,10 +101,10 @@ def scripted_signature(schema: Any) -> inspect.Signature:
     )
 
 
-def told_by(name: str, table: Sequence[tuple[str, T]], unknown: T) -> T:
+def first_match(name: str, table: Sequence[tuple[str, T]], unknown: T) -> T:
     """Say what the first pattern that occurs in a name stands for, whatever the case of its letters.
 
-    >>> told_by("Src_Mask", [("mask", "a mask"), ("src", "the source")], "")
+    >>> first_match("Src_Mask", [("mask", "a mask"), ("src", "the source")], "")
     'a mask'
     """
     return next((meaning for pattern, meaning in table if re.search(pattern, name.lower())), unknown)

@@ -62,10 +62,10 @@ def _suite(report: Report) -> ElementTree.Element:
     suite = ElementTree.Element("testsuite", name=f"verify {report.title}")
     for finding in report.findings:
         case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=finding.name)
-        ElementTree.SubElement(case, "failure", message=finding.sentence).text = _told(finding)
-    told = ("failed",) if report.findings else ()  # what only follows from a finding
+        ElementTree.SubElement(case, "failure", message=finding.sentence).text = _message(finding)
+    explained = ("failed",) if report.findings else ()  # what only follows from a finding
     for check in report.checks:
-        if check.outcome in told:
+        if check.outcome in explained:
             continue
         case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=check.name)
         if check.outcome == "failed":
@@ -85,7 +85,7 @@ def _suite(report: Report) -> ElementTree.Element:
 
 
 def _result(finding: Finding) -> dict[str, Any]:
-    result: dict[str, Any] = {"ruleId": finding.name, "level": "error", "message": {"text": _told(finding)}}
+    result: dict[str, Any] = {"ruleId": finding.name, "level": "error", "message": {"text": _message(finding)}}
     if finding.line:
         region = {"startLine": finding.line.number, "snippet": {"text": finding.line.text}}
         place = {"artifactLocation": {"uri": _uri(finding.line.path)}, "region": region}
@@ -93,7 +93,7 @@ def _result(finding: Finding) -> dict[str, Any]:
     return result
 
 
-def _told(finding: Finding) -> str:
+def _message(finding: Finding) -> str:
     parts = (finding.sentence, f"Have: {finding.have}.", f"Want: {finding.want}.", finding.fix)
     return " ".join(part for part in parts if part not in ("", "Have: .", "Want: ."))
 
