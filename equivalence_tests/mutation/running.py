@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any, Literal
 
 import pytest
+import torch._dynamo  # noqa: F401  slow to import: once here, not in every fork
 
 import scratch
 from equivalence_tests.mutation.breaking import Mutant
@@ -29,21 +30,21 @@ ROOT = Path(scratch.__file__).parents[1]
 PROJECT = ("scratch", "builtin", "equivalence_tests")
 Verdict = Literal["killed", "timed out", "survived"]
 
-ATTENTION = ["functional", "attention", "property_edges", "properties", "property_invariants", "layers"]
+ATTENTION = ["property_edges", "layers", "functional", "property_invariants", "attention", "errors", "properties"]
 LAYERS = ["layers", "property_edges", "transformer", "errors", "parity", "decoding", "properties", "seq2seq"]
 REFUSED = ["errors", "property_edges"]
 SIGNATURES = "parity::TestTwins::test_signatures_are_equal_annotations_included"
 # The tests that look at a file, quick ones first; the examples in its docstrings go before them. Where the tests are
 # slow, one class or function of them is named.
 TESTS = {
-    "functional.py": ["errors", *ATTENTION],
-    "paths.py": ["functional", "tiling", "recording", "flex", "errors", *ATTENTION[1:]],
-    "rounding.py": ["errors", *ATTENTION],
+    "functional.py": ATTENTION,
+    "paths.py": ["functional", "tiling", "recording", "flex", *ATTENTION],
+    "rounding.py": ATTENTION,
     "documentation.py": ["parity::TestTwins", "parity::TestDocstrings"],
-    "sdpa.py": ["errors", *ATTENTION],
+    "sdpa.py": ATTENTION,
     "tiling.py": ["tiling"],
     "masks.py": ["masks", "property_edges", "errors", "functional", "attention", "properties", "seq2seq"],
-    "attention.py": ["attention", "parity", "errors", "decoding", *ATTENTION],
+    "attention.py": ["attention", "decoding", *ATTENTION, "parity"],
     "layers.py": LAYERS,
     "transformer.py": ["transformer", *LAYERS],
     "positional.py": ["positional", "property_edges", "errors", "parity", "seq2seq"],
