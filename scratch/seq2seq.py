@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,10 @@ class Seq2SeqTransformer(nn.Module):
     2
     """
 
+    layer_class: ClassVar[type[nn.Module]] = TransformerEncoderLayer
+    encoder_class: ClassVar[type[nn.Module]] = TransformerEncoder
+    transformer_class: ClassVar[Any] = Transformer
+
     def __init__(
         self,
         src_vocab_size: int,
@@ -120,11 +124,11 @@ class Seq2SeqTransformer(nn.Module):
         self.src_embedding = nn.Embedding(src_vocab_size, d_model, **factory)
         self.tgt_embedding = nn.Embedding(tgt_vocab_size, d_model, **factory)
         self.positional_encoding = PositionalEncoding(d_model, max_len, dropout, positional, **factory)
-        # The encoder that Transformer builds by itself would warn, as torch.nn's does, about nested tensors.
+        # Without nested tensors, which the encoder that Transformer builds by itself would use, or warn about.
         encoder_norm = nn.LayerNorm(d_model, layer_norm_eps, bias=bias, **factory)
-        encoder_layer = TransformerEncoderLayer(d_model, nhead, **arguments)
-        encoder = TransformerEncoder(encoder_layer, num_encoder_layers, encoder_norm, enable_nested_tensor=False)
-        self.transformer = Transformer(
+        encoder_layer = self.layer_class(d_model, nhead, **arguments)
+        encoder = self.encoder_class(encoder_layer, num_encoder_layers, encoder_norm, enable_nested_tensor=False)
+        self.transformer = self.transformer_class(
             d_model, nhead, num_decoder_layers=num_decoder_layers, custom_encoder=encoder, **arguments
         )
         self.projection = nn.Linear(d_model, tgt_vocab_size, bias=False, **factory)
@@ -219,6 +223,9 @@ class Seq2SeqTransformer(nn.Module):
     def _embed(self, embedding: nn.Embedding, token_ids: Tensor, offset: int = 0) -> Tensor:
         return self.positional_encoding(embedding(token_ids) * self.embedding_scale, offset)
 
+    def _new_cache(self) -> Sequence[LayerCache] | None:
+        return new_cache(self.transformer.decoder.num_layers)
+
     @torch.no_grad()
     def generate(
         self,
@@ -250,13 +257,13 @@ class Seq2SeqTransformer(nn.Module):
         validation.check_generate(self, src_ids, max_len, beam_size, length_penalty)
         memory = self.encode(src_ids).repeat_interleave(beam_size, dim=0)
         beam_src_ids = src_ids.repeat_interleave(beam_size, dim=0)
-        cache = new_cache(self.transformer.decoder.num_layers)
+        cache = self._new_cache()
 
         def next_logits(tgt_ids: Tensor) -> Tensor:
             return self.projection(self._decode(tgt_ids, memory, beam_src_ids, cache)[:, -1])
 
         def reorder(rows: Tensor) -> None:
-            for layer in cache:
+            for layer in cache or ():
                 layer.reorder(rows)
 
         start = src_ids.new_full((src_ids.size(0), 1), self.start_id)

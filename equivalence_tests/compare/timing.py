@@ -101,8 +101,8 @@ def time_side_by_side(sizes: TimingSizes, dtype: torch.dtype, device: torch.devi
     steps = [_training_step(model, src_ids, tgt_ids) for model in models]
     yield _in_turns("training step", tokens, steps, sizes.seconds)
     decodings = [
-        decoding(model, src_ids[: sizes.sentences], sizes.decoded, cached=isinstance(model, scratch.Seq2SeqTransformer))
-        for model in models
+        decoding(model, src_ids[: sizes.sentences], sizes.decoded, cached=cached)
+        for model, cached in zip(models, (True, False), strict=True)
     ]
     yield _in_turns(DECODING, sizes.sentences * sizes.decoded, decodings, sizes.seconds)
 
