@@ -9,7 +9,7 @@ import torch
 
 from equivalence_tests.learn.excerpts import Excerpt, Place
 from equivalence_tests.learn.page import beside, exercises, gallery, speed, steps_section, switches, tape, trap_cards
-from equivalence_tests.learn.page.live import live_attention, live_boards
+from equivalence_tests.learn.page.live import live_attention, live_boards, live_layer
 from equivalence_tests.learn.page.templating import environment
 from scratch import functional
 
@@ -102,7 +102,7 @@ def build_page(tell: Callable[[str], object] = str) -> str:
         found.append((section, None if lacks[section.name] else section.data()))
         tell(section.title)
     version = str(torch.__version__).partition("+")[0]
-    live = {"live_attention": live_attention, "live_boards": live_boards}
+    live = {"live_attention": live_attention, "live_boards": live_boards, "live_layer": live_layer}
     html = page.render(sections=found, lacks=lacks, textbook=textbook(), torch_version=version, **live)
     return without_empty_lines(html)
 

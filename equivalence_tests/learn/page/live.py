@@ -5,13 +5,18 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from equivalence_tests.instruments.side_by_side import random_tensor
+from equivalence_tests.instruments.weights import randomize_parameters
+from equivalence_tests.learn.page.steps import EMBED_DIM, FF_DIM, KEY_LEN, NUM_HEADS, QUERY_LEN
 from equivalence_tests.learn.page.steps_attention import attention_inputs
+from equivalence_tests.learn.page.steps_layers import LAYER_WORDS
 from equivalence_tests.learn.page.switch_table import ATTENTION_SWITCHES, SDPA_SWITCHES, SIZES, Switch
 from equivalence_tests.learn.page.switches import INPUTS, TORCH, code_of, names_after, run_code
+from scratch import masks
 
-__all__ = ["live_attention", "live_boards", "parameters_of", "rounded"]
+__all__ = ["live_attention", "live_boards", "live_layer", "parameters_of", "rounded"]
 
 DIGITS = 7  # the page shows three
 # The switches that decide which inputs there are, and which parameters a module has.
@@ -50,6 +55,31 @@ def live_attention(digits: int = 17) -> dict[str, Any]:
         "numHeads": attention.num_heads,
         "parameters": parameters_of(attention, digits),
     }
+
+
+def live_layer(digits: int = DIGITS) -> dict[str, Any]:
+    """Give what goes into the layer whose switches are on the page, with the parameters of a decoder layer.
+
+    Args:
+        digits: How many significant digits of each number.
+    """
+    layer = layer_with_parameters()
+    parts: dict[str, Any] = {
+        name: parameters_of(getattr(layer, name), digits) for name in ("self_attn", "multihead_attn")
+    }
+    for name in ("linear1", "linear2", "norm1", "norm2", "norm3"):
+        parts[name] = {part: rounded(x, digits) for part, x in getattr(layer, name).named_parameters()}
+    x, memory = random_tensor(QUERY_LEN, EMBED_DIM, seed=6), random_tensor(KEY_LEN, EMBED_DIM, seed=7)
+    inputs = {"x": rounded(x, digits), "memory": rounded(memory, digits), "mayAttend": masks.causal(QUERY_LEN).tolist()}
+    switches = {"isDecoder": False, "normFirst": False, "activation": "relu", "bias": True, "eps": 1e-5}
+    return {"parameters": parts, "inputs": inputs | switches | {"numHeads": NUM_HEADS}, "words": LAYER_WORDS}
+
+
+def layer_with_parameters() -> nn.TransformerDecoderLayer:
+    """Build the layer whose parameters the page's layer has; an encoder layer's are a part of these."""
+    layer = nn.TransformerDecoderLayer(EMBED_DIM, NUM_HEADS, FF_DIM, 0.0, batch_first=True)
+    randomize_parameters(layer, seed=8)
+    return layer.double()
 
 
 def _board(name: str, switches: Sequence[Switch], digits: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from equivalence_tests.learn.page.steps import (
 from equivalence_tests.learn.page.tape import Entry, Tape, tape_of
 from scratch import masks
 
-__all__ = ["decoder_view", "encoder_layer_view"]
+__all__ = ["LAYER_WORDS", "decoder_view", "encoder_layer_view"]
 
 LAYER_WORDS = {
     "self_attn": "Each token looks at the tokens of its own sentence.",
@@ -37,6 +37,9 @@ LAYER_WORDS = {
     "norm": "The norm at the end of the stack.",
     "linear1": "The feed-forward network: each token by itself is projected to the hidden units.",
     "relu": "The activation: negative numbers become 0.",
+    "gelu": "The activation: each number times the share of a normal distribution that lies below it.",
+    "self_attn weights": "How much each token takes from each other one: each row adds up to 1.",
+    "multihead_attn weights": "How much each token takes from each token of the memory.",
     "linear2": "And back to the width of the model.",
 }
 LAYER_FILES = ("scratch/layers.py", "scratch/transformer.py", "torch/nn/modules/transformer.py")

@@ -2,11 +2,13 @@
 
 import json
 import math
+import operator
 import random
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ import scratch
 from equivalence_tests.instruments.differences import compare_tensors
 from equivalence_tests.instruments.side_by_side import random_tensor
 from equivalence_tests.learn.page.figures import printed
-from equivalence_tests.learn.page.live import live_attention, live_boards
+from equivalence_tests.learn.page.live import layer_with_parameters, live_attention, live_boards, live_layer
 from equivalence_tests.learn.page.steps_attention import attention_inputs
 from equivalence_tests.learn.page.switch_table import ATTENTION_SWITCHES, SDPA_SWITCHES, Switch
 from equivalence_tests.learn.page.switches import TORCH, Outcome, code_of, run_code
+from scratch import masks
 from scratch.recording import STAGES
 
 NODE = shutil.which("node") or ""
@@ -30,7 +33,9 @@ pytestmark = pytest.mark.skipif(not NODE, reason="Node is not installed")
 SWITCHES: dict[str, tuple[Switch, ...]] = {"mha": ATTENTION_SWITCHES, "sdpa": SDPA_SWITCHES}
 COUNT = {"mha": 150, "sdpa": 50}
 # The scripts that touch no page, and what a test asks of them; JSON has no infinity.
-SCRIPTS = "\n".join((TEMPLATES / f"{name}.js").read_text() for name in ("attention", "boards", "heat", "sums"))
+SCRIPTS = "\n".join(
+    (TEMPLATES / f"{name}.js").read_text() for name in ("attention", "boards", "heat", "sums", "layers")
+)
 RUN = """
 const asked = JSON.parse(require("fs").readFileSync(0, "utf-8"));
 const plain = (_, x) => (typeof x === "number" && !Number.isFinite(x) ? String(x) : x);
@@ -40,6 +45,15 @@ OF_BOARDS = """
 const answer = ([name, chosen]) => {
   const board = asked.data[name], error = Boards.errorOf(name, board, chosen);
   return [Boards.codeOf(name, board, chosen), error, error ? {} : Boards.resultOf(name, board, chosen)];
+};
+"""
+OF_LAYERS = """
+const answer = inputs => {
+  const found = Layers.stagesOf(asked.data, inputs), last = found.stages.at(-1).name, texts = {};
+  const text = (name, t, i, j) => Layers.explained(asked.data, inputs, found, name, t, i, j);
+  for (const { name, tables } of found.stages)
+    texts[name] = tables.map((x, t) => x.map((row, i) => row.map((_, j) => text(name, t, i, j))));
+  return [Layers.codeOf(inputs), found.stages, texts, Layers.gradients(asked.data, inputs, last, 0, 1, 3)];
 };
 """
 OF_STEPS = """
@@ -150,16 +164,67 @@ def test_every_step_follows_its_inputs_as_torch_does() -> None:
         assert_sums(stages, sums)
 
 
+def layer_settings() -> Iterator[dict[str, Any]]:
+    """Give every setting of the layer's switches, each with a mask of its own; some tokens see none."""
+    given = live_layer(17)["inputs"]
+    options = [(False, True), (False, True), ("relu", "gelu"), (True, False), (1e-5, 0.1)]
+    for number, chosen in enumerate(product(*options)):
+        switches = dict(zip(("isDecoder", "normFirst", "activation", "bias", "eps"), chosen, strict=True))
+        may_attend = random_tensor(3, 3, seed=number) > (0.5 if number % 5 == 0 else -0.5)
+        yield given | switches | {"numHeads": (1, 2, 4, 8)[number % 4], "mayAttend": may_attend.tolist()}
+
+
+def run_layer(code: str, inputs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any, list[torch.Tensor]]:
+    """Run the code that the page shows, with the page's parameters: what each part gave, the output, its gradients."""
+    x, memory = (torch.tensor([inputs[name]], dtype=torch.float64, requires_grad=True) for name in ("x", "memory"))
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "masks": masks, "src": x, "tgt": x, "memory": memory}
+    build, _, call = code.partition("\n")
+    exec(build, names)
+    layer, found, given = names["layer"].double(), dict[str, torch.Tensor](), layer_with_parameters().state_dict()
+    layer.load_state_dict({name: given[name] for name in layer.state_dict()})
+    for part, module in layer.named_children():
+        first = operator.itemgetter(0) if part.endswith("attn") else torch.Tensor.detach
+        module.register_forward_hook(lambda _m, _i, y, part=part, first=first: found.update({part: first(y)}))
+    setup, _, last = call.rpartition("\n")
+    exec(setup, names)
+    output = eval(last, names)
+    sources = (x, memory) if inputs["isDecoder"] else (x,)
+    return found, output, list(torch.autograd.grad(output[0, 1, 3], sources))
+
+
+def test_every_setting_of_the_layer_gives_torchs_numbers() -> None:
+    cases = list(layer_settings())
+    for inputs, (code, stages, texts, slopes) in zip(cases, in_node(OF_LAYERS, live_layer(17), cases), strict=True):
+        parts, output, gradients = run_layer(code, inputs)
+        mine = {x["name"]: as_tensor(x["tables"][0]) for x in stages}
+        expected = {stages[-1]["name"]: output, **parts}
+        for name, x in expected.items():
+            if name in mine:
+                comparison = compare_tensors(mine[name], x[0], name=name, call=code)
+                assert comparison.passed, str(comparison)
+        assert len(expected.keys() & mine.keys()) == len(expected) - (4 if inputs["isDecoder"] else 3), code
+        for one, other in zip(slopes, gradients, strict=True):
+            torch.testing.assert_close(as_tensor(one), other[0], rtol=1e-5, atol=1e-7)
+        for stage in stages:
+            for text, number in zip(flat(texts[stage["name"]], 3), flat(stage["tables"], 3), strict=True):
+                assert_sum(text, number)
+
+
 def assert_sums(stages: dict[str, Any], sums: dict[str, Any]) -> None:
-    """Every sum ends in its number, and comes to it with the numbers that are printed."""
     for name, tables in sums.items():
         for (text, _), number in zip(flat(tables, 3), flat(stages[name], 3), strict=True):
-            assert text.endswith(printed(float(number))), name
-            left, equals, right = text.replace("−", "-").replace("∞", "math.inf").partition(" = ")
-            if equals and "NaN" not in text:
-                formula = re.sub(r"√(\d+)", r"math.sqrt(\1)", left.replace("×", "*").replace("exp", "math.exp"))
-                # Each printed number is off by half a digit at most, and there are nine products.
-                assert eval(formula, {"math": math}) == pytest.approx(eval(right, {"math": math}), abs=0.02), text
+            assert_sum(text, number)
+
+
+def assert_sum(text: str, number: Any) -> None:
+    """A sum ends in its number, and comes to it with the numbers that are printed."""
+    assert text.endswith(printed(float(number))), text
+    left, equals, right = text.replace("−", "-").replace("∞", "math.inf").partition(" = ")
+    if equals and "NaN" not in text and "at no token" not in text:
+        formula = re.sub(r"√(\d+)", r"math.sqrt(\1)", left.replace("×", "*").replace("exp", "math.exp"))
+        formula = re.sub(r"√|mean |variance |, the share.*,", "", formula.replace("√(", "math.sqrt("))
+        # Each printed number is off by half a digit at most, and there are nine products.
+        assert eval(formula, {"math": math, "max": max}) == pytest.approx(eval(right, {"math": math}), abs=0.02), text
 
 
 def flat(x: Any, depth: int) -> list[Any]:

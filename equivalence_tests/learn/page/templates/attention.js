@@ -79,6 +79,6 @@ const Attention = (() => {
     }));
   }
 
-  return { added, attend, bias, causal, grid, module, multiHead, scaledDotProductAttention: function_, slidingWindow, slopes };
+  return { added, attend, bias, causal, grid, linear, module, multiHead, scaledDotProductAttention: function_, slidingWindow, slopes };
 })();
 

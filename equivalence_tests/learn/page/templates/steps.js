@@ -27,6 +27,11 @@ function light(cell) {
     cellAt(x, row, column)?.classList.add("here");
     [x.tBodies[0].rows[row]?.cells[0], x.tHead.rows[0].cells[column + 1]].forEach(head => head?.classList.add("lit"));
   });
+  if (step.matches("#steps-layer .step")) {
+    const [part, what] = name.split(" "), where = [...(what && layerInputs.numHeads > 1 ? [`head ${number}`] : []), `${table.dataset.rows} ${row}`, `${table.dataset.columns} ${column}`].join(", ");
+    const slopes = Layers.gradients(layerGiven, layerInputs, name, number, row, column), ends = [layerInputs.isDecoder ? "tgt" : "src", "memory"];
+    tell(step, `${name}[${where}] = `, Layers.explained(layerGiven, layerInputs, layerFound, name, number, row, column), slopes, ends);
+  }
   if (!step.matches("#steps-attention .step")) return;
   const [text, sources] = Sums.explained(given, stages, name, number, row, column);
   for (const [source, index, r, c] of sources) {
@@ -35,10 +40,14 @@ function light(cell) {
       rect.classList.toggle("lit", (r === null || Math.floor(at / across) === r) && (c === null || at % across === c)));
   }
   const where = [...(OF_HEADS.includes(name) && inputs.numHeads > 1 ? [`head ${number}`] : []), `${table.dataset.rows} ${row}`, `${table.dataset.columns} ${column}`].join(", ");
-  one(".sum", step).replaceChildren(make("b", { textContent: `${name}[${where}] = ` }), text);
-  const gradients = Sums.gradients(given, inputs, name, number, row, column), slopes = one(".slopes", step) || make("div", { className: "slopes operands" });
+  tell(step, `${name}[${where}] = `, text, Sums.gradients(given, inputs, name, number, row, column), ["query", "memory"]);
+}
+/* Write below a step how a number is computed, and its gradient with respect to what goes in. */
+function tell(step, whose, text, gradients, sources) {
+  one(".sum", step).replaceChildren(make("b", { textContent: whose }), text);
+  const slopes = one(".slopes", step) || make("div", { className: "slopes operands" });
   slopes.replaceChildren(make("p", { className: "whose", textContent: "its gradient" }),
-    ...gradients.map((x, which) => swatch(x, "", 0, `by ${["query", "memory"][which]}, at most ${printed(largest(x))}`)));
+    ...gradients.map((x, which) => swatch(x, "", 0, `with respect to ${sources[which]}, at most ${printed(largest(x))}`)));
   one(".sum", step).after(slopes);
 }
 for (const kind of ["mouseover", "focusin"])

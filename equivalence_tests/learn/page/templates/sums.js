@@ -39,5 +39,5 @@ const Sums = (() => {
   const gradients = (given, inputs, name, t, i, j) =>
     ["query", "memory"].map(source => Attention.slopes(inputs[source], () => stagesOf(given, inputs)[name][t][i][j]));
 
-  return { explained, gradients, stagesOf };
+  return { explained, factor, gradients, products, stagesOf };
 })();
