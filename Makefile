@@ -42,6 +42,7 @@ setup: $(STAMP) ## Build .venv with the tested versions, unless it is up to date
 	  print(".venv is ready: Python", sys.version.split()[0] + ", torch", m.version("torch"))'
 
 compare: $(STAMP) ## Show on this machine that scratch and builtin give the same numbers, and time them
+	@echo "Comparing takes a few minutes (with ARGS=--quick less than one), and timing the parts another one."
 	$(BIN)/sidebyside compare $(ARGS)
 	$(BIN)/sidebyside-bench --quick
 

@@ -134,7 +134,8 @@ def compare(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="Results of the earlier run.")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Results of the later run.")],
     threshold: Annotated[
-        float, typer.Option(help="Smallest relative change to report, if it stands out from the noise.")
+        float,
+        typer.Option(metavar="NUMBER", help="Smallest relative change to report, if it stands out from the noise."),
     ] = 0.05,
 ) -> None:
     """Say what became faster or slower between two files of results.

@@ -68,7 +68,8 @@ def compare(
     console = Screen(highlight=False)
     if ranks is not None:
         compare_processes_with_one(console, ranks, place, seed, json_file)
-    console.print(f"scratch and builtin, side by side, on {about_this_machine(place)}\n")
+    console.print(f"scratch and builtin, side by side, on {about_this_machine(place)}")
+    console.print(f"{work_ahead(quick)}\n")
     rows = compare_all_components(getattr(torch, dtype), place, seed)
     console.print(component_table(rows), "")
     show_failures(console, rows)
@@ -90,6 +91,12 @@ def compare(
         )
     console.print(verdict)
     raise typer.Exit(0 if agree else 1)
+
+
+def work_ahead(quick: bool) -> str:
+    """Say what is done and how long that takes, before it begins."""
+    trained, takes = ("one training", "under a minute") if quick else ("two trainings", "a few minutes")
+    return f"Every component is compared, then {trained} and four timings follow: {takes} on a quiet machine."
 
 
 def check_ranks_alone(**given: bool) -> None:

@@ -41,6 +41,7 @@ def test_a_run_that_agrees_says_so_and_exits_with_0(tmp_path: Path) -> None:
     result = run("--quick", "--json", file)
     assert result.exit_code == 0, result.output
     assert "They agree: " in result.stdout.splitlines()[-1]
+    assert "then one training and four timings follow: under a minute" in " ".join(result.stdout.split())
     report = json.loads(file.read_text())
     assert report["agree"] is True
     assert {row["component"] for row in report["components"]} > {"Transformer", "MultiheadAttention, self-attention"}

@@ -27,9 +27,7 @@ WIDTH = 150  # of the table, where no terminal says how wide it is
 def kernels(
     targets: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[TARGET]...", help="Kernels of your own: file.py:name or module:name.", show_default=False
-        ),
+        typer.Argument(metavar="TARGET", help="Kernels of your own: file.py:name or module:name.", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(help="Device to run on: cpu, cuda, ...")] = "cpu",
     dtype: Annotated[

@@ -29,7 +29,10 @@ GIVEN = ("module", "query", "key", "value", "attention_mask")
 
 def models(
     target: Annotated[
-        str, typer.Argument(help="Your attention function: file.py:name or module:name.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="TARGET", help="Your attention function: file.py:name or module:name.", show_default=False
+        ),
     ],
     mask: Annotated[
         str | None,

@@ -34,7 +34,7 @@ EXPLANATIONS: tuple[Explanation, ...] = (
 
 
 def find_explanations(argument: str | None = None, owner: str | None = None) -> list[Explanation]:
-    """Find what is told of an argument.
+    """Find the explanations of an argument.
 
     Args:
         argument: Its name; every argument if not given.

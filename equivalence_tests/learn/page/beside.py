@@ -120,7 +120,7 @@ def _unit(file: str, name: str, ours: Part | None, theirs: Part | None) -> Unit:
 
 
 def _half(part: Part | None, told: str) -> Half | None:
-    """Leave out the paragraphs of a docstring that have been told."""
+    """Leave out the paragraphs of a docstring that are shown already."""
     if part is None:
         return None
     first, _, rest = part.docstring.partition("\n")

@@ -12,7 +12,7 @@ __all__ = ["page"]
 
 
 def page(
-    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="File to write.")] = Path("attention.html"),
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")] = Path("attention.html"),
 ) -> None:
     """Write one self-contained HTML page: hand-written and built-in attention side by side, with live numbers."""
     if file.is_dir():

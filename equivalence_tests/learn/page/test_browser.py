@@ -139,7 +139,7 @@ def test_every_switch_shows_its_state_and_combines_with_every_other(browser: Bro
                     seenKeys.push(key);
                     if (![...board.querySelectorAll('.told')].filter(seen).length && name !== 'mode') problems.push(['untold', key]);
                     for (const other of board.querySelectorAll('input:not([value="0"])')) {{
-                        if (other.name === input.name) continue;
+                        if (other.name === input.name || !(input.compareDocumentPosition(other) & 4)) continue;  // each pair once
                         other.click(); await wait();
                         const second = `${{other.closest('fieldset').dataset.argument}}.${{other.value}}`, state = now()[0];
                         const wanted = [`${{key}}-${{second}}`, `${{second}}-${{key}}`];
@@ -230,6 +230,36 @@ def test_every_step_follows_what_is_changed(browser: Browser) -> None:
     assert changed == ["0.000"] * 4
     assert "nn.MultiheadAttention(8, 4, batch_first=True)" in code
     assert "[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]" in code
+    assert reset == before
+
+
+def test_every_stage_of_the_layer_follows_its_switches(browser: Browser) -> None:
+    browser.set(width=390)
+    browser.open("steps-layer")
+    before, titles, code, text, width, reset = browser.run("""
+        const view = document.getElementById('steps-layer');
+        const shown = () => [...view.querySelectorAll('.step td')].map(x => x.textContent);
+        const before = shown();
+        for (const [name, value] of [['isDecoder', 1], ['normFirst', 1], ['activation', 1]]) {
+            const chosen = view.querySelector(`[name=${name}]`);
+            chosen.selectedIndex = value; chosen.dispatchEvent(new Event('input'));
+        }
+        view.querySelector('[data-at="0 2"]').click();
+        const cell = view.querySelector('.bench td');
+        cell.textContent = '−3.5'; cell.dispatchEvent(new Event('blur'));
+        view.querySelector('.step td').dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
+        const titles = [...view.querySelectorAll('h4')].map(x => x.textContent), text = view.querySelector('.sum').textContent;
+        const code = view.querySelector('.call').textContent, width = document.documentElement.scrollWidth;
+        view.querySelector('.bench button').click();
+        return [before, titles, code, text, width, shown()];""")
+    assert titles[:4] == ["norm1", "weights of self_attn", "self_attn", "residual1"]
+    assert titles[-3:] == ["gelu", "linear2", "residual3"]
+    assert (
+        'nn.TransformerDecoderLayer(8, 2, 7, dropout=0.0, batch_first=True, activation="gelu", norm_first=True)' in code
+    )
+    assert "[[1, 0, 1], [1, 1, 0], [1, 1, 1]]" in code
+    assert text.startswith("norm1[token 0, feature 0] = (−3.500 − mean")
+    assert width == 390
     assert reset == before
 
 

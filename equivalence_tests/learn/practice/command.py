@@ -22,14 +22,14 @@ def practice(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[EXERCISE|check|solution]",
+            metavar="EXERCISE|check|solution",
             help="Name or number of the exercise to begin; check or solution takes the exercise after it, or the next "
             "one that is not solved.",
             show_default=False,
         ),
     ] = None,
     exercise: Annotated[
-        str | None, typer.Argument(metavar="[EXERCISE]", help="What to check or to show.", show_default=False)
+        str | None, typer.Argument(metavar="EXERCISE", help="What to check or to show.", show_default=False)
     ] = None,
     folder: Annotated[Path, typer.Option(file_okay=False, help="Where your files and your progress are.")] = Path(
         "practice"

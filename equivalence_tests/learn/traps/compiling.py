@@ -20,13 +20,14 @@ class CompileRewritesAttention(Trap):
     concerns = ("scaled_dot_product_attention.key",)
     expects = "Compiled code computes what the same code computes without the compiler, to rounding."
     happens = (
-        "The output is wrong. This is with as many tokens as heads; with other lengths the compiler stops with an error. Code "
-        "with gradients is rewritten less, and was right. (The backend used here rewrites as torch.compile does by default, and "
-        "compiles nothing after that, so that no C++ compiler is needed.)"
+        "The output is wrong. This happens with as many tokens as heads; with other lengths the compiler stops with "
+        "an error. Code with gradients is rewritten less, and came out right. (The backend used here rewrites as "
+        "torch.compile does by default and compiles nothing afterwards, so no C++ compiler is needed.)"
     )
     why = (
-        "The compiler looks for query @ key.transpose(-2, -1), scaled, with a softmax, and puts scaled_dot_product_attention in "
-        "its place. Its pattern accepts any permutation of the key, also this one, which moves the heads as well."
+        "The compiler looks for query @ key.transpose(-2, -1), scaled and followed by a softmax, and replaces it by "
+        "scaled_dot_product_attention. Its pattern accepts any permutation of the key, including this one, which "
+        "moves the heads as well."
     )
     places = (Place(functional.attention, "k.transpose"),)
     instead = (

@@ -21,14 +21,13 @@ class GqaFallsBack(Trap):
     concerns = ("enable_gqa",)
     expects = "Fewer key heads mean less work: enable_gqa=True is faster than repeating the keys."
     happens = (
-        "Here only the fast kernels are allowed, and the call ends in an error: none of them takes it. Without that "
-        "limit the MATH kernel computes it, which writes out all scores, without a warning. One measurement on an RTX "
-        "5090 has 23 ms "
-        "against 7.5 ms with repeated keys."
+        "Here only the fast kernels are allowed, and the call ends in an error: none of them supports it. Without "
+        "that restriction the MATH kernel computes it, which writes out all scores, without a warning. One "
+        "measurement on an RTX 5090 has 23 ms against 7.5 ms with repeated keys."
     )
     why = (
-        "FLASH groups heads, but only takes half precision; the kernels that take float32 want as many key heads as "
-        "query heads. By hand the keys are repeated before anything else."
+        "FLASH groups heads but only takes half precision; the kernels that take float32 want as many key heads as "
+        "query heads. By hand the keys are repeated first."
     )
     places = (Place(sdpa.scaled_dot_product_attention, "x.repeat_interleave"),)
     instead = "Repeat the keys and values in float32, or compute in bfloat16."
@@ -59,16 +58,13 @@ class DeterministicByKernel(Trap):
     concerns = ("scaled_dot_product_attention.query",)
     expects = "With the same seed and the same inputs, two backward passes give the same gradients."
     happens = (
-        "The outputs are the same, the gradients may differ in the last bits. They are the same with the MATH kernel. "
-        "With "
-        "torch.use_deterministic_algorithms(True), FLASH and EFFICIENT take a slower way that is the same each time, "
-        "and "
-        "CUDNN is not taken; with warn_only=True nothing changes."
+        "The outputs are the same, but the gradients may differ in the last bits. With the MATH kernel they are the "
+        "same. With torch.use_deterministic_algorithms(True), FLASH and EFFICIENT take a slower path that gives the "
+        "same result each time, and CUDNN is not used; with warn_only=True nothing changes."
     )
     why = (
-        "Many blocks of the GPU add to one gradient of the queries, in the order in which they finish. By hand, one "
-        "tile is "
-        "added after the other."
+        "Many blocks on the GPU add to the gradient of one query, in the order in which they finish. By hand, the "
+        "tiles are added one after another."
     )
     places = (Place(tiling._gradients, "grad_q[heads, rows] ="),)
     instead = "torch.use_deterministic_algorithms(True), where a run must be reproducible to the last bit."

@@ -20,7 +20,7 @@ class Severity(Enum):
 
 
 class Trap:
-    """A behaviour of torch.nn that catches people, told so that it runs.
+    """A behaviour of torch.nn that catches people out, as code that runs.
 
     A trap is a subclass. Its docstring is the trap in one line. ``wrong`` and ``right`` are written as a person would
     type them, because their source is shown: they print what is to be seen, and what they return, which is not shown,

@@ -20,17 +20,17 @@ class FlexNoCpuGradient(Trap):
     name = "flex_no_cpu_gradient"
     severity = Severity.ERROR
     concerns = ("flex_attention.query", "flex_attention.key", "flex_attention.value")
-    expects = "What runs on the CPU trains there: for a test of the backward pass, or a small model."
+    expects = "What runs on the CPU also trains there, for a test of the backward pass or a small model."
     happens = (
-        "An error, as soon as an input requires a gradient: under torch.no_grad() too, with a model's own parameters."
+        "An error as soon as an input requires a gradient, and a model's own parameters do, even under torch.no_grad()."
     )
     why = (
-        "The backward pass is a kernel for GPUs. The check looks at requires_grad and not at the mode. Only tensors "
-        "that "
-        "score_mod reads get gradients on the CPU. By hand the steps are ordinary operations, which have them anywhere."
+        "The backward pass is a kernel for GPUs. The check looks at requires_grad and not at the mode. On the CPU, "
+        "only tensors that score_mod reads get gradients. By hand the steps are ordinary operations, which have "
+        "gradients everywhere."
     )
     places = (Place(flex.row_scores, "of_queries(q) @"), Place(flex.attend, "context, _ = weigh"))
-    instead = "scratch.flex_attention trains on the CPU, with the same arguments. For inference detach the inputs."
+    instead = "scratch.flex_attention trains on the CPU, with the same arguments. For inference, detach the inputs."
     issues = ("pytorch/pytorch#148752", "pytorch/pytorch#169224")
     raises = "does not support backward on CPU"
 
@@ -50,18 +50,18 @@ class FlexNoCpuGradient(Trap):
 
 
 class FlexSinkInScoreMod(Trap):
-    """A sink put into score_mod does nothing."""
+    """A sink added in score_mod does nothing."""
 
     number = 58
     name = "flex_sink_in_score_mod"
     severity = Severity.WRONG_NUMBERS
     concerns = ("flex_attention.score_mod", "flex_attention.return_aux", "flex_attention.return_lse")
-    expects = "Adding the sink of its head to each score holds weight back, as a model with attention sinks needs it."
-    happens = "The output is that without sinks, to rounding."
+    expects = "Adding a head's sink to each of its scores holds weight back, as a model with attention sinks needs it."
+    happens = "The output is the one without sinks, to rounding."
     why = (
-        "softmax does not change when all scores of a row move alike. A sink is one more term below the fraction, and "
-        "score_mod sees one score at a time and never their sum. The log-sum-exp is that sum, and mends the output "
-        "after."
+        "softmax does not change when all scores of a row move by the same amount. A sink is one more term in the "
+        "denominator, and score_mod sees one score at a time, never their sum. The log-sum-exp is the logarithm of "
+        "that sum, and corrects the output afterwards."
     )
     places = (Place(score_functions.add_sinks, "torch.sigmoid"),)
     instead = "Ask for the log-sum-exp, and multiply the output by sigmoid(lse - sink)."
@@ -106,12 +106,13 @@ class FlexEagerIgnoresBlocks(Trap):
     expects = "Each block of queries sees the blocks that are listed for it, and no others."
     happens = "Every query sees every key. Under torch.compile the same call obeys the lists: the output differs."
     why = (
-        "The path without torch.compile writes all scores out and asks mask_mod alone, which lets everything be seen "
-        "if it "
-        "is not given. By hand the lists are what is gone through, and mask_mod is asked inside of them."
+        "The path without torch.compile writes out all scores and asks only mask_mod, which lets everything be seen "
+        "if it is not given. By hand, only the listed blocks are visited, and mask_mod is asked inside them."
     )
     places = (Place(flex.block_rows, "asked = places_of_keys"), Place(flex.row_scores, "may_attend ="))
-    instead = "Give mask_mod with the lists, so that both say the same; or let create_block_mask make the lists."
+    instead = (
+        "Give mask_mod together with the lists, so that both say the same; or let create_block_mask make the lists."
+    )
     since = "2.5"
 
     def wrong(self) -> float:
@@ -156,11 +157,11 @@ class FlexPlanOfOneSample(Trap):
     concerns = ("create_block_mask.B", "create_block_mask.H", "create_block_mask.mask_mod")
     expects = "mask_mod reads the documents of each sample, so that each sample gets its own mask."
     happens = (
-        "The plan is that of sample 0. Sample 1 has one document, and its second block of queries is not to look at "
-        "the first "
-        "block of keys. Compiled kernels skip it; without torch.compile the plan is ignored, and all looks well."
+        "The plan is that of sample 0. Sample 1 is a single document, but the plan keeps its second block of queries "
+        "from the first block of keys. Compiled kernels skip that block; without torch.compile the plan is ignored, "
+        "and all looks well."
     )
-    why = "None stands for 1: mask_mod is asked with b = 0 alone. By hand, too: what is not planned is not computed."
+    why = "None stands for 1: mask_mod is asked with b = 0 alone. By hand too, what is not in the plan is not computed."
     places = (Place(flex.create_block_mask, "size or 1"),)
     instead = "Give B where mask_mod reads b, and H where it reads h."
 
@@ -192,7 +193,7 @@ class FlexPlanOfOneSample(Trap):
 
 
 class FlexRowsGuaranteedSafe(Trap):
-    """ROWS_GUARANTEED_SAFE needs more than a key for every query."""
+    """ROWS_GUARANTEED_SAFE asks for more than one visible key in every row."""
 
     number = 61
     name = "flex_rows_guaranteed_safe"
@@ -202,14 +203,13 @@ class FlexRowsGuaranteedSafe(Trap):
         "In a causal window every query sees itself: no row is empty, which is what the documentation of 2.13 asks for."
     )
     happens = (
-        "NaN on a GPU. Shown here by the kernel's sum, written out, because only the compiled kernel reads the "
-        "option: without "
-        "torch.compile nothing happens, and no test on a CPU finds it."
+        "NaN on a GPU. It is shown here by the kernel's sum, written out, because only the compiled kernel reads the "
+        "option: without torch.compile nothing happens, and no test on a CPU finds it."
     )
     why = (
-        "The kernel goes through the blocks and keeps the greatest score so far, from -inf on. Query 3 sees nothing "
-        "in the first "
-        "block, and -inf - (-inf) is NaN; the option takes away the guard. A row needs a key in its first block."
+        "The kernel goes through the blocks and keeps the greatest score so far, starting from -inf. Query 3 sees "
+        "nothing in the first block, and -inf - (-inf) is NaN; the option removes the guard against that. So each row "
+        "needs a visible key in its first block."
     )
     places = (Place(flex.attend, "open_blind_rows"),)
     instead = "Leave it off, unless the first block that is computed for a query always holds a key that it sees."
@@ -251,7 +251,7 @@ class FlexRowsGuaranteedSafe(Trap):
 
 
 class FlexIndexFromZero(Trap):
-    """q_idx counts from 0 also where the queries are the last of the keys."""
+    """q_idx counts from 0, even where the queries are the last of the keys."""
 
     number = 62
     name = "flex_index_from_zero"
@@ -260,8 +260,11 @@ class FlexIndexFromZero(Trap):
     expects = (
         "The newest token, with three in the cache before it, sees all four keys: it is not earlier than any of them."
     )
-    happens = "It sees the first key alone."
-    why = "Its index is 0: the queries of the call are counted, and a mask of q_idx >= kv_idx starts at the upper left corner."
+    happens = "It sees only the first key."
+    why = (
+        "Its index is 0: q_idx counts the queries of this call, so a mask of q_idx >= kv_idx starts at the upper left "
+        "corner."
+    )
     places = (Place(score_functions.causal, "kv_idx <= q_idx + offset"),)
     instead = "Add the number of keys before the first query to q_idx; score_functions.causal(offset) does."
 
@@ -303,12 +306,14 @@ class GroupedHeadsTiled(Trap):
     name = "grouped_heads_tiled"
     severity = Severity.WRONG_NUMBERS
     concerns = ("enable_gqa",)
-    expects = "Keys for 2 heads repeated to 4 give the same as enable_gqa=True with the 2."
-    happens = "They do not: heads 1 and 2 looked at each other's keys. With one head of keys, or as many as queries, it is right."
+    expects = "Keys of 2 heads repeated to 4 give the same as enable_gqa=True with the 2."
+    happens = (
+        "They do not: heads 1 and 2 look at each other's keys. With one key head, or as many as there are query "
+        "heads, it is right."
+    )
     why = (
-        "repeat() lays the heads out as 0, 1, 0, 1. The groups are heads that lie side by side, as weights of "
-        "published models "
-        "have them: 0, 0, 1, 1, which is repeat_interleave()."
+        "repeat() lays the heads out as 0, 1, 0, 1. A group consists of neighbouring heads, as in the weights of "
+        "published models: 0, 0, 1, 1, which is what repeat_interleave() gives."
     )
     places = (Place(flex.working_copies, "repeat_interleave"),)
     instead = "key.repeat_interleave(num_heads // num_key_heads, dim=1), or enable_gqa=True."
@@ -340,7 +345,7 @@ class GroupedHeadsTiled(Trap):
 
 
 class BlockMaskWrittenOut(Trap):
-    """create_block_mask writes the whole mask out before it makes blocks of it."""
+    """create_block_mask builds the whole mask before it makes blocks of it."""
 
     number = 74
     name = "block_mask_written_out"
@@ -348,15 +353,14 @@ class BlockMaskWrittenOut(Trap):
     concerns = ("create_block_mask.mask_mod", "create_block_mask.Q_LEN", "create_block_mask.KV_LEN")
     expects = "A plan of 16 by 16 blocks takes a few kilobytes, however long the sequence."
     happens = (
-        "The plan does, making it does not: several tables of 2048 by 2048 are written first. With 96,000 tokens this "
-        "needs more memory than a GPU has, although the attention itself would fit."
+        "The plan itself does, but making it does not: several tables of 2048 by 2048 are built first. With 96,000 "
+        "tokens this needs more memory than a GPU has, although the attention itself would fit."
     )
-    why = "mask_mod is called for all places at once. By hand it is called for one row of blocks after another."
+    why = "mask_mod is called for all positions at once. By hand it is called for one row of blocks after another."
     places = (Place(flex.create_block_mask, "may_attend ="),)
     instead = (
         "Write the lists yourself where a formula gives them, as for a causal mask; or use scratch.create_block_mask, "
-        "or compile "
-        "create_block_mask, which then writes the blocks alone."
+        "or compile create_block_mask, which then builds only the blocks."
     )
     issues = ("pytorch/pytorch#134756",)
 
@@ -389,19 +393,21 @@ class BlockMaskWrittenOut(Trap):
 
 
 class MaskModAskedBeyondEnd(Trap):
-    """mask_mod is asked at every place, also beyond the end of the table that it reads."""
+    """mask_mod is called at every position, even beyond the end of a table that it reads."""
 
     number = 75
     name = "mask_mod_asked_beyond_end"
     severity = Severity.ERROR
     concerns = ("create_block_mask.mask_mod", "flex_attention.score_mod")
-    expects = "kv_idx < 5 comes first, so that the table of 5 tokens is read no further."
+    expects = "kv_idx < 5 comes first, so the table of 5 tokens is never read beyond its end."
     happens = (
-        "An error: it is read at place 5. On a GPU it ends the process, or, in a compiled kernel, the table is read "
-        "beyond its "
-        "end in silence. The same holds for a table in score_mod, which is called before mask_mod hides anything."
+        "An error: it is read at position 5. On a GPU this ends the process or, in a compiled kernel, silently reads "
+        "beyond the table. The same holds for a table in score_mod, which is called before mask_mod hides anything."
     )
-    why = "& is an operation on tensors: both sides are computed for all places. By hand the function gets all indices, too."
+    why = (
+        "& is an operation on tensors: both sides are computed for all positions. By hand, the function gets all "
+        "indices too."
+    )
     places = (Place(mask_functions.at_every_place, "vmap("),)
     instead = "Keep the index inside the table: clamp it, and let the condition hide the result."
     issues = ("pytorch/pytorch#188178", "pytorch/pytorch#137801")

@@ -24,15 +24,13 @@ class AttentionFunctionWithoutMask(Trap):
         "faster than it should."
     )
     why = (
-        "Each name has two registers, one for the function and one for the masks that it takes. A name that the "
-        "second lacks "
-        "gets None. By hand, an attention masks what it is given, and nothing else."
+        "Each name has two registries, one for the function and one for the masks that it takes. A name missing from "
+        "the second one gets None. By hand, an attention applies the mask that it is given, and no other."
     )
     places = (Place(MultiheadAttention.forward, "resolve_masks("),)
     instead = (
         "Register a mask function under the same name: eager_mask gives a float mask to be added. sdpa_mask would "
-        "give None too, "
-        "where is_causal could stand for the mask."
+        "give None too, wherever is_causal can stand in for the mask."
     )
     issues = ("huggingface/transformers#45811",)
     needs = "transformers"
@@ -97,11 +95,13 @@ class AllOnesMaskUnpacks(Trap):
         "gives, "
         "hides nothing: it changes nothing."
     )
-    happens = "The second sequence changes with the first: it sees its tokens. Without the mask it does not."
+    happens = (
+        "The second sequence changes with the first, because it sees the first one's tokens. Without the mask it does "
+        "not."
+    )
     why = (
-        "The boundaries are read off position_ids only where no attention_mask is given. By hand the documents are a "
-        "mask of "
-        "their own, which no other mask switches off."
+        "The boundaries are read from position_ids only where no attention_mask is given. By hand, the documents are "
+        "a mask of their own, which no other mask switches off."
     )
     places = (Place(score_functions.document, "document_ids[batch, q_idx]"),)
     instead = "Leave attention_mask out where rows are packed."

@@ -1,4 +1,4 @@
-"""See which operations torch calls: what is slow is told by these, never by a clock."""
+"""See which operations torch calls: they, and never a clock, say what is slow."""
 
 import contextlib
 import os

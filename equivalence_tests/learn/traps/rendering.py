@@ -27,7 +27,7 @@ COUNTED = {
     State.HOLDS: "hold",
     State.MENDED: "are mended",
     State.ADVICE_FAILS: "have advice that fails",
-    State.TOLD: "take more than torch on the CPU and are only told",
+    State.TOLD: "need more than torch on the CPU, and are only described",
     State.NOT_TRIED: "were not tried on this version, which --run does",
 }
 

@@ -486,7 +486,7 @@ class SdpaWithoutBatch(Trap):
 
 
 class OverflowBecomesZeros(Trap):
-    """Scores that overflow give an output of zeros, where a NaN would show it."""
+    """Scores that overflow give an output of zeros, where a NaN would reveal it."""
 
     number = 77
     name = "overflow_becomes_zeros"
@@ -495,9 +495,8 @@ class OverflowBecomesZeros(Trap):
     expects = "When activations explode, NaN appears, and a check for finite outputs stops the training."
     happens = "All scores are -inf, the output is 0, and the check passes. With scores of +inf the output is NaN."
     why = (
-        "A row in which a query may look at nothing is all -inf, and is defined to give 0. Nothing distinguishes such "
-        "a row from one that overflowed. softmax itself gives NaN for both; by hand, what may be looked at decides, "
-        "not the scores."
+        "A row whose query may look at nothing is all -inf, and is defined to give 0. Nothing distinguishes such a "
+        "row from one that overflowed. softmax itself gives NaN for both; by hand, the mask decides, not the scores."
     )
     places = (Place(functional.attention, "softmax"), Place(sdpa.textbook_attention, "context * row_sees"))
     instead = "Check the queries and keys, or the scores: trace_attention gives them."

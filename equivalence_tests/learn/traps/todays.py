@@ -29,22 +29,21 @@ def one_process() -> Iterator[DeviceMesh]:
 
 
 class OutProjNotSharded(Trap):
-    """out_proj of nn.MultiheadAttention cannot be cut among processes."""
+    """out_proj of nn.MultiheadAttention cannot be sharded."""
 
     number = 67
     name = "out_proj_not_sharded"
     severity = Severity.ERROR
     concerns = ("embed_dim",)
-    expects = "A plan that cuts the last projection of each attention fits torch's own attention too."
-    happens = "The call ends in an error, with one process as with many: parameters of two kinds meet in one product."
+    expects = "A plan that shards the last projection of each attention works for torch's own attention too."
+    happens = "The call ends in an error, with one process or with many: parameters of two kinds meet in one product."
     why = (
         "A plan changes parameters, and hooks the module that holds them. torch.nn reads out_proj.weight and never "
-        "calls "
-        "out_proj, so that the hooks do not run. The hand-written version calls it."
+        "calls out_proj, so the hooks do not run. The hand-written version calls it."
     )
     places = (Place(MultiheadAttention.forward, "self.out_proj("),)
     instead = (
-        "Leave nn.MultiheadAttention whole, as tensor_parallel_plan does; or take an attention that calls out_proj."
+        "Leave nn.MultiheadAttention unsharded, as tensor_parallel_plan does, or use an attention that calls out_proj."
     )
     raises = "mixed torch.Tensor and DTensor"
 
@@ -73,23 +72,23 @@ class OutProjNotSharded(Trap):
 
 
 class RotaryPairings(Trap):
-    """Rotary weights trained with adjacent pairs compute something else with halves."""
+    """Rotary weights trained with adjacent pairs give wrong scores with halves."""
 
     number = 68
     name = "rotary_pairings"
     severity = Severity.WRONG_NUMBERS
     concerns = ("pairing", "RotaryEmbedding.head_dim")
-    expects = "Rotary positions are rotary positions: Meta's weights of Llama serve in code written for transformers."
+    expects = "Rotary positions are all alike: Meta's weights for Llama work in code written for transformers."
     happens = (
-        "The scores are different, without an error. At position 0 nothing is rotated, and with heads of 2 features "
-        "there is only one pair: tests of either case see nothing."
+        "The scores differ, without an error. At position 0 nothing is rotated, and with heads of 2 features there is "
+        "only one pair, so tests of either case notice nothing."
     )
     why = (
-        "Feature 1 forms a pair with feature 0 in the one, and with feature 1 + head_dim / 2 in the other. Each pair "
+        "Feature 1 is paired with feature 0 in one layout, and with feature 1 + head_dim / 2 in the other. Each pair "
         "has its own angle, so it is a different rotation."
     )
     places = (Place(RotaryEmbedding._rotate, "rotate ="), Place(rotary.adjacent_to_halves, "return weight"))
-    instead = "Reorder the rows of both projections: adjacent_to_halves(weight, head_dim), or its inverse."
+    instead = "Reorder the rows of both projections with adjacent_to_halves(weight, head_dim), or its inverse."
     issues = ("huggingface/transformers#25199",)
 
     def wrong(self) -> float:

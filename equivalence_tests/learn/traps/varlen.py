@@ -20,11 +20,11 @@ class VarlenLseHeadsFirst(Trap):
     name = "varlen_lse_heads_first"
     severity = Severity.ERROR
     concerns = ("varlen_attn.return_aux",)
-    expects = "The documentation of 2.13 says (tokens, heads), which fits beside the output (tokens, heads, head_dim)."
+    expects = "The documentation of 2.13 says (tokens, heads), which fits the output (tokens, heads, head_dim)."
     happens = (
         "It is (heads, tokens), as the documentation of 2.15 says, and the product ends in an error. With as many "
-        "heads as tokens "
-        "there is none, and the numbers are wrong. The shapes are known without a GPU, on the device meta."
+        "heads as tokens there is no error, and the numbers are wrong. The shapes can be seen without a GPU, on the "
+        "device meta."
     )
     why = "The kernel writes one row for each head."
     places = (Place(varlen.varlen_attn, "torch.cat(lses, dim=1)"),)
@@ -60,8 +60,8 @@ class WindowOfNeighbours(Trap):
     expects = "A model with a sliding window of 2 sees the token and the one before it: window_size=(2, 0)."
     happens = "Three keys are seen. (torch computes this on CUDA; scratch has the same meaning anywhere.)"
     why = (
-        "window_size counts the keys beside the query's own place. Configurations of models count that place, as "
-        "masks.sliding_window does: |i - j| < window."
+        "window_size counts the keys beside the query's own position. Model configurations count that position too, "
+        "as masks.sliding_window does: |i - j| < window."
     )
     places = (Place(varlen.windowed_scores, "masked_fill"), Place(masks.sliding_window, "return places.tril"))
     instead = "window_size=(window - 1, 0)"
@@ -89,19 +89,19 @@ class WindowOfNeighbours(Trap):
 
 
 class VarlenLowerRight(Trap):
-    """Causal packed attention starts at the lower right corner, is_causal at the upper left."""
+    """Causal varlen attention aligns lower right, is_causal upper left."""
 
     number = 66
     name = "varlen_lower_right"
     severity = Severity.WRONG_NUMBERS
     concerns = ("varlen_attn.window_size", "scaled_dot_product_attention.is_causal")
-    expects = "window_size=(-1, 0) is what is_causal=True is: causal."
+    expects = "window_size=(-1, 0) means the same as is_causal=True: causal."
     happens = (
-        "With 2 queries and 4 keys it is another mask: the last query stands at the last key here, and the first "
-        "query at the "
-        "first key there. With as many of both it is the same. (torch computes this on CUDA; scratch anywhere.)"
+        "With 2 queries and 4 keys it is another mask: here the last query is aligned with the last key, there the "
+        "first query with the first key. With as many queries as keys the two are the same. (torch computes this on "
+        "CUDA; scratch anywhere.)"
     )
-    why = "The kernel counts the places of the queries from the end of the keys, which is right for a cache."
+    why = "The kernel aligns the queries with the end of the keys, which is right for a cache."
     places = (Place(varlen.windowed_scores, "places ="),)
     instead = "causal_upper_left or causal_lower_right say which one is meant; so does masks.causal(align=...)."
 
@@ -142,16 +142,14 @@ class VarlenTailTokens(Trap):
     name = "varlen_tail_tokens"
     severity = Severity.WRONG_NUMBERS
     concerns = ("varlen_attn.cu_seq_q", "varlen_attn.cu_seq_k")
-    expects = "Padding after the last sequence, there to keep a shape fixed, is left alone."
+    expects = "Padding after the last sequence, which keeps the shape fixed, does no harm."
     happens = (
-        "The forward pass ends without an error, and the rows of the padding were never written. Their gradients are "
-        "not "
-        "written either: what was in memory, NaN often enough, reaches the weights of the projections."
+        "The forward pass raises no error, but the rows of the padding are never written. Neither are their "
+        "gradients: whatever was in memory, often enough NaN, reaches the weights of the projections."
     )
     why = (
-        "The kernel fills the rows of each sequence, in memory that was not cleared. By hand the sequences are put "
-        "side by side, "
-        "and the output has no row without one: other lengths are refused."
+        "The kernel fills the rows of each sequence, in memory that was not cleared. By hand the sequences are "
+        "concatenated, and every row of the output belongs to one of them; other lengths are rejected."
     )
     places = (Place(varlen.sequences, "itertools.pairwise"),)
     instead = "End cu_seq at the last token: make the padding a sequence of its own, or cut it off before the call."

@@ -53,7 +53,7 @@ function tell(step, whose, text, gradients, sources) {
 for (const kind of ["mouseover", "focusin"])
   addEventListener(kind, event => { const cell = event.target.closest?.(".step table[data-t] tbody td"); if (cell) light(cell); });
 
-/* Show what the changed inputs give, in the place of what torch and scratch gave. */
+/* Show what the changed inputs give, instead of what torch and scratch gave. */
 function showStages(view) {
   stages = Sums.stagesOf(given, inputs);
   const width = stages.q[0][0].length, many = inputs.numHeads > 1;
