@@ -39,26 +39,26 @@ def create_block_mask(
 
     Args:
         mask_mod: A function of (batch, head, q_idx, kv_idx) that gives True where the query may look at the key.
-        B: Batch; None if the function does not look at the sample: one plan then serves them all.
-        H: Number of query heads; None if the function does not look at the head.
+        B: Batch; None if the function does not depend on the sample: one block mask then serves them all.
+        H: Number of query heads; None if the function does not depend on the head.
         Q_LEN: Number of queries.
         KV_LEN: Number of keys.
         device: Where to build it; the accelerator if there is one and None is given.
         BLOCK_SIZE: Queries and keys of a block, as one number or two.
         _compile: For torch alone, which calls it deprecated.
-        separate_full_blocks: List blocks that are seen as a whole apart, so that ``mask_mod`` is not asked there.
+        separate_full_blocks: Give blocks that are seen as a whole a list of their own, where ``mask_mod`` is not asked.
         compute_dq_write_order: For one of torch's kernels.
-        dq_kv_order: Of the order before.
+        dq_kv_order: For the same kernel.
 
     Returns:
         A ``BlockMask``.
 
     Raises:
         ValueError: For a size below 1, or an argument that must stay at its default.
-        TypeError: For what is no function of four arguments, or one that gives no bool.
+        TypeError: If ``mask_mod`` is not a function of four arguments, or does not return bool.
 
-    In torch.nn: ``torch.nn.attention.flex_attention.create_block_mask``. The mask is written out as a whole there, and
-    one row of blocks after the other here. A ``B`` or ``H`` of 0 is refused here: None serves an empty batch.
+    In torch.nn: ``torch.nn.attention.flex_attention.create_block_mask``. There the whole mask is written out; here
+    one row of blocks at a time. A ``B`` or ``H`` of 0 is refused here: None serves an empty batch.
 
     Source: Dong et al. 2024, section 4.2.
 
@@ -99,8 +99,8 @@ def create_block_mask(
 class BlockMask:
     """Say which blocks of keys each block of queries has to look at.
 
-    Rows are blocks of queries, columns blocks of keys. Each row lists the columns that it sees in part, and apart from
-    them those that it sees as a whole; what stands in neither list is not computed.
+    Rows are blocks of queries, columns blocks of keys. Each row lists the columns that it sees in part, and
+    separately those that it sees as a whole; what stands in neither list is not computed.
 
     Args:
         seq_lengths: Numbers of queries and keys.
@@ -239,7 +239,7 @@ class BlockMask:
         return math.prod(self.shape)
 
     def sparsity(self) -> float:
-        """Return the share of the places that is not computed, in percent; below 0 where the last blocks stand over."""
+        """Return the share of the places that is not computed, in percent; negative where blocks reach too far."""
         computed = self.to_dense().sum().item() * math.prod(self.BLOCK_SIZE)
         return 100 * (1 - computed / self.numel())
 

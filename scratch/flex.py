@@ -103,7 +103,7 @@ def flex_attention(
 
     Raises:
         ValueError: For shapes that do not fit together, a block mask of other lengths, or kernel options.
-        TypeError: For what is no tensor, no function or no block mask.
+        TypeError: If an argument is not the tensor, function or block mask that it should be.
 
     In torch.nn: ``torch.nn.attention.flex_attention.flex_attention``, which has no gradient on CPU and no
     ``max_scores`` there. Half precision is rounded to once, at the end; torch rounds the weights too. The log-sum-exp

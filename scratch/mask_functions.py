@@ -48,7 +48,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
         One such function.
 
     Raises:
-        TypeError: If one of them is no function (also a RuntimeError).
+        TypeError: If one of them is not a function (also a RuntimeError).
 
     In torch.nn: ``torch.nn.attention.flex_attention.and_masks``.
     """
@@ -73,7 +73,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
         One such function.
 
     Raises:
-        TypeError: If one of them is no function (also a RuntimeError).
+        TypeError: If one of them is not a function (also a RuntimeError).
 
     In torch.nn: ``torch.nn.attention.flex_attention.or_masks``.
     """
@@ -113,7 +113,7 @@ def create_mask(
 
     Raises:
         ValueError: For a negative size.
-        TypeError: For what is no function of four or five arguments, or a mask function that gives no bool.
+        TypeError: If ``mod_fn`` is not a function of four or five arguments, or a mask function does not return bool.
 
     In torch.nn: ``torch.nn.attention.flex_attention.create_mask``.
 

@@ -33,7 +33,7 @@ def rms_norm(
         The shape and dtype of ``input``. Half precision is computed in float32 and rounded once, at the end.
 
     Raises:
-        ValueError: If ``input`` does not end in ``normalized_shape``, or ``weight`` is shaped otherwise (also a
+        ValueError: If ``input`` does not end in ``normalized_shape``, or ``weight`` has another shape (also a
             RuntimeError).
         TypeError: For an input that is not floating (also a RuntimeError).
 

@@ -1,7 +1,7 @@
-"""How a model is cut among processes: plans for ``torch.distributed.tensor.parallel.parallelize_module``.
+"""How a model is split across processes: plans for ``torch.distributed.tensor.parallel.parallelize_module``.
 
-Of two linear layers that follow one another the first is cut by its output features and the second by its input
-features. Each process then holds whole heads, or whole hidden units, and one sum at the end is all that they exchange.
+Of two consecutive linear layers, the first is split by its output features and the second by its input features. Each
+process then holds whole heads, or whole hidden units, and a single sum at the end is all that they exchange.
 """
 
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ HEADS = 1  # where they are in (batch, num_heads, len, head_dim)
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """What is cut and what every process holds whole.
+    """What is split, and what every process holds as a whole.
 
     Args:
-        styles: For each path how it is cut: the ``parallelize_plan`` of ``parallelize_module``.
-        replicated: For each attention that stays whole the reason.
+        styles: How each module is split, by its path: the ``parallelize_plan`` of ``parallelize_module``.
+        replicated: The reason for each attention that stays whole, by its path.
     """
 
     styles: dict[str, ParallelStyle] = field(default_factory=dict)
@@ -44,12 +44,13 @@ class TensorParallelPlan:
 
 
 def tensor_parallel_plan(module: nn.Module, num_ranks: int) -> TensorParallelPlan:
-    """Plan how the attentions and feed-forward networks of a model are cut among processes.
+    """Plan how the attentions and feed-forward networks of a model are split across processes.
 
     ``SwiGLU``, ``GroupedQueryAttention`` with its sinks, and the feed-forward network of ``TransformerEncoderLayer``
-    and ``TransformerDecoderLayer`` are cut; embeddings and norms stay whole, and the gradients of the norms of queries
-    and keys, of which each process sees its own heads only, are summed. ``MultiheadAttention`` stays whole too: rows of
-    its packed ``in_proj_weight`` are queries, keys and values in turn, and a cut would part not heads but these.
+    and ``TransformerDecoderLayer`` are split; embeddings and norms stay whole, and the gradients of the norms of
+    queries and keys, of which each process sees its own heads only, are summed. ``MultiheadAttention`` stays whole too:
+    the rows of its packed ``in_proj_weight`` are queries, then keys, then values, and a split would separate these
+    instead of heads.
 
     Args:
         module: A model, a layer or one of these parts, of ``scratch`` or ``builtin``.
@@ -59,10 +60,10 @@ def tensor_parallel_plan(module: nn.Module, num_ranks: int) -> TensorParallelPla
         The plan. ``parallelize_module(module, mesh, plan.styles)`` carries it out.
 
     Raises:
-        ValueError: If num_ranks is below 1, or does not divide what is to be cut.
+        ValueError: If num_ranks is below 1, or does not divide what is to be split.
 
     In torch.nn: ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``, so that a
-    plan which cuts it fails.
+    plan which splits it fails.
 
     Source: Shoeybi et al. 2019, section 3.
 

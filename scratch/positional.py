@@ -29,10 +29,10 @@ def sinusoidal_encoding(
     Args:
         max_len: Number of positions.
         d_model: Number of features. If it is odd, the last sine has no cosine beside it.
-        layout: "interleaved" sets each cosine behind its sine, as the formula says; "concatenated" sets the same
+        layout: "interleaved" puts each cosine after its sine, as the formula says; "concatenated" has the same
             columns in another order, all sines before all cosines.
         base: The wavelengths grow from 2π towards 2π * base.
-        dtype: Of the table; the default dtype if not given. The values are computed in float64 in any case.
+        dtype: The dtype of the table; the default dtype if not given. The values are computed in float64 in any case.
         device: Where the table lives.
 
     Returns:
@@ -67,12 +67,12 @@ def sinusoidal_encoding(
 
 
 class PositionalEncoding(nn.Module):
-    """Add the sinusoidal encoding of its position to each token, then dropout.
+    """Add to each token the sinusoidal encoding of its position, then apply dropout.
 
     output = dropout(x + PE(offset ... offset + len - 1))
 
-    The table follows the module to any device and dtype (it is computed anew there, so that a stay in half
-    precision leaves no trace) and is not part of the state_dict.
+    The table follows the module to any device and dtype (it is recomputed there, so that a detour through half
+    precision costs no accuracy) and is not part of the state_dict.
 
     Args:
         d_model: Number of features.
@@ -116,7 +116,7 @@ class PositionalEncoding(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Add the encodings of positions ``offset`` and following.
+        """Add the encodings of position ``offset`` and those that follow.
 
         Args:
             x: (batch, len, d_model), or (len, d_model) without a batch.

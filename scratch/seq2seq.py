@@ -24,8 +24,8 @@ class Seq2SeqTransformer(nn.Module):
 
     logits = Decoder(sqrt(d_model) * E_tgt[tgt_ids] + PE, memory) Wᵀ
 
-    Which places are padding is read off the ids: nobody looks at ``pad_id``, in the source nor in the target, and no
-    target token looks at a later one.
+    Which places are padding is read off the ids: nobody looks at ``pad_id``, neither in the source nor in the target,
+    and no target token looks at a later one.
 
     Args:
         src_vocab_size: Number of tokens of the source language.

@@ -47,9 +47,9 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Any:
-    """Attend within each of several sequences that are packed into one, each query to the keys of its own.
+    """Attend within each of several sequences that are packed into one, each query to the keys of its own sequence.
 
-    Attention(Q, K, V) = softmax(Q Kᵀ * scale) V, of each sequence by itself
+    Attention(Q, K, V) = softmax(Q Kᵀ * scale) V, for each sequence separately
 
     Args:
         query: (tokens of all queries, num_heads, head_dim).
@@ -62,12 +62,12 @@ def varlen_attn(
         max_k: The greatest number of keys of a sequence, or more.
         return_aux: Whether to return the log-sum-exp of the scores, too.
         scale: Factor on the scores; 1 / sqrt(head_dim) if not given.
-        window_size: How many keys a query sees before and after its own place, beside that one; -1 for all. The last
+        window_size: How many keys a query sees before and after its own place, besides that one; -1 for all. The last
             query of a sequence stands at its last key: (-1, 0) is causal, aligned to the lower right corner.
         enable_gqa: Grouped heads: each head of keys serves num_heads / num_key_heads heads of queries that follow one
             another.
-        seqused_k: For a cache of torch's kernel, with pages or without.
-        block_table: For the pages of such a cache.
+        seqused_k: For caches of torch's kernel, paged or not.
+        block_table: For paged caches of torch's kernel.
         num_splits: For torch's kernel, which may cut the keys.
 
     Returns:
@@ -75,11 +75,11 @@ def varlen_attn(
         ``return_aux`` a pair: the output and (num_heads, tokens of all queries), -inf for such a query.
 
     Raises:
-        ValueError: For shapes or lengths that do not fit together, or an argument that is for torch's kernel.
-        TypeError: For what is no tensor, or has another dtype.
+        ValueError: For shapes or lengths that do not fit together, or an argument meant for torch's kernel.
+        TypeError: If one of them is not a tensor, or has another dtype.
 
-    In torch.nn: ``torch.nn.attention.varlen.varlen_attn``, for half precision on CUDA. Lengths are not checked there,
-    nor are they read; here they are, which waits for the device.
+    In torch.nn: ``torch.nn.attention.varlen.varlen_attn``, for half precision on CUDA. There, lengths
+    are neither checked nor read; here they are, which waits for the device.
 
     Source: Dao et al. 2022, section 3, for the kernel behind it;
     https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
@@ -112,7 +112,7 @@ def varlen_attn(
 
 
 def sequences(packed: Float[Tensor, "tokens num_heads width"], cu_seq: Tensor | None) -> Iterator[Tensor]:
-    """Return the tokens of each sequence by themselves: (h, q, d)."""
+    """Return the tokens of each sequence separately: (h, q, d)."""
     assert cu_seq is not None
     return (packed[begin:end].transpose(0, 1) for begin, end in itertools.pairwise(cu_seq.tolist()))
 
