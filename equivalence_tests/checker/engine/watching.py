@@ -113,6 +113,7 @@ class ModuleCall:
         outputs: The tensors that it gave.
         first: The index of the first operation inside.
         end: The index of the first operation behind it.
+        frames: The user's lines that called it, the innermost first.
     """
 
     path: str
@@ -121,6 +122,7 @@ class ModuleCall:
     first: int
     outputs: list[Tensor] = field(default_factory=list)
     end: int = 0
+    frames: Frames = ()
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -154,7 +156,7 @@ class Recorder(TorchFunctionMode):
 
     def enter(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a sub-module begins."""
-        self.calls.append(ModuleCall(path, args, kwargs, len(self.operations)))
+        self.calls.append(ModuleCall(path, args, kwargs, len(self.operations), frames=frames_here()))
         self.running.append(self.calls[-1])
 
     def leave(self, given: Any) -> None:

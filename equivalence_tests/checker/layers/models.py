@@ -1,56 +1,123 @@
 """Run a whole model: are its layers chained, does the decoder read the encoder, do positions count?"""
 
+import itertools
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.causality import causal_claim
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.names import Run
+from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.taking_part import idle_modules
+from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
+from equivalence_tests.checker.layers.walk import Walk, masks_of, recorded, same_numbers
+from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.parts.names import kind_of_name
+from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import ModelRun
-from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
+from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import Frames
 
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 Stack = tuple[str, list[nn.Module]]
 GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)
 
 
-def judge_model(module: nn.Module, run: ModelRun) -> Iterator[Row]:
-    """Look at how a model is wired.
+def add_model(walk: Walk, run: ModelRun) -> None:
+    """Run a whole model, or a stack, and look at how it is wired."""
+    evidence = "seen when the model is run, and run again with one or two of its tokens changed"
+    called = {call.path: call.frames for call in reversed(walk.calls)}
+    judged = itertools.chain(_judged(walk, run), _judged_masks(walk, run))
+    try:
+        for what, mistake, where in judged:
+            follows = named_mistake(mistake).follows if mistake else ()
+            if any(finding.name.startswith(follows) for finding in walk.report.findings):
+                continue
+            lines = _called_at(called, mistake, where) or _ran_at(walk, mistake, where) if mistake else ()
+            mistakes = {mistake: lines} if mistake else {}
+            walk.check(f"{what}{f' ({where})' if where else ''}", mistakes, where, evidence)
+    except Exception as error:  # the user's code may refuse other tokens than those it ran on
+        walk.skip("the whole model", f"on other tokens it raised {type(error).__name__}: {error}")
+    walk.report.conventions += list(_model_rows(run))
 
-    Yields:
-        What was looked at, the name of the mistake ("" if there is none), and where.
-    """
-    stacks = list(_stacks(module))
-    yield from _unused(module, run, stacks)
+
+def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
+    """Say which masks do not reach the layers of a model."""
+    read = masks_of(walk, "", run)
+    wrong = list(read.mistakes())
+    for name, mask, path in wrong or [("", "", "")] * bool(read.masks):
+        yield "masks of the model", name, _layer_around(path) or mask * (name == "mask_never_used")
+
+
+def _layer_around(path: str) -> str:
+    """The first module of a list that an attention stands in, or else the module around it."""
+    numbered = re.match(r"(.*?\.)?\d+(?=\.|$)", path)
+    return numbered.group() if numbered else path.rpartition(".")[0]
+
+
+def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames:
+    """The lines that call a sub-module, or the first layer of a stack, where a mistake shows in the call."""
+    return called.get(where, called.get(f"{where}.0", ())) if named_mistake(mistake).ran == "call" else ()
+
+
+def _ran_at(walk: Walk, mistake: str, where: str) -> Frames:
+    """The lines of a sub-module at which what shows a mistake ran."""
+    if named_mistake(mistake).ran in ("", "call") or walk.ran is None:
+        return ()
+    ran = walk.ran.operations
+    return frames_where(named_mistake(mistake).ran, [op for op in ran if op.frames and op.place == where])
+
+
+def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequence[str]) -> None:
+    """List the whole among what was not run, with what it said, or name what shows in the ways in which it runs."""
+    if mistakes:
+        seen = "it is called twice" if mistakes[0] == "random_in_eval" else "one sample of the batch is changed"
+        evidence = f"seen when {seen}, in every way in which the model runs"
+        walk.check("samples are independent", {mistakes[0]: ()}, "", evidence)
+        return
+    said = f"; it said {errors[0]}" if errors else ""
+    if not walk.report.checks:
+        raise CannotCheckError(f"No way to run it was found{said}. Pass an instance and a call: verify(model, inputs).")
+    why = f"no way to run it was found: its parts and layers were checked, not their order{said}"
+    walk.report.coverage.append(Exercise("the whole model", False, why))
+
+
+def _model_rows(run: ModelRun) -> Iterator[tuple[str, str, str]]:
+    """Say what a model reads: what is right for one that classifies is wrong for one that predicts the next token."""
+    if run.turned:
+        yield "the model: layout", "(len, batch)", "(len, batch) unless batch_first"
+    later = reads_later_tokens(run) if run.kind != "stack" else None
+    if later is not None and not run.masked:
+        words = "every token, later ones too (BERT)" if later else "no later token (GPT)"
+        yield "the model: an output reads", words, ""
+
+
+def _judged(walk: Walk, run: ModelRun) -> Iterator[Row]:
+    """Look at how a model is wired: what was looked at, the name of the mistake ("" if there is none), and where."""
+    stacks = list(_stacks(walk.module))
+    ran = walk.ran or recorded(walk.module, run, run.source, run.target)
+    yield from _unused(walk.module, ran, stacks)
     with torch.no_grad():
-        yield from _judge_stacks(module, run, stacks)
+        yield from _judge_stacks(run, ran, stacks)
         if bool(run.call(run.source, run.target).isfinite().all()):
-            yield from _judge_tokens(module, run, [path for path, _ in stacks])
+            yield from _judge_tokens(walk.module, run, [path for path, _ in stacks])
 
 
-def _judge_stacks(module: nn.Module, run: ModelRun, stacks: list[Stack]) -> Iterator[Row]:
-    seen = _traced(module, run)
+def _judge_stacks(run: ModelRun, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
     for path, layers in stacks:
         yield "layers of their own", "layers_share_parameters" if _shared(layers) else "", path
-        chained = all(_chained(module, run, seen, path, i) for i in range(1, len(layers)))
+        chained = all(_chained(ran, path, i) for i in range(1, len(layers)))
         yield "layers feed one another", "" if chained else "layers_not_chained", path
     if run.target is not None and len(stacks) == 2:
-        yield "memory", _memory_mistake(module, run, stacks, seen), stacks[1][0]
+        yield "memory", _memory_mistake(run, ran, stacks), stacks[1][0]
 
 
-def _traced(module: nn.Module, run: ModelRun, changed: int | None = None) -> list[ModuleCall]:
-    return trace(module, lambda: run.call(run.source, run.target), changed)
-
-
-def _unused(module: nn.Module, run: ModelRun, stacks: list[Stack]) -> Iterator[Row]:
+def _unused(module: nn.Module, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
     """Name the norms, the embeddings and the layers that take no part, where what stands beside them does."""
-    idle = idle_modules(Call(run.call, (run.source, run.target), module=module).run(read=False), module)
-    called = {call.path for call in _traced(module, run)}
+    idle, called = idle_modules(ran, module), {call.path for call in ran.recorder.calls}
     for stack, layers in stacks:
         left_out = [path for path in (f"{stack}.{i}" for i in range(len(layers))) if path not in called]
         if 0 < len(left_out) < len(layers) and left_out[0] in idle:
@@ -105,7 +172,7 @@ def _patches_are_mixed(module: nn.Module, run: ModelRun, stack: str) -> bool:
         return False
     other = run.source.clone()
     other[..., : run.patch, : run.patch] *= -1.7
-    before, after = (_inputs(trace(module, partial(run.call, x, None)), f"{stack}.0") for x in (run.source, other))
+    before, after = (_inputs(recorded(module, run, x, None), f"{stack}.0") for x in (run.source, other))
     if not before or not after or before[0].shape != after[0].shape:
         return False
     return int((before[0] != after[0]).any(-1).sum()) > 2 * len(other)
@@ -122,9 +189,10 @@ def _moved_with_its_place(module: nn.Module, run: ModelRun) -> str | None:
     flipped = (run.source.flip(0), None if run.target is None else run.target.flip(0))
     if _same(run.call(run.source, run.target).flip(0), run.call(*flipped)):
         return None
-    calls, others = (trace(module, partial(run.call, *given)) for given in ((run.source, run.target), flipped))
+    runs = (recorded(module, run, *given) for given in ((run.source, run.target), flipped))
+    calls, others = (sorted(one.recorder.calls, key=lambda call: call.end) for one in runs)
     for one, other in zip(calls, others, strict=False):
-        outputs = zip(tensors_in((one.output,)), tensors_in((other.output,)), strict=False)
+        outputs = zip(tensors_in(one.outputs), tensors_in(other.outputs), strict=False)
         if not all(any(_same(x.flip(axis), y) for axis in range(x.dim())) for x, y in outputs):
             return one.path
     return ""
@@ -149,10 +217,9 @@ def _order_is_lost(module: nn.Module, run: ModelRun, stacks: list[str]) -> bool:
     """Look at what the first layer gives: later on a causal mask alone tells the order of what came before."""
 
     def first_layer(x: Tensor) -> Tensor:
-        given = list[Tensor]()
-        calls = trace(module, lambda: given.append(_with(run, x)))
-        called = _call_of(calls, f"{stacks[-1]}.0") if stacks and run.kind != "image" else None
-        output = next(tensors_in((called.output,)), given[0]) if called is not None else given[0]
+        ran = recorded(module, run, *((x, None) if run.target is None else (run.source, x)))
+        called = _call_of(ran, f"{stacks[-1]}.0") if stacks and run.kind != "image" else None
+        output = next(tensors_in([*(called.outputs if called is not None else ()), ran.output]))
         sequence_first = output.dim() == 3 and output.size(0) != len(run.source)
         return output.transpose(0, 1) if sequence_first else output
 
@@ -176,41 +243,43 @@ def _shared(layers: list[nn.Module]) -> bool:
     return bool(first) and first == second
 
 
-def _call_of(calls: list[ModuleCall], path: str) -> ModuleCall | None:
-    return next((call for call in calls if call.path == path), None)
+def _call_of(ran: Run, path: str) -> ModuleCall | None:
+    return next((call for call in ran.recorder.calls if call.path == path), None)
 
 
-def _inputs(calls: list[ModuleCall], path: str) -> list[Tensor]:
-    found = _call_of(calls, path)
-    return [] if found is None else [x for x in tensors_in((found.args, found.kwargs)) if x.dim() == 3]
+def _inputs(ran: Run, path: str) -> list[Tensor]:
+    found = _call_of(ran, path)
+    return [] if found is None else [x for x in tensors_in(found.inputs) if x.dim() == 3]
 
 
-def _chained(module: nn.Module, run: ModelRun, calls: list[ModuleCall], path: str, number: int) -> bool:
+def _chained(ran: Run, path: str, number: int) -> bool:
     """Whether a layer of a stack reads something else than the first, or what the one before gives."""
-    first, given = (_inputs(calls, f"{path}.{i}") for i in (0, number))
-    repeated = bool(given) and _all_same(first, given)
-    return not repeated or _reads(module, run, calls, f"{path}.{number}", f"{path}.{number - 1}")
+    first, given = (_inputs(ran, f"{path}.{i}") for i in (0, number))
+    repeated = bool(given) and len(first) == len(given) and all(map(same_numbers, first, given))
+    return not repeated or _reads(ran, f"{path}.{number}", f"{path}.{number - 1}")
 
 
-def _reads(module: nn.Module, run: ModelRun, calls: list[ModuleCall], reader: str, source: str) -> bool:
-    """Whether what a sub-module takes changes with what another gives; taken for granted if that one is not called."""
-    place = next((i for i, call in enumerate(calls) if call.path == source), None)
-    return place is None or not _all_same(_inputs(calls, reader), _inputs(_traced(module, run, place), reader))
+def _reads(ran: Run, reader: str, source: str) -> bool:
+    """Whether what a sub-module takes is made of what another gives; taken for granted if that one is not called."""
+    gives, takes = _call_of(ran, source), _call_of(ran, reader)
+    if gives is None or takes is None:
+        return True
+    made = {storage_of(x) for x in gives.outputs}
+    for operation in ran.operations[gives.end : takes.first]:
+        if any(storage_of(slot.tensor) in made for slot in operation.inputs):
+            made |= {storage_of(slot.tensor) for slot in operation.outputs}
+    return any(storage_of(x) in made for x in tensors_in(takes.inputs))
 
 
-def _memory_mistake(module: nn.Module, run: ModelRun, stacks: list[Stack], calls: list[ModuleCall]) -> str:
+def _memory_mistake(run: ModelRun, ran: Run, stacks: list[Stack]) -> str:
     assert run.target is not None  # asked only then
     rows = run.call(run.source, run.target).size(1)
     if rows == run.source.size(1) != run.target.size(1):
         return "memory_and_target_exchanged"
     (encoder, layers), (decoder, _) = stacks
-    several = len(_inputs(calls, f"{decoder}.0")) > 1
-    encoded = not several or _reads(module, run, calls, f"{decoder}.0", f"{encoder}.{len(layers) - 1}")
+    several = len(_inputs(ran, f"{decoder}.0")) > 1
+    encoded = not several or _reads(ran, f"{decoder}.0", f"{encoder}.{len(layers) - 1}")
     return "" if encoded else "memory_is_not_encoder_output"
-
-
-def _all_same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(_same, one, other))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

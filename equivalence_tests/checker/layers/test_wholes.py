@@ -1,5 +1,6 @@
 """An EQUAL of a layer, a stack or a model is one program: it runs alone, and lists what stands between its parts."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
 
+from equivalence_tests.__main__ import app
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.layers.whole_calls import called_by_hooks
@@ -128,3 +132,111 @@ def test_what_no_state_dict_holds_is_taken_from_the_module() -> None:
     report = verify(module)
     assert report.equivalent is not None, str(report)
     assert torch.equal(report.equivalent.of(module)(x), module(x))
+
+
+class SharpenedGelu(nn.Module):
+    """x · sigmoid(1.702 x), written out, as one activation of torch's name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+class CausalAttention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        attended: Tensor = self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+        )
+        return attended
+
+
+class ClipLayer(nn.Module):
+    """Its parts stand in a dictionary, and its attention is asked to hide the future."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        parts = {"attn": CausalAttention(dim, heads), "norm": nn.LayerNorm(dim), "act": SharpenedGelu()}
+        self.parts, self.up, self.down = nn.ModuleDict(parts), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.parts["attn"](self.norm(x), causal=True)
+        return x + self.down(self.act(self.up(self.parts["norm"](x))))
+
+    def act(self, x: Tensor) -> Tensor:
+        activated: Tensor = self.parts["act"](x)
+        return activated
+
+
+class GatedByAnother(ClipLayer):
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.6 * x)
+
+
+def test_what_is_asked_of_a_part_and_activations_written_out_are_followed() -> None:
+    report = verify(ClipLayer)
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert ".triu(1)" in report.equivalent.source
+    assert verify(GatedByAnother).verdict == "unchecked"
+
+
+class PaddedPreNormLayer(nn.Module):
+    """Drops in every place in which torch's layer does; True in its masks = may look."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(dim, heads, dropout=dropout, batch_first=True)
+        self.up, self.down, self.drop = nn.Linear(dim, hidden), nn.Linear(hidden, dim), nn.Dropout(dropout)
+        self.ln_1, self.ln_2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
+
+    def forward(self, x: Tensor, pad: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        y = self.ln_1(x)
+        hidden = None if pad is None else ~pad
+        x = x + self.drop(self.attn(y, y, y, hidden, need_weights=False, attn_mask=None if mask is None else ~mask)[0])
+        return x + self.drop(self.down(self.drop(F.gelu(self.up(self.ln_2(x))))))
+
+
+def test_a_layer_that_is_torchs_is_torchs_own_layer() -> None:
+    module = PaddedPreNormLayer(12, 3, 20)
+    report = verify(module)
+    assert report.verdict == "equal", str(report)
+    same = report.equivalent
+    assert same is not None
+    assert same.torchs == (
+        "nn.TransformerEncoderLayer(12, 3, 20, dropout=0.1, activation=F.gelu, layer_norm_eps=1e-06, "
+        "norm_first=True, batch_first=True)"
+    )
+    assert same.compared[-3:] == ("a call with pad, mask", "a call with pad", "a call with mask")
+    layer = nn.TransformerEncoderLayer(12, 3, 20, 0.1, F.gelu, 1e-6, batch_first=True, norm_first=True).double().eval()
+    module.double().eval()
+    layer.load_state_dict(same.names()["from_theirs"](module.state_dict()), strict=True)
+    x, pad = torch.randn(2, 5, 12, dtype=torch.float64), torch.arange(5) < torch.tensor([[3], [5]])
+    assert torch.allclose(layer(x, src_key_padding_mask=~pad)[pad], module(x, pad)[pad], atol=1e-12)
+    back = same.to_theirs(layer.state_dict(), {name: torch.zeros_like(x) for name, x in module.state_dict().items()})
+    assert all(torch.equal(back[name], x) for name, x in module.state_dict().items())
+
+
+def test_the_command_prints_torchs_layer(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.py"
+    layer = inspect.getsource(PaddedPreNormLayer)
+    path.write_text(f"import torch\nfrom torch import Tensor, nn\nfrom torch.nn import functional as F\n\n\n{layer}")
+    printed = CliRunner().invoke(app, ["verify", f"{path}:PaddedPreNormLayer", "--equivalent"]).stdout
+    assert "class Equivalent(nn.TransformerEncoderLayer):" in printed
+    assert "src_key_padding_mask=None if pad is None else ~pad" in printed
+
+
+class OneMaskAtATime(PaddedPreNormLayer):
+    """Drops its second mask where the first is not given."""
+
+    def forward(self, x: Tensor, pad: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, pad, None if pad is None else mask)
+
+
+def test_each_mask_is_tried_alone_as_well() -> None:
+    report = verify(OneMaskAtATime)
+    assert report.verdict != "equal", str(report)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,7 +128,8 @@ class Calls:
             masked: Whether masks are handed over.
         """
         first, second = self.sizes()
-        return self.drawn(first, 3, masked), self.drawn(second, 4, masked)
+        names = [mask.name for mask in self.masks if masked]
+        return self.drawn(first, 3, names), self.drawn(second, 4, names)
 
     def sizes(self) -> tuple[Sizes, Sizes]:
         """Two sizes, in as many axes apart as the code allows."""
@@ -144,7 +145,7 @@ class Calls:
         return first, Sizes(other, tokens, target)
 
     def _runs(self, sizes: Sizes) -> bool:
-        call = self.drawn(sizes, 3, masked=False)
+        call = self.drawn(sizes, 3)
         try:
             with torch.no_grad():
                 call.function(**call.kwargs)
@@ -159,31 +160,38 @@ class Calls:
             masked: Whether one of them hands masks over.
         """
         first, second = self.sizes()
-        yield "fresh inputs", self.drawn(first, 21, masked=False), 7
-        yield "parameters drawn anew, other sizes", self.drawn(second, 22, masked=False), 8
+        yield "fresh inputs", self.drawn(first, 21), 7
+        yield "parameters drawn anew, other sizes", self.drawn(second, 22), 8
         if second.source != first.source:
             longer = replace(first, source=(first.source or 0) + 1)
             if self._runs(longer):
-                yield "longer sequences", self.drawn(longer, 23, masked=False), None
-        if masked:
-            yield "with masks: " + ", ".join(mask.name for mask in self.masks), self.drawn(first, 24, masked=True), 9
+                yield "longer sequences", self.drawn(longer, 23), None
+        names = [mask.name for mask in self.masks] if masked else []
+        alone = [[name] for name in names] if len(names) > 1 else []
+        for seed, given in enumerate([names, *alone] if names else [], 24):
+            yield self.with_masks(given), self.drawn(first, seed, given), 9
 
-    def drawn(self, sizes: Sizes, seed: int, masked: bool) -> Call:
-        """Draw one call."""
+    @staticmethod
+    def with_masks(names: Sequence[str]) -> str:
+        """Say which masks a call hands over."""
+        return f"a call with {', '.join(names)}"
+
+    def drawn(self, sizes: Sizes, seed: int, masks: Collection[str] = ()) -> Call:
+        """Draw one call, in which the masks of these names are handed over."""
         generator = torch.Generator().manual_seed(seed)
         source = _like(self.run.source, sizes.batch, sizes.source, generator)
         target = self.run.target
         target = None if target is None else _like(target, sizes.batch, sizes.target, generator)
-        given = self._masks(source, target, seed, masked)
+        given = self._masks(source, target, seed, masks)
         return Call(self.module, (), arguments_of(self.module, lambda: self.run.run(source, target, given)))
 
-    def _masks(self, source: Tensor, target: Tensor | None, seed: int, every: bool) -> Given:
-        """Draw the masks that are required, or all of them."""
+    def _masks(self, source: Tensor, target: Tensor | None, seed: int, names: Collection[str]) -> Given:
+        """Draw the masks that are required, and those of these names."""
         known = inspect.signature(self.module.forward).parameters
         required = {name for name, x in known.items() if x.default is x.empty}
         lengths = {"source": source.size(1), "target": (source if target is None else target).size(1)}
         given: dict[str, Tensor] = {}
-        for mask in (mask for mask in self.masks if every or mask.name in required):
+        for mask in (mask for mask in self.masks if mask.name in names or mask.name in required):
             assert mask.form is not None  # it is known what it means
             reads = {site.reads for site in mask.reached}
             queries = lengths["source" if reads == {"source"} else "target"]

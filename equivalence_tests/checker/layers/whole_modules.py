@@ -24,7 +24,12 @@ def constructor(module: nn.Module) -> str:
     if isinstance(module, LISTS):
         inside = [constructor(child) for child in module]
         return f"nn.{kind.__name__}({_listed(module, inside)})" if all(inside) else ""
-    return "" if next(module.children(), None) is not None else f"nn.{module!r}"
+    if next(module.children(), None) is not None:
+        return ""
+    arguments = repr(module).partition("(")[2]
+    return (
+        f"nn.{'Linear' if isinstance(module, nn.Linear) else kind.__name__}({arguments}"  # torch has Linears of its own
+    )
 
 
 def _listed(module: nn.Module, inside: list[str]) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
+from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder, Slot
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.whole_calls import bound
 from equivalence_tests.checker.layers.whole_modules import (
@@ -24,6 +25,9 @@ from equivalence_tests.checker.layers.whole_scopes import Line, Scope, live
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 
+HOLDERS = ("nn.Module()", "nn.ModuleDict()")  # what holds parts that something else calls
+# What makes one mask of two: either alone is the whole.
+JOINS = ("add", "mul", "and", "or", "logical_and", "logical_or", "bitwise_and", "bitwise_or")
 HEAD = '''"""The same as {target}, in torch's own parts."""
 
 import torch
@@ -215,7 +219,7 @@ class WholeWriter:
             made = self._made(full, base)
             if made:
                 yield f"self.{name} = {made}"
-                if made == "nn.Module()":
+                if made in HOLDERS:
                     yield from (
                         line.replace("self.", f"self.{name}.", 1)
                         for line in (*own_lines(child), *self._of_tables(full), *self._children(child, full, base))
@@ -243,7 +247,7 @@ class WholeWriter:
             return constructor(module)
         inside = [self._made(f"{path}.{name}", base) for name, _ in module.named_children()]
         ran = any(other.startswith(f"{path}.") for other in self.classes)
-        return "nn.Module()" if ran and any(inside) else ""
+        return HOLDERS[isinstance(module, nn.ModuleDict)] if ran and any(inside) else ""
 
     def _reached(self, base: str, path: str) -> str:
         owner, _, name = path.rpartition(".")
@@ -284,13 +288,24 @@ class WholeWriter:
             self.tables.add(path)
         return f"self{self._reached(scope.path, path)}"
 
+    def _operand(self, scope: Scope, one: Slot, other: Slot) -> str:
+        """Write what an operation takes; what was made outside of torch's functions is known if it hides the future."""
+        x = one.value
+        known = id(one.tensor) in scope.names or id(one.tensor) in self.owned
+        if known or x.dtype != torch.bool or x.dim() != 2 or not torch.equal(x, torch.ones_like(x).triu(1)):
+            return self._name(scope, one.tensor)
+        rows, columns = (scope.sized.written(a, b) for a, b in zip(x.shape, other.value.shape, strict=True))
+        return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.sized.anchor}.device).triu(1)"
+
     def _add_operation(self, scope: Scope, one: Operation, other: Operation) -> None:
-        names = [self._name(scope, slot.tensor) for slot in one.inputs]
+        names = [self._operand(scope, *slots) for slots in zip(one.inputs, other.inputs, strict=True)]
         text = operation_text(one, other, names, scope.sized)
-        hidden = [name for name in names if name in scope.maybe]
+        hidden = [*dict.fromkeys(name for name in names if name in scope.maybe)]
         seen = [name for name in names if name not in scope.maybe]
-        if hidden:
-            condition = " or ".join(f"{name} is None" for name in dict.fromkeys(hidden))
+        if len(hidden) == 2 and not seen and one.name in JOINS:
+            text = f"{hidden[1]} if {hidden[0]} is None else {hidden[0]} if {hidden[1]} is None else {text}"
+        elif hidden:
+            condition = " or ".join(f"{name} is None" for name in hidden)
             text = f"{self._without(scope, one, seen)} if {condition} else {text}"
         if hidden and not seen:
             scope.maybe.add(f"h{scope.count + 1}")
@@ -323,7 +338,7 @@ class WholeWriter:
         """Write the call of a sub-module."""
         call, other = self.calls[number]
         module = self.module.get_submodule(call.path)
-        if call.path in self.parts:
+        if self._is_taken(call, module):
             text, takes = self._part(scope, call, module)
             self._add_line(scope, call.outputs[:1], other.outputs[:1], text, takes)
             return
@@ -380,6 +395,16 @@ class WholeWriter:
         self._add_line(scope, call.outputs, other.outputs, text, takes)
 
     # ------------------------------------------------------------------------------------------- parts
+    def _is_taken(self, call: ModuleCall, module: nn.Module) -> bool:
+        """Whether the equivalent of a part takes what the part is given, and nothing else is asked of it."""
+        part = self.parts.get(call.path)
+        if part is None or part.handed or not part.source:
+            return False
+        theirs, ours = (inspect.signature(one.forward).parameters for one in (module, part.of(module)))
+        given = bound(module, call.args, call.kwargs)
+        others = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
+        return set(given) - set(others) <= set(ours) and all(x is theirs[name].default for name, x in others.items())
+
     def _part(self, scope: Scope, call: ModuleCall, module: nn.Module) -> tuple[str, list[str]]:
         """Write the call of the equivalent of a part."""
         part = self.parts[call.path]
@@ -387,8 +412,6 @@ class WholeWriter:
             self._embed(call.path, part, module)
         names = inspect.signature(part.of(module).forward).parameters
         given = {name: x for name, x in bound(module, call.args, call.kwargs).items() if isinstance(x, Tensor)}
-        if set(given) - set(names):
-            raise UnreadError(f"{call.path} is given {', '.join(set(given) - set(names))}")
         takes = [self._name(scope, x) for x in given.values()]
         said = ", ".join(f"{name}={text}" for name, text in zip(given, takes, strict=True))
         if len(given) == 1 and next(iter(names)) in given:
@@ -397,8 +420,6 @@ class WholeWriter:
 
     def _embed(self, path: str, part: Equivalent, module: nn.Module) -> None:
         """Take the text of a part over, under the name of the user's class."""
-        if part.handed or not part.source:
-            raise UnreadError(f"{path} has no program of its own")
         body = part.source.split("\n\n\n", 1)[1].rstrip("\n")
         base, count = type(module).__name__, 1
         name = base

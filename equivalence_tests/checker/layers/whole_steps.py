@@ -2,14 +2,15 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.vocabulary import CREATES, MOVES, NORMS
+from equivalence_tests.checker.engine.same import near
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, CREATES, MOVES, NORMS
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -22,6 +23,7 @@ from equivalence_tests.checker.layers.whole_values import (
     POOLS,
     SHAPED,
     Labels,
+    Terms,
     Value,
     lies_whole,
     places_of,
@@ -29,12 +31,19 @@ from equivalence_tests.checker.layers.whole_values import (
     scaled,
     summed,
 )
+from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
 from equivalence_tests.checker.parts.names import kind_of_name
+from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import role_of_parameter
-from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
 EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
 OF_POSITIONS = "positional_encoding"
+WRITTEN_OUT = {
+    name: ACTIVATIONS[name] for name in ("GELU", "tanh-GELU", "sigmoid-GELU", "SiLU", "squared ReLU", "Mish")
+}
+MOST_OPERATIONS = 12  # of which an activation is written out
+NOT_FOLLOWED = (RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError)
 
 
 @dataclass(eq=False)
@@ -60,6 +69,7 @@ class Follower:
     found: list[Step] = field(default_factory=list)
     seen: set[Any] = field(default_factory=set)
     paths: set[str] = field(init=False)
+    returned: Terms = ()  # what comes back
     calls: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # labels by the part that made them
 
     def __post_init__(self) -> None:
@@ -74,10 +84,19 @@ class Follower:
         Raises:
             UnreadError: If it cannot be followed.
         """
+        try:
+            self._follow()
+            self._end(outputs)
+        except NOT_FOLLOWED as error:
+            raise UnreadError(f"its wiring could not be followed ({said(error)})") from error
+        self._of_parts()
+        return list(dict.fromkeys(self.found))
+
+    def _follow(self) -> None:
         for name, slot in zip(self.recorder.names, self.recorder.given, strict=True):
             kind, _, named = name.partition(":")
             if kind == "arg":
-                self._given(named, slot.tensor)
+                self.given(named, slot.tensor)
             else:
                 self.learnt.setdefault(
                     slot.key, (frozenset({named}), torch.arange(slot.tensor.numel()).view_as(slot.tensor))
@@ -91,9 +110,27 @@ class Follower:
             else:
                 self._made(self.recorder.operations[place])
             place = max(place + 1, call.end if call is not None else 0)
-        self._end(outputs)
-        self._of_parts()
-        return list(dict.fromkeys(self.found))
+            place = self._activated(call.outputs if call is not None else (), place)
+
+    def _activated(self, outputs: Sequence[Tensor], place: int) -> int:
+        """Take several operations behind a matrix that make one activation of what it gave for one; go behind them."""
+        value = next((self.values[id(x)] for x in outputs if id(x) in self.values), None)
+        if value is None or self.labels.kind(value) not in ("linear", "embedding"):
+            return place
+        wanted = {name: function(outputs[0]) for name, function in WRITTEN_OUT.items()}
+        end, found = place, ("", outputs[0])
+        for operation in self.recorder.operations[place : place + MOST_OPERATIONS]:
+            made = operation.outputs[0] if operation.outputs else None
+            if operation.name in CONTRACTIONS or made is None:
+                break
+            names = [name for name, x in wanted.items() if made.value.shape == x.shape and near(made.value, x)]
+            if names:
+                end, found = operation.index + 1, (names[0], made.tensor)
+        if end < place + 2:  # one operation is known by its name
+            return place
+        label = self.labels.add("activation", found[0], [value])
+        self._give([found[1]], Value(((label, 1.0),), value.places))
+        return end
 
     def _events(self) -> Iterator[ModuleCall]:
         """List the calls of parts, and of torch's own modules, that are not inside of another."""
@@ -115,7 +152,13 @@ class Follower:
         acts = type(module).__name__.lower() in ACTS and not isinstance(module, nn.Softmax)
         return "activation" if plain and acts else ""
 
-    def _given(self, name: str, x: Tensor) -> None:
+    def given(self, name: str, x: Tensor) -> None:
+        """Follow a tensor from here on, unless it is a mask or angles.
+
+        Args:
+            name: What it is called; two of one name are one and the same.
+            x: The tensor.
+        """
         argument = name.partition("[")[0]
         angles = role_of_parameter(argument) == "angles"  # of rotary positions, and no tokens
         if argument in self.hides or angles or x.dtype == torch.bool or x.dim() < 2:
@@ -151,14 +194,14 @@ class Follower:
             self._attended(path, data)
         if kind == "linear":
             self._projected(path, data[0])
-        self._part(kind, path, data, call.outputs)
+        self._part(kind, path, data, call.outputs, call.frames)
 
-    def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor]) -> None:
+    def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor], frames: Frames) -> None:
         if kind == "linear" and self.labels.kind(data[0]) == "given":
             kind = "embedding"  # of features, or of patches
         if kind == "layer":  # of a source and a target the one whose tokens come back is first
             data = sorted(data, key=lambda x: relaid(x.places, outputs[0].shape) is None)
-        label = self.labels.add(kind, path, data)
+        label = self.labels.add(kind, path, data, frames)
         self.calls[path].add(label)
         places = relaid(data[0].places, outputs[0].shape)
         if isinstance(self.module.get_submodule(path) if path in self.paths else None, nn.modules.conv._ConvNd):
@@ -276,7 +319,7 @@ class Follower:
             self._projected(path, data[0])
         elif len(operation.inputs) == 1:
             self._say(f"{operation.name} without a parameter", "project")
-        self._part(kind, path, data[:1], [operation.outputs[0].tensor])
+        self._part(kind, path, data[:1], [operation.outputs[0].tensor], operation.frames)
 
     def _moved(self, operation: Operation, value: Value) -> None:
         if operation.name in ("dropout", "alpha_dropout", "feature_dropout", "dropout1d"):
@@ -316,6 +359,8 @@ class Follower:
             data = [x for x in (one, other) if x is not None]
             self._strange(operation, data)
             return
+        for value in (one, other):
+            self.labels.summed.setdefault(value.only, operation.frames)
         both = [x for x in (one, other) if x.places.dim()]
         if len(both) > 1 and not (
             both[0].places.shape == both[1].places.shape and torch.equal(both[0].places, both[1].places)
@@ -352,7 +397,7 @@ class Follower:
             return
         gains = [x for x in tensors if id(x) in self.learnt]
         if operation.name == "mul" and len(data) == 1 and gains:
-            self._part("gain", self._names(gains[0]), data, [out])
+            self._part("gain", self._names(gains[0]), data, [out], operation.frames)
             return
         if operation.name == "mul" and len(data) == 2 and self.labels.gates(data):
             self._function("product", "product", data, operation)
@@ -428,6 +473,7 @@ class Follower:
         known = [self.values[id(x)] for x in outputs if id(x) in self.values]
         if not known:
             raise UnreadError("what comes back could not be followed")
+        self.returned = known[0].terms
         for value in known[:1]:
             self._used(value, "the output")
             tokens = value.places[..., :1].flatten() // FEATURES if value.places.dim() else torch.zeros(1)

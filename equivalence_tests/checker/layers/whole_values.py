@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
+from equivalence_tests.checker.reporting.lines import Frames
 
 OTHER_ORDER = words("gather take_along_dim index_select masked_select take pad")
 PASSES = (MOVES - OTHER_ORDER - words("cat stack hstack vstack dstack column_stack row_stack")) | words(
@@ -66,11 +67,13 @@ class Made:
         kind: attention, feed_forward, layer_norm, linear, activation, ...
         words: What the user calls it.
         inputs: What it is made of, first that which it is a function of token by token.
+        frames: The user's lines that made it, the innermost first.
     """
 
     kind: str
     words: str
     inputs: tuple[Value, ...] = ()
+    frames: Frames = ()
 
 
 @dataclass
@@ -81,10 +84,11 @@ class Labels:
     known: dict[tuple[Any, ...], str] = field(default_factory=dict)  # each label, by what it stands for
     streams: set[Terms] = field(default_factory=set)  # sums of what a layer was given and what its sub-layers gave
     users: dict[str, set[str]] = field(default_factory=dict)  # the kinds of what takes a label
+    summed: dict[str, Frames] = field(default_factory=dict)  # the lines that first add a label to something
 
-    def add(self, kind: str, words: str, inputs: Iterable[Value] = ()) -> str:
+    def add(self, kind: str, words: str, inputs: Iterable[Value] = (), frames: Frames = ()) -> str:
         """Give the label of something; the same for the same part with the same inputs."""
-        found = Made(kind, words, tuple(inputs))
+        found = Made(kind, words, tuple(inputs), frames)
         label = self.known.setdefault((kind, words, *(x.terms for x in found.inputs)), f"{words} {len(self.known)}")
         self.made.setdefault(label, found)
         for value in found.inputs:

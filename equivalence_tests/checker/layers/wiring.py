@@ -1,38 +1,37 @@
-"""Read how the sub-layers of one layer are wired: a proof, sum by sum, or a mistake with its name.
+"""Name what is wrong with how the sub-layers of one layer are wired, in the reading that its program is made of.
 
-One forward pass is traced. Every value that matters is written as a sum of what went before: the input x, the memory,
-and what each sub-module gave. The residual stream is followed from x to the output. Where it cannot be followed, that
-is said, and nothing is claimed.
+One forward pass is followed: every value is a sum of what was given, the input x and the memory, and of what the parts
+gave. The residual stream goes from x to the output. Where it cannot be followed, that is said.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.engine.same import distance
 from equivalence_tests.checker.engine.taking_part import idle_modules
-from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.layers.whole_calls import called_by_hooks
+from equivalence_tests.checker.layers.whole_steps import Follower
+from equivalence_tests.checker.layers.whole_values import BASES, Labels, Terms, Value
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.tracing import ModuleCall, tensors_in, trace
+from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.lines import Frames
 
 Sum = tuple[str, ...]
 SUBLAYERS = ("attention", "feed_forward")
-ROUNDING = 1e-10
+MATRICES = ("linear", "embedding")  # a matrix that reads the input as it is embeds it
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a sub-module.
+    """What one part made of its inputs.
 
     Args:
         path: Where it is.
-        kind: attention, feed_forward, layer_norm, or "" for another module with parameters.
-        inputs: What went in, each as a sum of labels; None where it is no sum.
+        kind: attention, feed_forward, layer_norm, or "" for another part with parameters.
+        inputs: What went in, each as a sum of labels; None where one is scaled.
         output: The label of what came out.
         contained: Whether it adds its own residual; None if that is not known.
         frames: The lines that called it.
@@ -64,69 +63,8 @@ class Wiring:
         self.mistakes.setdefault(name, frames)
 
 
-class Values:
-    """Tensors by the sums that they are.
-
-    Args:
-        inputs: What a layer is given: x, and the memory where that is another tensor.
-    """
-
-    def __init__(self, inputs: Inputs) -> None:
-        self.batch, self.width = len(inputs.query), inputs.query.size(-1)
-        given = {id(x): x for x in (inputs.query, inputs.key, inputs.value)}
-        self.known = [("x" if x is inputs.query else "memory", x) for x in given.values()]
-
-    def add(self, label: str, tensor: Tensor) -> None:
-        """Give a tensor a label of its own."""
-        self.known.append((label, self._upright(tensor)))
-
-    def as_sum(self, x: Tensor) -> Sum | None:
-        """Write a tensor as a sum of labelled ones, each as often as it is in it; None if it is none."""
-        tensor = self._upright(x)
-        terms = [(label, value) for label, value in self.known if value.shape == tensor.shape]
-        if not terms:
-            return None
-        columns = torch.stack([value.flatten() for _, value in terms], -1)
-        counts = torch.linalg.lstsq(columns, tensor.flatten()[:, None]).solution.round()
-        if bool((counts < 0).any()) or not _equal((columns @ counts).view(tensor.shape), tensor):
-            return None
-        return tuple(sorted(label for (label, _), n in zip(terms, counts, strict=True) for _ in range(int(n))))
-
-    def moved(self, x: Tensor) -> tuple[Tensor, torch.Size] | None:
-        """Say where the tokens of a labelled tensor stand in one that holds the same in another order, as windows do.
-
-        Returns:
-            For each token of the labelled tensor its place, and the shape of that tensor; None if there is none.
-        """
-        rows = x.flatten(0, -2)
-        for _, value in self.known:
-            if value.numel() == x.numel() and value.size(-1) == x.size(-1):
-                places = torch.cdist(value.flatten(0, -2), rows).argmin(1)
-                if len(places.unique()) == len(rows) and _equal(rows[places], value.flatten(0, -2)):
-                    return places, value.shape
-        return None
-
-    def tensor(self, label: str) -> Tensor:
-        """Give the tensor of a label."""
-        return dict(self.known)[label]
-
-    def _upright(self, x: Tensor) -> Tensor:
-        """Turn a tensor to (b, l, e), if it can be."""
-        wanted = (self.batch, self.width)
-        return next((t for t in _turned(x) if (t.size(0), t.size(-1)) == wanted), x)
-
-
-def _turned(x: Tensor) -> list[Tensor]:
-    """The tensor, batch and length exchanged, and length and features exchanged (convolutions)."""
-    return [x, x.transpose(0, 1), x.transpose(1, 2)] if x.dim() == 3 else []
-
-
-def _equal(x: object, y: Tensor) -> bool:
-    return isinstance(x, Tensor) and x.shape == y.shape and distance(x, y) < ROUNDING
-
-
 def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, bool | None]) -> Wiring:
-    """Trace one call of a layer and follow the residual stream.
+    """Follow one call of a layer.
 
     Args:
         trial: How the layer is called.
@@ -136,98 +74,92 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
     Returns:
         Mistakes, and what could not be read.
     """
-    inputs, module, seen = trial.inputs(), trial.function, list[ModuleCall]()
+    inputs, module, wiring = trial.inputs(), trial.function, Wiring()
     assert isinstance(module, nn.Module)  # layers are modules
-    alone = trial.plan.self_attention
-
-    def traced() -> list[Tensor]:
-        returned = list[Tensor]()
-        seen.extend(trace(module, lambda: returned.extend(trial.tensors(inputs))))
-        return returned
-
-    run, values, wiring = Call(traced, (), module=module).run(read=False), Values(inputs), Wiring()
-    calls = {f"{call.path}#{place}": call for place, call in enumerate(seen) if call.path in atoms}
-    sums = [operation for operation in run.operations if operation.name == "add"]
-    steps = _steps(calls, values, atoms, contained, trial.sizes.embed_dim)
-    linears = {path for path, child in module.named_modules() if isinstance(child, nn.Linear | nn.Conv1d)}
-    for step in list(_feed_forwards_joined(steps, values, calls, wiring, linears)):
-        wiring.steps.append(replace(step, summed=_where_summed(step, values, sums)))
+    with called_by_hooks(module):
+        run = Call(lambda: trial.returned(inputs), (), module=module).run(read=False)
+    kinds = {path: "layer" if contained.get(path) else kind for path, kind in atoms.items() if kind}
+    follower = Follower(module, run.recorder, kinds, ())
+    root = run.recorder.calls[0]
+    for name, x in [(_given_as(x, inputs), x) for x in root.inputs]:
+        if name:
+            follower.given(name, x)
     idle = idle_modules(run, module)
-    _judge_unused(wiring, {path: kind for path, kind in atoms.items() if path in idle}, alone)
-    stream = _Stream(wiring, values.as_sum(trial.output_in(run.output)), alone)
+    try:
+        steps = follower.steps([*tensors_in((run.output,))][trial.plan.output :])
+    except UnreadError as why:
+        wiring.unread.append(str(why))
+        steps = []
+    wiring.steps += _steps(follower.labels, atoms, contained, wiring)
+    _judge_unused(wiring, {path: kind for path, kind in atoms.items() if path in idle}, trial.plan.self_attention)
+    if wiring.unread:
+        return wiring
+    stream = _Stream(wiring, follower, trial.plan.self_attention)
     stream.follow()
-    _judge_shared_norms(wiring)
-    if not alone:
+    wiring.unread += [step.words for step in steps if not step.evidence]
+    stream.judge_norms()
+    if not trial.plan.self_attention:
         stream.judge_cross()
     return wiring
 
 
+def _given_as(x: Tensor, inputs: Inputs) -> str:
+    """Tell by its numbers, which may be laid out in another way, whether a tensor is the input or the memory."""
+    if not x.is_floating_point():
+        return ""
+    numbers = x.flatten().sort().values
+    for name, given in (("x", inputs.query), ("memory", inputs.key), ("memory", inputs.value)):
+        if x.numel() == given.numel() and bool((numbers == given.flatten().sort().values).all()):
+            return name
+    return ""
+
+
 def _steps(
-    calls: Mapping[str, ModuleCall],
-    values: Values,
-    atoms: Mapping[str, str],
-    contained: Mapping[str, bool | None],
-    width: int,
+    labels: Labels, atoms: Mapping[str, str], contained: Mapping[str, bool | None], wiring: Wiring
 ) -> Iterator[Step]:
-    for label, call in calls.items():
-        output = next(tensors_in((call.output,)), None)
-        if output is None or output.dim() != 3:
+    """List what the parts made; matrices that follow one another through an activation are one feed-forward."""
+    found: dict[str, Step] = {}
+    for label, made in labels.made.items():
+        if not made.inputs or made.kind not in ("layer", "layer_norm", "gain", *MATRICES, *SUBLAYERS):
             continue
-        given = [x for x in tensors_in((call.args, call.kwargs)) if x.dim() == 3 and width in x.shape]
-        inputs = tuple(values.as_sum(x) for x in given)
-        apart = bool(given) and not any(inputs) and output.shape == given[0].shape
-        moved = values.moved(given[0]) if apart else None
-        if moved is not None:
-            places, shape = moved
-            alike = [x for x in (*given, output) if x.shape == given[0].shape]
-            *entered, output = (x.flatten(0, -2)[places].view(shape) for x in alike)
-            inputs = tuple(values.as_sum(x) for x in entered)
-        if len(values.as_sum(output) or ()) == 1:
-            continue  # it hands on what it gets, or what another call gave
-        values.add(label, output)
-        yield Step(call.path, atoms[call.path], inputs, label, contained.get(call.path, False), call.frames)
+        kind = atoms.get(made.words, "") or ("layer_norm" if made.kind == "layer_norm" else "")
+        paths, inputs = [made.words], made.inputs
+        matrices = [*_matrices(labels, made.inputs[0])] if made.kind in MATRICES else []
+        if matrices:
+            if labels.kind(made.inputs[0]) in MATRICES:
+                wiring.blame("activation_missing", made.frames)
+            kind, inputs = "feed_forward", labels.made[matrices[-1]].inputs
+            paths = [found.pop(one).path for one in matrices[::-1] if one in found] + paths
+        read = tuple(_sum(value.terms) for value in inputs)
+        found[label] = Step(
+            ", ".join(paths),
+            kind,
+            read,
+            label,
+            contained.get(made.words, False),
+            made.frames,
+            labels.summed.get(label, made.frames),
+        )
+    yield from found.values()
 
 
-def _where_summed(step: Step, values: Values, sums: list[Operation]) -> Frames:
-    """Give the lines that first add what a step gave to something; those that called it where none do."""
-    given = values.tensor(step.output)
-    adding = (op for op in sums if any(_equal(given, x) for slot in op.inputs for x in _turned(slot.value)))
-    return next((operation.frames for operation in adding), step.frames)
+def _matrices(labels: Labels, value: Value) -> Iterator[str]:
+    """List the matrices that stand before a value, with nothing but activations between, the last one first."""
+    made = labels.made.get(value.only)
+    if made is None or not made.inputs or made.kind not in (*MATRICES, "activation", "product", "piece"):
+        return
+    if made.kind in MATRICES:
+        yield value.only
+        return
+    for one in made.inputs:
+        yield from _matrices(labels, one)
 
 
-def _feed_forwards_joined(
-    steps: Iterator[Step],
-    values: Values,
-    calls: Mapping[str, ModuleCall],
-    wiring: Wiring,
-    linears: Collection[str],
-) -> Iterator[Step]:
-    """Take matrices that follow one another through an activation for one feed-forward."""
-    waiting: Step | None = None
-    for step in steps:
-        entered = next(tensors_in((calls[step.output].args, calls[step.output].kwargs)), None)
-        if waiting is not None and step.kind == "" and entered is not None:
-            activation = _activation_between(values.tensor(waiting.output), entered)
-            joined = activation not in ("", "nothing")
-            if activation == "nothing" and {waiting.path, step.path} <= set(linears):  # others may be norms
-                wiring.blame("activation_missing", step.frames)
-                joined = True
-            if joined:
-                step = replace(step, path=f"{waiting.path}, {step.path}", kind="feed_forward", inputs=waiting.inputs)
-                waiting = None
-        if waiting is not None:
-            yield waiting
-        waiting = step if step.kind == "" else None
-        if waiting is None:
-            yield step
-    if waiting is not None:
-        yield waiting
-
-
-def _activation_between(before: Tensor, after: Tensor) -> str:
-    """Name the activation that turns one tensor into another; "" if none does."""
-    fits = (n for n, f in reversed(ACTIVATIONS.items()) if any(_equal(f(before), x) for x in _turned(after)))
-    return next(fits, "")
+def _sum(terms: Terms) -> Sum | None:
+    """Write a sum as labels, each as often as it is in it; None where one is not counted in whole numbers."""
+    if any(count != int(count) or count < 0 for _, count in terms):
+        return None
+    return tuple(sorted(label for label, count in terms for _ in range(int(count))))
 
 
 def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool) -> None:
@@ -259,26 +191,26 @@ class _Stream:
 
     Args:
         wiring: Receives what is found.
-        final: What comes out.
+        follower: Followed the run.
         self_attention: Whether there is no memory.
     """
 
-    def __init__(self, wiring: Wiring, final: Sum | None, self_attention: bool) -> None:
-        self.wiring, self.final, self.steps = wiring, final, wiring.steps
+    def __init__(self, wiring: Wiring, follower: Follower, self_attention: bool) -> None:
+        labels = follower.labels
+        self.memory = ("", labels.add("given", "memory"))[not self_attention]
+        self.bases = {label for label, _ in labels.of_kind(*BASES)}
+        self.wiring, self.final, self.steps = wiring, _sum(follower.returned), wiring.steps
         self.most = 1 if self_attention else 2  # attentions in a layer; with more, the end of a stack may stand in it
-        self.sums = [x for x in (*(x for step in self.steps for x in step.inputs), final) if x is not None]
+        self.sums = [x for x in (*(x for step in self.steps for x in step.inputs), self.final) if x is not None]
         self.norms = {step.output: step for step in self.steps if step.kind == "layer_norm"}
         self.sublayers = [step for step in self.steps if step.kind in SUBLAYERS]
-        self.now: Sum = ("x",)
-        self.pre_norm = bool(self.sublayers) and self._normalised(self._query(self.sublayers[0])) == ("x",)
+        first = self._raw(self.sublayers[0]) if self.sublayers else None
+        self.now: Sum = first if first and self.bases.issuperset(first) else (labels.add("given", "x"),)
+        self.pre_norm = bool(self.sublayers) and self._normalised(self._query(self.sublayers[0])) == self.now
         self.done: set[str] = set()
 
     def follow(self) -> None:
         """Go from x to the output."""
-        branches = {(step.output,) for step in self.sublayers}  # what else reads one is a scale
-        used = [s for s in self.steps if s.kind == "" and s.output not in self.wiring.unused]
-        strange = [step.path for step in used if not (step.inputs and step.inputs[0] in branches)]
-        self.wiring.unread += [f"{path} is no part that is known" for path in strange[:1]]
         try:
             for step in self.sublayers:
                 if step.output not in self.done:
@@ -327,7 +259,7 @@ class _Stream:
         return any(x != entered and not self._normalised(x) == self._normalised(entered) == self.now for x in given)
 
     def _is_known(self, x: Sum) -> bool:
-        return set(x) <= {"x", "memory", *(step.output for step in self.sublayers), *self.norms}
+        return set(x) <= {*self.bases, *(step.output for step in self.sublayers), *self.norms}
 
     def _branch(self, step: Step, entered: Sum) -> tuple[Step, Sum | None]:
         """The end of a branch, and the first value that it is seen in: a norm or a scale may stand in between."""
@@ -397,6 +329,14 @@ class _Stream:
         elif len(counts) > 1 and counts[0]:
             self.wiring.blame("sublayers_in_another_order", attentions[0].frames)
 
+    def judge_norms(self) -> None:
+        """Name a LayerNorm that stands in two places."""
+        first: dict[str, Sum | None] = {}
+        for step in self.norms.values():
+            given = step.inputs[0]
+            if given != (self.memory,) and first.setdefault(step.path, given) != given:
+                self.wiring.blame("norm_shared", step.frames)
+
     def _stop(self, mistake: str, frames: Frames) -> None:
         self.wiring.blame(mistake, frames)
         raise _LostError
@@ -410,7 +350,7 @@ class _Stream:
         return self._normalised(self._query(step)) or self._query(step)
 
     def _of_memory(self, x: Sum) -> bool:
-        return ("memory",) in (x, self._normalised(x))
+        return (self.memory,) in (x, self._normalised(x))
 
     def _normalised(self, x: Sum | None) -> Sum | None:
         """What a LayerNorm was given, if x is what one gave."""
@@ -433,12 +373,3 @@ def _with(terms: Sum, label: str) -> Sum:
 def _without(terms: Sum, label: str) -> Sum:
     place = terms.index(label)
     return terms[:place] + terms[place + 1 :]
-
-
-def _judge_shared_norms(wiring: Wiring) -> None:
-    """Name a LayerNorm that stands in two places."""
-    first: dict[str, Sum | None] = {}
-    for step in (step for step in wiring.steps if step.kind == "layer_norm"):
-        given = step.inputs[0] if step.inputs else ("memory",)
-        if given != ("memory",) and first.setdefault(step.path, given) != given:
-            wiring.blame("norm_shared", step.frames)

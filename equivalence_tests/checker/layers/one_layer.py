@@ -1,0 +1,144 @@
+"""Check one layer: how its parts are wired, what becomes of its masks, and of its other arguments."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from equivalence_tests.checker.engine.caches import exercised_cache
+from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
+from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
+from equivalence_tests.checker.engine.token_numbers import numbers_exercised
+from equivalence_tests.checker.layers.walk import Walk, mark_of, masks_of, same_numbers
+from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
+from equivalence_tests.checker.mistakes import found_mistake
+from equivalence_tests.checker.parts.kinds import atoms_of
+from equivalence_tests.checker.reach.calling import Trial
+from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer
+from equivalence_tests.checker.reach.plans import Errors, trials_of
+from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.subject import Adapter, sizes_of
+from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
+from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import Frames, code_lines
+
+OF_QUERIES = re.compile(rf"{TARGET.pattern}|self|causal|look_?ahead|future")
+WIRED = "read off one forward pass: what goes into each sub-module is a sum of earlier tensors, to rounding"
+
+
+def add_layer(walk: Walk, path: str, layer: nn.Module) -> None:
+    """Follow the wiring of one layer, and try its masks and the maps it returns."""
+    label, sizes = path or "layer", sizes_of(layer, walk.sizes, Adapter())
+    errors = Errors()
+    ways = ways_to_call(layer, sizes, errors)
+    if not ways:
+        said = f": {errors[0]}" if errors else ""
+        walk.skip(f"{label} (wiring)", f"no way to call it was found{said}")
+        return
+    roles = sorted(role for _, role in ways[0].plan.roles)
+    walk.report.conventions.append((f"{label}: layout", LAYOUTS[ways[0].plan.layout], LENGTH_FIRST))
+    trial, wiring = _followed(walk, [way for way in ways if sorted(role for _, role in way.plan.roles) == roles], layer)
+    _add_fresh_parts(walk, path, trial)
+    if wiring.mistakes or not wiring.unread:
+        walk.check(f"{label} (wiring)", wiring.mistakes, path, WIRED, norms=", ".join(wiring.idle_norms))
+    else:
+        walk.skip(f"{label} (wiring)", "; ".join(wiring.unread))
+    if wiring.order and not wiring.mistakes:
+        walk.report.conventions.append((f"{label}: wiring", wiring.order, "post-norm unless norm_first"))
+    _add_layer_masks(walk, label, path, trial, wiring)
+    _add_maps(walk, label, path, trial)
+
+
+def ways_to_call(layer: nn.Module, sizes: Sizes, errors: Errors) -> list[Trial]:
+    """The ways to call a layer, first the one that keeps samples apart."""
+    ways = list(trials_of(layer, sizes, torch.float64, errors))
+    first = next((way for way in ways if way.keeps_samples_apart), None)
+    return ways if first is None else [first, *(way for way in ways if way is not first)]
+
+
+def _followed(walk: Walk, ways: list[Trial], layer: nn.Module) -> tuple[Trial, Wiring]:
+    """Read the wiring; where it is not right, which of two tensors is the memory may have been taken wrongly."""
+    read = list[tuple[Trial, Wiring]]()
+    atoms = atoms_of(layer)
+    contained = {path: walk.contained.get(mark_of(layer.get_submodule(path)), False) for path in atoms}
+    for way in ways:
+        read.append((way, read_wiring(way, atoms, contained)))
+        if not (read[-1][1].mistakes or read[-1][1].unread):
+            break
+    return min(read, key=lambda item: _doubts(item[1]))
+
+
+def _doubts(wiring: Wiring) -> tuple[int, bool]:
+    """Count what is wrong or unread under one reading; a memory that is read first may be no memory."""
+    return len(wiring.mistakes) + len(wiring.unread), "sublayers_in_another_order" in wiring.mistakes
+
+
+def _add_fresh_parts(walk: Walk, path: str, trial: Trial) -> None:
+    made = layers_made(lambda: trial.returned(trial.inputs()))
+    if made and not any(finding.name.endswith("in_forward") for finding in walk.report.findings):
+        stack, evidence = code_lines(next(iter(made.values()))), f"each call constructs {', '.join(sorted(made))}"
+        found = found_mistake("layer_made_in_forward", stack=stack, evidence=evidence, where=path)
+        walk.report.findings.append(found)
+
+
+def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wiring) -> None:
+    run = run_layer(trial)
+    read = masks_of(walk, path, run, trial.sizes.num_heads)
+    called = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
+    whys = {mask.name: has_nothing_to_hide(mask.name, trial) for mask in read.masks if not mask.used}
+    walk.report.coverage += [Exercise(name, False, why) for name, why in whys.items() if why]
+    read = replace(read, masks=[mask for mask in read.masks if not whys.get(mask.name)])
+    found = list(read.mistakes())
+    wrong = {name: _attention_of(mask.lower(), name, called) for name, mask, _ in found}
+    unused = "".join(f" {mask}" for name, mask, _ in found if name == "mask_never_used")
+    evidence = "a mask that hides one token was given in every form"
+    if read.opposite:
+        said = {"look": "may look", "block": "may not look"}
+        evidence = "; ".join(f"{mask.name}: True = {said[mask.meaning]}" for mask in read.opposite)
+        wrong["masks_of_opposite_meaning"] = called[-1]
+    if read.masks:
+        walk.check(f"{label} (masks)", wrong, path, evidence, argument=unused)
+    for mask in read.masks:
+        if mask.form is not None:
+            row = (f"{label}: {mask.name}", f"hides {mask.hides}: {mask.form}", "True = may not look, or added")
+            walk.report.conventions.append(row)
+    add_idle_arguments(walk, label, path, trial, run.masks)
+
+
+def _attention_of(mask: str, mistake: str, called: Sequence[Frames]) -> Frames:
+    """The call of the attention that a mask belongs to; none where nothing tells which of several it was meant for."""
+    idle = mistake == "mask_never_used" and not (OF_SOURCE.search(mask) or OF_QUERIES.search(mask))
+    return () if idle and len(set(called)) > 1 else called[-1 if OF_SOURCE.search(mask) else 0]
+
+
+def add_idle_arguments(walk: Walk, label: str, path: str, trial: Trial, masks: Sequence[str]) -> None:
+    """Decode with the cache that a layer takes, and list the other arguments that no call has given."""
+    exercises, findings = exercised_cache(trial)
+    walk.report.coverage += [replace(one, what=f"{one.what} of {label}" if path else one.what) for one in exercises]
+    walk.report.findings += [replace(one, where=path) for one in findings]
+    given = {name for name, role in trial.plan.roles if not role.startswith("=")} | set(masks)
+    given |= {exercise.what for exercise in exercises}
+    for parameter in parameters_of(trial.function):
+        default = parameter.default
+        if parameter.name not in given and not isinstance(default, bool) and default is not parameter.empty:
+            what = f"{parameter.name} of {label}" if label != "layer" else parameter.name
+            said = Exercise(what, False, "its name does not say what it does")
+            numbered = numbers_exercised(trial, parameter.name)
+            walk.report.coverage.append(said if numbered is None else replace(numbered, what=what))
+
+
+def _add_maps(walk: Walk, label: str, path: str, trial: Trial) -> None:
+    """A layer that returns the maps of its self-attention twice forgets those of the cross-attention."""
+    queries, keys = trial.sizes.query_len, trial.sizes.key_len
+    if trial.plan.self_attention or queries == keys:
+        return
+    returned = tensors_in((trial.returned(trial.inputs()),))
+    maps = [x for x in returned if x.dim() >= 3 and x.size(-2) == queries]
+    own, crossed = ([x for x in maps if x.size(-1) == length] for length in (queries, keys))
+    if own or crossed:
+        twice = not crossed and any(same_numbers(x, y) for i, x in enumerate(own) for y in own[:i])
+        mistakes: dict[str, Frames] = {"cross_maps_are_self_maps": ()} if twice else {}
+        walk.check(f"{label} (attention maps)", mistakes, path, "the same map comes back twice")

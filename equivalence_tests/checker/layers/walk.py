@@ -1,0 +1,114 @@
+"""What is known of a layer or a model while it is walked through, and the report that receives it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.names import Run
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.surroundings import modules_around
+from equivalence_tests.checker.engine.watching import ModuleCall
+from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
+from equivalence_tests.checker.layers.whole_calls import called_by_hooks
+from equivalence_tests.checker.mistakes import found_mistake, named_mistake
+from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.model_calls import ModelRun
+from equivalence_tests.checker.reporting.equivalents import Equivalent
+from equivalence_tests.checker.reporting.findings import CheckResult
+from equivalence_tests.checker.reporting.lines import Frames, code_lines
+from equivalence_tests.checker.reporting.report import Report
+
+
+@dataclass
+class Walk:
+    """What is known while a model is walked through.
+
+    Args:
+        report: Receives what is found.
+        module: The model, prepared.
+        sizes: Of the tensors.
+        contained: For each part that was examined, whether it adds its own residual; None if that is not known.
+        meant: Which deviations are on purpose.
+        watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
+        ran: That run.
+        of_one: Paths of the sub-modules to which that run gives one tensor of tokens in all their arguments.
+        equivalents: The same in torch, for each part that was examined.
+        masks: The masks that the whole was seen to take.
+        heads: How many heads these may be repeated for.
+        inline: Whether an attention has no module of its own, so that what stands around it cannot be told from it.
+    """
+
+    report: Report
+    module: nn.Module
+    sizes: Sizes
+    contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
+    watched: dict[str, Report] = field(default_factory=dict)
+    ran: Run | None = None
+    of_one: set[str] = field(default_factory=set)
+    equivalents: dict[tuple[Any, ...], Equivalent] = field(default_factory=dict)
+    masks: list[Mask] = field(default_factory=list)
+    heads: int = 1
+    inline: bool = False
+    meant: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:
+        """Add a row, and a finding for each mistake, with its lines and the facts of its words."""
+        owners = [type(module).__name__ for module in modules_around(self.module, place)]
+        meant = {mistake: named_mistake(mistake).as_named(owners) for mistake in mistakes}
+        wrong = [mistake for mistake in mistakes if not meant[mistake]]
+        self.report.checks.append(CheckResult(name, "failed" if wrong else "passed", ", ".join(wrong)))
+        for mistake, frames in mistakes.items():
+            kept = self.report.meant if meant[mistake] else self.report.findings
+            if (mistake, place) not in [(f.name, f.where) for f in kept]:
+                shown = {"stack": code_lines(frames), "evidence": evidence, "where": place, "meant": meant[mistake]}
+                kept.append(found_mistake(mistake, facts, **shown))
+
+    @property
+    def calls(self) -> list[ModuleCall]:
+        """The calls of its sub-modules, in the order in which they begin."""
+        return [] if self.ran is None else [call for call in self.ran.recorder.calls if call.path]
+
+    def skip(self, name: str, reason: str) -> None:
+        """Say what could not be looked at."""
+        self.report.checks.append(CheckResult(name, "skipped", reason))
+
+
+def mark_of(child: nn.Module) -> tuple[Any, ...]:
+    """What two modules share that need not be examined twice."""
+    source = str(child) if isinstance(child, nn.Sequential) else ""  # what stands in no class of its own
+    return (type(child), tuple(p.shape for p in child.parameters()), source)
+
+
+def one_of_each(found: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Keep the first module of each class and shape."""
+    first: dict[tuple[Any, ...], tuple[str, nn.Module]] = {}
+    for path, child in found:
+        first.setdefault(mark_of(child), (path, child))
+    return list(first.values())
+
+
+def same_numbers(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are equal, in shape too."""
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def masks_of(walk: Walk, path: str, run: ModelRun, heads: int = 1) -> Masks:
+    """Try the masks of a layer or a model; none where one goes wrong inside, which hides what becomes of it outside."""
+    inside = [f for f in walk.report.findings if f.where.startswith(f"{path}." if path else "")]
+    if any(f.stage in ("softmax", "mask") or "mask" in f.name for f in inside):
+        return Masks([], [])
+    read = read_masks(walk.module.get_submodule(path), run, heads)
+    if not path:
+        walk.masks, walk.heads = read.masks, heads
+    if any(f.name.startswith("cross_") or f.name == "sublayer_unused" for f in walk.report.findings):
+        read = replace(read, masks=[mask for mask in read.masks if mask.reached])  # others may have nothing to hide
+    return read
+
+
+def recorded(module: nn.Module, run: ModelRun, source: Tensor, target: Tensor | None) -> Run:
+    """Run a model once, and record it."""
+    with called_by_hooks(module):
+        return Call(run.call, (source, target), module=module).run(read=False)
