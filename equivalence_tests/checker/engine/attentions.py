@@ -6,7 +6,7 @@ from equivalence_tests.checker.engine.codes import (
     sources_in,
 )
 from equivalence_tests.checker.engine.names import Attention, Part, Product, Run
-from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, WEIGHS, words
+from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MOVES, MULTIPLIES, WEIGHS, words
 from equivalence_tests.checker.engine.watching import Operation
 
 # What makes features of queries and keys, for an attention that is intended to be linear.
@@ -24,10 +24,16 @@ def attentions_of(run: Run) -> list[Attention]:
     forgotten = not any(operation.name in WEIGHS | FEATURES_OF for operation in run.operations)
     found: dict[int, Attention] = {}
     for part in parts:
-        if _only_scaled(run, part) if forgotten else any(step.name in WEIGHS for step, _, _ in part.steps(run)):
+        if _only_scaled(run, part) if forgotten else _is_weighed([step.name for step, _, _ in part.steps(run)]):
             operation, names = _end_of(run, part)
             found.setdefault(operation.index, Attention(run, [], operation, names)).parts.append(part)
     return [found[index] for index in sorted(found)]
+
+
+def _is_weighed(steps: list[str]) -> bool:
+    """Whether scores become weights: by a softmax or what it is made of, or by a ReLU that nothing follows."""
+    bare = "relu" in steps and set(steps[steps.index("relu") + 1 :]) <= MOVES | CONTRACTIONS | {"dropout"}
+    return bare or not WEIGHS.isdisjoint(steps)
 
 
 def _only_scaled(run: Run, part: Part) -> bool:

@@ -251,6 +251,13 @@ SOFTMAXES = (
         (SOFTMAX_LINE, "scores.sigmoid()"),
     ),
     _softmax(
+        "relu_for_softmax",
+        "A ReLU is used instead of the softmax.",
+        "weights = relu(scores)",
+        "Use softmax over the keys.",
+        (SOFTMAX_LINE, "F.relu(scores)"),
+    ),
+    _softmax(
         "softmax_overflows",
         "The exponentials are taken of the scores as they are: large scores overflow, and the output is nan.",
         "weights = exp(scores) / sum(exp(scores))",

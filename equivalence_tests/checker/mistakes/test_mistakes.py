@@ -91,6 +91,7 @@ def test_a_residual_from_inside_the_attention_is_none(added: str, tmp_path: Path
     [
         ("scores = q", "q, k = F.elu(q) + 1, F.elu(k) + 1\n        scores = q"),
         ("= scores", "= scores / scores.sum(-1, True)"),
+        ("= scores", "= F.relu(scores) / scores.size(-1)"),
     ],
 )
 def test_an_attention_that_is_meant_to_have_no_softmax_is_not_accused(change: Change, tmp_path: Path) -> None:

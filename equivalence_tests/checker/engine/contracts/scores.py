@@ -35,6 +35,7 @@ from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.same import HIDING, LOOSE, MEASURED, UNDERFLOW, constant_ratio
 from equivalence_tests.checker.engine.vocabulary import ADDS, COMPARES, FILLS, MULTIPLIES, SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Slot
+from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.reporting.lines import Frames
 
 LAID_OVER = ADDS | FILLS | words("unsqueeze to")  # a bias and a mask, before both are added as one
@@ -156,11 +157,18 @@ class Scores:
     def _kind(self) -> Departure | None:
         model = self.model
         if model.kind == "linear":
-            return self._put_right("softmax_missing", "softmax", self.part.contexts[0].operation, rescaled=True)
+            context = self.part.contexts[0].operation
+            return self._in_its_place() or self._put_right("softmax_missing", "softmax", context, rescaled=True)
         if model.axis in OTHER_AXES:
             name = f"softmax_over_{OTHER_AXES[model.axis]}"
             return self._blocking(name, "softmax", self._softmax_step(), self._softmaxed())
         return self._unknown() if model.kind == "other" else None
+
+    def _in_its_place(self) -> Departure | None:
+        """Another function in the place of the softmax, as rows of ``mistakes`` name it."""
+        named = ((f"{step.operation.name}_for_softmax", step.operation) for step in self.steps)
+        known = ((name, operation) for name, operation in named if name in MISTAKES)
+        return next((self._put_right(name, "softmax", operation, rescaled=True) for name, operation in known), None)
 
     def _softmax_step(self) -> Operation:
         named = [s.operation for s in self.steps if s.operation.name in SOFTMAXES]
@@ -169,9 +177,8 @@ class Scores:
 
     def _unknown(self) -> Departure:
         """What no reading explains: the first operation that does what no stage does."""
-        sigmoid = next((s.operation for s in self.steps if "sigmoid" in s.operation.name), None)
-        if sigmoid is not None:
-            return self._put_right("sigmoid_for_softmax", "softmax", sigmoid)
+        if (other := self._in_its_place()) is not None:
+            return other
         softmax, table = self._softmax_step(), self.part.table
         columns = table.head * (int(table.key.max()) + 1) + table.key
         if softmax.name in SOFTMAXES and self._sum_to_one(columns) and not self._sum_to_one(table.row):
