@@ -6,7 +6,7 @@ from equivalence_tests.checker.engine.codes import (
     sources_in,
 )
 from equivalence_tests.checker.engine.names import Attention, Part, Product, Run
-from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, MOVES, MULTIPLIES, WEIGHS, words
+from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, WEIGHS, words
 from equivalence_tests.checker.engine.watching import Operation
 
 # What makes features of queries and keys, for an attention that is intended to be linear.
@@ -21,27 +21,24 @@ def attentions_of(run: Run) -> list[Attention]:
         was forgotten.
     """
     parts = [part for part in (_part(run, product) for product in run.names.products) if part.contexts]
-    forgotten = not any(operation.name in WEIGHS | FEATURES_OF for operation in run.operations)
+    weighed = any(operation.name in WEIGHS for operation in run.operations)
     found: dict[int, Attention] = {}
     for part in parts:
-        if _only_scaled(run, part) if forgotten else _is_weighed([step.name for step, _, _ in part.steps(run)]):
+        if any(step.name in WEIGHS for step, _, _ in part.steps(run)) if weighed else _only_scaled(run, part):
             operation, names = _end_of(run, part)
             found.setdefault(operation.index, Attention(run, [], operation, names)).parts.append(part)
     return [found[index] for index in sorted(found)]
 
 
-def _is_weighed(steps: list[str]) -> bool:
-    """Whether scores become weights: by a softmax or what it is made of, or by a ReLU that nothing follows."""
-    bare = "relu" in steps and set(steps[steps.index("relu") + 1 :]) <= MOVES | CONTRACTIONS | {"dropout"}
-    return bare or not WEIGHS.isdisjoint(steps)
-
-
 def _only_scaled(run: Run, part: Part) -> bool:
-    """Whether the values are multiplied with the scores as they are, but for one number."""
+    """Whether the values are multiplied with the scores as they are, but for one number, or with a ReLU of that."""
     made = (part.product.operation, *(context.operation for context in part.contexts))
     steps = [operation for operation, _, _ in part.steps(run) if operation not in made]
-    plain = all(step.name in MULTIPLIES | MOVES | {"dropout"} for step in steps)
-    return plain and all(slot.value.numel() == 1 for step in steps for slot in step.inputs[1:])
+    bends = [step for step in steps if step.name == "relu"]
+    scales = [step for step in steps if step.name in MULTIPLIES and not (bends and step.index > bends[0].index)]
+    plain = all(step in scales or step in bends or step.name in MOVES | {"dropout"} for step in steps)
+    linear = not bends and any(operation.name in FEATURES_OF for operation in run.operations)
+    return plain and not linear and all(slot.value.numel() == 1 for step in steps for slot in step.inputs[1:])
 
 
 def _part(run: Run, product: Product) -> Part:

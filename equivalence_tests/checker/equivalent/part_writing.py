@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -347,8 +347,12 @@ def _is_used(argument: str, body: str) -> bool:
     return " = " not in argument or re.search(rf"\b{argument.partition(':')[0]}\b", body) is not None
 
 
-def signature_of(function: Callable[..., Any]) -> str:
+def signature_of(function: Callable[..., Any], kinds: Mapping[str, str] | None = None) -> str:
     """Write the arguments of a function, each with what it takes by default.
+
+    Args:
+        function: The function.
+        kinds: The types of those that take no tensor by default, by name.
 
     >>> def norm(x, gain, *, eps=1e-5): ...
     >>> signature_of(norm)
@@ -362,7 +366,7 @@ def signature_of(function: Callable[..., Any]) -> str:
         default = "" if one.default is one.empty else f" = {one.default!r}"
         plain = type(one.default) in (int, float, bool, str)
         kind = "Any" if star or (default and not plain) else type(one.default).__name__ if default else "Tensor"
-        found.append(f"{star}{one.name}: {kind}{default}")
+        found.append(f"{star}{one.name}: {(kinds or {}).get(one.name, kind)}{default}")
     return ", ".join(found)
 
 

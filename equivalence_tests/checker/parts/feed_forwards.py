@@ -51,8 +51,24 @@ GATES: dict[str, Map] = {
     "GLU": torch.sigmoid,
     "a gate without activation": ACTIVATIONS["nothing"],
 }
+# How a gate meets what it gates, and what is wrong with that.
+GATED: tuple[tuple[tuple[str, ...], Callable[[Map, Any, Any], Any]], ...] = (
+    ((), lambda f, gate, up: f(gate) * up),
+    (("activation_of_gated_product",), lambda f, gate, up: f(gate * up)),
+    (("gate_added",), lambda f, gate, up: f(gate) + up),
+    (("activation_of_gate_and_gated",), lambda f, gate, up: f(gate) * f(up)),
+)
 GIVEN = "arg:x"
 PLAIN = "linear2(activation(linear1(x)))"
+PLACES: dict[str, tuple[tuple[str, ...], Callable[[Map, Map, Map, Any], Any]]] = {
+    PLAIN: ((), lambda f, one, two, x: two(f(one(x)))),
+    "linear2(linear1(activation(x)))": (("activation_misplaced",), lambda f, one, two, x: two(one(f(x)))),
+    "activation(linear2(linear1(x)))": (("activation_misplaced",), lambda f, one, two, x: f(two(one(x)))),
+    "activation(linear2(activation(linear1(x))))": (
+        ("activation_misplaced",),
+        lambda f, one, two, x: f(two(f(one(x)))),
+    ),
+}
 Wrap = Callable[[Map, Map, Tensor], Tensor]
 # What stands around the linears, and what is wrong with that.
 WRAPS: dict[str, tuple[Wrap, tuple[str, ...]]] = {
@@ -189,7 +205,13 @@ def _bodies(applied: list[Projection], idle: dict[str, Tensor]) -> Iterator[Part
             for name, activation in ACTIVATIONS.items():
                 mistakes = ("ff_second_linear_missing", *MISTAKES.get(name, ("activation_exchanged",)))
                 words = _rows(name, f"{last.name}, {unused}")
-                yield PartReading(_chain(last, activation), words, mistakes, facts={"activation": name})
+                yield PartReading(
+                    functools.partial(_then, last, activation), words, mistakes, facts={"activation": name}
+                )
+
+
+def _then(one: Map, two: Map, x: Any) -> Any:
+    return two(one(x))
 
 
 def _plain(first: Projection, second: Projection, idle: dict[str, Tensor]) -> Iterator[PartReading]:
@@ -198,18 +220,13 @@ def _plain(first: Projection, second: Projection, idle: dict[str, Tensor]) -> It
         _with_idle_bias(first, idle, "ff_first_bias_unused"),
         _with_idle_bias(second, idle, "ff_second_bias_unused"),
     )
-    for (name, f), (one, lost), (two, lost_too) in itertools.product(ACTIVATIONS.items(), *biases):
-        places: dict[str, tuple[Map, ...]] = {
-            PLAIN: (one, f, two),
-            "linear2(linear1(activation(x)))": (f, one, two),
-            "activation(linear2(linear1(x)))": (one, two, f),
-            "activation(linear2(activation(linear1(x))))": (one, f, two, f),
-        }
-        words = _rows(name, f"{first.name}, {second.name}")
-        for place, maps in places.items() if name != "nothing" else [(PLAIN, (one, two))]:
-            misplaced = () if place == PLAIN else ("activation_misplaced",)
+    every = itertools.product(ACTIVATIONS.items(), *biases, PLACES.items())
+    for (name, f), (one, lost), (two, lost_too), (place, (misplaced, form)) in every:
+        if name != "nothing" or place == PLAIN:
             mistakes = (*misplaced, *MISTAKES.get(name, ("activation_exchanged",)), *lost, *lost_too)
-            yield PartReading(_chain(*maps), words, mistakes, facts={"formula": place, "activation": name})
+            words = _rows(name, f"{first.name}, {second.name}")
+            formula = functools.partial(form, f, one, two)
+            yield PartReading(formula, words, mistakes, facts={"formula": place, "activation": name})
 
 
 def _with_idle_bias(p: Projection, idle: dict[str, Tensor], mistake: str) -> list[tuple[Projection, tuple[str, ...]]]:
@@ -231,31 +248,17 @@ def _rows(activation: str, linears: str) -> tuple[Row, ...]:
     return ("activation", activation, "ReLU, GELU or any function"), ("linears", linears, "linear1, linear2")
 
 
-def _chain(*maps: Map) -> Map:
-    return lambda x: functools.reduce(lambda y, f: f(y), maps, x)
-
-
 def _gated(gate: Projection, up: Projection, down: Projection, linears: str) -> Iterator[PartReading]:
     """down(activation(gate(x)) * up(x))."""
     gate, up, down = (replace(p, role=role) for p, role in ((gate, "gate"), (up, "up"), (down, "down")))
     note = "torch.nn has no gated feed-forward: it equals down(activation(gate(x)) * up(x)), written with F.linear"
-    for name, f in GATES.items():
+    for (name, f), (mistakes, form) in itertools.product(GATES.items(), GATED):
         rows = ("gated", f"{name}: down(activation(gate(x)) * up(x))", "none"), ("linears", linears, "linear1, linear2")
-        if name == "a gate without activation":
-            yield PartReading(_gated_by(f, gate, up, down), rows, ("gate_without_activation",), (note,))
-            continue
-        yield PartReading(_gated_by(f, gate, up, down), rows, (), (note,))
-        product = _chain(lambda x: gate(x) * up(x), f, down)
-        yield PartReading(product, rows, ("activation_of_gated_product",), (note,))
-        added = _chain(functools.partial(_sum, _chain(gate, f), up), down)
-        yield PartReading(added, rows, ("gate_added",), (note,))
-        both = _gated_by(f, gate, _chain(up, f), down)
-        yield PartReading(both, rows, ("activation_of_gate_and_gated",), (note,))
+        bare = name == "a gate without activation"
+        if not (bare and mistakes):
+            wrong = ("gate_without_activation",) if bare else mistakes
+            yield PartReading(functools.partial(_by_gate, form, f, gate, up, down), rows, wrong, (note,))
 
 
-def _sum(one: Map, two: Map, x: Tensor) -> Tensor:
-    return one(x) + two(x)
-
-
-def _gated_by(f: Map, gate: Map, up: Map, down: Map) -> Map:
-    return lambda x: down(f(gate(x)) * up(x))
+def _by_gate(form: Callable[..., Any], f: Map, gate: Map, up: Map, down: Map, x: Any) -> Any:
+    return down(form(f, gate(x), up(x)))

@@ -1,6 +1,5 @@
 """Write a function that builds masks down in torch's own, and let the comparison of what it builds decide."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart, hold_part, joined_output
-from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
+from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, signature_of
 from equivalence_tests.checker.parts.drawing import CallOfRoles, Drawn
 from equivalence_tests.checker.parts.mask_meanings import READ, Meaning, bracketed, evaluated, number_of
 from equivalence_tests.checker.reach.masking import SHAPES, in_shape
@@ -61,11 +60,7 @@ def _source(
     masks: Sequence[tuple[Meaning, Tensor]],
     draws: Sequence[Drawn],
 ) -> WrittenPart:
-    defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
-    given = {
-        name: "" if defaults[name] is inspect.Parameter.empty else f" = {defaults[name]!r}" for name, _ in plan.roles
-    }
-    arguments = ", ".join(f"{name}: {KINDS.get(role, 'Tensor')}{given[name]}" for name, role in plan.roles)
+    arguments = signature_of(function, {name: KINDS.get(role, "Tensor") for name, role in plan.roles})
     writer = PartWriter(report.target.rpartition("/")[2], Parameters({}), nn.Module(), arguments, is_function=True)
     returned = []
     for place, (mask, output) in enumerate(masks, start=1):

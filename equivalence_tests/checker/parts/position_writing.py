@@ -23,33 +23,20 @@ LONGER, LONGEST = 16, 1024  # tokens
 SINUSOIDS = {"sine and cosine interleaved": "", "sines, then cosines": ', "concatenated"'}
 
 
-def signature(function: Callable[..., Any], roles: Sequence[str]) -> tuple[str, list[str]]:
-    """Write the arguments of the equivalent, and name those that have a role."""
-    module = isinstance(function, nn.Module)
-    called = function.forward if isinstance(function, nn.Module) else function
-    known = list(inspect.signature(called).parameters.values())
-    names = [one.name for one in known if module or one.default is one.empty][: len(roles)]
-    if len(names) < len(roles):
+def writer_of(name: str, function: Callable[..., Any], placement: Placement) -> tuple[PartWriter, list[str]]:
+    """Begin to write, and name the arguments that have a role."""
+    module = function if isinstance(function, nn.Module) else None
+    parameters = inspect.signature(function if module is None else module.forward).parameters.values()
+    names = [one.name for one in parameters if module or one.default is one.empty][: len(placement.roles)]
+    if len(names) < len(placement.roles):
         raise UnreadError("its arguments cannot be named")
-    kinds = {name: _kind(role) for name, role in zip(names, roles, strict=True)}
-    if module:
-        return ", ".join(f"{name}: {kind}" for name, kind in kinds.items()), names
-    text = signature_of(function)
-    for name, kind in kinds.items():
-        text = text.replace(f"{name}: Tensor", f"{name}: {kind}")
-    return text, names
+    kinds = {name: _kind(role) for name, role in zip(names, placement.roles, strict=True)}
+    text = ", ".join(f"{name}: {kind}" for name, kind in kinds.items()) if module else signature_of(function, kinds)
+    return PartWriter(name, Parameters.of(module), module or nn.Module(), text, module is None), names
 
 
 def _kind(role: str) -> str:
     return type(value_for(role[1:], Sizes())[1]).__name__ if role.startswith("=") else KINDS.get(role, "Tensor")
-
-
-def writer_of(name: str, function: Callable[..., Any], placement: Placement) -> tuple[PartWriter, list[str]]:
-    """Begin to write, and name the arguments that have a role."""
-    text, names = signature(function, placement.roles)
-    module = function if isinstance(function, nn.Module) else None
-    writer = PartWriter(name, Parameters.of(module), module or nn.Module(), text, module is None)
-    return writer, names
 
 
 def result_of(
