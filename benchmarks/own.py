@@ -19,8 +19,9 @@ from equivalence_tests.checker.engine.reading import is_causal
 from equivalence_tests.checker.engine.situations import Situation, likeliest, situation_of, trials_for
 from equivalence_tests.checker.equivalent.holding import equivalent_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.construction import Sizes, built, prepare
+from equivalence_tests.checker.reach.construction import built, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.reach.masking import MaskForm

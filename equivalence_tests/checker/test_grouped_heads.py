@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from equivalence_tests import verify
 from equivalence_tests.checker.helpers_for_tests import line_of
-from equivalence_tests.checker.reach.construction import Sizes, value_for
+from equivalence_tests.checker.reach.arguments import Sizes, value_for
 
 
 class Grouped(nn.Module):

@@ -17,10 +17,10 @@ from equivalence_tests.checker.engine.same import HIDING, identical, near
 from equivalence_tests.checker.engine.situations import Situation, new_departures, situation_of, weighed_scores
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
-from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import tensors_in

@@ -11,7 +11,7 @@ from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.judgement import Judgement, Operand
 from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.watching import Operation, Slot
-from equivalence_tests.checker.reach.plans import role_of_parameter
+from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.proposing import parameters_of
 
 Names = Callable[[str], object]  # whether a name asks for it

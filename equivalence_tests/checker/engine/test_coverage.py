@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.coverage import cover
 from equivalence_tests.checker.engine.covered import Covered
-from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reporting.report import Report

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests.checker.engine.caches import exercised_cache
-from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import run_model
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.subject import Adapter

@@ -314,7 +314,8 @@ class PartWriter(Conversion):
 
     def _function(self, lines: Sequence[str]) -> str:
         body = "\n".join(f"    {line}" for line in lines)
-        arguments = ", ".join(one for one in re.split(r", (?=\*?\*?\w+: |\*,)", self.signature) if _is_used(one, body))
+        asked = [one for one in re.split(r", (?=\*?\*?\w+: |\*,)", self.signature) if _is_used(one, body)]
+        arguments = ", ".join(asked[:-1] if asked[-1:] == ["*"] else asked)
         kind = "tuple[Tensor, ...]" if "," in outside_of_brackets(lines[-1]) else "Tensor"
         return f'def equivalent({arguments}) -> {kind}:\n    """Give the same."""\n{body}\n'
 

@@ -15,8 +15,8 @@ from equivalence_tests.checker.layers.walk import Walk, mark_of, masks_of, same_
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.parts.kinds import atoms_of
+from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.calling import Trial
-from equivalence_tests.checker.reach.construction import Sizes
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, TARGET, run_layer
 from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.layers.whole_calls import called_by_hooks
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
-from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import CheckResult

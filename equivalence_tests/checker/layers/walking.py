@@ -26,7 +26,8 @@ from equivalence_tests.checker.layers.wholes import Whole, hold_whole
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of, runs
 from equivalence_tests.checker.parts.mask_builders import examine_mask_builder, mask_methods
-from equivalence_tests.checker.reach.construction import Sizes, prepare
+from equivalence_tests.checker.reach.arguments import Sizes
+from equivalence_tests.checker.reach.construction import prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import ModelRun, run_model
 from equivalence_tests.checker.reach.plans import Errors

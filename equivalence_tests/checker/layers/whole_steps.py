@@ -33,8 +33,8 @@ from equivalence_tests.checker.layers.whole_values import (
 )
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
 from equivalence_tests.checker.parts.names import kind_of_name
+from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.plans import role_of_parameter
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
 EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")

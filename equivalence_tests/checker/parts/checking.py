@@ -24,7 +24,8 @@ from equivalence_tests.checker.parts.norms import GAIN_NAME, is_rms_norm, norm_r
 from equivalence_tests.checker.parts.position_calls import placements
 from equivalence_tests.checker.parts.positions import position_readings, rotary_readings
 from equivalence_tests.checker.parts.readings import Observation, judge
-from equivalence_tests.checker.reach.construction import SIZES, build, prepare
+from equivalence_tests.checker.reach.arguments import SIZES
+from equivalence_tests.checker.reach.construction import build, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.reach.construction import Sizes, value_for
+from equivalence_tests.checker.reach.arguments import Sizes, value_for
 
 OF_BOOLS = " of bools"
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -24,39 +24,19 @@ from equivalence_tests.checker.parts.drawing import OF_BOOLS, CallOfRoles, Drawn
 from equivalence_tests.checker.parts.kinds import BUILDER_NAME
 from equivalence_tests.checker.parts.mask_meanings import COMPARED, Meaning, draws_of, meanings
 from equivalence_tests.checker.parts.mask_writing import hold_masks
+from equivalence_tests.checker.reach.arguments import MASK_ROLES, first_match
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.masking import ENCODINGS, SHAPES, in_shape
-from equivalence_tests.checker.reach.proposing import first_match, parameters_of, ranked
+from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
-# What a parameter of a mask builder is given, by its name; one whose name says nothing is tried as all of them.
-ROLES = (
-    (r"device", "device"),
-    (r"dtype", "dtype"),
-    (
-        r"(pad|ignore)_?\w*(id|idx|index|token|value|symbol)|(id|idx|index)_?pad|^pad$|^(src|tgt|trg|target)_?pad$",
-        "pad_id",
-    ),
-    (r"prefix", "prefix"),
-    (r"window|width|band", "window"),
-    (r"head", "heads"),
-    (r"^(b|bs|bsz)$|batch_?size|num_?batch|n_?batch", "samples"),
-    (r"lengths$|lens$|valid_?len|_lengths?_|^(x|y)?_?lengths?$", "lengths"),
-    (r"shape", "shape"),
-    (r"^(k|key|src|source|mem|memory)_?(len|length|size|seq_?len)$", "key_size"),
-    (
-        r"max_?len|^(sz|size|n|t|l|s|q|dim|num|len)$|_(len|length|size|sz)$|^(seq|target|tgt|trg|q|query)_?(len|size)",
-        "size",
-    ),
-    (r"^(k|key|keys|seq_k|src|source|enc\w*|k_\w+)$", "key_ids"),
-    (r"mask|padding", "keep"),
-    (r"ids|seq|pad|tokens?|^x$|inputs?$|tgt|trg|target|^q$|quer|dec|batch|src|data|sent|y", "ids"),
-)
-UNKNOWN = ("ids", "size", "key_ids", "key_size", "lengths", "keep", "pad_id", "vectors", "window")
+# What is tried where a name says nothing: one sequence, another, or something else.
+SEQUENCES = ("ids", "size", "key_ids", "key_size")
+UNKNOWN = (*SEQUENCES, "lengths", "keep", "pad_id", "vectors", "window")
 KEEP_LAYOUTS = ("(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)")
 TORCH_WORDS = "attn_mask (query, key), or key_padding_mask (batch, key): True = may not look"
 STRONG = -1e4
@@ -171,20 +151,18 @@ def _layouts(roles: set[str]) -> list[str]:
 def _role_lists(parameters: list[inspect.Parameter]) -> Iterator[tuple[tuple[str, str], ...]]:
     """Propose roles for the required parameters, and for optional ones that name the padding or another device."""
     defaults = {"pad_id": int, "device": str}
-    asked = [
-        p for p in parameters if p.default is p.empty or type(p.default) is defaults.get(first_match(p.name, ROLES, ""))
-    ]
-    for roles in ranked([_choices(p) for p in asked]):
-        sequences = [r for r in roles if r in ("ids", "key_ids", "size", "key_size")]
+    known = {p.name: first_match(p.name, MASK_ROLES, "") for p in parameters}
+    asked = [p.name for p in parameters if p.default is p.empty or type(p.default) is defaults.get(known[p.name])]
+    for roles in ranked([_choices(known[name]) for name in asked]):
+        sequences = [role for role in roles if role in SEQUENCES]
         if len(sequences) == len(set(sequences)):
-            yield tuple(zip((p.name for p in asked), roles, strict=True))
+            yield tuple(zip(asked, roles, strict=True))
 
 
-def _choices(parameter: inspect.Parameter) -> list[str]:
-    role = first_match(parameter.name, ROLES, "")
-    if role in ("pad_id", "prefix", "device", "dtype", "heads", "shape", "samples"):
-        return [role]
-    return list(dict.fromkeys((role, *UNKNOWN))) if role else list(UNKNOWN)
+def _choices(role: str) -> list[str]:
+    """List what an argument may be given whose name says this, or nothing; what only a name asks for is believed."""
+    believed = role == "pad_id" or role not in ("", *UNKNOWN)
+    return [role] if believed else list(dict.fromkeys(filter(None, (role, *UNKNOWN))))
 
 
 def _read(plan: CallOfRoles, draws: Sequence[Drawn], masks: list[Tensor]) -> Meaning | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.parts.drawing import CallOfRoles, Drawn
 from equivalence_tests.checker.parts.kinds import ALIKE, own_tensors
 from equivalence_tests.checker.parts.readings import Observation
-from equivalence_tests.checker.reach.construction import MAX_LEN, VOCABULARY, value_for
+from equivalence_tests.checker.reach.arguments import MAX_LEN, VOCABULARY, value_for
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject

@@ -16,7 +16,7 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.parts.drawing import CallOfRoles
 from equivalence_tests.checker.parts.kinds import own_tensors
 from equivalence_tests.checker.parts.position_calls import Placement, drawn_of
-from equivalence_tests.checker.reach.construction import Sizes, value_for
+from equivalence_tests.checker.reach.arguments import Sizes, value_for
 
 KINDS = {"size": "int", "width": "int"}
 LONGER, LONGEST = 16, 1024  # tokens

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.reach.angles import AngleForm, base_of
-from equivalence_tests.checker.reach.construction import Sizes, value_for
+from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.masking import HeldMask, MaskForm
 from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in

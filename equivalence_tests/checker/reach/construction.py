@@ -12,8 +12,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,122 +20,29 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from equivalence_tests.checker.reach.arguments import (
+    AMBIGUOUS,
+    COUNTS_KEY_HEADS,
+    DROPOUT,
+    SIZES,
+    Sizes,
+    first_match,
+    value_for,
+)
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.examples import examples_of
-from equivalence_tests.checker.reach.proposing import first_match, parameters_of, ranked, scales_of
+from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
 from equivalence_tests.checker.reporting.lines import raised_in
 from equivalence_tests.instruments.weights import randomize_parameters
 
-DROPOUT = 0.25
-MAX_LEN = 64
 SHORT, LONGEST = 3, 256  # tables of other lengths are not tried
-VOCABULARY = 29
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of one test, no two axes alike.
-
-    Args:
-        batch: Number of samples.
-        num_heads: Number of heads.
-        query_len: Number of queries.
-        key_len: Number of keys.
-        head_dim: Width of each head.
-        ff_dim: Width of the hidden layer of a feed-forward network.
-        num_layers: Number of layers of a stack.
-    """
-
-    batch: int = 2
-    num_heads: int = 3
-    query_len: int = 5
-    key_len: int = 7
-    head_dim: int = 11
-    ff_dim: int = 37
-    num_layers: int = 2
-
-    @property
-    def whole(self) -> bool:
-        """Whether the lengths are those of a table, or the greatest that was asked for: some code takes no other."""
-        return self.query_len == self.key_len != Sizes.query_len
-
-    @property
-    def embed_dim(self) -> int:
-        """Width of the tokens."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def key_heads(self) -> int:
-        """Number of heads of keys and values where groups of heads share them."""
-        return self.num_heads if self.num_heads % 2 else 2
-
-
-# Odd sizes show the most; code that insists on even ones, or on its own defaults, gets what it asks for.
-SIZES = (Sizes(), Sizes(num_heads=3, head_dim=10), Sizes(num_heads=4, head_dim=16), Sizes(num_heads=8, head_dim=64))
 
 # Heads of even width; two of keys, each for three of queries, so that neither their order nor their counts mix up.
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
 ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
-COUNTS_KEY_HEADS = r"(kv|key_value|group|kv_n)_?\w*(head|group)|heads?_kv|query_groups|n_local_kv|(n|num|h)_?kv(_?h)?$"
 
-IMAGE_SIDE, PATCH_SIDE = 8, 2
-
-# What a name asks for, the first pattern that matches the lower-cased name decides.
-NAMES: tuple[tuple[str, Callable[[Sizes], Any]], ...] = (
-    (r"drop|(^|_)p(drop)?$|attn_pd|resid_pd|prob", lambda s: DROPOUT),
-    (r"vocab|num_embed|n_token|ntoken|num_tokens|src_size|tgt_size|trg_size", lambda s: VOCABULARY),
-    (COUNTS_KEY_HEADS, lambda s: s.key_heads),
-    (
-        r"head_?(dim|size|width|features|hidden|channels)|(dim|d|size)_?(per_)?heads?$|^d_?[kqv]{1,2}$|^(key|query|value)_?dim$|^depth_k|^dk$|^dv$",
-        lambda s: s.head_dim,
-    ),
-    (r"head|^h$|^nh$", lambda s: s.num_heads),
-    (r"layer_?norm_?eps|eps|epsilon", lambda s: 1e-5),
-    (
-        r"n_?layers?$|num_?(hidden_)?(\w*_)?layers?|^layers$|^depth$|n_?blocks?$|num_?blocks?|^n$|^num_?\w*layers",
-        lambda s: s.num_layers,
-    ),
-    (
-        r"max_?\w*len|max_?\w*pos|block_?size|context(?!_?(dim|width|feat|chan|emb))|seq_?(uence_)?len|n_?ctx|max_?seq|n_?positions?|max_?tokens|window|num_steps|^(max_?)?(t|l)$|position_embeddings|src_len|tgt_len|num_patches|^length$|^max_?size$",
-        lambda s: MAX_LEN,
-    ),
-    (
-        r"ff|feed_?forward|inner|interm|mlp_?(dim|hidden)|hidden_?(features|units)|dim_?hid|pf_dim|ffn|d_?hid|mult",
-        lambda s: s.ff_dim,
-    ),
-    (r"^(image|img)_?(size|res(olution)?|side|h(eight)?|w(idth)?)$", lambda s: IMAGE_SIDE),
-    (r"^patch_?(size|len(gth)?|h(eight)?|w(idth)?)?$", lambda s: PATCH_SIDE),
-    (r"relative\w*buckets", lambda s: 32),
-    (r"bias|^scale_(attn|attention|scores?|weights)(_weights)?$", lambda s: True),
-    (r"^scale_\w+|^reorder_", lambda s: False),
-    (r"pad_?\w*(idx|id|index|token)|(idx|id|index|token)_?pad|^pad$", lambda s: 0),
-    (r"device", lambda s: "cpu"),
-    (r"dtype", lambda s: torch.float32),
-    (r"act(ivation)?(_?fn|_?func(tion)?)?$|^hidden_act$", lambda s: "relu"),
-    (
-        r"^(d|dim)_?(cross|decoder)\w*$|(cross|decoder)\w*(dim|width|channels|features|size)$",
-        lambda s: s.embed_dim,
-    ),
-    (
-        r"scale$|is_\w+|use_\w+|causal|flash|mask|return|output_att|pre_?norm|norm_first|verbose|sdpa|cross|decoder|gradient_check",
-        lambda s: False,
-    ),
-    (r"theta|(^|_)base$", lambda s: 10000.0),
-    (
-        r"emb|dim|model|hid|width|channel|feature|units?$|size|state|^d$|^e$|^c$|^k$|^in$|^out$|d_?in$|d_?out$|n_?in$|n_?out$|shape",
-        lambda s: s.embed_dim,
-    ),
-)
-# Names that mean one thing here and another there.
-AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
-    (r"^(query|key|value)_?(dim|size)$", lambda s: [s.embed_dim, s.head_dim]),
-    (r"d_?hid|^(n_?|dim_?)?hid(den)?(_?dim|_?size)?$", lambda s: [s.embed_dim, s.ff_dim]),
-    (r"ffn?_\w*out", lambda s: [s.embed_dim, s.ff_dim]),
-    (r"hidden_?units", lambda s: [s.ff_dim, s.embed_dim]),
-    (r"shape", lambda s: [s.embed_dim, [s.embed_dim]]),
-    (r"window", lambda s: [MAX_LEN, (2, 3), 4]),  # the length of a window, or the side of one
-)
 ALTERNATIVES = 3
 FEW = 9  # no width of a model is as small
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
@@ -203,16 +109,6 @@ class ImitatedConfig:
 
     def __contains__(self, name: str) -> bool:
         return hasattr(self, name)
-
-
-def value_for(name: str, sizes: Sizes) -> tuple[bool, Any]:
-    """Say what a constructor argument of this name probably wants, and whether anything is known.
-
-    >>> value_for("n_heads", Sizes()), value_for("d_model", Sizes()), value_for("zebra", Sizes())
-    ((True, 3), (True, 33), (False, None))
-    """
-    value = first_match(name, NAMES, None)
-    return value is not None, value(sizes) if value else None
 
 
 def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.reach.arguments import IMAGE_SIDE, PATCH_SIDE, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.construction import IMAGE_SIDE, PATCH_SIDE, Sizes, exact_lengths
+from equivalence_tests.checker.reach.construction import exact_lengths
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.plans import role_of_parameter, trials_of
+from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import tensors_in

@@ -15,24 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach.angles import AngleForm
+from equivalence_tests.checker.reach.arguments import MAX_LEN, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.calling import HEADS, LAYOUTS, OF_ONE, CallPlan, Inputs, Trial
-from equivalence_tests.checker.reach.construction import MAX_LEN, Sizes, exact_lengths
+from equivalence_tests.checker.reach.construction import exact_lengths
 from equivalence_tests.checker.reach.masking import MaskForm
-from equivalence_tests.checker.reach.proposing import first_match, parameters_of
+from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
 
-ROLE_NAMES = (
-    (
-        r"^freq($|_c)|^(freqs|angles?|rope|rotary|cos|sin|pos(ition)?_?emb(edding)?s?)($|_)|freqs_c|(^|_)(cos|sin|rope)$",
-        "angles",
-    ),
-    (r"mask|valid_?len|lengths?$|^lens$|seq_len|attn_bias|^bias$|padding|(^|_)pads?$|^m$", "mask"),
-    (r"^\w{0,4}_?q$|^q_?\w{0,5}$|quer(y|ies)|^tgt$|^target$|^trg$|dec(oder)?_?(in|hid|x)\w*|^xq$|^x_?1$", "query"),
-    (r"^\w{0,4}_?k$|^k_?(in|s|x)?$|^keys?\w*$|(^|_)key(s|_?in\w*|_states)?$|^xk$", "key"),
-    (r"^\w{0,4}_?v$|^v_?(in|s|x)?$|^values?\w*$|(^|_)value(s|_?in\w*|_states)?$|^xv$", "value"),
-    (r"mem|enc|context|^kv|cond|^y$|cross|source|^xa$|other|^x_?2$|^z$", "memory"),
-    (r"^x$|hidden|input|^src$|emb|token|^h$|feature|seq|^inp$|^x_?\w*$|states?$|data", "input"),
-)
 # What tensors are tried as where their names say nothing.
 THREE = tuple(itertools.permutations(("query", "key", "value")))
 ASSIGNMENTS: tuple[tuple[str, ...], ...] = (
@@ -51,15 +40,6 @@ LETTER = re.compile(r"^[a-z]_?\d?$")
 POSITION = re.compile(
     r"^(start_?(pos|idx)|(past|cache|kv)_?len\w*|((rope|seqlen|\w*pos\w*)_)?offset|(input_|cache_)?pos(ition)?|step)$"
 )
-
-
-def role_of_parameter(name: str) -> str:
-    """Say what the name of an argument says.
-
-    >>> [role_of_parameter(name) for name in ("queries", "x", "attention_mask", "memory", "v_in", "rotary_pos_emb")]
-    ['query', 'input', 'mask', 'memory', 'value', 'angles']
-    """
-    return first_match(name, ROLE_NAMES, "")
 
 
 class Errors(list[str]):

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -99,15 +98,6 @@ def scripted_signature(schema: Any) -> inspect.Signature:
             for x in schema.arguments
         ]
     )
-
-
-def first_match(name: str, table: Sequence[tuple[str, T]], unknown: T) -> T:
-    """Say what the first pattern that occurs in a name stands for, whatever the case of its letters.
-
-    >>> first_match("Src_Mask", [("mask", "a mask"), ("src", "the source")], "")
-    'a mask'
-    """
-    return next((meaning for pattern, meaning in table if re.search(pattern, name.lower())), unknown)
 
 
 def ranked(choices: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:

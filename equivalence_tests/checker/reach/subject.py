@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from equivalence_tests.checker.reach.construction import SIZES, Sizes, build
+from equivalence_tests.checker.reach.arguments import SIZES, Sizes
+from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 
 FACTORY = re.compile(r"(make|build|create|get)_|.*_factory")  # its arguments are sizes: make_model(d_model, h)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equivalence_tests.checker.reach.construction import Sizes, build, exact_lengths, value_for
+from equivalence_tests.checker.reach.arguments import Sizes, value_for
+from equivalence_tests.checker.reach.construction import build, exact_lengths
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.verify import verify
 

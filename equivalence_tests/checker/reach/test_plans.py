@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.reach import plans
-from equivalence_tests.checker.reach.construction import Sizes
+from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.verify import verify
 
