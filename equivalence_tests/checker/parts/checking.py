@@ -7,7 +7,7 @@ import contextlib
 import copy
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -93,58 +93,63 @@ def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, 
     if norm and all(p.numel() == 1 for p in module.parameters()):
         width = SIZES[0].embed_dim  # one gain for all features says nothing about their number
     # Beside convolutions, features and tokens may be in each other's place.
-    fed = ((turned, list(_observe(module, width, norm, turned, errors))) for turned in (False, True))
-    turned, observations = next((found for found in fed if found[1]), (False, []))
-    if not observations:
+    layouts = ((features_first, _on_tokens(module, features_first)) for features_first in (False, True))
+    fed = ((*layout, list(_observe(layout[1], width, norm, errors))) for layout in layouts)
+    features_first, call, observations = next((found for found in fed if found[2]), (False, None, []))
+    if call is None:
         return None
-
-    def given() -> Tensor:
-        return _as_given(observations[0][0], turned)
-
-    readings = norm_readings(module, width) if norm else feed_forward_readings(module, given())
-    rows = (("layout", "(batch, features, len)", "(..., features)"),) if turned else ()
+    x = observations[0][0]
+    given = x.mT.contiguous() if features_first else x.clone()
+    readings = norm_readings(module, width) if norm else feed_forward_readings(module, given)
+    rows = (("layout", "(batch, features, len)", "(..., features)"),) if features_first else ()
     readings = (reading.beside(rows) for reading in readings)
     words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
-    calls = [lambda: module(given())]
     try:
-        judged = judge(subject.name, words, where, readings, observations, calls, type(module).__name__)
+        judged = judge(subject.name, words, where, readings, observations, [partial(call, x)], type(module).__name__)
     except RuntimeError as error:
         again = f"{subject.name} was called, and cannot be called again: {said(error)}{raised_at(error)}"
         raise CannotCheckError(again) from error
     report = judged.report
     if report.verdict == "unchecked":
-        _explain(report, module, observations[0][0], turned, words)
+        _explain(report, module, call, x, words)
         return report
-    hold_module(judged, subject, module, width, turned)
+    hold_module(judged, subject, module, width, features_first)
     return report
 
 
-def _explain(report: Report, module: nn.Module, x: Tensor, turned: bool, words: str) -> None:
+def _on_tokens(module: nn.Module, features_first: bool) -> Callable[[Tensor], Tensor | None]:
+    """Give a function that calls a module on tokens, (batch, len, features), whichever layout the module takes."""
+
+    def call(x: Tensor) -> Tensor | None:
+        given = x.mT.contiguous() if features_first else x.clone()  # residuals may be added in place
+        output = next(tensors_in(module(given)), None)
+        return output.mT if features_first and output is not None and output.dim() == 3 else output
+
+    return call
+
+
+def _explain(report: Report, module: nn.Module, call: Callable[[Tensor], Tensor | None], x: Tensor, words: str) -> None:
     """Say why no reading fits, as far as that is known."""
-    given = _as_given(x, turned)
     named = words != "feed forward" and re.search("layer_?norm|rms_?norm", type(module).__name__, re.IGNORECASE)
     seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
+    other = x.clone()
+    other[0, 0] *= torch.linspace(-2, 2, x.size(-1))
+    before, again, after = (next(tensors_in(attempt(partial(call, one))), x[:0]) for one in (x, x, other))
     if seen > 1:
         report.reason = f"A convolution in it looks at {seen} tokens at once: it is no position-wise feed-forward."
-    elif _is_random(module, given):
-        stack = code_lines(frames_where("dropout", operations_of(lambda: module(given))))
+    elif not torch.equal(before, again):
+        stack = code_lines(frames_where("dropout", operations_of(partial(call, x))))
         report.verdict, report.reason = "deviates", ""
         report.findings = [found_mistake("random_in_eval", stack=stack, evidence="it was called twice")]
-    elif _mixes_tokens(module, x, turned):
+    elif not torch.allclose(before[:1, 1:], after[:1, 1:], rtol=1e-4, atol=1e-6):
         report.verdict = "deviates" if named else "unchecked"
         report.reason = (
             f"It mixes tokens: what it gives for one changes with another, while a {words} has each by itself."
         )
-    elif named and _leaves_sizes(module, given):
+    elif named and _leaves_sizes(module, x):
         evidence = "called on random tokens, with all gains one and all biases zero"
         report.verdict, report.reason = "deviates", ""
         report.findings = [found_mistake("norm_leaves_different_sizes", evidence=evidence)]
-
-
-def _is_random(module: nn.Module, x: Tensor) -> bool:
-    """Whether two calls with the same input differ."""
-    before, after = (next(tensors_in(attempt(partial(module, x))), torch.zeros(1)) for _ in range(2))
-    return not torch.equal(before, after)
 
 
 def _leaves_sizes(module: nn.Module, x: Tensor) -> bool:
@@ -157,16 +162,6 @@ def _leaves_sizes(module: nn.Module, x: Tensor) -> bool:
         return False
     sizes = given.square().mean(-1)
     return bool(sizes.max() > 1.1 * sizes.min())
-
-
-def _mixes_tokens(module: nn.Module, x: Tensor, turned: bool) -> bool:
-    """Whether what comes out for other tokens changes with the first one of a sample."""
-    changed = x.clone()
-    changed[0, 0] *= torch.linspace(-2, 2, x.size(-1))
-    found = (attempt(partial(module, _as_given(one, turned))) for one in (x, changed))
-    before, after = (next(tensors_in(one), torch.zeros(1, 1, 1)) for one in found)
-    rest = [(one.mT if turned else one)[0, 1:] for one in (before, after)]
-    return not torch.allclose(rest[0], rest[1], rtol=1e-4, atol=1e-6)
 
 
 def _examine_positions(subject: Subject, where: str) -> Report | None:
@@ -194,17 +189,13 @@ def _constructed(module: nn.Module) -> None:
         next(build(type(module)))
 
 
-def _as_given(x: Tensor, turned: bool) -> Tensor:
-    """Lay tokens out as the module takes them; a copy, for residuals may be added in place."""
-    return x.mT.contiguous() if turned else x.clone()
-
-
-def _observe(module: nn.Module, width: int, norm: bool, turned: bool, errors: list[str]) -> Iterator[Observation]:
+def _observe(
+    call: Callable[[Tensor], Tensor | None], width: int, norm: bool, errors: list[str]
+) -> Iterator[Observation]:
     """Feed it tokens of a normal and, where eps counts, of a small size; ``errors`` receives what it said."""
     generator = torch.Generator().manual_seed(0)
     for (batch, length), size in itertools.product(SHAPES, (1.0, 0.02) if norm else (1.0,)):
         x = size * (torch.randn(batch, length, width, generator=generator) + (0.3 if norm else 0.0))
-        output = next(tensors_in(attempt(partial(module, _as_given(x, turned)), errors)), None)
-        output = output.mT if turned and output is not None and output.dim() == 3 else output
+        output = attempt(partial(call, x), errors)
         if output is not None and output.shape == x.shape:
             yield x, output

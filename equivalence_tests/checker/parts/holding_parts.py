@@ -61,7 +61,7 @@ def hold_positions(judged: Judged, subject: Subject, placement: Placement, funct
     hold_part(report, part, cases_of(placement, function), tolerance=tolerance)
 
 
-def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int, turned: bool) -> None:
+def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int, features_first: bool) -> None:
     """Hold a norm or a feed-forward against what torch has for it.
 
     Args:
@@ -69,7 +69,7 @@ def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int,
         subject: What is checked.
         module: What is called.
         width: How many features its input has.
-        turned: Whether it takes (batch, features, tokens).
+        features_first: Whether it takes (batch, features, tokens).
     """
     report, reading = accepted(judged.report, subject.adapter.meant), judged.reading
     if report.verdict != "equal" or reading is None:
@@ -78,17 +78,17 @@ def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int,
     given = writer.argument
     try:
         result = reading.text(writer, Text(given, writer, ()))
-        source = writer.source(result, *((".mT", ".mT") if turned else ("", "")))
+        source = writer.source(result, *((".mT", ".mT") if features_first else ("", "")))
     except UnreadError as why:
         unread(report, str(why))
         return
     shared = "in torch's program each place has a copy of its own, and training would part them"
     report.notes += [f"{name} is used in several places: {shared}" for name in dict.fromkeys(writer.copied)]
-    if len(tensors_of(attempt(partial(module, next(_cases(module, width, turned, source)).call.args[0])))) > 1:
+    if len(tensors_of(attempt(partial(module, next(_cases(module, width, features_first, source)).call.args[0])))) > 1:
         report.coverage.append(Exercise("what else comes back", False, "only the first tensor was compared"))
     part = WrittenPart(writer.equivalent(source, source_of(subject.function)), _weights(module))
     tolerance = SINGLE if judged.bound == FLOAT32_INSIDE else EXACT
-    hold_part(report, part, _cases(module, width, turned, source), tolerance=tolerance)
+    hold_part(report, part, _cases(module, width, features_first, source), tolerance=tolerance)
 
 
 def _signature(module: nn.Module) -> tuple[str, bool]:
@@ -104,7 +104,7 @@ def _weights(module: nn.Module) -> tuple[str, ...]:
     return module.names if isinstance(module, FunctionModule) else ()
 
 
-def _cases(module: nn.Module, width: int, turned: bool, source: str) -> Iterator[Case]:
+def _cases(module: nn.Module, width: int, features_first: bool, source: str) -> Iterator[Case]:
     """List the calls that are compared; of a function with other values of what it is given as numbers too."""
     generator = torch.Generator().manual_seed(11)
     others = {}
@@ -117,6 +117,6 @@ def _cases(module: nn.Module, width: int, turned: bool, source: str) -> Iterator
         x: Tensor = size * (torch.randn(batch, length, width, generator=generator, dtype=torch.float64) + 0.3)
         if redrawn is None:
             x[0, 0], x[0, 1] = 0.0, 0.5  # which a norm divides by next to nothing
-        x = (x.mT if turned else x).to(torch.get_default_dtype()).contiguous()
+        x = (x.mT if features_first else x).to(torch.get_default_dtype()).contiguous()
         named = others if redrawn is None else {}
         yield Case(Call(module, (x,), named, module, {id(x): numbered(x.shape)}), None, words, redrawn)

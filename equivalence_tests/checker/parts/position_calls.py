@@ -169,10 +169,10 @@ def _placed(called: list[_Called], words: str, added_to: str, again: Callable[[]
         for found in _along_axes(called, tables, (("takes", words, ""), ("gives", given, ""))):
             multiplied = ("position_multiplied",) if scaling == "x * pe" else ()
             yield replace(found, mistakes=(*multiplied, *found.mistakes), again=again, scaling=scaling)
-    turned = [(one.x, one.output) for one in called if one.x is not None and one.x.shape == one.output.shape]
-    if len(turned) == len(called):
+    rotated = [(one.x, one.output) for one in called if one.x is not None and one.x.shape == one.output.shape]
+    if len(rotated) == len(called):
         rows = (("takes", words, ""), ("gives", f"{added_to}, rotated", ""))
-        yield Placement(rows, turned, rotated=True, again=again)
+        yield Placement(rows, rotated, rotated=True, again=again)
 
 
 def _rest(called: _Called, scaling: str) -> Tensor | None:

@@ -187,18 +187,15 @@ def with_signature(target: Any) -> Any:
 
 
 def _applied(target: type[torch.autograd.Function]) -> Any:
-    """What calls a function that has a backward of its own, with the arguments of its forward but for the context."""
+    """Give a function that calls one with a backward of its own, with the arguments of its forward but for the context.
+
+    None of them can be given by name to the function itself.
+    """
     own = inspect.signature(target.forward)
     given = list(own.parameters.values())[0 if "setup_context" in vars(target) else 1 :]
     signature = own.replace(parameters=given)
 
-    @functools.wraps(target, updated=())
-    def function(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        return target.apply(*bound.args)  # it takes none by name
-
-    function.__signature__ = signature  # type: ignore[attr-defined]
-    return function
+    return _signed(lambda *args, **kwargs: target.apply(*signature.bind(*args, **kwargs).args), signature)
 
 
 def _signed(target: Any, signature: inspect.Signature) -> Any:
