@@ -193,13 +193,13 @@ class PartWriter(Conversion):
         """Give a parameter as it is, or in another shape."""
         own = tuple(self.parameters.named[path].shape)
         shape = shape or own
-        turned, back = (f".view({shape})", f".view({own})") if shape != own else ("", "")
+        shaped, back = (f".view({shape})", f".view({own})") if shape != own else ("", "")
         if self.is_function:
-            return Text(f"{path}{turned}", self)
+            return Text(f"{path}{shaped}", self)
         name = _identifier(path)
         if name not in self.made:
             self.made[name] = f"nn.Parameter(torch.empty({shape}))"
-            self.taken.append(f'"{name}": theirs["{path}"]{turned},')
+            self.taken.append(f'"{name}": theirs["{path}"]{shaped},')
             self.returned.append(f'theirs["{path}"].copy_(ours["{name}"]{back})')
         return Text(f"self.{name}", self)
 
@@ -292,17 +292,17 @@ class PartWriter(Conversion):
             before: What is done to its argument first, as ".mT".
             after: What is done to the result.
         """
-        turned = [f"{self.argument} = {self.argument}{before}"] if before else []
+        first = [f"{self.argument} = {self.argument}{before}"] if before else []
         returned = f"return ({result}){after}" if after else f"return {result}"
         if self.is_function:
-            body = self._function([*turned, *self.lines, returned])
+            body = self._function([*first, *self.lines, returned])
         else:
             self._as_a_chain(result)
             if self.torchs:
                 given = self.argument
                 returned = f"return super().forward({given}){after}"
             body = (
-                "\n".join([*self._class([*turned, *self.lines, returned]), "", "", *self._conversion(self.target)])
+                "\n".join([*self._class([*first, *self.lines, returned]), "", "", *self._conversion(self.target)])
                 + "\n"
             )
         imports = ["import torch"] if re.search(r"\btorch\.[a-z]", body) else []

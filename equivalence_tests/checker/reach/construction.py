@@ -147,7 +147,7 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
 
 
 def _as_it_stands(target: Any, errors: list[str]) -> Iterator[Any]:
-    """What the class gives with its own defaults, which may fit only each other, and where its file calls it."""
+    """Build the class with its own defaults, which may fit only each other, then take the instances its file calls."""
     plain = itertools.islice((ways[1:2] for ways in argument_lists(target, SIZES[0])), 1)
     made = (_first_that_builds(target, proposals, errors) for proposals in plain)
     yield from (instance for instance in made if instance is not None)
@@ -155,7 +155,7 @@ def _as_it_stands(target: Any, errors: list[str]) -> Iterator[Any]:
 
 
 def _advice(errors: list[str]) -> str:
-    """Say what would help where nothing was built: where most end alike, it is hardly for want of arguments."""
+    """Say what would help where nothing was built; the same error from most attempts is hardly one of arguments."""
     ends = [text.partition(" raised ")[2] for text in errors]
     alike = ends.count(ends[0]) if ends else 0
     tried = f"{alike} of the {len(ends)} constructions that were tried end there. If that line is right, pass"
@@ -253,7 +253,7 @@ def built(target: Any, sizes: Sizes, most: int | None = None) -> Any:
 
 
 class _Making(TorchFunctionMode):
-    """Counts the entries that constructors fill in vain, and stops them before one that no small size asks for."""
+    """Counts the entries that constructors fill before they fail, and stops them before a tensor too large to check."""
 
     entries = in_vain = 0
 
@@ -312,16 +312,16 @@ def materialise(module: nn.Module, sizes: Sizes) -> None:
 
 
 def retype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Turn all numbers of a module to this precision, complex ones, those of plain attributes and what it casts to."""
+    """Put all tensors of a module into this precision, plain attributes too, and the dtypes to which it casts."""
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def retyped(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype.to_complex() if x.is_complex() else dtype) if x.is_floating_point() or x.is_complex() else x
 
-    module._apply(turned)
+    module._apply(retyped)
     for child in module.modules():
         for name, value in vars(child).items():
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                setattr(child, name, turned(value))
+                setattr(child, name, retyped(value))
             elif name not in OF_ANY_MODULE:
                 setattr(child, name, _casting_to(value, dtype))
 

@@ -147,11 +147,11 @@ def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Ite
         source, target = drawn[0], drawn[1] if len(drawn) == 2 else None
         orders = (names, names[::-1]) if kind == "memory" else (names,)
         turns = (False,) if kind == "image" else (False, True)
-        for order, form, turned in itertools.product(orders, forms, turns):
-            meant = roles | dict(zip(order, ("source", "target"), strict=False))
-            run = partial(_run, module, meant, form, turned)
+        for order, form, length_first in itertools.product(orders, forms, turns):
+            given_roles = roles | dict(zip(order, ("source", "target"), strict=False))
+            run = partial(_run, module, given_roles, form, length_first)
             if attempt(partial(run, source, target, {}), errors) is not None:
-                yield ModelRun(run, source, target, given, kind, turned, patch), form is not None
+                yield ModelRun(run, source, target, given, kind, length_first, patch), form is not None
 
 
 def _role(parameter: Parameter) -> str:
@@ -165,7 +165,7 @@ def _run(
     module: nn.Module,
     roles: Mapping[str, str],
     form: MaskForm | None,
-    turned: bool,
+    length_first: bool,
     source: Tensor,
     target: Tensor | None,
     given: Given,
@@ -179,8 +179,8 @@ def _run(
             arguments[name] = form.build(may_attend.bool(), 1, torch.get_default_dtype())
         else:
             x = tensors.get(role)
-            arguments[name] = x.transpose(0, 1) if turned and x is not None else x
-    return _output(module(**arguments | dict(given)), last, turned)
+            arguments[name] = x.transpose(0, 1) if length_first and x is not None else x
+    return _output(module(**arguments | dict(given)), last, length_first)
 
 
 def _mixed_samples(run: ModelRun) -> str | None:
@@ -260,16 +260,16 @@ def _distinct(size: int, length: int, generator: torch.Generator) -> Tensor:
     return torch.stack([row.repeat(length)[:length] for row in rows])
 
 
-def _output(returned: Any, ids: Tensor, turned: bool) -> Tensor:
+def _output(returned: Any, ids: Tensor, length_first: bool) -> Tensor:
     """Pick what has one row for each token of the last sequence, batch first; else one for the whole."""
-    found = [x.transpose(0, 1) if turned and x.dim() == 3 else x for x in tensors_in((returned,))]
+    found = [x.transpose(0, 1) if length_first and x.dim() == 3 else x for x in tensors_in((returned,))]
     batch, length = ids.shape[:2]
-    axes = (length, batch) if turned else (batch, length)
+    axes = (length, batch) if length_first else (batch, length)
     all_tokens = [x.unflatten(0, axes) for x in found if x.dim() == 2 and len(x) == batch * length]
     image = ids.dim() == 4  # whose second axis holds no tokens
     of_whole = [x for x in found if x.dim() in (2, 3) and len(x) == batch and (image or x.size(1) != length)]
     picked = [x for x in found if x.dim() == 3 and x.shape[:2] == ids.shape[:2]]
-    picked += [x.transpose(0, 1) if turned else x for x in all_tokens]
+    picked += [x.transpose(0, 1) if length_first else x for x in all_tokens]
     picked += [x if x.dim() == 3 else x[:, None] for x in of_whole]
     if not picked:
         raise ValueError("no output for each token")

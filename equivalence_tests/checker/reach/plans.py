@@ -46,12 +46,12 @@ class Errors(list[str]):
     """What the code said to calls that failed.
 
     Attributes:
-        in_vain: The ways to call it that failed with every mask and angles, and for each answer the first call it met.
+        failed: The ways to call it that failed with every mask and angles, and for each answer the first call it met.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_vain: dict[tuple[CallPlan, Sizes], dict[str, Trial]] = {}
+        self.failed: dict[tuple[CallPlan, Sizes], dict[str, Trial]] = {}
 
 
 def trials_of(
@@ -194,9 +194,9 @@ def _role(parameter: inspect.Parameter) -> str:
 
 
 def _working(trial: Trial, errors: Errors) -> Iterator[Trial]:
-    """Try it in all forms of masks and angles, unless another instance or precision met the same answers in vain."""
+    """Try it in all forms of masks and angles, unless all of them failed alike for another instance or precision."""
     key, met, found = (trial.plan, trial.sizes), dict[str, Trial](), False
-    known = errors.in_vain.get(key, {})
+    known = errors.failed.get(key, {})
     again = (replace(one, function=trial.function, dtype=trial.dtype) for one in known.values())
     if known and all(_answer(one) == text for text, one in zip(known, again, strict=True)):
         return
@@ -204,7 +204,7 @@ def _working(trial: Trial, errors: Errors) -> Iterator[Trial]:
         found = True
         yield working
     if not found:
-        errors.in_vain[key] = met
+        errors.failed[key] = met
 
 
 def _in_all_forms(trial: Trial, errors: list[str], met: dict[str, Trial]) -> Iterator[Trial]:

@@ -40,7 +40,7 @@ def _nodes_of(target: Any) -> list[ast.AST]:
 
 
 def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
-    """Give the optional Booleans of a constructor turned round, and to strings what its class compares them with."""
+    """Give the optional Booleans of a constructor negated, and its strings the values that its class looks for."""
     compared: dict[str, list[object]] = {}
     for node in _nodes_of(target):
         match node:
