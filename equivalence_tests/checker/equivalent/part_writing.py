@@ -42,13 +42,11 @@ class Text:
         expression: What it is, as Python.
         writer: Writes the part down.
         chain: The modules that make it of the input, one after the other; None where they are no chain.
-        is_sum: Whether it needs brackets beside a product.
     """
 
     expression: str
     writer: "PartWriter"
     chain: tuple[str, ...] | None = None
-    is_sum: bool = False
 
     def made(self, expression: str, **others: Any) -> "Text":
         """Give what is made of it."""
@@ -75,22 +73,22 @@ class Text:
 
         def method(*args: Any, **kwargs: Any) -> Text:
             said = ", ".join([*map(_said, args), *(f"{key}={_said(value)}" for key, value in kwargs.items())])
-            return self.made(f"{_factor(self)}.{name}({said})")
+            return self.made(f"{_owner(self)}.{name}({said})")
 
         return method
 
     def __getitem__(self, index: Any) -> "Text":
         places = index if isinstance(index, tuple) else (index,)
-        return self.made(f"{_factor(self)}[{', '.join(map(_said, places))}]")
+        return self.made(f"{_owner(self)}[{', '.join(map(_said, places))}]")
 
     def __add__(self, other: Any) -> "Text":
-        return self.made(f"{self} + {_said(other)}", is_sum=True)
+        return self.made(f"{self} + {_said(other)}")
 
     def __radd__(self, other: Any) -> "Text":
-        return self.made(f"{_said(other)} + {self}", is_sum=True)
+        return self.made(f"{_said(other)} + {self}")
 
     def __sub__(self, other: Any) -> "Text":
-        return self.made(f"{self} - {_factor(other)}", is_sum=True)
+        return self.made(f"{self} - {_factor(other)}")
 
     def __mul__(self, other: Any) -> "Text":
         return self.made(f"{_factor(self)} * {_factor(other)}")
@@ -122,7 +120,11 @@ def _said(x: Any) -> str:
 
 
 def _factor(x: Any) -> str:
-    return f"({x})" if isinstance(x, Text) and x.is_sum else _said(x)
+    return f"({x})" if isinstance(x, Text) and outside_of_brackets(str(x)) & set("+-") else _said(x)
+
+
+def _owner(x: Text) -> str:
+    return f"({x})" if outside_of_brackets(str(x)) & set(" -") else str(x)
 
 
 def outside_of_brackets(text: str) -> set[str]:

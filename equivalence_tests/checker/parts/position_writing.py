@@ -147,7 +147,7 @@ def sinusoids(
         said = f", base={writer.number(base)}" if base != 10000.0 else ""
         return Text(f"sinusoidal_encoding({count}, {wide}{SINUSOIDS[layout]}{said})", writer)
     found: Text = table(wide, count.double() if count.chain else numbers_to(count))
-    return Text(f"{found}", writer, count.chain, found.is_sum)
+    return Text(f"{found}", writer, count.chain)
 
 
 def rotation(pairs: str, base: float, width: int, writer: PartWriter, x: Text) -> Text:

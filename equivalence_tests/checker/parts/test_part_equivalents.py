@@ -275,3 +275,41 @@ def test_a_mask_is_compared_at_other_lengths_than_those_it_is_read_at() -> None:
     report = verify(mask_of_short_texts)
     assert report.verdict == "unchecked", report
     assert "differs from torch" in report.reason
+
+
+class NormWithEpsOutside(nn.Module):
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.a_2, self.b_2 = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        std = x.std(-1, keepdim=True, unbiased=False)
+        return self.a_2 * (x - x.mean(-1, keepdim=True)) / (std + 1e-6) + self.b_2
+
+
+class PositionsFromOne(nn.Module):
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+
+    def forward(self, x: Tensor) -> Tensor:
+        pos = torch.arange(1.0, x.size(1) + 1)[:, None]
+        angles = pos * 10000.0 ** -(torch.arange(0, self.d_model, 2) / self.d_model)
+        return x + torch.stack((angles.sin(), angles.cos()), -1).flatten(-2)[:, : self.d_model]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "written"),
+    [
+        (NormWithEpsOutside, "norm_eps_outside", ".sqrt() + 1e-06"),
+        (PositionsFromOne, "position_starts_at_one", "torch.sin(first), torch.cos(second)"),
+    ],
+)
+def test_what_torch_does_not_have_is_written_out_where_it_is_intended(
+    kind: type[nn.Module], name: str, written: str
+) -> None:
+    assert verify(kind).mistakes == (name,)
+    report = verify(kind, intended={name: "as in the paper"})
+    assert report.verdict == "equal", str(report)
+    assert report.equivalent is not None
+    assert written in report.equivalent.source, report.equivalent.source
