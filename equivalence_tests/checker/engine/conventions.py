@@ -1,27 +1,44 @@
 """What torch's formula does not have and nobody would call a mistake: rotations, norms, masks and biases of its own."""
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.changing import strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, ranks_of
 from equivalence_tests.checker.engine.judgement import Judgement, Operand, WeightsModel
-from equivalence_tests.checker.engine.names import Part
+from equivalence_tests.checker.engine.names import Part, Source
 from equivalence_tests.checker.engine.same import LOOSE, MEASURED, TABLE
-from equivalence_tests.checker.engine.surroundings import Surroundings
 from equivalence_tests.checker.engine.vocabulary import ADDS, FILLS, MOVES
 from equivalence_tests.checker.engine.watching import Operation, Slot
+from equivalence_tests.checker.reach.arguments import role_of_parameter
+from equivalence_tests.checker.reach.proposing import parameters_of
 
 CAP = re.compile(r"cap|clip", re.IGNORECASE)
+Names = Callable[[str], object]  # whether a name asks for it
+WINDOW = re.compile(r"window|sliding|local|span|band|block|chunk|context_size", re.IGNORECASE)
+NORMED = ("normed", "gain")
 KINDS = {"arg": "argument", "param": "parameter", "buffer": "buffer"}
 
 
-class Conventions(Surroundings):
-    """Lists the conventions of one attention, each with the evidence that it is intended."""
+class Conventions:
+    """Lists the conventions of one attention, each with the evidence that it is intended.
+
+    Args:
+        judgement: Of one attention.
+        module: Holds the parameters and configurations.
+    """
+
+    def __init__(self, judgement: Judgement, module: nn.Module | None) -> None:
+        self.judgement, self.module = judgement, module
+        self.modules = list(module.modules()) if module is not None else []
+        self.recorder, self._names = judgement.attention.run.recorder, judgement.attention.run.names
 
     def conventions(self, departures: list[Departure]) -> Iterator[Departure]:
         """What torch's formula does not have, and nobody would call a mistake."""
@@ -126,25 +143,10 @@ class Conventions(Surroundings):
 
         What later keys get tells nothing where a mask that may be given hides them.
         """
-        favoured = self._favoured(part, model, live)
-        return "earlier" in favoured or ("later" in favoured and not self._takes_a_mask())
-
-    def _favoured(self, part: Part, model: WeightsModel, live: Tensor) -> list[str]:
-        """The keys of which the farthest get the most, in every row."""
         query, key, queries, keys = ranks_of(part)
         apart = [key - query - shift for shift in {0, keys - queries}]
-        sides = {"earlier": [(x <= 0, -x) for x in apart], "later": [(x >= 0, x) for x in apart]}
-        return [name for name, ways in sides.items() if any(_rises(model, live & own, far) for own, far in ways)]
-
-    def favours_later_keys(self) -> bool:
-        """Whether a bias that nothing learnt and no argument makes gives the most to the last keys, which are seen."""
-        added = [bits for operation, _, bits, _ in self._beside_scores() if bits and operation.name in ADDS]
-        made = (name for bits in added for name in self.recorder.named(bits))
-        if not self.judgement.models or not all(name.startswith("buffer:") for name in made):
-            return False
-        part, model = self.judgement.attention.parts[0], self.judgement.models[0]
-        live = model.live & ~model.hidden & ~model.replaced
-        return bool(live.any()) and "later" in self._favoured(part, model, live)
+        signs = (-1,) if self._takes_a_mask() else (-1, 1)
+        return any(_rises(model, live & (sign * x >= 0), sign * x) for x in apart for sign in signs)
 
     def _bent(self) -> Iterator[Departure]:
         """What no known model does to what is added to the scores, or says which of them are hidden."""
@@ -161,6 +163,80 @@ class Conventions(Surroundings):
         for operation in strange_operations(self.judgement.attention.run, slot, before.index):
             if operation.name in MOVES or any(map(self.recorder.parameters, operation.origins)):
                 yield operation
+
+    # what stands around the attention: settings, and what its scores meet between the two products
+    def _setting(self, wanted: float, named: Names, own: bool = False) -> str:
+        """Say which number of a configuration, or of a module's own, is the one that is wanted; "" if none is."""
+        held = (item for holder in [*self._holders(), *(self.modules if own else ())] for item in numbers_of(holder))
+        found = ((name, x) for name, x in held if named(name) and abs(x - wanted) < 1e-4 * abs(wanted))
+        return next((f"{name} says ({x:g})" for name, x in found), "")
+
+    def _holders(self) -> list[Any]:
+        found: dict[int, Any] = {}
+        for child in self.modules:
+            for value in vars(child).values():
+                holder = not isinstance(value, nn.Module | Tensor | str | int | float | dict | list | tuple | set)
+                if holder and hasattr(value, "__dict__") and not callable(value):
+                    found[id(value)] = value
+        return list(found.values())
+
+    def _is_normed(self, operand: Operand) -> bool:
+        return operand.change == "normed" or bool(self._norms_before(operand))
+
+    def _norms_before(self, operand: Operand) -> list[Source]:
+        """What norms of tokens made of an operand, after its projection."""
+        made_of = self._names.made_of(source.number for source in operand.sources)
+        return [s for s in made_of if s.kind in NORMED and (s.operation is None or s.operation.name != "batch_norm")]
+
+    def _parameters_between(self, functions: frozenset[str]) -> list[str]:
+        """Parameters that such functions take between the two products."""
+        between = (operation for operation, _ in self._between() if operation.name in functions)
+        return [name for operation in between for name in self._parameters_beside(operation)]
+
+    def _parameters_beside(self, operation: Operation) -> list[str]:
+        """The parameters of which an operation takes something beside what has names."""
+        return [name for _, bits in self._names.beside(operation) for name in self.recorder.parameters(bits)]
+
+    def _between(self) -> Iterator[tuple[Operation, Part]]:
+        for part in self.judgement.attention.parts:
+            for operation, _, _ in list(part.steps(self.judgement.attention.run))[1:]:
+                yield operation, part
+
+    def _beside_scores(self) -> Iterator[tuple[Operation, Slot, int, Part]]:
+        """What the scores meet between the two products: the operation, the tensor, and what that was made of."""
+        own = {part.number for part in self.judgement.attention.parts}
+        for operation, part in self._between():
+            pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
+            yield from ((operation, slot, bits, part) for slot, bits, x in pairs if not is_of(x, own))
+
+    def width_named(self, widths: Iterable[float]) -> str:
+        """Say which setting is as wide as what is seen; "" if none is."""
+        told = (self._setting(width, WINDOW.search, own=True) for width in widths)
+        return next((f"it is as wide as {setting}" for setting in told if setting), "")
+
+    def _takes_a_mask(self) -> bool:
+        """Whether the module that holds the attention, or one around it, may be given a mask."""
+        around = modules_around(self.module, self.judgement.attention.first.place)
+        return not around or any(role_of_parameter(p.name) == "mask" for one in around for p in parameters_of(one))
+
+
+def modules_around(module: nn.Module | None, place: str) -> list[nn.Module]:
+    """Give what holds the module at a path, and that itself, the outermost first; nothing of a function."""
+    held = module.named_modules() if module is not None else ()
+    return [own for path, own in held if not path or f"{place}.".startswith(f"{path}.")]
+
+
+def is_of(codes: Tensor | None, numbers: set[int]) -> bool:
+    """Whether some names come from any of these sources."""
+    return codes is not None and bool(set(sources_in(codes)) & numbers)
+
+
+def numbers_of(holder: Any) -> Iterator[tuple[str, float]]:
+    """List the finite numbers that an object holds, by their names."""
+    for name, value in sorted(vars(holder).items(), key=lambda item: str(item[0])):
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        if plain and math.isfinite(value) and not str(name).startswith("_"):
+            yield str(name), float(value)
 
 
 def _made_from(name: str) -> str:

@@ -20,7 +20,8 @@ MANY = 1500  # operations: a run of more is repeated on fewer inputs
 def prove(found: Examination, place: int) -> list[Proof | None]:
     """Show for each departure of one attention that putting it right is needed, and that all together are enough."""
     departures, judgement = found.departures[place], found.judgements[place]
-    if len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or judgement.turned:
+    unread = len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or judgement.turned
+    if unread or not any(departure.patches for departure in departures):
         return [None] * len(departures)
     count = INPUTS if len(found.run.operations) < MANY else 2
     right = {**_all(departures), **reference(judgement)}
@@ -28,7 +29,7 @@ def prove(found: Examination, place: int) -> list[Proof | None]:
     for seed in range(1, count + 1):
         want = _outputs(found.call, right, seed)
         errors = max(errors, _distance(_outputs(found.call, _all(departures), seed), want))
-        for i in range(len(departures)):
+        for i in (i for i, departure in enumerate(departures) if departure.patches):
             left = _all(departures[:i] + departures[i + 1 :])
             without[i] = max(without[i], _distance(_outputs(found.call, left, seed), want))
     return [Proof(errors, alone, count) if d.patches else None for d, alone in zip(departures, without, strict=True)]

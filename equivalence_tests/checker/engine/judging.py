@@ -1,22 +1,23 @@
 """Hold the attentions of a call against torch's formula, stage after stage."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.attentions import attentions_of
-from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.formula import tile_departures
-from equivalence_tests.checker.engine.contracts.layout import layout_departures
-from equivalence_tests.checker.engine.contracts.merging import merge_departures
-from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
-from equivalence_tests.checker.engine.contracts.passing import (
+from equivalence_tests.checker.engine.contracts.changing import (
     context_departures,
     input_departures,
     side_departures,
     turned_back,
 )
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.formula import tile_departures
+from equivalence_tests.checker.engine.contracts.layout import layout_departures
+from equivalence_tests.checker.engine.contracts.merging import merge_departures
+from equivalence_tests.checker.engine.contracts.operands import operand_departures, read_operands
 from equivalence_tests.checker.engine.contracts.scores import Scores
 from equivalence_tests.checker.engine.contracts.scores_table import causal_pattern, hidden_by_formula, padded_queries
 from equivalence_tests.checker.engine.contracts.weights import read_weights
@@ -50,7 +51,8 @@ def _judge_stages(found: Judgement, expected: Mapping[int, Expectation]) -> None
         _judge_part(found, part, expected.get(part.number, Expectation()))
     if found.blocked():
         return
-    found.departures += _of_context(found, expected)
+    averaged = list(_of_context(found, expected))
+    found.departures += averaged
     if _divided_later(found) and not any(tile_departures(attention, found.operands, expected)):
         found.departures = [departure for departure in found.departures if departure.stage not in WEIGHING]
     found.departures += merge_departures(attention)
@@ -71,9 +73,8 @@ def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterat
     elif not back:
         yield from context_departures(attention, padding_of(attention, expected))
     if back:
-        found.turned = True
-        for departure in turned:
-            departure.evidence = "values are rotated as the keys are, and their average is rotated back"
+        found.turned, said = True, "values are rotated as the keys are, and their average is rotated back"
+        found.departures = [replace(one, evidence=said) if one in turned else one for one in found.departures]
 
 
 def padding_of(attention: Attention, expected: Mapping[int, Expectation]) -> Tensor:
@@ -101,9 +102,10 @@ def _judge_beside(found: Judgement, part: Part, operands: list[Operand], expecte
     model = read_weights(found.attention.run, part, part.contexts[0])
     found.models.append(model)
     for departure in Scores(found.attention, part, operands, model, expected).beside_others():
-        same = next((one for one in found.departures if one.name == departure.name), departure)
-        same.patches.update(departure.patches)
-        found.departures += [departure] if same is departure else []
+        same = [one.name == departure.name for one in found.departures]
+        pairs = zip(found.departures, same, strict=True)
+        found.departures = [one.also(departure) if is_same else one for one, is_same in pairs]
+        found.departures += [] if any(same) else [departure]
     found.hidden.append(hidden_by_formula(part, model.hidden, expected.may, ""))
 
 
@@ -134,10 +136,8 @@ def _once(departures: list[Departure]) -> list[Departure]:
     kept: dict[tuple[object, ...], Departure] = {}
     for departure in departures:
         of_both = departure.stage == "rotary" and not departure.facts
-        first = kept.setdefault((departure.name, () if of_both else departure.lines[:1]), departure)
-        if first is not departure:
-            first.patches.update(departure.patches)
-            first.names.update(departure.names)
+        place = departure.name, () if of_both else departure.lines[:1]
+        kept[place] = kept[place].also(departure) if place in kept else departure
     return list(kept.values())
 
 

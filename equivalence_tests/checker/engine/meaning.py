@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,11 +14,10 @@ from equivalence_tests.checker.engine.contracts.changing import is_strange, stra
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.contracts.layout import are_followed, ways_back
 from equivalence_tests.checker.engine.contracts.operands import earlier, is_normed
-from equivalence_tests.checker.engine.conventions import Conventions
+from equivalence_tests.checker.engine.conventions import Conventions, Names, is_of, modules_around, numbers_of
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.same import LOOSE, MEASURED, SINGLE, constant_ratio
-from equivalence_tests.checker.engine.surroundings import Names, is_of, modules_around, numbers_of
 from equivalence_tests.checker.engine.taking_part import waiting_parameters
 from equivalence_tests.checker.engine.vocabulary import MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation
@@ -44,9 +44,35 @@ class Evidence(Conventions):
 
     def added_to(self, departures: list[Departure]) -> list[Departure]:
         """Say which departures are intended, and add what is intended and no mistake at all."""
-        for departure in departures:
-            departure.evidence = departure.evidence or self.of(departure) or self._as_named(departure)
-        return [*departures, *self.conventions(departures)]
+        explained = [one if one.evidence else self.explained(one) for one in departures]
+        return [*explained, *self.conventions(explained)]
+
+    def explained(self, departure: Departure) -> Departure:
+        """Give a departure with what says that it is intended, under the name of what it turns out to be."""
+        found = self._seen_through(departure)
+        return replace(found, evidence=self.of(found) or self._as_named(found))
+
+    def _seen_through(self, departure: Departure) -> Departure:
+        """Give a departure under the name of what makes it: a sink, a norm, or what is strange in what takes part."""
+        operation = departure.operation
+        if operation is None or not self._is_of_this_run(operation):
+            return departure
+        if (departure.mistake.sink or departure.name in CUTS) and self._learnt_shares():
+            return replace(departure, name="attention_sink")
+        if departure.name.startswith("value_changed_by") and self._values_are_normed():
+            scaled = next(self._scaled_outside(self.judgement.first_operands[2]), None)
+            normed = replace(departure, name="values_normalised")
+            return normed if scaled is None else _blaming(departure, scaled, "value")
+        if "changed_by" in departure.name and departure.stage in ("context", "output"):
+            takes_part = self._parameter_in(departure, operation)
+            if takes_part is not None and takes_part[1] is not None:
+                return _blaming(departure, takes_part[1], "factor" if "mul" in operation.name else "summand")
+        return departure
+
+    def _learnt_shares(self) -> list[str]:
+        """Name the parameters that are joined to the scores."""
+        joined = [bits for one, _, bits, _ in self._beside_scores() if one.name in JOINS]
+        return [name for bits in joined for name in self.recorder.parameters(bits)]
 
     def not_judged(self) -> Iterator[Exercise]:
         """List what one call is no evidence for."""
@@ -66,9 +92,6 @@ class Evidence(Conventions):
         if own is not None and not own.evidence:
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
             yield Exercise(HIDDEN, False, why)
-        if self.favours_later_keys():
-            why = "the later a key is, the more it gets: right only where the mask that is handed over hides such keys"
-            yield Exercise("the bias of later keys", False, why)
 
     def of(self, departure: Departure) -> str:
         """Say why a departure is intended; "" if nothing says that."""
@@ -83,13 +106,9 @@ class Evidence(Conventions):
         if departure.name == "changed_by_mul" and departure.stage == "scores" and departure.operation is not None:
             gates = self._parameters_beside(departure.operation)
             return f"the parameter {gates[0]} says how much is taken of them" if gates else ""
-        if departure.operation is not None and (departure.mistake.sink or departure.name in CUTS):
-            joined = [bits for one, _, bits, _ in self._beside_scores() if one.name in JOINS]
-            names = [name for bits in joined for name in self.recorder.parameters(bits)]
-            if names:
-                departure.name = "attention_sink"
-                return f"the parameter {names[0]} takes a share of every row"
-        return ""
+        if departure.name == "attention_sink":
+            return f"the parameter {self._learnt_shares()[0]} takes a share of every row"
+        return "a part of its own normalises each value" if departure.name == "values_normalised" else ""
 
     def _as_named(self, departure: Departure) -> str:
         """What the class in which it stands, or one around that, is named after; a scale that is stated says more."""
@@ -132,13 +151,6 @@ class Evidence(Conventions):
 
     def _of_part(self, departure: Departure, operation: Operation) -> str:
         """What a parameter or a part of the module's own does to values or to what is averaged."""
-        if departure.name.startswith("value_") and self._values_are_normed():
-            scaled = next(self._scaled_outside(self.judgement.first_operands[2]), None)
-            if scaled is None:
-                departure.name = "values_normalised"
-                return "a part of its own normalises each value"
-            _blame(departure, scaled, "value")
-            return ""
         if departure.name == "value_changed_by_mul" and (told := self._value_scale()):
             return told
         if departure.stage == "operand" and not is_strange(operation) and self._scaled_by_a_part(departure):
@@ -153,7 +165,9 @@ class Evidence(Conventions):
             return f"a part of its own adds what it makes with {names[0]}"
         if not kinds or departure.stage == "operand":
             return self._activation(operation)
-        return self._by_a_parameter(departure, operation, "added" if kinds == ["add"] else "multiplied")
+        takes_part = self._parameter_in(departure, operation)
+        how = "added" if kinds == ["add"] else "multiplied"
+        return f"the parameter {takes_part[0]} takes part in what is {how}" if takes_part is not None else ""
 
     def _factor_asked_for(self, operation: Operation) -> str:
         """The argument or setting of which a line makes the number that multiplies; "" if there is none."""
@@ -176,20 +190,19 @@ class Evidence(Conventions):
                     return f"its number is {form}what {told}"
         return ""
 
-    def _by_a_parameter(self, departure: Departure, operation: Operation, how: str) -> str:
-        """What a parameter takes part in may be added or multiplied, unless something strange happens to it before."""
+    def _parameter_in(self, departure: Departure, operation: Operation) -> tuple[str, Operation | None] | None:
+        """Name a parameter that takes part in what is added or multiplied, and what is strange on its way there."""
+        if not any(kind in operation.name for kind in ("add", "mul")):
+            return None
         numbers = set(self.judgement.attention.context_sources)
         pairs = zip(operation.inputs, operation.origins, self._names.before[operation.index], strict=True)
         for place, (slot, bits, codes) in enumerate(pairs):
             own = place == 0 if departure.stage == "output" else is_of(codes, numbers)
             rest = functools.reduce(operator.or_, (*operation.origins[:place], *operation.origins[place + 1 :]), 0)
             names = [] if own else self.recorder.parameters(bits & ~rest) or self.recorder.parameters(bits)
-            strange = next(strange_operations(self.judgement.attention.run, slot, operation.index), None)
-            if names and strange is None:
-                return f"the parameter {names[-1]} takes part in what is {how}"
-            if names and strange is not None:
-                _blame(departure, strange, "summand" if how == "added" else "factor")
-        return ""
+            if names:
+                return names[-1], next(strange_operations(self.judgement.attention.run, slot, operation.index), None)
+        return None
 
     def _own_parameters(self, operation: Operation) -> list[str]:
         """The parameters of the part inside in which an operation runs, as far as it takes something of them."""
@@ -252,7 +265,7 @@ class Evidence(Conventions):
     def _of_scale(self, departure: Departure) -> str:
         own = departure.name == "scale_wrong" and not departure.facts["of_a_size"]
         learnt = own or departure.name == "scale_differs_by_head"
-        names = [*self._parameters_between(MULTIPLIES), *self._learnt_scales()] if learnt else []
+        names = self._parameters_between(MULTIPLIES) if learnt else []
         if names:
             return f"the parameter {names[0]} scales the scores"
         for operands in self.judgement.operands:
@@ -267,13 +280,6 @@ class Evidence(Conventions):
                 if abs(total / turns[0] / turns[1] - 1) < LOOSE:
                     return "the angles of the rotation carry a scale of their own"
         return self._configured(departure.facts["factor"])
-
-    def _learnt_scales(self) -> Iterator[str]:
-        """The parameters called scales that multiply queries or keys element by element, where no norm is beside."""
-        for operand in self.judgement.first_operands[:2]:
-            made = self._norms_before(operand)
-            gains = [s.operation for s in made if s.operation is not None and all(one.kind == "gain" for one in made)]
-            yield from (name for gain in gains for name in self._parameters_beside(gain) if "scale" in name)
 
     def _needs_no_scale(self, departure: Departure, operands: list[Operand]) -> bool:
         """Whether gains that are learnt stand for the scale, and the module does not say that there is one."""
@@ -325,11 +331,10 @@ class Evidence(Conventions):
         return ""
 
 
-def _blame(departure: Departure, operation: Operation, what: str) -> None:
+def _blaming(departure: Departure, operation: Operation, what: str) -> Departure:
     """Let a departure speak of another operation than the one that was seen first."""
     bent = changed_by(operation, departure.stage, what)
-    departure.name, departure.operation, departure.facts = bent.name, operation, bent.facts
-    departure.have = departure.want = ()
+    return replace(bent, patches=departure.patches, names=departure.names, seen_in=departure.seen_in)
 
 
 def _is_no_size(name: str) -> bool:

@@ -213,20 +213,6 @@ class Meetings:
         contraction = contraction_of_sum(maker, operation)
         return None if contraction is None else self._multiplied(operation, contraction, maker)
 
-    def _heads_joined(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
-        """Names of sums over heads, each of which a matrix of its own has projected."""
-        codes, axis = _over_one_axis(operation, before)
-        if codes is None:
-            return None
-        sources = [self.found.sources[number] for number in sources_in(codes)]
-        first = codes.select(axis, 0)
-        same_token = bool((token_of(codes) == token_of(first).unsqueeze(axis)).all())
-        apart = feature_of(codes) - feature_of(first).unsqueeze(axis)
-        whole = all(len(apart.select(axis, i).unique()) == 1 for i in range(codes.size(axis)))
-        if [source.kind for source in sources] != ["projection"] or not same_token or not whole:
-            return None
-        return self._retag("projection", operation, operation.outputs[0], first, [])
-
     def _pooled(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """Names of what stands for several tokens: the token of the first of them, or new ones for each place."""
         codes = before[0] if before else None

@@ -150,22 +150,18 @@ def situation_of(
     situation = Situation(subject, trial, inputs, call, found)
     situation.extra = list(_outside(situation, roles, expecting))
     for place, departures in enumerate(found.departures):
-        for departure in departures:
-            departure.seen_in = found, place
-            _name_by_heads(departure, situation)
-    for departure in situation.extra:
-        _name_by_heads(departure, situation)
+        departures[:] = [replace(_named_by_heads(one, situation), seen_in=(found, place)) for one in departures]
     return situation
 
 
-def _name_by_heads(departure: Departure, situation: Situation) -> None:
-    """One head where there should be several, scaled as one of several."""
+def _named_by_heads(departure: Departure, situation: Situation) -> Departure:
+    """Name one head where there should be several, scaled as one of several; any other departure as it is."""
     heads, judgement = situation.subject.sizes.num_heads, situation.judgement
     if departure.stage != "scale" or heads < 2 or judgement is None:
-        return
+        return departure
     whole, width = len(judgement.attention.parts[0].table.heads) == 1, departure.facts["width"] // heads
-    if whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < MEASURED:  # of 1, no scale at all
-        departure.name, departure.stage = "heads_never_split", "split"
+    unsplit = whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < MEASURED  # of 1, no scale
+    return replace(departure, name="heads_never_split", stage="split") if unsplit else departure
 
 
 def _resized(inputs: Inputs, size: float) -> Inputs:

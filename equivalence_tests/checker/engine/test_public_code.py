@@ -429,7 +429,7 @@ def test_letters_of_an_einsum_that_do_not_meet_are_told_with_those_that_would() 
         assert (finding.name, finding.want) == ("operands_summed_apart", f"einsum('{right}')")
         assert finding.proof is not None
         assert finding.proof.holds
-    assert verify(SumsOverHeadsOfKeys).mistakes == ("product_pairs_wrong_axes",)
+    assert verify(SumsOverHeadsOfKeys).mistakes == ("scale_wrong",)
 
 
 class NeverLooksAtItsScores(Attends):

@@ -560,9 +560,9 @@ class ScoresAlone(Base):
         return scores
 
 
-def test_without_a_softmax_the_scale_is_asked_for_too() -> None:
+def test_putting_a_forgotten_softmax_in_puts_the_scale_in_too() -> None:
     report = judged(ScoresAlone)
-    assert report.mistakes == ("softmax_missing", "scale_missing"), str(report)
+    assert report.mistakes == ("softmax_missing",), str(report)
     assert report.findings[0].proof is not None
     assert report.findings[0].proof.error < 1e-9
 
@@ -1236,11 +1236,7 @@ class FavoursTheFutureOfNobody(FavoursTheFuture):
     ],
 )
 def test_a_bias_by_position_falls_with_the_distance(target: type[nn.Module], names: tuple[str, ...]) -> None:
-    report = judged(target)
-    assert report.mistakes == names
-    left_to_the_caller = {"the bias of later keys"} if target is FavoursTheFutureOfNobody else set()
-    left_out = {one.what for one in report.not_exercised} - {"the whole, beside torch's own program"}
-    assert names or left_out == left_to_the_caller
+    assert judged(target).mistakes == names
 
 
 class RollsAllThree(Base):

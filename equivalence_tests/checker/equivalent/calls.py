@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -115,8 +116,7 @@ def conclude(
         proofs: Whether to prove them.
     """
     departures = Evidence(found.judgements[place], found.call.module).added_to(departures)
-    for departure in departures:
-        departure.evidence = departure.evidence or meant.get(departure.name, "")
+    departures = [one if one.evidence else replace(one, evidence=meant.get(one.name, "")) for one in departures]
     wrong = [departure for departure in departures if not departure.evidence]
     proven = _proven(wrong, found, place) if proofs else {}
     report.findings = [finding_of(departure, proven.get(id(departure))) for departure in wrong]
@@ -127,12 +127,11 @@ def conclude(
 def _proven(wrong: list[Departure], found: Examination, place: int) -> dict[int, Proof | None]:
     """Prove each departure in the call in which it was seen, beside all others that were seen there."""
     proofs: dict[int, Proof | None] = {}
-    seen = {id(x): (x, at) for x, at in [(found, place), *(one.seen_in for one in wrong if one.seen_in)]}
-    for examination, at in seen.values():
-        own = [departure for departure in wrong if departure in examination.departures[at]]
+    seen = [one.seen_in or (found, place) for one in wrong]
+    for examination, at in {(id(x), at): (x, at) for x, at in seen}.values():
+        own = [one for one, call in zip(wrong, seen, strict=True) if call[0] is examination and call[1] == at]
         examination.departures[at] = own
-        new = prove(examination, at) if any(id(departure) not in proofs for departure in own) else ()
-        proofs = dict(zip(map(id, own), new, strict=False)) | {k: v for k, v in proofs.items() if v is not None}
+        proofs |= dict(zip(map(id, own), prove(examination, at), strict=True))
     return proofs
 
 

@@ -29,7 +29,7 @@ from equivalence_tests.checker.engine.probing import (
     query_by_query,
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
-from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, output_codes, trials_for
+from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
 from equivalence_tests.checker.engine.together import hidden_together
 from equivalence_tests.checker.engine.unpaired import judge_linear, judge_pooling
 from equivalence_tests.checker.engine.unwatched import compare_output
@@ -244,11 +244,6 @@ def _cover(report: Report, situation: Situation) -> None:
     if situation.judgement is not None:
         report.coverage += Evidence(situation.judgement, situation.subject.module).not_judged()
         report.coverage += _ungrouped(situation.subject, situation.judgement)
-    if output_codes(situation) is None:
-        report.coverage.append(Exercise("the output", False, "which token lies where in it could not be followed"))
-    elif not any(what == "includes" for what, _, _ in report.conventions):
-        why = "residuals, norms and layers of the same forward are not followed: this is about the attention alone"
-        report.coverage.append(Exercise("what stands around the attention", False, why))
     report.findings += covered.findings
     report.meant += covered.meant
     if report.findings:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.conventions import modules_around
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.engine.surroundings import modules_around
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
 from equivalence_tests.checker.layers.whole_calls import called_by_hooks

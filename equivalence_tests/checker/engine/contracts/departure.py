@@ -1,7 +1,7 @@
 """What a stage of an attention departs in, before it has words."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ UNKNOWN = Mistake("", "", "", "", "", "")
 ROLES = ("query", "key", "value")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Departure:
     """One stage that is not what it should be, given the stage before it.
 
@@ -38,8 +38,8 @@ class Departure:
     stage: str
     operation: Operation | None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    patches: dict[int, Patch] = field(default_factory=dict)
-    names: dict[int, Tensor] = field(default_factory=dict)
+    patches: Mapping[int, Patch] = field(default_factory=dict)
+    names: Mapping[int, Tensor] = field(default_factory=dict)
     have: tuple[float, ...] = ()
     want: tuple[float, ...] = ()
     quantity: str = ""
@@ -58,12 +58,18 @@ class Departure:
         """The row of the catalogue; an empty one where no catalogue knows it."""
         return MISTAKES.get(self.name, UNKNOWN)
 
-    def show(self, have: Tensor, want: Tensor) -> None:
-        """Take over the four numbers that differ most, as they are and as they should be."""
+    def shown(self, have: Tensor, want: Tensor) -> "Departure":
+        """Add the four numbers that differ most, as they are and as they should be."""
         have, want = have.reshape(-1), want.reshape(-1)
         differing = (have - want).abs().nan_to_num(0.0).argsort(descending=True)[:4].sort().values
-        self.have, self.want = tuple(have[differing].tolist()), tuple(want[differing].tolist())
-        self.quantity = f"{self.facts['what']} after {self.facts['function']}"
+        quantity = f"{self.facts['what']} after {self.facts['function']}"
+        return replace(
+            self, have=tuple(have[differing].tolist()), want=tuple(want[differing].tolist()), quantity=quantity
+        )
+
+    def also(self, other: "Departure") -> "Departure":
+        """Add what puts the same mistake right in another part."""
+        return replace(self, patches={**self.patches, **other.patches}, names={**self.names, **other.names})
 
 
 def changed_by(operation: Operation, stage: str, what: str, **more: Any) -> Departure:

@@ -1,6 +1,7 @@
 """Where elements lie: heads split, products of the right pairs, heads merged. Told by names alone, not by numbers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from equivalence_tests.checker.engine.codes import (
 from equivalence_tests.checker.engine.contracts.changing import has_twin, shuffling
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.names import Attention, Context, Part, Product, Source, numbered_rows
-from equivalence_tests.checker.engine.vocabulary import ADDS, MOVES, words
+from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 
 REPEATS = words("repeat expand tile repeat_interleave cat getitem expand_as")
@@ -111,7 +112,7 @@ def _misplaced_operands(attention: Attention, part: Part) -> Iterator[Departure]
         seen.add(departure.operation)
         before = names.taken(departure.operation)[0][1]
         if role == "key" and len(seen) == 1 and before.dim() == departure.operation.outputs[0].value.dim():
-            departure.name = "key_viewed_for_transposed"
+            departure = replace(departure, name="key_viewed_for_transposed")
         yield departure
 
 
@@ -177,35 +178,17 @@ def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
     if moved is None:
         return None
     alike = len({(one.name, one.frames[:1]) for one in found.values() if one is not None}) == 1
-    if (
-        len(alone) == len(found) == 3
-        and alike
-        and not (has_twin(attention, moved) or _is_half_a_turn(attention, moved))
-    ):
+    if len(alone) == len(found) == 3 and alike and not has_twin(attention, moved):
         return changed_by(moved, "split", "order of queries, keys and values")
-    both = alone == ["query", "key"] and (_turns_whole(moved) or _before_a_norm(attention, part, moved))
+    both = alone == ["query", "key"] and _turns_whole(moved)
     one_side = len(alone) == 1 or (len(alone) == 2 and "value" in alone and alike)
     return changed_by(moved, "split", alone[0], blocks=True) if both or one_side else None
-
-
-def _is_half_a_turn(attention: Attention, moved: Operation) -> bool:
-    """Whether what is moved is added to what was not, as a rotation does."""
-    names = attention.run.names
-    own = {number for _, codes in names.taken(moved) for number in sources_in(codes)}
-    sums = (names.taken(op) for op in attention.run.operations[moved.index + 1 :] if op.name in ADDS)
-    return any(len(taken) > 1 and all(own & {*sources_in(codes)} for _, codes in taken) for taken in sums)
 
 
 def _turns_whole(moved: Operation) -> bool:
     """Whether more than the two elements of a pair are turned round, as no rotation does."""
     axes, shape = moved.argument(1, "dims"), moved.outputs[0].value.shape
     return moved.name == "flip" and all(shape[axis] > 2 for axis in ([axes] if isinstance(axes, int) else axes))
-
-
-def _before_a_norm(attention: Attention, part: Part, moved: Operation) -> bool:
-    """Whether queries are named anew behind what moves them: it is no part of a rotation, then."""
-    made = (attention.run.names.sources[number].operation for number in sources_in(part.product.left))
-    return all(operation is not None and operation.index > moved.index for operation in made)
 
 
 # ---------------------------------------------------------------------------------------------- heads
@@ -252,9 +235,6 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     """Each head of queries meets its own head of keys, element by element."""
     table = part.table
     heads, key_heads = len(table.heads), len(table.key_heads)
-    if _any_twice(part.product.left) or _any_twice(part.product.right):
-        yield Departure("product_pairs_wrong_axes", "product", part.product.operation, blocks=True)
-        return
     if not _are_apart(part.product.left, heads) or not _are_apart(part.product.right, key_heads):
         return
     pairing = _pairing(table.head, table.key_head)
@@ -295,11 +275,6 @@ def _pairing(heads: Tensor, others: Tensor) -> str:
     if torch.equal(head // (count // groups), other):
         return ""
     return "tiled" if count > groups and torch.equal(head % groups, other) else "wrong"
-
-
-def _any_twice(codes: Tensor) -> bool:
-    """Whether a row holds an element more than once, since an axis that the other operand lacks is summed over."""
-    return bool((within(codes).sort(-1).values.diff(dim=-1) == 0).any())
 
 
 def _are_apart(codes: Tensor, heads: int) -> bool:
@@ -344,8 +319,7 @@ def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterat
         shifted = _sources_shifted(context, met)
         moved = _shuffled(attention, part, context)
         found = exchange("values_meet_other_keys", "context", moved, context.operation, blocks=not shifted)
-        found.evidence = "a projection of its own makes what comes from other tokens" if shifted else ""
-        yield found
+        yield replace(found, evidence="a projection of its own makes what comes from other tokens" if shifted else "")
 
 
 def _sources_shifted(context: Context, met: Tensor) -> bool:
@@ -364,12 +338,12 @@ def _paired_values(attention: Attention, part: Part, context: Context) -> Iterat
     pairing = _pairing(head, value_head[:, None].expand(head.shape)) if apart else ""
     several = len(sources_in(unified(context.values))) > 1  # in no order
     if pairing == "tiled" or (pairing == "wrong" and not several):
-        name = "grouped_heads_tiled" if pairing == "tiled" else "heads_of_values_paired_wrongly"
-        moved = None if pairing == "tiled" else _shuffled(attention, part, context)
         laying = _laying(attention, context.values, context.operation, True)
-        found = exchange(name, "context", moved, laying, False)
-        found.patches |= _interleaving(laying, len(part.table.heads)) if pairing == "tiled" else {}
-        yield found
+        if pairing == "tiled":
+            yield Departure("grouped_heads_tiled", "context", laying, {}, _interleaving(laying, len(part.table.heads)))
+        else:
+            moved = _shuffled(attention, part, context)
+            yield exchange("heads_of_values_paired_wrongly", "context", moved, laying, blocks=False)
 
 
 def exchange(name: str, stage: str, moved: Operation | None, otherwise: Operation, blocks: bool) -> Departure:

@@ -282,13 +282,11 @@ def _is_own(attention: Attention, departure: Departure) -> bool:
 
 def _named(run: Run, departure: Departure, operand: Operand) -> Departure:
     """A rotation that is none, or one of the values, has a name."""
-    if operand.across:
-        departure.operation = _last_sum(run, operand) or departure.operation
-    if operand.across or operand.turn is not None:
-        wrong = "rotary_across_heads" if operand.across else "rotary_mixed"
-        departure.name = "rotary_values" if operand.role == "value" else wrong
-        departure.stage, departure.facts, departure.have, departure.want = "rotary", {}, (), ()
-    return departure
+    if not operand.across and operand.turn is None:
+        return departure
+    wrong = "rotary_across_heads" if operand.across else "rotary_mixed"
+    operation = (_last_sum(run, operand) if operand.across else None) or departure.operation
+    return Departure("rotary_values" if operand.role == "value" else wrong, "rotary", operation, {}, departure.patches)
 
 
 def _bent_angles(run: Run, operand: Operand) -> Departure | None:
@@ -400,11 +398,10 @@ def _located(attention: Attention, operand: Operand) -> Departure:
         return changed_by(operand.until, "operand", operand.role)
     operation, _, want, _ = guilty
     end, end_codes, end_want, _ = steps[-1]
-    departure = changed_by(operation, "operand", operand.role)
-    departure.show(operation.outputs[0].value.double(), want)
-    if not bool(end_want.isnan().any()) and len(end.outputs) == 1:
-        departure.patches[end.index] = _from_source(run, end_codes)
-    return departure
+    whole = not bool(end_want.isnan().any()) and len(end.outputs) == 1
+    patches = {end.index: _from_source(run, end_codes)} if whole else {}
+    found = changed_by(operation, "operand", operand.role, patches=patches)
+    return found.shown(operation.outputs[0].value.double(), want)
 
 
 def _last_good(steps: list[tuple[Operation, Tensor, Tensor, bool]], source: Source) -> int:

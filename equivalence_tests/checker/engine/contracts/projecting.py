@@ -3,6 +3,7 @@
 import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -287,8 +288,8 @@ def unused_departures(attention: Attention, module: nn.Module | None, found: lis
     norms = [one.facts["norms"] for one in missed if one.name == "norm_never_used" and one.operation is None]
     for one in missed:
         if one.facts.get("norms") in norms[:1]:
-            one.facts = {**one.facts, "norms": ", ".join(norms)}
-        if one.facts.get("norms") not in norms[1:]:
+            yield replace(one, facts={**one.facts, "norms": ", ".join(norms)})
+        elif one.facts.get("norms") not in norms[1:]:
             yield one
 
 

@@ -85,7 +85,6 @@ class Scores:
         unread = self._dropped() or self._moved() or self._precision() or self._filled_up() or self._kind()
         if unread is not None:
             yield unread
-            yield from self._scale_of_scores_alone()
             return
         after = self._after_softmax()
         late = after is not None and after.name == "scale_after_softmax"
@@ -103,13 +102,6 @@ class Scores:
     def total(self) -> float:
         """What the product of queries and keys is multiplied by, 1 where it is 1 / sqrt(width)."""
         return self.model.factor * self.operands[0].factor * self.operands[1].factor * math.sqrt(self.width)
-
-    def _scale_of_scores_alone(self) -> Iterator[Departure]:
-        """Where the product itself weighs the values, the scale is missing too; the softmax's mend holds both."""
-        scale = self._scale() if self.model.kind == "linear" else None
-        if scale is not None and scale.name == "scale_missing":
-            scale.patches.clear()
-            yield scale
 
     # ------------------------------------------------------------------------------------------ dropout
     def _dropped(self) -> Departure | None:
