@@ -3,8 +3,9 @@
 import copy
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.departing import Against
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import unread_arguments
+from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Inputs, Trial
@@ -20,9 +22,9 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.plans import POSITION, causal_switches
 from equivalence_tests.checker.reach.proposing import parameters_of
-from equivalence_tests.checker.reach.state import CACHE
+from equivalence_tests.checker.reach.state import CACHE, ask, held_by
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.findings import Example, Exercise, Finding
+from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
 
 TOKENS = 6
@@ -79,13 +81,13 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     reasons: list[str] = []
     for causal in _causal_ways(trial):
         for protocol in _protocols(trial, names):
-            try:
-                refused, findings = _compared(trial, protocol, causal)
-            except Exception as error:  # this is not how this cache is used; another way may be
-                reasons.append(str(error) if isinstance(error, CannotCheckError) else said(error))
-            else:
+            answer = ask(partial(_compared, _Decoder(trial, protocol, causal, trial.inputs(TOKENS).query)))
+            if answer.value is not None:
+                refused, findings = answer.value
                 ran = [Exercise(name, True, protocol.detail) for name in names]
                 return [*ran, *refused, *_limits_not_reached(trial)], findings
+            error = answer.error  # this is not how this cache is used; another way may be
+            reasons.append(str(error) if isinstance(error, CannotCheckError) else said(error) if error else "")
     why = next(iter(dict.fromkeys(reasons)), "no full pass hides the future, so that steps cannot be held against it")
     return [Exercise(name, False, why) for name in names], []
 
@@ -132,18 +134,16 @@ def _causal_ways(trial: Trial) -> Iterator[_Causal]:
     """Whatever hides the future in a pass over all tokens."""
     mask = trial.plan.mask_parameter
     forms = [form for form in mask_forms() if form.pattern in ("shared", "full")] if mask else []
-    ways = [_Causal(), *map(_Causal, causal_switches(trial)), *(_Causal(mask, form) for form in forms)]
-    wanted = torch.ones(TOKENS, TOKENS).tril().bool()
-    for way in ways:
-        try:
-            extra = way.extra(trial, 0, TOKENS)
-            if trial.reach(TOKENS, extra, [TOKENS - 1])[:-1].any():  # most ways show the future: two calls say so
-                continue
-            reach = trial.reach(TOKENS, extra)
-        except Exception:  # not a form of its mask
-            continue
-        if torch.equal(reach, wanted):
+    for way in (_Causal(), *map(_Causal, causal_switches(trial)), *(_Causal(mask, form) for form in forms)):
+        if ask(partial(_hides_the_future, trial, way)).value:  # it may be no form of its mask
             yield way
+
+
+def _hides_the_future(trial: Trial, way: _Causal) -> bool:
+    extra, last = way.extra(trial, 0, TOKENS), TOKENS - 1
+    if bool(probed(trial, TOKENS, extra, [last])[:, :-1].any()):  # most ways show the future: two calls say so
+        return False
+    return pattern_of(probed(trial, TOKENS, extra).any(0), ahead_of(TOKENS)) == "causal"
 
 
 def _protocols(trial: Trial, names: list[str]) -> Iterator[Protocol]:
@@ -180,120 +180,127 @@ def _dynamic_cache() -> Any:
     return DynamicCache()
 
 
-def _compared(trial: Trial, protocol: Protocol, causal: _Causal) -> tuple[list[Exercise], list[Finding]]:
-    refused: list[Exercise] = []
-    x = trial.inputs(TOKENS).query
-    inputs = Inputs(x, x, x)
-    whole = trial.output(inputs, causal.extra(trial, 0, TOKENS))
-    for how, lengths in CHUNKS.items():
-        steps, error, _ = _decoded(trial, protocol, causal, inputs, lengths)
-        if error is not None:
-            if not steps or protocol.fed_back is None:
-                raise error
-            if lengths[len(steps)] > 1:  # made for one token at a step, as was run before
-                why = f"{said(error)}{raised_at(error)}"
-                refused.append(Exercise(f"several tokens at a step, {protocol.detail}", False, why))
-                continue
-            facts, stack = {"said": said(error)}, code_lines(frames_of(error))
-            return refused, [found_mistake("cache_fails", facts, stack=stack, evidence=protocol.detail)]
-        have = torch.cat(steps, dim=1)
-        if have.shape != whole.shape:
-            raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
-        differs = (have - whole).abs().flatten(2).amax((0, 2)) > MEASURED * whole.abs().max()
-        if differs.any():
-            found = {"how": how, "token": int(differs.nonzero()[0]), "detail": protocol.detail}
-            found |= {"lengths": ", ".join(map(str, lengths))}
-            evidence = f"{TOKENS} tokens, the future hidden in both"
-            shown = _located(trial, protocol, causal, inputs, lengths)
-            return refused, [found_mistake("cache_differs_from_one_pass", found, evidence=evidence, **shown)]
-    return refused, []
+@dataclass(frozen=True)
+class _Step:
+    """What one step gave.
+
+    Args:
+        output: As (batch, tokens, features).
+        returned: The same as it came back.
+        run: What ran in it.
+    """
+
+    output: Tensor
+    returned: Tensor
+    run: Recorder
 
 
-def _located(
-    trial: Trial, protocol: Protocol, causal: _Causal, inputs: Inputs, lengths: tuple[int, ...]
-) -> dict[str, Any]:
-    """The first line at which a step departs from one pass, if the step is right once its numbers are put right."""
-    lengths = (max(lengths[0], 3), lengths[-1])
-    x = inputs.query[:, : sum(lengths)]
-    with Recorder() as whole:
-        want = trial.output(Inputs(x, x, x), causal.extra(trial, 0, sum(lengths)))[:, lengths[0] :]
-    against = Against(whole, lengths[-1], sum(lengths))
-    departing: dict[int, tuple[Operation, Tensor]] = {}
-
-    def step(indices: Collection[int]) -> tuple[bool, tuple[Recorder, Tensor] | None]:
-        right = {index: departing[index][1] for index in indices}
-        steps, _, last = _decoded(trial, protocol, causal, inputs, lengths, right)
-        return last is not None and near(steps[-1], want), last
-
-    for _ in range(ROUNDS):
-        is_right, last = step(departing)
-        found = None if is_right or last is None else against.departing(*last, departing)
-        if found is None:
-            break
-        departing[found[0].index] = found
-    needed = [index for index in departing if is_right and not step(departing.keys() - {index})[0]]
-    if not needed:
-        return {}
-    first, right = departing[min(needed)]
-    return {"stack": code_lines(first.frames if first.inputs else first.frames[-1:])} | _example(first, right)
-
-
-def _example(operation: Operation, right: Tensor) -> dict[str, Any]:
-    """The numbers of the first row that is not as it should be."""
-    have, want = (x.reshape(-1, x.size(-1)).double() for x in (operation.outputs[0].value, right))
-    row = int((have != want).any(-1).nonzero()[0])
-    name = operation.name
-    return {"example": Example(f"what {name} gives", tuple(have[row].tolist()), tuple(want[row].tolist()))}
-
-
-def _decoded(
-    trial: Trial,
-    protocol: Protocol,
-    causal: _Causal,
-    inputs: Inputs,
-    lengths: tuple[int, ...],
-    right: Mapping[int, Tensor] | None = None,
-) -> tuple[list[Tensor], Exception | None, tuple[Recorder, Tensor] | None]:
-    """Decode on a copy of the module, so that what it keeps does no harm.
+@dataclass(frozen=True)
+class _Decoder:
+    """Decodes with a cache, and without.
 
     Args:
         trial: How the code is called.
         protocol: What is handed over.
         causal: What hides the future.
-        inputs: All tokens.
-        lengths: How many of them each step is given.
-        right: What operations of the last step are to give, by their index.
-
-    Returns:
-        What the steps gave, what the code raised, and the last step as it was watched with its output.
+        tokens: All of them, (batch, tokens, features).
     """
-    function = copy.deepcopy(trial.function) if isinstance(trial.function, nn.Module) else None
-    trial = replace(trial, function=function or trial.function)
-    handed, start, before, steps = protocol.first(), 0, _kept(function), list[Tensor]()
-    last: tuple[Recorder, Tensor] | None = None
-    held = 0
-    patches = {index: lambda _, __, rows=rows: rows for index, rows in (right or {}).items()}
-    for length in lengths:
-        x = inputs.query[:, start : start + length]
-        extra = {**_extra(trial, protocol, start, length, handed), **causal.extra(trial, start, start + length)}
-        try:
-            with Recorder(patches=patches if start + length == sum(lengths) else None) as recorder:
+
+    trial: Trial
+    protocol: Protocol
+    causal: _Causal
+    tokens: Tensor
+
+    def whole(self, length: int) -> Tensor:
+        """Give the outputs of the first tokens, in one pass."""
+        x = self.tokens[:, :length]
+        return self.trial.output(Inputs(x, x, x), self.causal.extra(self.trial, 0, length))
+
+    def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[_Step]:
+        """Decode on a copy of the module, so that what it keeps does no harm.
+
+        Args:
+            lengths: How many tokens each step is given.
+            right: What operations of the last step are to give, by their index.
+        """
+        function = copy.deepcopy(self.trial.function) if isinstance(self.trial.function, nn.Module) else None
+        trial, protocol = replace(self.trial, function=function or self.trial.function), self.protocol
+        handed, start, before, size = protocol.first(), 0, _sizes(function), 0
+        patches = {index: lambda _, __, rows=rows: rows for index, rows in (right or {}).items()}
+        for length in lengths:
+            stop, x = start + length, self.tokens[:, start : start + length]
+            extra = _extra(trial, protocol, start, length, handed) | self.causal.extra(trial, start, stop)
+            with Recorder(patches=patches if stop == sum(lengths) else None) as recorder:
                 returned = trial.returned(Inputs(x, x, x), extra, changing=True)
-        except Exception as error:
-            return steps, error, None
-        if protocol.fed_back is not None:
-            handed = returned[protocol.fed_back]
-        if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
-            raise CannotCheckError("what comes back beside the output is not keys and values")
-        if not _holds(handed) and _kept(function) == before:
-            raise CannotCheckError("nothing that comes back or is written holds keys and values for the next step")
-        earlier, held = held, sum(x.numel() for x in tensors_in((handed, _tensors_of(function))))
-        if _takes_a_memory(trial) and held <= earlier:
-            raise CannotCheckError("what is kept does not grow from step to step, as that of a second tensor may not")
-        steps.append(trial.output_in(returned))
-        last = recorder, list(tensors_in((returned,)))[trial.plan.output]
-        start += length
-    return steps, None, last
+            handed = handed if protocol.fed_back is None else returned[protocol.fed_back]
+            if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
+                raise CannotCheckError("what comes back beside the output is not keys and values")
+            if not _holds(handed) and _sizes(function) == before:
+                raise CannotCheckError("nothing that comes back or is written holds keys and values for the next step")
+            earlier, size = size, sum(x.numel() for x in tensors_in((handed, _kept(function))))
+            if _takes_a_memory(trial) and size <= earlier:
+                raise CannotCheckError(
+                    "what is kept does not grow from step to step, as that of a second tensor may not"
+                )
+            yield _Step(trial.output_in(returned), list(tensors_in((returned,)))[trial.plan.output], recorder)
+            start = stop
+
+
+def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
+    refused: list[Exercise] = []
+    whole, detail = decoder.whole(TOKENS), decoder.protocol.detail
+    for how, lengths in CHUNKS.items():
+        done, error = _decoded(decoder, lengths)
+        if error is not None:
+            if not done or decoder.protocol.fed_back is None or isinstance(error, CannotCheckError):
+                raise error
+            if lengths[len(done)] > 1:  # made for one token at a step, as was run before
+                why = f"{said(error)}{raised_at(error)}"
+                refused.append(Exercise(f"several tokens at a step, {detail}", False, why))
+                continue
+            facts, stack = {"said": said(error)}, code_lines(frames_of(error))
+            return refused, [found_mistake("cache_fails", facts, stack=stack, evidence=detail)]
+        have = torch.cat(done, dim=1)
+        if have.shape != whole.shape:
+            raise CannotCheckError(f"the steps give {tuple(have.shape)}, one pass {tuple(whole.shape)}")
+        differs = (have - whole).abs().flatten(2).amax((0, 2)) > MEASURED * whole.abs().max()
+        if differs.any():
+            found = {"how": how, "token": int(differs.nonzero()[0]), "detail": detail}
+            found |= {"lengths": ", ".join(map(str, lengths))}
+            shown = {"evidence": f"{TOKENS} tokens, the future hidden in both", **_located(decoder, lengths)}
+            return refused, [found_mistake("cache_differs_from_one_pass", found, **shown)]
+    return refused, []
+
+
+def _decoded(decoder: _Decoder, lengths: Sequence[int]) -> tuple[list[Tensor], Exception | None]:
+    """What the steps give, and what the code raises in the one after these."""
+    done: list[Tensor] = []
+    return done, ask(lambda: done.extend(step.output for step in decoder.steps(lengths))).error
+
+
+def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
+    """The first line at which a step departs from one pass, if the step is right once its numbers are put right."""
+    lengths = (max(lengths[0], 3), lengths[-1])
+    with Recorder() as whole:
+        want = decoder.whole(sum(lengths))[:, lengths[0] :]
+    against = Against(whole, lengths[-1], sum(lengths))
+    departing: dict[int, Operation] = {}
+    right: dict[int, Tensor] = {}
+
+    def step(without: int | None = None) -> _Step:
+        return [*decoder.steps(lengths, {index: rows for index, rows in right.items() if index != without})][-1]
+
+    for _ in range(ROUNDS):
+        last = step()
+        found = None if near(last.output, want) else against.departing(last.run, last.returned, departing)
+        if found is None:
+            break
+        departing[found[0].index], right[found[0].index] = found
+    needed = [index for index in departing if near(last.output, want) and not near(step(index).output, want)]
+    if not needed:
+        return {}
+    first = departing[min(needed)]
+    return {"stack": code_lines(first.frames if first.inputs else first.frames[-1:])}
 
 
 def _are_keys_and_values(handed: Any) -> bool:
@@ -313,16 +320,14 @@ def _holds(handed: Any) -> bool:
     return _holds(vars(handed)) if hasattr(handed, "__dict__") else False
 
 
-def _kept(function: nn.Module | None) -> dict[str, float]:
-    """What a module keeps beside its parameters, in short."""
-    return {name: float(value.double().square().sum()) for name, value in _tensors_of(function).items()}
-
-
-def _tensors_of(function: nn.Module | None) -> dict[str, Tensor]:
+def _kept(function: nn.Module | None) -> dict[str, Tensor]:
     """The tensors that a module keeps beside its parameters."""
-    children = function.named_modules() if function is not None else ()
-    held = ((path, [*vars(child).items(), *child.named_buffers(recurse=False)]) for path, child in children)
-    return {f"{path}.{name}": x for path, pairs in held for name, x in pairs if isinstance(x, Tensor)}
+    return {name: x for name, x in held_by(function).items() if isinstance(x, Tensor)}
+
+
+def _sizes(function: nn.Module | None) -> dict[str, float]:
+    """How large these are: other numbers have another size."""
+    return {name: float(x.double().square().sum()) for name, x in _kept(function).items()}
 
 
 def _angles(trial: Trial, start: int, stop: int) -> dict[str, Any]:

@@ -6,14 +6,15 @@ makes, or the name of the class. A mask argument or a switch that is off leaves 
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.ran import operations_of
+from equivalence_tests.checker.engine.visibility import OFF_BY_ONE, ahead_of, pattern_of
 from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.state import held_by
 
 CLAIM = re.compile(r"causal|masked|auto_?regressive", re.IGNORECASE)
 SWITCH = re.compile(r"mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)
@@ -32,7 +33,7 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     """
     if any(LEFT_TO_THE_CALLER.search(p.name) for p in parameters_of(module)) or _switched_off(module):
         return ""
-    kept = next((name for name, x in _tensors_kept(module) if _is_triangle(x)), "")
+    kept = next((name for name, x in held_by(module).items() if isinstance(x, Tensor) and _is_triangle(x)), "")
     if kept:
         return f"self.{kept} is a triangle"
     cut = (op for op in operations_of(call) if op.name in ("tril", "triu"))
@@ -44,22 +45,15 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
 
 def _switched_off(module: nn.Module) -> bool:
     """Whether the constructor was asked for no causal mask, or an attribute says that there is none."""
-    try:
-        arguments = inspect.signature(type(module)).parameters.values()
-    except (TypeError, ValueError):
-        return True
+    arguments = inspect.signature(type(module)).parameters.values()
     asked = any(SWITCH.search(p.name) and p.default is not True for p in arguments)
-    return asked or any(
-        value is False and SWITCH.search(name) for child in module.modules() for name, value in vars(child).items()
-    )
+    return asked or switch_off(module, SWITCH) != ""
 
 
-def _tensors_kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_buffers()
-    for path, child in module.named_modules():
-        for name, value in vars(child).items():
-            if isinstance(value, Tensor):
-                yield f"{path}.{name}".strip("."), value
+def switch_off(module: nn.Module | None, named: re.Pattern[str]) -> str:
+    """Name the attribute that is False and has such a name; "" if there is none."""
+    held = held_by(module).items()
+    return next((name for name, value in held if value is False and named.search(name.rpartition(".")[2])), "")
 
 
 def _is_triangle(x: Tensor) -> bool:
@@ -67,8 +61,6 @@ def _is_triangle(x: Tensor) -> bool:
     if x.dim() < 2 or x.size(-1) != x.size(-2) or x.size(-1) < 3:
         return False
     square = x.reshape(-1, *x.shape[-2:])[0]
-    below, above = square[-1, 0], square[0, -1]
-    inside = torch.ones_like(square, dtype=torch.bool)
-    return bool(below != above) and any(
-        bool((square == torch.where(inside.tril(offset), below, above)).all()) for offset in (-1, 0, 1)
-    )
+    seen = square == square[-1, 0]
+    two_values = bool((seen | (square == square[0, -1])).all())
+    return two_values and pattern_of(seen, ahead_of(len(seen))) in ("causal", *OFF_BY_ONE)

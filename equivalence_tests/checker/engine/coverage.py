@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,25 +14,26 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.caches import cache_arguments, exercised_cache
 from equivalence_tests.checker.engine.covered import Covered, Judge
-from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_lengths, is_tile, whole_numbers
+from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_lengths, is_tile
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.token_numbers import numbers_exercised
+from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.arguments import role_of_parameter
-from equivalence_tests.checker.reach.calling import Trial
-from equivalence_tests.checker.reach.construction import build, inner_widths, prepare
+from equivalence_tests.checker.reach.calling import Inputs, Trial
+from equivalence_tests.checker.reach.construction import Sizes, build, inner_widths, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
-from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reach.state import attempt, held_by
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.lines import code_lines
-from equivalence_tests.checker.reporting.report import Report
 
 OTHER_SCALE = 0.7
+LENGTH = 5
 MOST_BUILDS = 12
 CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
@@ -127,23 +128,18 @@ def _is_bool(parameter: inspect.Parameter) -> bool:
 
 def _causal_switch(what: str, extra: dict[str, Any], covered: Covered) -> None:
     """The name says what it must do: with it no output may depend on a later token, and on all earlier ones."""
-    length, trial = 5, covered.trial
-    wanted = torch.ones(length, length).tril().bool()
+    trial = covered.trial
+    inputs, windowed = trial.inputs(LENGTH, LENGTH), any(WINDOW.search(name) for name in held_by(trial.function))
 
     def look() -> tuple[list[Finding], str]:
-        reach, findings = trial.reach(length, extra), []
-        sees_the_future = bool((reach & ~wanted).any())
-        if sees_the_future or not (torch.equal(reach, wanted) or _has_a_window(trial.function)):
-            reports = covered.judge(*trial.arguments(trial.inputs(length, length), extra))
-            unused = unused_fill(operations_of(lambda: trial.output(trial.inputs(length, length), extra)))
-            found = _not_causal(what, reach, wanted)
-            findings = [_located(replace(found, stack=code_lines(unused.frames)) if unused else found, reports)]
-        return findings, "one token changed at a time"
+        reach, said = probed(trial, LENGTH, extra).any(0), "one token changed at a time"
+        is_causal = pattern_of(reach, ahead_of(LENGTH)) == "causal" or (windowed and not reach.triu(1).any())
+        return [] if is_causal else [_not_causal(what, reach, extra, inputs, covered)], said
 
     covered.run(what, look)
 
 
-def cover_options(covered: Covered, subject: Subject, judge: Callable[..., Sequence[Report]]) -> None:
+def cover_options(covered: Covered, subject: Subject) -> None:
     """Build a class once more with each option of its constructor that it was not built with."""
     trial, known = covered.trial, {exercise.what for exercise in covered.exercises}
     hands_over = [p for p in parameters_of(trial.function) if p.name == trial.plan.mask_parameter and p.default]
@@ -159,39 +155,41 @@ def cover_options(covered: Covered, subject: Subject, judge: Callable[..., Seque
             covered.leave_out(what, f"it could be built with {getattr(trial.function, name, 'its default')} only")
             continue
         prepare(other, subject.dtype)
-        covered.trial, covered.judge = replace(trial, function=other), partial(judge, other, module=other)
+        covered.trial = replace(trial, function=other)
         if causal:
             _causal_switch(what, {}, covered)
         else:
             _option(what, covered, subject)
-    covered.trial = trial
+        covered.trial = trial
     for name in inner_widths(target):
-        _other_width(name, covered, subject, judge)
+        _other_width(name, covered, subject)
+
+
+def _other_width(name: str, covered: Covered, subject: Subject) -> None:
+    """Build a class with another width inside than outside: where both are alike, one may stand for the other."""
+    width, trial, sizes = subject.sizes.num_heads * (subject.sizes.head_dim + 2), covered.trial, subject.sizes
+    for other, made in _built(type(subject.function), **{name: width}):
+        if made.embed_dim == sizes.embed_dim:
+            prepare(other, subject.dtype)
+            covered.trial, what = replace(trial, function=other), f"{name} = {width} beside {sizes.embed_dim} features"
+            covered.run(what, lambda: covered.judged(trial.inputs(), {}), covered.add_refusal)
+            break
     covered.trial = trial
 
 
-def _other_width(name: str, covered: Covered, subject: Subject, judge: Callable[..., Sequence[Report]]) -> None:
-    """Build a class with another width inside than outside: where both are alike, one may stand for the other."""
-    width, trial = subject.sizes.num_heads * (subject.sizes.head_dim + 2), covered.trial
+def _built(target: Any, **given: Any) -> Iterator[tuple[nn.Module, Sizes]]:
+    """Build a class with more arguments, in the first ways; none where it cannot be."""
     with contextlib.suppress(CannotCheckError):
-        ways = itertools.islice(build(type(subject.function), **{name: width}), MOST_BUILDS)
-        other = next((made for made, sizes in ways if sizes.embed_dim == subject.sizes.embed_dim), None)
-        if isinstance(other, nn.Module):
-            prepare(other, subject.dtype)
-            covered.trial, covered.judge = replace(trial, function=other), partial(judge, other, module=other)
-            what = f"{name} = {width} beside {subject.sizes.embed_dim} features"
-            covered.run(what, lambda: covered.judged(trial.inputs(), {}), lambda _, e: covered.leave_out(what, said(e)))
+        yield from itertools.islice(build(target, **given), MOST_BUILDS)
 
 
 def built_alike(target: Any, subject: Subject, **given: Any) -> nn.Module | None:
     """Build a class with more arguments, as the subject was where that can be: what both have is of the same shape."""
-    shapes = {name: x.shape for name, x in _held_tensors(subject).items()}
-    made: list[nn.Module] = []
-    with contextlib.suppress(CannotCheckError):
-        for other, _ in itertools.islice(build(target, **given), MOST_BUILDS):
-            made.append(other)
-            if all(x.shape == shapes.get(name, x.shape) for name, x in other.state_dict().items()):
-                return other
+    shapes, made = {name: x.shape for name, x in _held_tensors(subject).items()}, list[nn.Module]()
+    for other, _ in _built(target, **given):
+        made.append(other)
+        if all(x.shape == shapes.get(name, x.shape) for name, x in other.state_dict().items()):
+            return other
     return next(iter(made), None)
 
 
@@ -231,30 +229,13 @@ def _option(what: str, covered: Covered, subject: Subject) -> None:
         findings, _ = covered.judged(inputs, {})
         return _asked_for(findings, f"built with {what}")
 
-    covered.run(what, look, lambda _, error: covered.leave_out(what, said(error)))
-
-
-def _has_a_window(function: Callable[..., Any]) -> bool:
-    """Whether a setting limits how far back a query sees."""
-    return any(WINDOW.search(name) for name in whole_numbers(_held(function)))
-
-
-def _held(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """What an instance holds; nothing of a function."""
-    return vars(function) if isinstance(function, nn.Module) else {}
-
-
-def _located(finding: Finding, reports: Sequence[Report]) -> Finding:
-    """Take over the line, the numbers and the proof of what is wrong with the mask in a call of this kind."""
-    seen = (known for report in reports for known in report.findings if known.stage == "mask" and known.stack)
-    found = next(seen, finding)
-    return replace(finding, stack=found.stack, example=found.example, proof=found.proof)
+    covered.run(what, look, covered.add_refusal)
 
 
 def _causal_setting(covered: Covered) -> None:
     """What an instance holds as ``causal`` is true of its calls, unless whoever calls it hands the mask over."""
     trial = covered.trial
-    held = _held(trial.function).items()
+    held = ((name, value) for name, value in held_by(trial.function).items() if "." not in name)
     names = [name for name, value in held if value is True and CAUSAL.search(name) and "mask" not in name]
     known = {exercise.what for exercise in covered.exercises}
     for name in names if trial.plan.self_attention and not trial.plan.mask_parameter else ():
@@ -262,18 +243,20 @@ def _causal_setting(covered: Covered) -> None:
             _causal_switch(f"{name}=True", {}, covered)
 
 
-def _not_causal(what: str, reach: Tensor, wanted: Tensor) -> Finding:
-    output, token = (int(x) for x in (reach != wanted).nonzero()[0])
-    seen = bool(reach[output, token])
-    shown = "sees the future" if seen else "does not see the past"
-    turned = torch.equal(reach, wanted.T)
-    seen_keys = "the keys j >= i" if turned else "all keys" if bool(reach.all()) else "other keys"
-    facts = {"what": what, "output": output, "shown": shown, "token": token, "seen": seen_keys}
-    return found_mistake(
-        "causal_switch_wrong",
-        facts | {"effect": "changes" if seen else "does not change"},
-        evidence=f"tokens changed one at a time, {len(wanted)} tokens",
-    )
+def _not_causal(what: str, reach: Tensor, extra: dict[str, Any], inputs: Inputs, covered: Covered) -> Finding:
+    """Tell what a switch shows or hides, on the line of a mask that is wrong, or that is made in vain."""
+    trial, (output, token) = covered.trial, (int(x) for x in (reach != torch.ones_like(reach).tril()).nonzero()[0])
+    seen, patterns = bool(reach[output, token]), {"all": "all keys", "causal_mask_inverted": "the keys j >= i"}
+    effect, shown = ("changes", "sees the future") if seen else ("does not change", "does not see the past")
+    facts = {"what": what, "output": output, "token": token, "shown": shown, "effect": effect}
+    facts |= {"seen": patterns.get(pattern_of(reach, ahead_of(LENGTH)), "other keys")}
+    unused = unused_fill(operations_of(partial(trial.output, inputs, extra)))
+    stack = code_lines(unused.frames) if unused is not None else ()
+    evidence = f"tokens changed one at a time, {LENGTH} tokens"
+    found = found_mistake("causal_switch_wrong", facts, evidence=evidence, stack=stack)
+    known = (one for report in covered.reports(inputs, extra) for one in report.findings)
+    like = next((one for one in known if one.stage == "mask" and one.stack), found)
+    return replace(found, stack=like.stack, example=like.example, proof=like.proof)
 
 
 def _scale(name: str, covered: Covered) -> None:

@@ -8,11 +8,12 @@ from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reach.state import ask
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 from equivalence_tests.checker.reporting.report import Report
 
-Judge = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Report]]
+Judge = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Sequence[Report]]
 Failed = Callable[[str, Exception], None]
 Look = Callable[[], tuple[Sequence[Finding], str]]
 
@@ -23,7 +24,7 @@ class Covered:
 
     Args:
         trial: A way to call it that was judged.
-        judge: Judges a call by its arguments, as the one before was.
+        judge: Judges a call of a function with its arguments, as the one before was.
         exercises: What was run, or not.
         findings: What deviates.
         meant: What deviates on purpose.
@@ -51,11 +52,15 @@ class Covered:
         """Note that there is no verdict on something."""
         self.exercises.append(Exercise(what, False, why))
 
+    def add_refusal(self, what: str, error: Exception) -> None:
+        """Note that the code raised, which is no mistake."""
+        self.leave_out(what, said(error))
+
     def add_failure(self, what: str, error: Exception) -> None:
         """Note that the code raised: a mistake, unless it says itself that it does not do this."""
         stack = code_lines(frames_of(error))
         if is_refusal(error) or not stack or isinstance(error, (ImportError, NotImplementedError, MemoryError)):
-            self.leave_out(what, said(error))
+            self.add_refusal(what, error)
         else:
             facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"
             self.add(what, [found_mistake("fails_with_what_it_offers", facts, stack=stack, evidence=evidence)])
@@ -71,20 +76,23 @@ class Covered:
         Returns:
             Whether it ran.
         """
-        try:
-            findings, detail = look()
-        except CannotCheckError as error:
-            self.leave_out(what, str(error))
-        except Exception as error:
-            (failed or self.add_failure)(what, error)
+        answer = ask(look)
+        if answer.value is not None:
+            self.add(what, *answer.value)
+        elif isinstance(answer.error, CannotCheckError):
+            self.leave_out(what, str(answer.error))
+        elif answer.error is not None:
+            (failed or self.add_failure)(what, answer.error)
             return False
-        else:
-            self.add(what, findings, detail)
         return True
+
+    def reports(self, inputs: Inputs, extra: Mapping[str, Any]) -> Sequence[Report]:
+        """Judge the attentions of one more call."""
+        return self.judge(self.trial.function, *self.trial.arguments(inputs, extra))
 
     def judged(self, inputs: Inputs, extra: Mapping[str, Any]) -> tuple[list[Finding], str]:
         """Judge one more call: it has a verdict if each of its attentions has one."""
-        reports = self.judge(*self.trial.arguments(inputs, extra))
+        reports = self.reports(inputs, extra)
         unread = [report.reason for report in reports if report.verdict == "unchecked"]
         if unread or not reports:
             raise CannotCheckError(next(iter(unread), "no attention was found in the call"))

@@ -1,9 +1,7 @@
 """Lengths beyond every number that looks like a block or a window, and tiles that are shorter than they are."""
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +13,11 @@ from equivalence_tests.checker.engine.ran import operations_of
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.situations import named_inputs
+from equivalence_tests.checker.engine.visibility import probed, seen_in
 from equivalence_tests.checker.mistakes import found_mistake
-from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
-from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.lines import code_lines
 
 LONGEST = 300
@@ -67,26 +64,25 @@ def cover_lengths(covered: Covered) -> None:
                 covered.leave_out(what, f"{length} tokens are more than {LONGEST}")
             continue
         failed = ended if trial.sizes.whole or _ends_at(trial.function, limit) else None
-        ran = covered.run(what, partial(covered.judged, trial.inputs(length, length), {}), failed)
-        if ran and LIMITED.search(name) and trial.plan.self_attention and _is_in_blocks(trial, limit, length):
-            _note_blocks(covered, name, limit)
-            continue
-        if ran and WINDOW.search(name) and trial.plan.self_attention:
-            without = list(_without_effect(trial, name, limit, length))
-            if without and not _is_read(trial, name) and bool(trial.reach(limit, {}).triu(1).any()):
-                covered.leave_out(name, "its forward never reads it: whoever calls it may cut the windows, or not")
-            else:
-                covered.findings += without
-        elif ran and not LIMITED.search(name) and _is_cut_off(trial, length):
-            why = f"of {length} tokens the last no longer sees the first: only its author knows whether it is intended"
-            covered.leave_out(what, why)
+        if covered.run(what, partial(covered.judged, trial.inputs(length, length), {}), failed):
+            _look_beyond(covered, name, limit, what)
 
 
-def _is_in_blocks(trial: Trial, limit: int, length: int) -> bool:
-    """Whether the tokens on both sides of an edge between blocks are seen on their own side only."""
-    reached = trial.reach(length, {}, [0, limit - 1, limit])
-    across = reached[limit:, [0, limit - 1]].any() or reached[:limit, limit].any()
-    return bool(reached[1:limit, 0].any()) and not bool(across)
+def _look_beyond(covered: Covered, name: str, limit: int, what: str) -> None:
+    """Say what a number hides of the keys that are further away than it is large."""
+    trial, length = covered.trial, 2 * limit + 3
+    named, window = bool(LIMITED.search(name)), bool(WINDOW.search(name))
+    if named and not trial.plan.self_attention:
+        return
+    seen = probed(trial, length, tokens=[0, limit - 1, limit] if named else [0]).any(0)
+    across = seen[limit:, [0, limit - 1]].any() or seen[:limit, limit].any()
+    if named and bool(seen[1:limit, 0].any()) and not across:
+        _note_blocks(covered, name, limit)
+    elif window:
+        _judge_window(covered, name, limit)
+    elif not named and not seen[-1, 0] and bool(probed(trial, trial.sizes.query_len, tokens=[0])[:, -1, 0].any()):
+        why = f"of {length} tokens the last no longer sees the first: only its author knows whether it is intended"
+        covered.leave_out(what, why)
 
 
 def _note_blocks(covered: Covered, name: str, limit: int) -> None:
@@ -98,22 +94,30 @@ def _note_blocks(covered: Covered, name: str, limit: int) -> None:
         covered.meant.append(found_mistake("own_mask", meant=f"its blocks are as wide as {name} says ({limit})"))
 
 
-def _is_read(trial: Trial, name: str) -> bool:
-    """Whether a call needs what an instance holds by this name."""
-    function = copy.deepcopy(trial.function) if isinstance(trial.function, nn.Module) else None
-    held = [child for child in function.modules() if name in vars(child)] if function is not None else []
-    for child in held:
-        delattr(child, name)
-    try:
-        replace(trial, function=function or trial.function).output(trial.inputs())
-    except AttributeError:
-        return True
-    return not held
-
-
-def _is_cut_off(trial: Trial, length: int) -> bool:
-    """Whether the last output depends on the first token of few, and not of many."""
-    return trial.sees_the_first(trial.sizes.query_len) and not trial.sees_the_first(length)
+def _judge_window(covered: Covered, name: str, limit: int) -> None:
+    """A window hides what is further away than it is wide, and no more: the last query does not see the first key."""
+    trial, length = covered.trial, 2 * limit + 3
+    inputs = trial.inputs(length)
+    args, kwargs = trial.arguments(inputs)
+    found = examine(Call(trial.function, args, kwargs, seeds=named_inputs(trial, inputs, None, args, kwargs)[0]))
+    for judgement in found.judgements:
+        seen = seen_in(judgement, length)  # of the first sample
+        if bool(seen.any()) and not seen[-1, 0]:
+            continue
+        codes = [code for function in _functions(trial.function) if (code := getattr(function, "__code__", None))]
+        if not any(name in code.co_names for code in codes):
+            covered.leave_out(name, "its forward never reads it: whoever calls it may cut the windows, or not")
+            return
+        unseen = (~seen.diagonal()).nonzero().flatten().tolist()
+        wrong = "window_hides_near_keys" if unseen else "window_without_effect"
+        evidence = f"query {length - 1} of {length} tokens gives key 0 a weight"
+        evidence = f"query {unseen[0]} of {length} tokens does not see its own" if unseen else evidence
+        facts, stack = (
+            {"limit": limit, "argument": name, "length": length},
+            code_lines(judgement.attention.first.frames),
+        )
+        covered.findings.append(found_mistake(wrong, facts, evidence=evidence, stack=stack))
+        return
 
 
 def _ends_at(function: Callable[..., Any], limit: int) -> bool:
@@ -126,52 +130,40 @@ def _ends_at(function: Callable[..., Any], limit: int) -> bool:
 
 def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
     """Whole numbers that an instance, its class or its file holds, or that are defaults of its forward."""
-    found: dict[str, int] = {}
     code: Any = function.forward if isinstance(function, nn.Module) else function
-    found |= whole_numbers(getattr(code, "__globals__", {}))
-    written = _numbers_in(code)
-    for child in function.modules() if isinstance(function, nn.Module) else ():
-        for owner in () if type(child).__module__.startswith("torch.") else reversed(type(child).__mro__):
-            found |= whole_numbers(vars(owner))
-            methods = [x for name, x in vars(owner).items() if name != "__init__" and owner is not nn.Module]
-            written |= {number for method in methods for number in _numbers_in(method)}
-        found |= whole_numbers(vars(child))
+    owners = [vars(owner) for child in _own_modules(function) for owner in (*reversed(type(child).__mro__), child)]
+    found = {name: x for held in (getattr(code, "__globals__", {}), *owners) for name, x in whole_numbers(held).items()}
     found = {name: value for name, value in found.items() if LIMITED.search(name)}
     defaults = {p.name: p.default for p in parameters_of(function) if type(p.default) is int}
     found |= {name: x for name, x in defaults.items() if LIMITED.search(name) or x < LONGEST}  # a size in bytes is none
     yield from ((name, value) for name, value in sorted(found.items()) if value > 1)
+    written = {x for one in _functions(function) for x in _written(one) if type(x) is int}
     yield from (("a number in its code", x) for x in sorted(written - {*found.values()}) if x in TILES)
 
 
-def _numbers_in(function: Any) -> set[int]:
-    """The whole numbers that are written into a function, or are its defaults."""
-    held = (
+def _own_modules(function: Callable[..., Any]) -> list[nn.Module]:
+    """The modules in it that are none of torch's."""
+    children = function.modules() if isinstance(function, nn.Module) else ()
+    return [child for child in children if not type(child).__module__.startswith("torch.")]
+
+
+def _functions(function: Callable[..., Any]) -> Iterator[Any]:
+    """What may run in a call: the function, or the methods of its classes."""
+    if not isinstance(function, nn.Module):
+        yield function
+    for child in _own_modules(function):
+        for owner in (one for one in type(child).__mro__ if one is not nn.Module):
+            yield from (method for name, method in vars(owner).items() if name != "__init__")
+
+
+def _written(function: Any) -> tuple[Any, ...]:
+    """What is written into a function, and its defaults."""
+    return (
         *getattr(getattr(function, "__code__", None), "co_consts", ()),
         *(getattr(function, "__defaults__", ()) or ()),
     )
-    return {x for x in held if type(x) is int}
 
 
 def whole_numbers(held: Mapping[str, Any]) -> dict[str, int]:
     """Give those values that are whole numbers."""
     return {name: value for name, value in held.items() if type(value) is int}
-
-
-def _without_effect(trial: Trial, name: str, limit: int, length: int) -> Iterator[Finding]:
-    """A window hides what is further away than it is wide, and no more: the last query does not see the first key."""
-    inputs = trial.inputs(length)
-    args, kwargs = trial.arguments(inputs, {})
-    seeds, _ = named_inputs(trial, inputs, None, args, kwargs)
-    for judgement in examine(Call(trial.function, args, kwargs, seeds=seeds)).judgements:
-        for part, model, hidden in zip(judgement.attention.parts, judgement.models, judgement.hidden, strict=False):
-            query, key = part.table.query, part.table.key
-            own = query.max(key) < inputs.query.size(0) * length  # what is padded, or made of several, comes behind
-            if bool((own & ((query - key).abs() == length - 1) & ~hidden).any()):
-                facts = {"limit": limit, "argument": name, "length": length}
-                unseen = query[own & (query == key) & (hidden | model.dead[model.rows])].tolist()
-                wrong = "window_hides_near_keys" if unseen else "window_without_effect"
-                evidence = f"query {length - 1} of {length} tokens gives key 0 a weight"
-                evidence = f"query {unseen[0]} of {length} tokens does not see its own" if unseen else evidence
-                stack = code_lines(part.product.operation.frames)
-                yield found_mistake(wrong, facts, evidence=evidence, stack=stack)
-                return

@@ -1,17 +1,20 @@
 """Masks that are handed over: the first form in which nothing departs, else the one in which least does."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from equivalence_tests.checker.engine.causality import switch_off
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
+from equivalence_tests.checker.engine.ran import unused_fill
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.same import HIDING, identical, near
 from equivalence_tests.checker.engine.situations import Situation, new_departures, situation_of, weighed_scores
@@ -22,12 +25,14 @@ from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
 from equivalence_tests.checker.reach.proposing import parameters_of
-from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reach.state import ask, attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import frames_of
 from equivalence_tests.checker.reporting.report import Report
 
+T = TypeVar("T")
+OF_MASKS = re.compile("mask", re.IGNORECASE)
 OF_MEMORY = re.compile(r"src|source|mem|enc|cross", re.IGNORECASE)
 OF_QUERIES = re.compile(r"^(q|query|queries)_|_(q|query|queries)(_|$)", re.IGNORECASE)
 UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; what comes back for those means nothing"
@@ -75,16 +80,6 @@ def _even(situation: Situation) -> Situation | None:
     return None if even is None or even.blocked else even
 
 
-def mask_form_of(situation: Situation) -> MaskForm | None:
-    """Give the form of mask that the code understands, or the nearest one that it takes; None if it takes none."""
-    if not situation.plan.mask_parameter:
-        return None
-    masks = _Masks(situation, Report(""))
-    masks.read(mask_forms())
-    taken = [form for _, form, _ in sorted(masks.tried, key=lambda item: item[0])]
-    return masks.understood or next(iter([*taken, *masks.idle]), None)
-
-
 @dataclass
 class _Masks:
     """Reads what one mask argument means.
@@ -96,7 +91,6 @@ class _Masks:
         idle: The forms without effect.
         broken: The calls that gave nothing but NaN.
         errors: What the code raised.
-        understood: The form in which nothing departs.
     """
 
     situation: Situation
@@ -105,7 +99,6 @@ class _Masks:
     idle: list[MaskForm] = field(default_factory=list)
     broken: list[Situation] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
-    understood: MaskForm | None = None
 
     @property
     def parameter(self) -> str:
@@ -156,17 +149,22 @@ class _Masks:
                 return True
         return False
 
+    def _asked(self, call: Callable[[], T]) -> T | None:
+        """What a call gives; None, with its error noted, where it raises."""
+        answer = ask(call)
+        self.errors += [answer.error] if answer.error is not None else []
+        return answer.value
+
     def _output(self, form: MaskForm, of: MaskForm | None = None, inputs: Inputs | None = None) -> Tensor | None:
         """What comes back with a mask in this form, or what this form keeps of another; None if it is not taken."""
-        trial, subject = self.situation.trial, self.situation.subject
-        try:
-            args, kwargs = trial.arguments(
-                replace(inputs or self.situation.inputs, may_attend=self._may(of or form)), mask=form
-            )
-            return _output(Call(trial.called, args, kwargs, subject.module).run(read=False), self.situation)
-        except Exception as error:
-            self.errors.append(error)
-            return None
+        situation, trial = self.situation, self.situation.trial
+        given = replace(inputs or situation.inputs, may_attend=self._may(of or form))
+
+        def called() -> Tensor:
+            args, kwargs = trial.arguments(given, mask=form)
+            return _output(Call(trial.called, args, kwargs, situation.subject.module).run(read=False), situation)
+
+        return self._asked(called)
 
     def _may(self, form: MaskForm) -> Tensor:
         batch, queries = self.situation.inputs.query.shape[:2]
@@ -203,14 +201,14 @@ class _Masks:
 
     def _attempt(self, form: MaskForm, replaces_own: bool = False) -> Situation | None:
         situation, may = self.situation, self._may(form)
-        try:
-            known = _allowed(may, None if replaces_own else situation.found)
+        known = _allowed(may, None if replaces_own else situation.found)
+
+        def watched() -> Situation:
             attempt = situation_of(situation.subject, situation.trial, form, may, expecting=known)
             _refuse_further_axes(attempt)
             return attempt
-        except Exception as error:
-            self.errors.append(error)
-            return None
+
+        return self._asked(watched)
 
     def _understood(self, form: MaskForm) -> list[Departure]:
         """A form in which all samples or queries are alike hides what a general form shows."""
@@ -219,7 +217,7 @@ class _Masks:
             for _, other, new in self.tried
             if other.pattern == "full" and new and all(departure.mistake.by_query for departure in new)
         ]
-        self.understood = self.situation.understood = form
+        self.situation.understood = form
         self._tell(form)
         if form.pattern != "full" and general:
             return general[0]
@@ -250,9 +248,9 @@ class _Masks:
             return new
         if self.idle:
             return self._without_effect()
-        infinite = next((d for attempt in self.broken for d in _infinite_weights(attempt)), None)
-        if infinite is not None:
-            return [infinite]
+        infinite = [place for attempt in self.broken if (place := _first_infinite(attempt)) is not None]
+        if infinite:
+            return [Departure("mask_after_softmax", "mask", infinite[0])]
         wrong = [error for error in self.errors if isinstance(error, CODE_ERRORS)]
         if wrong and len(wrong) == len(self.errors):
             facts = {"said": said(wrong[0]), "claim": f"A call with {self.parameter} raises {said(wrong[0])}"}
@@ -263,11 +261,9 @@ class _Masks:
         return []
 
     def _without_effect(self) -> list[Departure]:
-        switch = _switched_off(self.situation.subject.module)
-        if switch:
-            self.report.coverage.append(Exercise(self.parameter, False, f"it has no effect: {switch} is False"))
-            return []
-        why = has_nothing_to_hide(self.parameter, self.situation.trial)
+        switch = switch_off(self.situation.subject.module, OF_MASKS)
+        off = f"it has no effect: {switch} is False" if switch else ""
+        why = off or has_nothing_to_hide(self.parameter, self.situation.trial)
         if why:
             self.report.coverage.append(Exercise(self.parameter, False, why))
             return []
@@ -275,17 +271,9 @@ class _Masks:
         first = judgement.attention.first if judgement is not None else None
         claim = f"The output is the same, bit for bit, whatever {self.parameter} hides."
         facts = {"argument": f" {self.parameter}", "claim": claim}
-        return [Departure("mask_never_used", "mask", self._dropped() or first, facts)]
-
-    def _dropped(self) -> Operation | None:
-        """The last operation that makes something of the mask and the scores, of which nothing comes back."""
         attempt = self._attempt(self.idle[0])
-        if attempt is None:
-            return None
-        run, live = attempt.found.run, attempt.found.run.live()
-        bits = sum(1 << i for i, name in enumerate(run.recorder.names) if name.endswith(f":{self.parameter}"))
-        made = [op for op in run.operations if op.index not in live and any(x & bits for x in op.origins)]
-        return next((op for op in reversed(made) if run.names.taken(op)), None)
+        unused = unused_fill(attempt.found.run.operations) if attempt is not None else None
+        return [Departure("mask_never_used", "mask", unused or first, facts)]
 
 
 def _allowed(may: Tensor, plain: Examination | None) -> Expecting:
@@ -334,16 +322,13 @@ def _output(run: Run, situation: Situation) -> Tensor:
     return list(tensors_in((run.output,)))[situation.plan.output]
 
 
-def _infinite_weights(attempt: Situation) -> Iterator[Departure]:
-    """Weights that become infinite after the softmax."""
+def _first_infinite(attempt: Situation) -> Operation | None:
+    """What makes weights infinite after the softmax; None where nothing does."""
     judgement = attempt.judgement
-    after = False
-    attention = None if judgement is None else judgement.attention
-    for operation, _, value in attention.parts[0].steps(attention.run) if attention is not None else ():
-        if after and bool(value.isinf().any()):
-            yield Departure("mask_after_softmax", "mask", operation)
-            return
-        after = after or operation.name in SOFTMAXES
+    steps = [] if judgement is None else list(judgement.attention.parts[0].steps(judgement.attention.run))
+    ends = [place for place, (operation, _, _) in enumerate(steps) if operation.name in SOFTMAXES]
+    after = steps[ends[0] + 1 :] if ends else []
+    return next((operation for operation, _, value in after if bool(value.isinf().any())), None)
 
 
 def has_nothing_to_hide(mask: str, trial: Trial) -> str:
@@ -358,13 +343,6 @@ def has_nothing_to_hide(mask: str, trial: Trial) -> str:
     if not missing and plan.self_attention and OF_MEMORY.search(mask):
         missing = "second tensor"
     return f"no {missing} is given that it could hide" if missing else ""
-
-
-def _switched_off(module: nn.Module | None) -> str:
-    """Name the attribute that is False and speaks of masks; "" if there is none."""
-    owners = module.named_modules() if module is not None else ()
-    named = ((f"{path}.{name}".strip("."), value) for path, owner in owners for name, value in vars(owner).items())
-    return next((name for name, value in named if value is False and "mask" in name.rpartition(".")[2].lower()), "")
 
 
 def _score(form: MaskForm, new: list[Departure], blocked: bool) -> tuple[float, ...]:

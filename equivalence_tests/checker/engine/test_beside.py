@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivalence_tests.checker.engine.test_styles import WIDTH, Base, judged
+from equivalence_tests.checker.engine.test_styles import HEADS, WIDTH, Base, judged
 from equivalence_tests.checker.verify import verify
 
 
@@ -230,3 +230,28 @@ class AnotherQuery(nn.Module):
 def test_a_projection_of_another_way_is_no_output_projection() -> None:
     assert verify(AnotherQuery).mistakes == ("weight_never_used",)
     assert judged(lambda: AnotherQuery(WIDTH, 3)).mistakes == ()  # one call may not reach all
+
+
+def test_a_diagonal_beside_other_numbers_of_keys_is_not_called_off_by_one() -> None:
+    q, k, v = (torch.randn(2, HEADS, length, 4) for length in (4, 6, 6))
+    may = torch.ones(4, 6).tril(1).bool()
+    may[2:] = False
+    (report,) = verify(lambda q, k, v, may: F.scaled_dot_product_attention(q, k, v, may), (q, k, v, may))
+    assert report.mistakes == ()
+    (report,) = verify(lambda q, k, v, may: F.scaled_dot_product_attention(q, k, v, may), (q, q, q, may[:, :4]))
+    assert report.mistakes == ("causal_sees_one_ahead",)
+
+
+class PostNorm(nn.Module):
+    """Torch's own layer, whose norms stand behind its dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_norm_behind_dropout_is_no_dropout_without_a_scale() -> None:
+    assert verify(PostNorm, kind="attention").mistakes == ()

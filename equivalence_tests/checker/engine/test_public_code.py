@@ -971,24 +971,27 @@ def test_a_factor_that_the_constructor_demands_is_meant_so() -> None:
 class AttentionOfTwoSignals(nn.Module):
     """Features first; what comes out stays on the first signal, whose tokens are therefore the queries."""
 
-    swapped = False
-
     def __init__(self, dim: int, num_heads: int = 4) -> None:
         super().__init__()
         self.attends, self.norm = nn.MultiheadAttention(dim, num_heads, batch_first=True), nn.LayerNorm(dim)
 
     def forward(self, slow: Tensor, fast: Tensor) -> Tensor:
         x, y = slow.mT, fast.mT
-        attended, _ = self.attends(y, x, x) if self.swapped else self.attends(x, y, y)
-        return self.norm(x + attended).mT
+        return self.norm(x + self.attends(x, y, y)[0]).mT
 
 
-def test_what_the_result_is_added_to_tells_the_queries() -> None:
+class AttentionOfTheOtherSignal(AttentionOfTwoSignals):
+    def forward(self, slow: Tensor, fast: Tensor) -> Tensor:
+        x, y = slow.mT, fast.mT
+        return self.norm(x + self.attends(y, x, x)[0]).mT
+
+
+def test_a_residual_of_the_keys_breaks_at_other_lengths() -> None:
     assert verify(AttentionOfTwoSignals).mistakes == ()
-    (finding,) = verify(type("SwappedAttention", (AttentionOfTwoSignals,), {"swapped": True})).findings
-    assert finding.name == "query_key_swapped"
+    (finding,) = verify(AttentionOfTheOtherSignal).findings
+    assert finding.name == "other_lengths_crash"
     assert finding.line is not None
-    assert finding.line.text.startswith("attended, _ =")
+    assert finding.line.text.startswith("return self.norm(x + ")
 
 
 class MixesPlaces(nn.Module):

@@ -1,8 +1,9 @@
 """Two things that hide keys, given in one call: what either hides must stay hidden."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.situations import Situation
-from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.plans import causal_switches
+from equivalence_tests.checker.reach.state import ask
 
 TOKENS = 5
 CLAIM = f"tokens changed one at a time, {TOKENS} tokens: given alone, each of the two hides its keys"
@@ -38,7 +40,6 @@ class _Hiding:
     stands_for: bool
 
 
-@torch.no_grad()
 def hidden_together(situations: Sequence[Situation]) -> list[Departure]:
     """Give the masks that were understood, and a causal switch, two at a time.
 
@@ -52,17 +53,16 @@ def hidden_together(situations: Sequence[Situation]) -> list[Departure]:
     trial = replace(situations[0].trial, plan=replace(plan, roles=tuple(x for x in plan.roles if x[1] != "mask")))
     if plan.positional or situations[0].subject.adapter.call is not None:
         return []
-    for first, second in itertools.combinations(_hiding(situations, trial), 2):
-        if first.stands_for and second.given is True:
-            continue
-        try:
-            found = _forgotten(trial, first, second)
-        except Exception:  # the code may refuse the two together
-            continue
+    for pair in itertools.combinations(_hiding(situations, trial), 2):
+        found = ask(partial(_forgotten, trial, *pair)).value  # the code may refuse the two together
         if found is not None:
             kept, lost = found
             words = {"argument": lost.name, "other": kept.name, "claim": CLAIM}
-            return [Departure("mask_lost_beside_another", "mask", _place(situations[0], trial, kept, lost), words)]
+            extra = {one.name: one.given for one in pair}
+            unused = unused_fill(operations_of(partial(trial.output, trial.inputs(TOKENS, TOKENS), extra)))
+            judgement = situations[0].judgement
+            place = unused or (None if judgement is None else judgement.attention.first)
+            return [Departure("mask_lost_beside_another", "mask", place, words)]
     return []
 
 
@@ -81,28 +81,13 @@ def _hiding(situations: Sequence[Situation], trial: Trial) -> Iterator[_Hiding]:
 
 def _forgotten(trial: Trial, first: _Hiding, second: _Hiding) -> tuple[_Hiding, _Hiding] | None:
     """Say which of two is kept, and which is lost beside it; None where both are kept, or one does nothing alone."""
+    if first.stands_for and second.given is True:
+        return None
     allowed = first.may & second.may
     asked = allowed.any(-1, keepdim=True) & ~torch.eye(TOKENS, dtype=torch.bool)  # a query's own token is always there
-    if any(not torch.equal(_reach(trial, {one.name: one.given}) & asked, one.may & asked) for one in (first, second)):
+    alone = ((one, probed(trial, TOKENS, {one.name: one.given})) for one in (first, second))
+    if any(not torch.equal(seen & asked, one.may & asked) for one, seen in alone):
         return None
-    both = _reach(trial, {one.name: one.given for one in (first, second)}) & asked
+    both = probed(trial, TOKENS, {one.name: one.given for one in (first, second)}) & asked
     pairs = ((first, second), (second, first))
     return next(((kept, lost) for kept, lost in pairs if bool((both & ~lost.may).any())), None)
-
-
-def _reach(trial: Trial, extra: Mapping[str, Any]) -> Tensor:
-    """Say which outputs change when a token of the keys does, (b, q, k) bool."""
-    inputs = trial.inputs(TOKENS, TOKENS)
-    whole, columns = trial.output(inputs, extra), list[Tensor]()
-    for token in range(TOKENS):
-        changed = inputs.changed(token=token)
-        changed = changed if trial.plan.self_attention else replace(changed, query=inputs.query)
-        columns.append(((trial.output(changed, extra) - whole).abs() > 1e-7 * whole.nan_to_num().abs().max()).any(-1))
-    return torch.stack(columns, -1)
-
-
-def _place(situation: Situation, trial: Trial, kept: _Hiding, lost: _Hiding) -> Operation | None:
-    """What hides something of which nothing comes back, or else the product of queries and keys."""
-    extra = {one.name: one.given for one in (kept, lost)}
-    unused = unused_fill(operations_of(lambda: trial.output(trial.inputs(TOKENS, TOKENS), extra)))
-    return unused or (None if situation.judgement is None else situation.judgement.attention.first)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.same import MEASURED, near
+from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.findings import Exercise
@@ -22,12 +23,7 @@ LENGTH, LATER = 6, 3
 Beside = Callable[[Inputs], dict[str, Any]]
 
 
-def no_others(inputs: Inputs) -> dict[str, Any]:
-    """Give no other arguments."""
-    return {}
-
-
-def numbers_exercised(trial: Trial, name: str, beside: Beside = no_others) -> Exercise | None:
+def numbers_exercised(trial: Trial, name: str, beside: Beside = lambda _: {}) -> Exercise | None:
     """Hand over the numbers that such an argument takes.
 
     Args:
@@ -40,58 +36,51 @@ def numbers_exercised(trial: Trial, name: str, beside: Beside = no_others) -> Ex
     """
     if not trial.plan.self_attention or trial.plan.positional:
         return None
-    if POSITIONS.search(name):
-        return _positions(trial, name, beside)
-    if OFFSET.search(name):
-        return _offset(trial, name)
+    inputs, counted = trial.inputs(LENGTH, LENGTH), torch.arange(LENGTH)
+    tables = beside(inputs)
+
+    def output(given: Any) -> Tensor | None:
+        return attempt(partial(trial.output, inputs, {**tables, name: given}))
+
+    plain = attempt(partial(trial.output, inputs, tables))
+    if plain is not None and POSITIONS.search(name):
+        for laid_out in (counted.expand(len(inputs.query), -1).clone(), counted):
+            given, others = output(laid_out), output(laid_out.flip(-1))
+            if given is not None and others is not None:
+                return _positions(name, plain, given, others)
+    if plain is not None and OFFSET.search(name):
+        later = output(LATER)  # where all tokens stand later by the same number, their distances are as before
+        if later is None or not near(later, plain, MEASURED):
+            return None
+        same = torch.equal(later, plain)
+        words = (
+            f"{LATER} gives the same as 0, to the last bit",
+            f"tokens that begin at {LATER} give what those from 0 on give",
+        )
+        return Exercise(name, not same, words[not same])
     return _packed(trial, name) if PACKED.search(name) else None
 
 
-def _positions(trial: Trial, name: str, beside: Beside) -> Exercise | None:
+def _positions(name: str, plain: Tensor, given: Tensor, others: Tensor) -> Exercise:
     """The positions that are counted where none are given are 0, 1, 2, ..."""
-    inputs = trial.inputs(LENGTH, LENGTH)
-    tables = beside(inputs)
-    plain = trial.output(inputs, tables)
-    for counted in _for_each_layout(torch.arange(LENGTH), len(inputs.query)):
-        given = attempt(partial(trial.output, inputs, {**tables, name: counted}))
-        others = attempt(partial(trial.output, inputs, {**tables, name: counted.flip(-1)}))
-        if given is None or others is None:
-            continue
-        if not near(given, plain, MEASURED):
-            return Exercise(name, False, "0, 1, 2, ... give something else than no positions do")
-        if torch.equal(others, plain):
-            return Exercise(name, False, "other positions than 0, 1, 2, ... give the same")
-        return Exercise(name, True, "0, 1, 2, ... give what comes out without it")
-    return None
-
-
-def _offset(trial: Trial, name: str) -> Exercise | None:
-    """Where all tokens stand later by the same number, their distances are as before."""
-    inputs = trial.inputs(LENGTH, LENGTH)
-    plain, later = trial.output(inputs), attempt(partial(trial.output, inputs, {name: LATER}))
-    if later is None or not near(later, plain, MEASURED):
-        return None
-    if torch.equal(later, plain):
-        return Exercise(name, False, f"{LATER} gives the same as 0, to the last bit")
-    return Exercise(name, True, f"tokens that begin at {LATER} give what those from 0 on give")
+    if not near(given, plain, MEASURED):
+        return Exercise(name, False, "0, 1, 2, ... give something else than no positions do")
+    if torch.equal(others, plain):
+        return Exercise(name, False, "other positions than 0, 1, 2, ... give the same")
+    return Exercise(name, True, "0, 1, 2, ... give what comes out without it")
 
 
 def _packed(trial: Trial, name: str) -> Exercise | None:
     """Of two sequences in one, each token sees those of its own."""
     numbers = torch.arange(LENGTH) // (LENGTH // 2)
-    alone = numbers[:, None] == numbers
-    for ids in _for_each_layout(numbers, len(trial.inputs(LENGTH, LENGTH).query)):
-        seen = attempt(partial(trial.reach, LENGTH, {name: ids}))
-        if seen is None:
-            continue
-        plain = trial.reach(LENGTH, {})
-        if torch.equal(seen, plain & alone):
-            return Exercise(name, True, "of two sequences in one, each token sees those of its own")
-        effect = "has no effect on what is seen" if torch.equal(seen, plain) else "does not keep two sequences apart"
-        return Exercise(name, False, f"it {effect}")
+    for ids in (numbers.expand(len(trial.inputs().query), -1).clone(), numbers):
+        seen = attempt(partial(probed, trial, LENGTH, {name: ids}))
+        if seen is not None:
+            plain = probed(trial, LENGTH)
+            if torch.equal(seen, plain & (numbers[:, None] == numbers)):
+                return Exercise(name, True, "of two sequences in one, each token sees those of its own")
+            effect = (
+                "has no effect on what is seen" if torch.equal(seen, plain) else "does not keep two sequences apart"
+            )
+            return Exercise(name, False, f"it {effect}")
     return None
-
-
-def _for_each_layout(numbers: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """The same for each sample, and once for all."""
-    return numbers.expand(batch, -1).clone(), numbers

@@ -1,7 +1,6 @@
-"""What mixes tokens without a weight for each pair of them: linear attention, and pooling. Said, and held to a rule.
+"""Pooling, which weighs tokens without a weight for each pair of them, is said, and held to a rule.
 
-Neither has a twin in torch.nn. But the weights of an average sum to one: with values that are all alike, each token of
-a linear attention gives the same, and a pooling gives the same for any number of equal tokens.
+It has no twin in torch.nn. But the weights of an average sum to one: it gives the same for any number of equal tokens.
 """
 
 import itertools
@@ -11,15 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import feature_of, token_of
-from equivalence_tests.checker.engine.names import Run, Source
-from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import SINGLE, near
-from equivalence_tests.checker.engine.situations import Situation
-from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, WEIGHS
-from equivalence_tests.checker.engine.watching import Operation, Slot
-from equivalence_tests.checker.reach.calling import from_layout
+from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
@@ -29,79 +23,6 @@ from equivalence_tests.checker.reporting.report import Report
 
 LENGTHS = (5, 7)
 POOLING = "attention pooling"
-
-
-def judge_linear(report: Report, situation: Situation) -> None:
-    """Say of what averages values without weights that it does, and whether it divides by the right sum."""
-    run = situation.found.run
-    weighed = any(operation.name in WEIGHS for operation in run.operations)
-    if not run.names.across and (weighed or not run.names.products):
-        return
-    output = list(tensors_in((run.output,)))[situation.plan.output]
-    every = (_Linear(run, *values, Slot(output, output), situation.plan.layout) for values in _projected(run))
-    found = next((one for one in every if one.averages), None)
-    if found is None:
-        return
-    report.reason = (
-        f"It is a linear attention: the output is a sum of the values of {_line(found.made)}, and no weights of single "
-        "tokens are computed that could be compared with torch's softmax."
-    )
-    if (divides := found.divides()) is not None:
-        whole = found.is_whole()
-        report.verdict = report.verdict if whole else "deviates"
-        report.reason += f" Divided in {_line(divides)}, the weights of a query {'' if whole else 'do not '}sum to one."
-
-
-def _projected(run: Run) -> Iterator[tuple[Source, Tensor]]:
-    """What weights project, and the elements of it that may be values: all, or those of a third of the weight."""
-    for source in run.names.sources.values():
-        if source.kind == "projection" and source.operation is not None:
-            feature = feature_of(run.names.plain(source.codes))
-            third = feature * 3 // (int(feature.max()) + 1)
-            yield from ((source, mine) for mine in (third >= 0, third == 2, third == 1, third == 0))
-
-
-class _Linear:
-    """A run as a function of what may be its values: the recording is run again on others."""
-
-    def __init__(self, run: Run, source: Source, mine: Tensor, output: Slot, layout: str) -> None:
-        self.run, self.source, self.mine, self.output, self.layout = run, source, mine, output, layout
-        assert source.operation is not None  # it is a projection
-        self.made: Operation = source.operation
-        self.own = source.slot.value
-
-    def _given(self, values: Tensor, slot: Slot | None = None, until: int | None = None) -> Tensor | None:
-        given = torch.where(self.mine, values, self.own)
-        last = len(self.run.operations) - 1 if until is None else until
-        return replayed(self.run.recorder, {self.source.slot.key: given}, self.made.index, slot or self.output, last)
-
-    @property
-    def averages(self) -> bool:
-        """Whether the output is linear in the values, and those of one token reach more of it than one token."""
-        tokens = token_of(self.run.names.plain(self.source.codes))
-        first = torch.where(tokens == tokens.min(), -1.5 * self.own, self.own)
-        found = [self._given(x) for x in (0 * self.own, self.own, 2 * self.own, first)]
-        none, once, twice, other = (x.double() if x is not None else torch.zeros(()) for x in found)
-        linear = near(twice - none, 2 * (once - none), SINGLE) and not near(once, none, SINGLE)
-        reached = (other - once).abs() > SINGLE * once.abs().max()
-        return linear and int(reached.sum()) * len(tokens.unique()) > once.numel()
-
-    def divides(self) -> Operation | None:
-        """What divides a sum of values by numbers of its own."""
-        for operation in self.run.operations[self.made.index + 1 :]:
-            if operation.name == "div" and operation.inputs[-1].value.numel() > 1:
-                taken = [self._given(2 * self.own, slot, operation.index - 1) for slot in operation.inputs]
-                if len(taken) == 2 and taken[0] is not None and taken[1] is None:
-                    return operation
-        return None
-
-    def is_whole(self) -> bool:
-        """Whether values that are all alike give the same everywhere."""
-        none, ones = self._given(0 * self.own), self._given(torch.ones_like(self.own))
-        assert none is not None  # the output follows the values
-        assert ones is not None
-        apart = from_layout(ones - none, self.layout)
-        return near(apart, apart[:1, :1].expand(apart.shape), 1e-2)
 
 
 def judge_pooling(subject: Subject) -> Report | None:

@@ -72,7 +72,7 @@ Rows = tuple[Tensor, Tensor]
 
 def _parts(module: nn.Module) -> tuple[dict[str, Rows], str] | None:
     """Find the weights of queries, keys and values by their names or sizes, and the path of the output projection."""
-    linears = {path: x for path, x in module.named_modules() if type(x) is nn.Linear}
+    linears = {path: shape for path, x in module.named_modules() if (shape := _shape(x)) is not None}
     named = {role: [path for path in linears if said.search(path)] for role, said in OWN.items()}
     alone = {role: paths[0] for role, paths in named.items() if len(paths) == 1}
     rest = [path for path in linears if path not in alone.values()]
@@ -81,16 +81,23 @@ def _parts(module: nn.Module) -> tuple[dict[str, Rows], str] | None:
     if len({*alone.values()}) < len(alone):
         return None
     if missing:
-        packed = next((path for path in rest if linears[path].out_features % len(missing) == 0 and _packs(path)), "")
+        packed = next((path for path in rest if linears[path][0] % len(missing) == 0 and _packs(path)), "")
         packed = packed or (rest[0] if len(missing) == 3 and len(rest) in (1, 2) else "")
-        if not packed or len(missing) == 1 or linears[packed].out_features % len(missing):
+        if not packed or len(missing) == 1 or linears[packed][0] % len(missing):
             return None
         weight, bias = _rows(module, packed)
         rows |= dict(zip(missing, zip(weight.chunk(len(missing)), bias.chunk(len(missing)), strict=True), strict=True))
         rest.remove(packed)
-    if len(rest) > 1 or (rest and linears[rest[0]].in_features != len(rows["query"][0])):
+    if len(rest) > 1 or (rest and linears[rest[0]][1] != len(rows["query"][0])):
         return None
     return rows, next(iter(rest), "")
+
+
+def _shape(module: nn.Module) -> torch.Size | None:
+    """The shape of the weight of a linear layer, traced or not; None for another module."""
+    is_linear = type(module) is nn.Linear or getattr(module, "original_name", "") == "Linear"
+    weight = module.weight if is_linear else None
+    return weight.shape if isinstance(weight, Tensor) else None
 
 
 def _packs(path: str) -> bool:
@@ -99,12 +106,11 @@ def _packs(path: str) -> bool:
 
 def _rows(module: nn.Module, path: str) -> Rows:
     """The places of the weight, (out, in), and of the bias, (out,); -1 for none."""
-    start = Parameters.of(module).start
-    linear = module.get_submodule(path)
-    assert isinstance(linear, nn.Linear)  # it is one of those that were listed
-    weight = torch.arange(linear.weight.numel()).view(linear.weight.shape) + start[f"{path}.weight"]
-    place = start.get(f"{path}.bias")
-    bias = torch.arange(linear.out_features) + place if place is not None else torch.full((linear.out_features,), -1)
+    parameters = Parameters.of(module)
+    shape = parameters.named[f"{path}.weight"].shape
+    weight = torch.arange(shape.numel()).view(shape) + parameters.start[f"{path}.weight"]
+    place = parameters.start.get(f"{path}.bias")
+    bias = torch.arange(shape[0]) + place if place is not None else torch.full(shape[:1], -1)
     return weight, bias
 
 

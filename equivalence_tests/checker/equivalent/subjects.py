@@ -4,7 +4,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +30,10 @@ from equivalence_tests.checker.engine.probing import (
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
 from equivalence_tests.checker.engine.together import hidden_together
-from equivalence_tests.checker.engine.unpaired import judge_linear, judge_pooling
-from equivalence_tests.checker.engine.unwatched import compare_output
+from equivalence_tests.checker.engine.unpaired import judge_pooling
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, hold
+from equivalence_tests.checker.equivalent.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
@@ -138,8 +137,6 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
     if not situation.found.judgements:
         report.reason = f"No attention runs in it: {_what_is_missing(situation)}"
         compare_output(report, situation)
-        if report.verdict == "unchecked":
-            judge_linear(report, situation)
     else:
         conclude(report, situation.found, 0, departures, subject.adapter.meant)
     report.conventions = [*reading_of(situation, report), *report.conventions]
@@ -150,7 +147,7 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         report.findings += exercised_cache(situation.trial)[1]  # held against its own full pass, right or wrong
     if report.verdict in ("equal", "partial") and situation.found.judgements:
         _check(report, situation)
-    if report.verdict in ("equal", "partial") and situation.found.judgements and subject.adapter.call is None:
+    if report.verdict in ("equal", "partial") and situation.found.judgements:
         hold(report, situation)
     if report.verdict == "deviates" and situation.found.judgements and subject.adapter.call is None:
         accuse(report, situation)
@@ -234,11 +231,15 @@ def _cover(report: Report, situation: Situation) -> None:
         return
 
     subject, last = situation.subject, not situation.plan.layout.startswith("b e")
-    judge = partial(diagnose_call, module=subject.module, meant=subject.adapter.meant, proofs=False, features_last=last)
-    exercised = [exercise.what for exercise in report.coverage]
-    covered = cover(situation.trial, partial(judge, function), exercised)
+
+    def judge(one: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Report]:
+        module = one if isinstance(one, torch.nn.Module) else subject.module
+        meant = subject.adapter.meant
+        return diagnose_call(one, args, kwargs, module=module, meant=meant, proofs=False, features_last=last)
+
+    covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
     if subject.built and subject.module is not None:
-        cover_options(covered, subject, judge)
+        cover_options(covered, subject)
     report.coverage += covered.exercises
     report.notes += [f"{x.what}: {NEVER_READ}" for x in covered.exercises if x.detail == NEVER_READ]
     if situation.judgement is not None:
@@ -254,7 +255,8 @@ def _cover(report: Report, situation: Situation) -> None:
 
 def _what_is_missing(situation: Situation) -> str:
     """What keeps it from being an attention."""
-    products = situation.found.run.names.products
+    names = situation.found.run.names
+    products = [*names.products, *names.across]
     if not products:
         return "no product of queries and keys weighs values."
     line = code_lines(products[0].operation.frames)[-1]

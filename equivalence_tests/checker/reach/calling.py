@@ -2,8 +2,8 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -161,30 +161,6 @@ class Trial:
         inputs = self.inputs(seed=1)
         both = attempt(lambda: [self.output(x)[1:] for x in (inputs, inputs.changed(sample=0))])
         return both is not None and torch.allclose(both[0], both[1], rtol=1e-9, atol=1e-12)
-
-    def reach(self, length: int, extra: Mapping[str, Any], tokens: Iterable[int] | None = None) -> Tensor:
-        """Say which outputs change when one input token does: (length, length) bool, [output, input].
-
-        Where queries are a tensor of their own, only the keys' token changes, with its value.
-
-        Args:
-            length: Of queries and keys.
-            extra: More arguments, by name.
-            tokens: Which to change; None for all.
-        """
-        inputs = self.inputs(length, length)
-        whole = self.output(inputs, extra)
-        reached = torch.zeros(length, length, dtype=torch.bool)
-        for token in range(length) if tokens is None else tokens:
-            changed = inputs.changed(token=token)
-            changed = changed if self.plan.self_attention else replace(changed, query=inputs.query)
-            apart = (whole - self.output(changed, extra)).abs() > 1e-7 * whole.abs().max()
-            reached[:, token] = apart.flatten(2).any(-1).any(0)
-        return reached
-
-    def sees_the_first(self, length: int) -> bool:
-        """Whether the last output of so many depends on the first token."""
-        return bool(self.reach(length, {}, [0])[-1, 0])
 
     def _value(self, name: str, role: str, inputs: Inputs, mask: MaskForm | None) -> Any:
         if role == "mask?" and mask is None:

@@ -9,7 +9,8 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -209,16 +210,50 @@ def _version(value: Tensor | None) -> int:
     return 0 if value is None or value.is_inference() else value._version
 
 
-def attempt(call: Callable[[], T], errors: list[str] | None = None) -> T | None:
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """What came of a call of code that may raise anything.
+
+    Args:
+        value: What it gave; None where it raised.
+        error: What it raised; None where it gave something.
+    """
+
+    value: T | None = None
+    error: Exception | None = None
+
+
+def ask(call: Callable[[], T]) -> Answer[T]:
     """Run code that may raise anything.
+
+    >>> ask(lambda: 1 / 0).error
+    ZeroDivisionError('division by zero')
+    """
+    try:
+        return Answer(call())
+    except Exception as error:
+        return Answer(error=error)
+
+
+@torch.no_grad()
+def attempt(call: Callable[[], T], errors: list[str] | None = None) -> T | None:
+    """Run code that may raise anything, without gradients.
 
     Returns:
         What it gave; None where it raised.
     """
-    try:
-        with torch.no_grad():
-            return call()
-    except Exception as error:
-        if errors is not None:
-            errors.append(said(error) + raised_in(error))
-        return None
+    answer = ask(call)
+    if answer.error is not None and errors is not None:
+        errors.append(said(answer.error) + raised_in(answer.error))
+    return answer.value
+
+
+def held_by(function: Any) -> dict[str, Any]:
+    """Give what a module and those inside it hold beside parameters, by their paths; nothing of a function.
+
+    >>> held_by(nn.Dropout(0.2))["p"]
+    0.2
+    """
+    children = function.named_modules() if isinstance(function, nn.Module) else ()
+    held = ((path, (*vars(child).items(), *child.named_buffers(recurse=False))) for path, child in children)
+    return {f"{path}.{name}".strip("."): value for path, pairs in held for name, value in pairs}

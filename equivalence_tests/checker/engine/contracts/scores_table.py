@@ -6,6 +6,7 @@ from torch import Tensor
 from equivalence_tests.checker.engine.judgement import WeightsModel
 from equivalence_tests.checker.engine.names import Part
 from equivalence_tests.checker.engine.same import LOOSE
+from equivalence_tests.checker.engine.visibility import OFF_BY_ONE, pattern_of
 
 
 def ranks_of(part: Part) -> tuple[Tensor, Tensor, int, int]:
@@ -21,21 +22,15 @@ def future_of(part: Part) -> Tensor:
 
 
 def causal_pattern(part: Part, hidden: Tensor, live: Tensor) -> str:
-    """Tell which causal mask a pattern is: the right one, or one of the known wrong ones; "" for another pattern."""
+    """Tell which causal mask a pattern is: the right one, or one of the known wrong ones; "" for another pattern.
+
+    With other numbers of queries and keys, a diagonal next to that from the last corner may be meant from the first.
+    """
     query, key, queries, keys = ranks_of(part)
     if not bool(hidden[live].any()) or queries < 2:
         return ""
-    ahead = key - query - (keys - queries)
-    patterns = {
-        "causal": (ahead > 0,),
-        "causal_sees_one_ahead": (ahead > 1,),
-        "causal_cannot_see_itself": (ahead >= 0,),
-        "causal_mask_inverted": (ahead <= 0, ahead < 0),
-    }
-    for name, known in patterns.items():
-        if any(torch.equal(pattern[live], hidden[live]) and bool(pattern.any()) for pattern in known):
-            return name
-    return ""
+    name = pattern_of(~hidden[live], (key - query - (keys - queries))[live])
+    return "" if name in OFF_BY_ONE and queries != keys else name
 
 
 def with_some(may: Tensor, rows: Tensor) -> Tensor:
