@@ -49,7 +49,7 @@ TESTS = {
     "transformer.py": ["transformer", *LAYERS],
     "positional.py": ["positional", "property_edges", "errors", "parity", "seq2seq"],
     "seq2seq.py": ["errors", "property_edges", "parity", "seq2seq", "decoding"],
-    "decoding.py": ["decoding", "property_edges", "errors", "seq2seq"],
+    "decoding.py": ["decoding", "property_edges", "decoder_only", "errors", "seq2seq"],
     "caches.py": ["decoding", "property_edges", "grouped", "errors", "seq2seq"],
     "recording.py": ["recording", "errors", "property_edges"],
     "norms.py": ["norms", SIGNATURES],

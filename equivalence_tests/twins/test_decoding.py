@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from scratch.decoding import (
     Ending,
     FixedCache,
     GrowingCache,
+    Sampling,
     beam_search,
     greedy_decode,
     hypothesis_score,
@@ -648,6 +649,12 @@ class TestBeamSearch:
     def test_bad_arguments_are_named(self, arguments: dict[str, Any], text: str) -> None:
         with pytest.raises(ValueError, match=text):
             search(Language(0, 5), [[START]], **{"beam_size": 2, "max_len": 3, **arguments})
+
+
+@pytest.mark.parametrize("checked", [Ending(3), Sampling()], ids=["Ending", "Sampling"])
+def test_what_was_checked_stays_as_it_is(checked: Any) -> None:
+    with pytest.raises(FrozenInstanceError):
+        setattr(checked, next(iter(vars(checked))), -1)
 
 
 class TestEnding:
