@@ -21,9 +21,9 @@ from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
-from equivalence_tests.checker.reach.arguments import role_of_parameter
+from equivalence_tests.checker.reach.arguments import Sizes, role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.construction import Sizes, build, inner_widths, prepare
+from equivalence_tests.checker.reach.construction import build, inner_widths, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
