@@ -87,7 +87,7 @@ def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequen
 
 def _model_rows(run: ModelRun) -> Iterator[tuple[str, str, str]]:
     """Say what a model reads: what is right for one that classifies is wrong for one that predicts the next token."""
-    if run.turned:
+    if run.length_first:
         yield "the model: layout", "(len, batch)", "(len, batch) unless batch_first"
     later = reads_later_tokens(run) if run.kind != "stack" else None
     if later is not None and not run.masked:

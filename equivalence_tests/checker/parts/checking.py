@@ -104,12 +104,12 @@ def _examine_module(module: nn.Module, subject: Subject, kind: str, where: str, 
     rows = (("layout", "(batch, features, len)", "(..., features)"),) if features_first else ()
     readings = (reading.beside(rows) for reading in readings)
     words = "feed forward" if not norm else "RMSNorm" if is_rms_norm(module) else "layer norm"
+    report = Report(subject.name, words)
     try:
-        judged = judge(subject.name, words, where, readings, observations, [partial(call, x)], type(module).__name__)
+        judged = judge(report, readings, observations, [partial(call, x)], where, type(module).__name__)
     except RuntimeError as error:
         again = f"{subject.name} was called, and cannot be called again: {said(error)}{raised_at(error)}"
         raise CannotCheckError(again) from error
-    report = judged.report
     if report.verdict == "unchecked":
         _explain(report, module, call, x, words)
         return report
@@ -131,13 +131,10 @@ def _on_tokens(module: nn.Module, features_first: bool) -> Callable[[Tensor], Te
 def _explain(report: Report, module: nn.Module, call: Callable[[Tensor], Tensor | None], x: Tensor, words: str) -> None:
     """Say why no reading fits, as far as that is known."""
     named = words != "feed forward" and re.search("layer_?norm|rms_?norm", type(module).__name__, re.IGNORECASE)
-    seen = max((m.kernel_size[0] for m in module.modules() if isinstance(m, nn.Conv1d)), default=1)
     other = x.clone()
     other[0, 0] *= torch.linspace(-2, 2, x.size(-1))
     before, again, after = (next(tensors_in(attempt(partial(call, one))), x[:0]) for one in (x, x, other))
-    if seen > 1:
-        report.reason = f"A convolution in it looks at {seen} tokens at once: it is no position-wise feed-forward."
-    elif not torch.equal(before, again):
+    if not torch.equal(before, again):
         stack = code_lines(frames_where("dropout", operations_of(partial(call, x))))
         report.verdict, report.reason = "deviates", ""
         report.findings = [found_mistake("random_in_eval", stack=stack, evidence="it was called twice")]
@@ -173,9 +170,9 @@ def _examine_positions(subject: Subject, where: str) -> Report | None:
         known = rotary_readings if placement.rotated else position_readings
         found = (placement.words, placement.mistakes, placement.notes)
         readings = (reading.beside(*found) for reading in known(module, width))
+        report = Report(subject.name, "positional encoding")
         calls = [placement.again, *([lambda: _constructed(module)] if module is not None else [])]
-        judged = judge(subject.name, "positional encoding", where, readings, placement.observations, calls)
-        report = judged.report
+        judged = judge(report, readings, placement.observations, calls, where)
         if report.verdict != "unchecked":
             hold_positions(judged, subject, placement, module or subject.function)
             return report

@@ -93,7 +93,7 @@ def examine_mask_builder(found: Any, name: str, intended: Mapping[str, str] | No
         answers = "; ".join(dict.fromkeys(errors)) or "it takes nothing that a mask is built from"
         raise CannotCheckError(f"no way to call {name} as a mask builder was found: {answers}")
     ran = operations_of(lambda: best.plan.call(function, draws[0]))
-    report = accepted(_reported(report, best, draws[0], ran), intended or {})
+    report = accepted(_reported(report, best, ran), intended or {})
     if report.verdict == "equal":
         masks = [(mask, one) for mask, one in zip(best.masks, best.outputs, strict=True) if mask is not None]
         hold_masks(report, function, best.plan, masks, draws_of(_pads_near(function), COMPARED))
@@ -211,7 +211,7 @@ def _encodings(masks: list[Tensor]) -> Iterator[tuple[str, list[Tensor], tuple[s
         yield "additive", [x != 0 for x in masks], (*weak, "mask_inverted")
 
 
-def _reported(report: Report, attempt: Attempt, drawn: Drawn, ran: list[Operation]) -> Report:
+def _reported(report: Report, attempt: Attempt, ran: list[Operation]) -> Report:
     plan, masks = attempt.plan, attempt.masks
     ids = f"token ids {plan.layout}"
     kept = f"{'True and False' if OF_BOOLS in plan.layout else '0 and 1'}, {plan.layout.removesuffix(OF_BOOLS)}"
@@ -221,7 +221,7 @@ def _reported(report: Report, attempt: Attempt, drawn: Drawn, ran: list[Operatio
     for number, (mask, output) in enumerate(zip(masks, attempt.outputs, strict=True), start=1):
         label = f"mask {number}" if len(masks) > 1 else "mask"
         if mask is None or (len(masks) == 1 and mask.words == "hides nothing"):
-            report.checks.append(CheckResult(label, "skipped", _closest(plan, drawn, output)))
+            report.checks.append(CheckResult(label, "skipped", _unknown(output)))
         else:
             _report_one(report, label, mask, output, ran)
     unread = [f"{c.name}: {c.detail}" for c in report.checks if c.outcome == "skipped"]
@@ -251,22 +251,8 @@ def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: 
         report.notes.append("the heads come before the samples; torch.nn wants (batch * num_heads, query, key)")
 
 
-def _closest(plan: CallOfRoles, drawn: Drawn, output: Tensor) -> str:
-    """Say what a mask that was not understood comes closest to, and where it differs."""
+def _unknown(output: Tensor) -> str:
+    """Say what a mask that was not understood looks like."""
     if not bool(output.double().isfinite().any()) or bool(output.double().isnan().any()):
         return "holds NaN" if bool(output.double().isnan().any()) else "hides everything"
-    best = (1.0, "", "")
-    for _, looks, _ in _encodings([output]):
-        for meaning in meanings(plan, drawn.first.unique().tolist()):
-            if meaning.mistakes:
-                break
-            mask = meaning.mask(plan, drawn)
-            for shape in _shapes(mask.shape, output.shape):
-                wrong = (in_shape(mask, shape, 1) != looks[0]).nonzero()
-                if not len(wrong):
-                    return f"it is {meaning.words} at one length, and not at others"
-                best = min(best, (len(wrong) / output.numel(), meaning.words, str(tuple(wrong[0].tolist()))))
-    if best[0] > 0.2:
-        return f"no mask that is known: shape {tuple(output.shape)}, {output.dtype}"
-    share, words, place = best
-    return f"no mask that is known; closest is {words}, which differs in {share:.1%} of the entries, first at {place}"
+    return f"no mask that is known: shape {tuple(output.shape)}, {output.dtype}"

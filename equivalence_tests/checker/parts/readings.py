@@ -94,12 +94,11 @@ class _Tried:
 
 
 def judge(
-    name: str,
-    kind: str,
-    where: str,
+    report: Report,
     readings: Iterable[PartReading],
     observations: Sequence[Observation],
     calls: Sequence[Call],
+    where: str,
     owner: str = "",
 ) -> Judged:
     """Take the reading with the fewest mistakes that gives the output, to rounding or to float32.
@@ -107,18 +106,16 @@ def judge(
     Every reading meets the first observation, and only those that reproduce it meet the others.
 
     Args:
-        name: What it is called.
-        kind: What it is, in words.
-        where: Path inside a model; "" for the object itself.
+        report: Receives what is found.
         readings: All that are known.
         observations: What was fed to it, or what the formulas want to know of that, and what came back.
         calls: Run it, to see which lines do.
+        where: Path inside a model; "" for the object itself.
         owner: Its class.
 
     Returns:
         The report, and the reading.
     """
-    report = Report(name, kind)
     ranked = sorted(readings, key=lambda reading: len(reading.mistakes))
     tried = _Tried([(_error(reading, *observations[0]), reading) for reading in ranked], observations)
     for bound in (EXACT, FLOAT32_INSIDE):

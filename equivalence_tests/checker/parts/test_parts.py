@@ -460,9 +460,9 @@ def test_what_the_code_said_to_the_calls_of_a_part_is_told() -> None:
 def test_what_fits_nothing_is_given_up_soon(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
 
-    def counted(name: str, kind: str, *rest: Any) -> Judged:
-        judged.append(kind)
-        return judge(name, kind, *rest)
+    def counted(report: Report, *rest: Any) -> Judged:
+        judged.append(report.kind)
+        return judge(report, *rest)
 
     monkeypatch.setattr(checking, "judge", counted)
     assert verify(found).verdict == "unchecked"
@@ -504,7 +504,7 @@ def test_a_gate_is_known_by_its_linears_where_the_name_says_nothing(monkeypatch:
 
 
 def test_a_convolution_over_tokens_is_said_to_be_one() -> None:
-    assert "looks at 3 tokens" in verify(WideConvFeedForward, kind="feed_forward").reason
+    assert "It mixes tokens" in verify(WideConvFeedForward, kind="feed_forward").reason
 
 
 def test_evidence_is_that_of_its_own_finding() -> None:

@@ -46,7 +46,7 @@ class ModelRun:
         masks: Names of the masks that come from outside.
         kind: What the sequences are: ids, features, an image, what goes into a stack of layers, or, of a decoder that
             embeds its own ids, a memory and ids.
-        turned: Whether the length comes before the batch.
+        length_first: Whether the length comes before the batch.
         patch: Width of the patches of an image.
     """
 
@@ -55,7 +55,7 @@ class ModelRun:
     target: Tensor | None
     masks: tuple[str, ...] = ()
     kind: str = "ids"
-    turned: bool = False
+    length_first: bool = False
     patch: int = 1
 
     @property
@@ -149,7 +149,7 @@ def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Ite
         turns = (False,) if kind == "image" else (False, True)
         for order, form, length_first in itertools.product(orders, forms, turns):
             given_roles = roles | dict(zip(order, ("source", "target"), strict=False))
-            run = partial(_run, module, given_roles, form, length_first)
+            run = partial(_run, module, partial(_arguments, given_roles, form, length_first), length_first)
             if attempt(partial(run, source, target, {}), errors) is not None:
                 yield ModelRun(run, source, target, given, kind, length_first, patch), form is not None
 
@@ -163,14 +163,20 @@ def _role(parameter: Parameter) -> str:
 
 def _run(
     module: nn.Module,
-    roles: Mapping[str, str],
-    form: MaskForm | None,
+    arguments: Callable[[Tensor, Tensor], dict[str, Any]],
     length_first: bool,
     source: Tensor,
     target: Tensor | None,
     given: Given,
 ) -> Tensor:
     last = source if target is None else target
+    return _output(module(**arguments(source, last) | dict(given)), last, length_first)
+
+
+def _arguments(
+    roles: Mapping[str, str], form: MaskForm | None, length_first: bool, source: Tensor, last: Tensor
+) -> dict[str, Any]:
+    """Give each argument its tensor, and each mask one that hides nothing, in this form."""
     tensors = {"source": source, "target": last, "segments": torch.zeros_like(source)}
     arguments: dict[str, Any] = {}
     for name, role in roles.items():
@@ -180,7 +186,7 @@ def _run(
         else:
             x = tensors.get(role)
             arguments[name] = x.transpose(0, 1) if length_first and x is not None else x
-    return _output(module(**arguments | dict(given)), last, length_first)
+    return arguments
 
 
 def _mixed_samples(run: ModelRun) -> str | None:
