@@ -21,11 +21,10 @@ from equivalence_tests.checker.parts.kinds import guess_kind, is_torchs
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.findings import PARTS, Exercise
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 
-PARTS = ("layer_norm", "feed_forward", "positional_encoding")
 NO_ATTENTION = "No attention runs in"
 
 

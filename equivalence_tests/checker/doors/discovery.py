@@ -11,6 +11,7 @@ from pathlib import Path
 from equivalence_tests.checker.parts.names import OTHER_NORMS, kind_of_name
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.notebooks import cells_of, without_magics
+from equivalence_tests.checker.reporting.findings import PARTS
 
 READ = (".py", ".ipynb")
 PASSED_BY = {"build", "dist", "node_modules", "site-packages", "__pycache__", "venv", "env"}
@@ -22,7 +23,6 @@ NO_BUILDER = re.compile(r"^(apply|check|plot|draw|show|test|print|load|save|use)
 WEIGHING = {"softmax", "Softmax", "scaled_dot_product_attention", "MultiheadAttention", "multi_head_attention_forward"}
 TORCHS_LAYER = re.compile(r"Transformer((En|De)coder(Layer)?)?")
 MAKES_MASKS = {"tril", "triu", "masked_fill", "arange", "ones", "ne", "eq", "full"}
-PARTS = ("layer_norm", "feed_forward", "positional_encoding")
 NO_MODULES = {"Exception", "Enum", "NamedTuple", "Protocol", "TestCase", "Dataset", "object"}
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 
 OF_BOOLS = " of bools"
+# What is no tensor, by what it is.
+KINDS = dict.fromkeys(("pad_id", "size", "key_size", "samples", "heads", "window", "prefix", "width"), "int")
+KINDS |= {"shape": "tuple[int, int]", "device": "str", "dtype": "torch.dtype"}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "(batch, len)": lambda ids: ids,
     "(len, batch)": lambda ids: ids.T,

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.parts.names import OTHER_NORMS, kind_of_name
 from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reporting.findings import PARTS
 
 # Under this name a copy of a module keeps the kind that a run showed, where its own name says nothing.
 BY_DATA_FLOW = "_kind_by_data_flow"
 BUILDER_NAME = re.compile(r"(^|_)mask(s|ing)?($|_)|subsequent|no_?peak|look_?ahead", re.IGNORECASE)
-EXAMINED = ("attention", "layer_norm", "feed_forward", "positional_encoding")
+EXAMINED = ("attention", *PARTS)
 ALIKE = 1e-6
 
 

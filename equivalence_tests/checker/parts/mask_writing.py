@@ -14,13 +14,11 @@ from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart, hold_part, joined_output
 from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, signature_of
-from equivalence_tests.checker.parts.drawing import CallOfRoles, Drawn
+from equivalence_tests.checker.parts.drawing import KINDS, CallOfRoles, Drawn
 from equivalence_tests.checker.parts.mask_meanings import READ, Meaning, bracketed, evaluated, number_of
 from equivalence_tests.checker.reach.masking import SHAPES, in_shape
 from equivalence_tests.checker.reporting.report import Report
 
-KINDS = {"pad_id": "int", "size": "int", "key_size": "int", "samples": "int", "heads": "int", "window": "int"}
-KINDS |= {"prefix": "int", "shape": "tuple[int, int]", "device": "str", "dtype": "torch.dtype"}
 SAYS_WHAT = ("window", "prefix", "pad_id", "lengths")  # what is hidden, and nothing else
 
 

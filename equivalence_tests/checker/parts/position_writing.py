@@ -13,12 +13,11 @@ from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, signature_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.parts.drawing import CallOfRoles
+from equivalence_tests.checker.parts.drawing import KINDS, CallOfRoles
 from equivalence_tests.checker.parts.kinds import own_tensors
 from equivalence_tests.checker.parts.position_calls import Placement, drawn_of
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 
-KINDS = {"size": "int", "width": "int"}
 LONGER, LONGEST = 16, 1024  # tokens
 SINUSOIDS = {"sine and cosine interleaved": "", "sines, then cosines": ', "concatenated"'}
 

@@ -7,8 +7,10 @@ from typing import Literal
 from equivalence_tests.checker.reporting.lines import CodeLine
 
 Verdict = Literal["equal", "partial", "deviates", "unchecked"]
-# What can be checked; an attention unless the name or the parts say otherwise.
-KINDS = ("attention", "layer_norm", "feed_forward", "positional_encoding", "mask_builder", "layers")
+# The modules that are read by a table of forms, and all that can be checked; an attention unless the name or the parts
+# say otherwise.
+PARTS = ("layer_norm", "feed_forward", "positional_encoding")
+KINDS = ("attention", *PARTS, "mask_builder", "layers")
 
 # What these checks find is worth knowing and no proof of a wrong number.
 NOT_JUDGED = ("check_float32_error",)
