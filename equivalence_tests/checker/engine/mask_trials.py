@@ -80,6 +80,16 @@ def _even(situation: Situation) -> Situation | None:
     return None if even is None or even.blocked else even
 
 
+def mask_form_of(situation: Situation) -> MaskForm | None:
+    """Give the form of mask that the code understands, or the nearest one that it takes; None if it takes none."""
+    if not situation.plan.mask_parameter:
+        return None
+    masks = _Masks(situation, Report(""))
+    masks.read(mask_forms())
+    taken = [form for _, form, _ in sorted(masks.tried, key=lambda item: item[0])]
+    return situation.understood or next(iter([*taken, *masks.idle]), None)
+
+
 @dataclass
 class _Masks:
     """Reads what one mask argument means.
