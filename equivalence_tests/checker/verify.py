@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from equivalence_tests.checker.engine.unpaired import POOLING
+from equivalence_tests.checker.engine.pooling import POOLING
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_intended
 from equivalence_tests.checker.layers.walking import examine_layers, joined

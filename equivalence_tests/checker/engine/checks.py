@@ -5,9 +5,9 @@ Each is a function ``check_*(checked)`` that returns what it saw, raises ``Faile
 """
 
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from equivalence_tests.checker.mistakes import MISTAKES, found_mistake
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs
 from equivalence_tests.checker.reach.construction import retype
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reach.state import default_dtype, keeping_state
+from equivalence_tests.checker.reach.state import ask, default_dtype, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
@@ -100,17 +100,17 @@ def attention_checks() -> list[Check]:
 
 def run_check(check: Check, checked: Checked) -> CheckResult:
     """Run one check; whatever the user's code raises makes it fail, and a failure that has a name is a finding."""
-    name = check.__name__
-    try:
-        return CheckResult(name, "passed", check(checked))
-    except (SkippedError, NotImplementedError) as error:  # of the user's code, which says so itself
-        return CheckResult(name, "skipped", str(error) or "it raises NotImplementedError")
-    except FailedError as error:
-        detail, *mistakes = error.args
-        checked.report.findings += [found_mistake(mistake, stage="checks") for mistake in mistakes]
-        return CheckResult(name, "failed", detail)
-    except Exception as error:
-        return CheckResult(name, "failed", f"raised {said(error)}")
+    name, answer = check.__name__, ask(partial(check, checked))
+    match answer.error:
+        case None:
+            return CheckResult(name, "passed", answer.value or "")
+        case SkippedError() | NotImplementedError() as error:  # of the user's code, which says so itself
+            return CheckResult(name, "skipped", str(error) or "it raises NotImplementedError")
+        case FailedError(args=(detail, *mistakes)):
+            checked.report.findings += [found_mistake(mistake, stage="checks") for mistake in mistakes]
+            return CheckResult(name, "failed", detail)
+        case error:
+            return CheckResult(name, "failed", f"raised {said(error)}")
 
 
 def _first(run: Run) -> Tensor:
@@ -131,7 +131,7 @@ def check_gradients(checked: Checked) -> str:
 
     if not output(*leaves.values()).requires_grad:
         raise FailedError(NO_GRADIENT)
-    fit = functools.partial(torch.autograd.gradcheck, fast_mode=True, check_undefined_grad=False, raise_exception=False)
+    fit = partial(torch.autograd.gradcheck, fast_mode=True, check_undefined_grad=False, raise_exception=False)
     if not fit(output, tuple(leaves.values()), rtol=1e-5):
         raise FailedError("the gradients of the inputs are not the slopes of the output")
     return ""
@@ -150,10 +150,11 @@ def check_float32_error(checked: Checked) -> str:
     args, kwargs = in_dtype((args, kwargs), torch.float64)
     widened = replace(double, args=args, kwargs=kwargs)
     with default_dtype(torch.float32):  # a mask made inside is then of the scores' dtype
-        try:
-            mine = call.run(read=False)
-        except Exception as error:
-            raise SkippedError(f"in float32 it raises {said(error)}") from error
+        answer = ask(partial(call.run, read=False))
+        mine = answer.value
+        if mine is None:
+            assert answer.error is not None  # a run gives something
+            raise SkippedError(f"in float32 it raises {said(answer.error)}") from answer.error
         if [op.name for op in mine.operations] != [op.name for op in checked.situation.found.run.operations]:
             raise SkippedError("in float32 it takes other steps")
         builtin = call.run(single, read=False)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from equivalence_tests.checker.engine.identities import identify
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.watching import Patch, Recorder
-from equivalence_tests.checker.reach.state import keeping_state
+from equivalence_tests.checker.reach.state import ask, keeping_state
 
 
 @dataclass(eq=False)
@@ -167,10 +168,8 @@ def named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[s
 
 def _copied(x: Any) -> Any:
     """A cache that is handed over would grow from run to run."""
-    try:
-        return x if callable(x) else copy.deepcopy(x)
-    except Exception:  # somebody's object may refuse
-        return x
+    copied = ask(partial(copy.deepcopy, x))  # somebody's object may refuse
+    return x if callable(x) or copied.error is not None else copied.value
 
 
 def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
