@@ -109,6 +109,18 @@ def test_a_wrong_whole_is_not_called_equal(name: str, tmp_path: Path) -> None:
     assert "times 2" in report.reason
 
 
+def test_a_norm_of_what_is_normalised_already_is_a_step(tmp_path: Path) -> None:
+    right = RIGHT["PostNormLayer"]
+    text = right.text.replace("self.norm1, ", "self.added, self.norm1, ", 1).replace(
+        "= nn.LayerNorm(", "= nn.LayerNorm(d_model), nn.LayerNorm(", 1
+    )
+    text = text.replace("= self.norm1(", "= self.added(self.norm1(").replace(
+        "dropout(attended))", "dropout(attended)))"
+    )
+    said = {step.words: step.evidence for step in steps_of(built(right, text, tmp_path), right.drawn(0, 6)[-1])}
+    assert said["added normalises what is normalised already"] == "the sub-module added"
+
+
 class TakesATable(nn.Module):
     """Its table is in no state_dict."""
 

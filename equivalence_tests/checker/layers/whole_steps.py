@@ -212,9 +212,16 @@ class Follower:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
         if kind in ("attention", "feed_forward", "layer_norm", "layer") and not all(lies_whole(x.places) for x in data):
             self._say(f"the tokens that {path} is given lie in another order", "project")
+        if kind == "layer_norm" and self._stands_beside_a_norm(path, data[0]):
+            self._say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")
         self._give(outputs[:1], Value(((label, 1.0),), places))
         if kind in ("positions", "layer"):
             self.labels.streams.add(((label, 1.0),))
+
+    def _stands_beside_a_norm(self, path: str, value: Value) -> bool:
+        """Whether a value comes from a norm of the same layer; torch has two in a row only where a stack ends."""
+        before = self.labels.made[value.only].words if self.labels.kind(value) == "layer_norm" else ""
+        return {before, path} <= self.paths and before.rpartition(".")[0] == path.rpartition(".")[0]
 
     def _attended(self, path: str, data: list[Value]) -> None:
         query, *others = data
