@@ -286,8 +286,9 @@ def accuse(report: Report, situation: Situation) -> None:
         report.equivalent = held.written(exact, report)
     if any(finding.is_proven for finding in report.findings):
         return
-    report.verdict = "unchecked"
-    report.reason = "Something in it may not be as torch has it, and the checker could not prove what it suspects."
+    suspected = " ".join(dict.fromkeys(finding.sentence for finding in report.findings))
+    report.verdict, report.findings = "unchecked", []
+    report.reason = f"This is suspected, and the checker could not prove it: {suspected}"
     if exact is None:
         _state_difference(report, situation)
 

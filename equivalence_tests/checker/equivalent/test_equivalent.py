@@ -330,6 +330,25 @@ def test_torchs_values_put_in_prove_what_no_patch_puts_right(name: str, tmp_path
     assert finding.proof.holds
 
 
+class AddsASquare(Base):
+    """What makes the number cannot be put right alone: a second projection takes part, which torch has not."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.more = nn.Linear(dim, dim)
+
+    def merge(self, context: Tensor) -> Tensor:
+        merged = super().merge(context)
+        return merged + 0.1 * merged**2 + self.more(merged)
+
+
+def test_what_is_suspected_without_a_proof_blames_no_line() -> None:
+    report = verify(AddsASquare)
+    assert (report.verdict, report.findings) == ("unchecked", []), str(report)
+    assert "could not prove it: " in report.reason
+    assert "changed by pow" in report.reason
+
+
 def test_a_call_that_holds_the_tokens_first_is_compared_whole() -> None:
     x = torch.randn(5, 2, WIDTH)
     (report,) = verify(nn.MultiheadAttention(WIDTH, HEADS), (x, x, x))
