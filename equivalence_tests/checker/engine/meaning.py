@@ -277,8 +277,9 @@ class Evidence(Conventions):
             turns = [self._own_scale(operand) for operand in operands[:2] if operand.change == "rotated"]
             if len(turns) == 2 and abs(turns[0] - turns[1]) < LOOSE and abs(turns[0] - 1) > LOOSE:
                 total = departure.facts["factor"] * math.sqrt(departure.facts["width"])
-                if abs(total / turns[0] / turns[1] - 1) < LOOSE:
-                    return "the angles of the rotation carry a scale of their own"
+                kept = self._setting(abs(turns[0]), _is_no_size, own=True)
+                if abs(total / turns[0] / turns[1] - 1) < LOOSE and (kept or self._takes_tables(operands[0])):
+                    return f"the angles of the rotation carry a scale {f'that {kept}' if kept else 'of their own'}"
         return self._configured(departure.facts["factor"])
 
     def _needs_no_scale(self, departure: Departure, operands: list[Operand]) -> bool:
@@ -299,6 +300,14 @@ class Evidence(Conventions):
         owners = [self.module.get_submodule(place)] if self.module is not None else []
         held = (item for holder in [*owners, *self._holders()] for item in numbers_of(holder))
         return any(SCALES.fullmatch(name) and x not in (0, 1) for name, x in held)
+
+    def _takes_tables(self, operand: Operand) -> bool:
+        """Whether the tables of a rotation are handed over, so that another's code makes their scale."""
+        steps = (operation for operation, _, _ in operand.steps(self.judgement.attention.run))
+        sides = (
+            self.recorder.named(bits) for operation in steps if operation.name == "mul" for bits in operation.origins
+        )
+        return any(names and all(name.startswith("arg:") for name in names) for names in sides)
 
     def _own_scale(self, operand: Operand) -> float:
         """What a rotation multiplies by, without what numbers multiply before it and after it."""

@@ -153,9 +153,13 @@ class TurnedAndScaled(Base):
 
 
 class ScaledTables(TurnedAndScaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_scaling = 1.25
+
     def turned(self, x: Tensor) -> Tensor:
         angle = torch.arange(x.size(2), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=x.dtype).repeat(2)
-        cos, sin = angle.cos() * 1.25, angle.sin() * 1.25
+        cos, sin = angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
         one, two = x.chunk(2, -1)
         return (x * cos + torch.cat([-two, one], -1) * sin) * (WIDTH // HEADS) ** -0.25
 
@@ -167,6 +171,9 @@ def test_the_tables_of_a_rotation_may_carry_a_scale() -> None:
         ["scale_wrong", "rotary_positions"],
     )
     assert judged(TurnedAndScaled).mistakes == ("scale_wrong",)
+    by_itself = ScaledTables().double().eval()
+    by_itself.attention_scaling = torch.tensor(1.25)
+    assert judged(lambda: by_itself).mistakes == ("scale_wrong",)
 
 
 class DropsBias(Base):

@@ -274,9 +274,11 @@ class Evidence:
         """List the steps of an expression; each parameter speaks for one step only."""
         for one in all_of(expression):
             if isinstance(one, Called):
-                yield Step(f"{one.path} is called", self._of_module(one.path), stage)
+                said = self._of_module(one.path)
+                yield Step(f"{one.path} is called", said, stage if said else "again")
             elif isinstance(one, Learnt | Mapped):
-                yield Step(f"{one.name} takes part", self._once({one.name}, f"the parameter {one.name}"), stage)
+                said = self._once({one.name}, f"the parameter {one.name}")
+                yield Step(f"{one.name} takes part", said, stage if said else "again")
             elif isinstance(one, Joined):
                 twice = len(set(one.inner)) < len(one.inner) or len(_leaves(one)) < len(one.inner)
                 yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)
@@ -286,7 +288,11 @@ class Evidence:
                 yield Step(f"{one.kind} without a parameter", "", stage)
             elif isinstance(one, Acted) and not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one)):
                 yield Step(one.name, "", "gate")
-        if stage == "output" and any(isinstance(one, Sum) and _adds_as_it_is(one) for one in all_of(expression)):
+            elif isinstance(one, Times) and any(map(_is_given, (one.first, one.second))):
+                yield Step("an argument as it is multiplies something", "", "gate")
+        if stage == "output" and any(
+            isinstance(one, Sum) and any(map(_is_given, (one.first, one.second))) for one in all_of(expression)
+        ):
             yield Step("a residual connection", "what is added is an argument as it is", "residual")
 
     def _of_module(self, path: str) -> str:
@@ -307,7 +313,6 @@ def _leaves(expression: Expression) -> set[Expression]:
     return {one for one in all_of(expression) if isinstance(one, Given | Learnt)}
 
 
-def _adds_as_it_is(one: Sum) -> bool:
-    """Whether a side of a sum is made of arguments alone, without anything that is learnt."""
-    sides = [list(all_of(side)) for side in (one.first, one.second)]
-    return any(not any(isinstance(x, Attended | Called | Learnt | Mapped) for x in side) for side in sides)
+def _is_given(one: Expression) -> bool:
+    """Whether something is made of arguments alone, without anything that is learnt."""
+    return not any(isinstance(x, Attended | Called | Learnt | Mapped) for x in all_of(one))

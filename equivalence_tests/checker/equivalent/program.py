@@ -158,9 +158,9 @@ class Program:
 
     def without(self, stage: str) -> "Program":
         """Give the program as torch has it at one stage; the same where it has nothing of its own there."""
-        if stage in ("rotary", "turned", "operand"):
-            changes = [one.change for _, one in self.roles]
-            bare = [replace(x, norm=None) if stage == "operand" else replace(x, rotation=None) for x in changes]
+        if stage in ("rotary", "turned", "operand", "values"):
+            changes, turned = [one.change for _, one in self.roles], stage in ("rotary", "turned")
+            bare = [replace(x, rotation=None) if turned else replace(x, norm=None) for x in changes]
             three = [replace(one, change=x) for (_, one), x in zip(self.roles, bare, strict=True)]
             return replace(self, query=three[0], key=three[1], value=three[2])
         if stage == "context":
@@ -237,7 +237,8 @@ class Program:
             if norm is not None:
                 said = f"the parameter {norm.gain}" if norm.gain else ""
                 what = f"the {role}, all heads side by side," if norm.whole else f"each head of the {role}"
-                yield Step(f"{what} is normalised ({norm.kind})", said, "operand")
+                stage = "values" if role == "value" else "operand"
+                yield Step(f"{what} is normalised ({norm.kind})", said, stage)
             if rotation is not None:
                 alike = role != "value" and rotation.grows and all(rotation.is_like(one.rotation) for one in both)
                 said = "queries and keys are both rotated, by angles that grow with the position" if alike else ""

@@ -9,6 +9,7 @@ from equivalence_tests.checker.reporting.findings import Finding
 # The names of the deviations that a step of a program is, by its stage.
 NAMES: Mapping[str, str] = {
     "project": "input|norm|swapped|rotated|_uses_|shared|_from_|not_projected|not_normalised|only_|memory_unused",
+    "again": "never by a finding",  # what takes part elsewhere says nothing for a second place
     "split": "grouped|paired|split",
     "merge": "merged|order|missing_or_repeated",
     "output": "output",
@@ -20,6 +21,7 @@ NAMES: Mapping[str, str] = {
     "residual": "residual",
     "parallel": "side_by_side",
     "operand": "norm",
+    "values": "value",
     "rotary": "rota",
     "turned": "rota(ry_(?!positions)|tions)",
     "context": "value|weights_scaled|scale",

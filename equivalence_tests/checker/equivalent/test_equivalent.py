@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.comparing import difference_of
+from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Times
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.reach.subject import Adapter, subjects
@@ -236,6 +237,23 @@ class NormsKeysWithoutAGain(Base):
         return q, F.layer_norm(k, k.shape[-1:]), v
 
 
+class NormsAllThree(Base):
+    """Queries and keys may be normed; that says nothing for the values."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (F.layer_norm(one, one.shape[-1:]) for one in super().operands(x))
+        return q, k, v
+
+
+class NormsBothAndProjectsKeysTwice(Base):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.q_norm, self.k_norm = nn.LayerNorm(dim // heads), nn.LayerNorm(dim // heads)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_norm(self.split(self.q(x))), self.k_norm(self.split(self.k(self.k(x)))), self.split(self.v(x))
+
+
 class WritesIntoItsInput(Base):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -253,6 +271,8 @@ WRONG = (
     ExchangesHalves,
     FlipsTheFeaturesOfKeys,
     NormsKeysWithoutAGain,
+    NormsAllThree,
+    NormsBothAndProjectsKeysTwice,
     WritesIntoItsInput,
     ScalesByAlmostNothing,
 )
@@ -263,6 +283,11 @@ def test_what_torch_does_not_compute_is_not_called_equal(wrong: type[nn.Module])
     report = verify(wrong)
     assert report.verdict in ("deviates", "unchecked"), str(report)
     assert report.findings or report.reason
+
+
+def test_a_product_with_an_argument_is_a_step_that_nothing_says_is_intended() -> None:
+    gated = Times(Attended(), Given("x"))
+    assert [step.evidence for step in Evidence(None, Parameters({})).steps(gated, "output")] == [""]
 
 
 def test_a_difference_is_stated_where_no_line_explains_it() -> None:

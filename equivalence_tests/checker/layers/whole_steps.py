@@ -469,6 +469,8 @@ class Follower:
             rest = [label for label in whole if label not in stream]
             start = tuple(sorted(stream.items()))
             if rest and all(start in self.labels.origins(label) for label in rest):
+                for path in (self.labels.words(x) for x in rest if self.labels.made[x].kind == "linear"):
+                    self._say(f"{path} alone is a sublayer", "project", f"the sub-module {path}" * (path in self.paths))
                 if len(rest) > 1:
                     self._say(f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side", "parallel")
                 return

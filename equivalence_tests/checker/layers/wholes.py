@@ -13,7 +13,6 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import differs, explained
 from equivalence_tests.checker.equivalent.holding import source_of
-from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.part_holding import EXACT, WrittenPart, joined_output
 from equivalence_tests.checker.equivalent.steps import Step, told_steps
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -177,8 +176,7 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         report.equivalent = found = whole.equivalent()
     except UnreadError as why:
         report.unread = str(why)
-        report.coverage.append(Exercise(WHOLE, False, f"not compared: {why}"))
-        report.verdict = "partial" if report.verdict == "equal" else report.verdict
+        report.verdict, report.reason = "unchecked", f"No program of torch's own parts could be made of it: {why}."
         return False
     if not found.agrees:
         what, _, case = found.where.partition(", ")
