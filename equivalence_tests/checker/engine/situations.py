@@ -37,6 +37,7 @@ class Situation:
         found: What was seen in it.
         extra: What departs outside the attention itself: inputs, weights, residual.
         understood: The form of mask in which nothing departs; None where no mask was read.
+        other_masks: The same, called with each of the other masks.
     """
 
     subject: Subject
@@ -46,6 +47,7 @@ class Situation:
     found: Examination
     extra: list[Departure] = field(default_factory=list)
     understood: MaskForm | None = None
+    other_masks: "list[Situation]" = field(default_factory=list)
 
     @property
     def plan(self) -> CallPlan:

@@ -58,11 +58,11 @@ class Difference:
 
 @contextmanager
 def kept_parameters(module: nn.Module | None) -> Iterator[None]:
-    """Let all parameters be differentiated and drawn anew, and put them back afterwards."""
+    """Let all parameters but single numbers that are frozen be differentiated and drawn anew; put them back after."""
     every = [] if module is None else list(module.parameters())
     kept = [(x, x.detach().clone(), x.requires_grad) for x in every if x.is_floating_point()]
-    for x, _, _ in kept:
-        x.requires_grad_()
+    for x, _, learns in kept:
+        x.requires_grad_(learns or x.numel() > 1)
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def redraw(module: nn.Module | None, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for x in () if module is None else module.parameters():
-            if x.is_floating_point():
+            if x.is_floating_point() and x.requires_grad:
                 shift = 0.5 if x.dim() == 1 else 0.0
                 x.copy_(torch.randn(x.shape, generator=generator, dtype=torch.float64) * 0.4 + shift)
 
@@ -110,6 +110,8 @@ def compare(program: Computes, case: Case, layout: Layout, gradients: bool = Tru
             raise UnreadError("it gives numbers that are none")
         given = {name: layout.inward(x.double()) for name, x in leaves.items()}
         ours = program(given, call.module, parameters, case.may_attend).double()
+        if ours.size(1) == 1 and theirs.shape == (1, len(ours), ours.size(-1)):
+            theirs = theirs.transpose(0, 1)  # one token of each sample, without its axis
         if case.rows is not None and ours.shape == theirs.shape:
             ours, theirs = ours[case.rows], theirs[case.rows]
     yield Difference(case.words, "output", difference_of(ours, theirs))

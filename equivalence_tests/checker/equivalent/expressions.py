@@ -1,5 +1,6 @@
 """What is done to tokens outside of the attention itself: a small tree of named parts, each a step of the program."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -86,12 +87,14 @@ class Called:
         inner: What it is given.
         turned: Whether it is given the features first, (batch, features, tokens).
         grid: The rows and columns of the image that the tokens are, where it is given one, features first.
+        numbers: What else it is given by name, such as the height and the width of an image.
     """
 
     path: str
     inner: tuple["Expression", ...]
     turned: bool = False
     grid: tuple[int, int] | None = None
+    numbers: tuple[tuple[str, float], ...] = ()
 
     def __call__(self, values: Values) -> Tensor:
         """Call it, in its own precision."""
@@ -101,7 +104,7 @@ class Called:
         given = [inner(values) for inner in self.inner]
         turned = [x.mT if self.turned else x for x in given]
         laid = [x if self.grid is None else x.unflatten(-1, self.grid) for x in turned]
-        result = module(*(x.to(dtype) for x in laid))
+        result = module(*(x.to(dtype) for x in laid), **dict(self.numbers))
         found: Tensor = (result if isinstance(result, Tensor) else result[0]).to(given[0].dtype)
         found = found if self.grid is None else found.flatten(2)
         return found.mT if self.turned else found
@@ -189,6 +192,39 @@ class Mapped:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """A number for each head, or for each token, given to all of its features."""
+
+    inner: "Expression"
+    count: int
+
+    def __call__(self, values: Values) -> Tensor:
+        """Repeat each."""
+        return self.inner(values).repeat_interleave(self.count, -1)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Some of the tokens, or of their features, one after the other.
+
+    Args:
+        inner: What is cut.
+        axis: 1 for tokens, 2 for features.
+        start: The first that is kept.
+        count: How many are.
+    """
+
+    inner: "Expression"
+    axis: int
+    start: int
+    count: int
+
+    def __call__(self, values: Values) -> Tensor:
+        """Cut it."""
+        return self.inner(values).narrow(self.axis, self.start, self.count)
+
+
+@dataclass(frozen=True)
 class Joined:
     """Tokens beside one another, first those of the first."""
 
@@ -202,7 +238,8 @@ class Joined:
         return torch.cat([x.expand(batch, -1, -1) for x in found], 1)
 
 
-Expression: TypeAlias = Given | Attended | Learnt | Called | Normed | Sum | Times | Scaled | Acted | Mapped | Joined
+OfOne: TypeAlias = Normed | Scaled | Acted | Mapped | Spread | Cut
+Expression: TypeAlias = Given | Attended | Learnt | Called | Sum | Times | Joined | OfOne
 
 
 def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
@@ -226,7 +263,7 @@ def inner_of(expression: Expression) -> tuple[Expression, ...]:
         return expression.inner
     if isinstance(expression, Sum | Times):
         return expression.first, expression.second
-    return (expression.inner,) if isinstance(expression, Normed | Scaled | Acted | Mapped) else ()
+    return (expression.inner,) if isinstance(expression, OfOne) else ()
 
 
 def all_of(expression: Expression) -> Iterator[Expression]:
@@ -282,6 +319,8 @@ class Evidence:
             elif isinstance(one, Joined):
                 twice = len(set(one.inner)) < len(one.inner) or len(_leaves(one)) < len(one.inner)
                 yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)
+            elif isinstance(one, Cut):
+                yield Step(f"a part of the {'tokens' if one.axis == 1 else 'features'}", self._of_class(one), "cut")
             elif isinstance(one, Scaled) and not isinstance(one.inner, Mapped | Learnt):  # such take the number in
                 yield Step(f"times {one.factor:.6g}", "", "factor")
             elif isinstance(one, Normed):
@@ -294,6 +333,12 @@ class Evidence:
             isinstance(one, Sum) and any(map(_is_given, (one.first, one.second))) for one in all_of(expression)
         ):
             yield Step("a residual connection", "what is added is an argument as it is", "residual")
+
+    def _of_class(self, one: Cut) -> str:
+        """A class token stands first, and may ask alone."""
+        name = type(self.module).__name__
+        first = (one.axis, one.start, one.count) == (1, 0, 1) and re.search("class|cls|pool", name, re.IGNORECASE)
+        return f"the first token alone, as the name {name} says" if first else ""
 
     def _of_module(self, path: str) -> str:
         assert self.module is not None  # it has a path in one

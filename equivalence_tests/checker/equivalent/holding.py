@@ -188,9 +188,10 @@ class _Held:
         for place, (queries, keys) in enumerate(LENGTHS):
             keys = queries if trial.plan.self_attention else keys
             yield case_of(trial, (queries, keys), f"{queries} queries and {keys} keys", seed=23 + place)
-        form = self.situation.understood
-        if form is not None:
-            yield case_of(trial, None, f"with a mask: {form}", seed=31, form=form)
+        for one in (self.situation, *self.situation.other_masks):
+            form, name = one.understood, one.plan.mask_parameter
+            if form is not None:
+                yield case_of(one.trial, None, f"with {name}: {form}", seed=31, form=form)
         if self.situation.subject.initial:
             own = case_of(trial, None, "the parameters as they came", seed=32)
             yield replace(own, initial=self.situation.subject.initial)

@@ -182,13 +182,16 @@ class OperandReader:
             )
         tensor, operation = taken
         tokens = Tracer(self.watched).read(tensor, operation.index)
-        every = list(all_of(tokens))
-        if any(isinstance(one, Joined) for one in every) or not any(isinstance(one, Given) for one in every):
+        flat, every = self._flat(tokens), list(all_of(tokens))
+        alike = any(isinstance(one, Given) and len(self._flat(one)) == len(flat) for one in every)
+        if not alike or any(isinstance(one, Joined) for one in every):
             self.numbers.setdefault(role, _row_numbers(source.codes))  # other tokens than those of an argument
-        features = self._features(tokens, int(self.rows_of(role, token_of(wanted[:1]))))
+        token = int(self.rows_of(role, token_of(wanted[:1])))
+        if token >= len(flat):
+            raise UnreadError("what is projected has other tokens than what is handed over")
         made = operation.outputs[0].tensor.reshape(-1)
         where = places_in(source.codes)
-        found = [self._row(made[where[int(place)]], features, tokens, role) for place in place_of(wanted)]
+        found = [self._row(made[where[int(place)]], flat[token], tokens, role) for place in place_of(wanted)]
         weight = torch.stack([row.weight for row in found])
         bias = torch.tensor([row.bias for row in found])
         return tokens, (weight, bias, torch.tensor([row.factor for row in found])), False
@@ -203,12 +206,10 @@ class OperandReader:
             raise UnreadError("an operand is no argument and made by no projection")
         return names[number - 1]
 
-    def _features(self, tokens: Expression, token: int) -> Tensor:
+    def _flat(self, tokens: Expression) -> Tensor:
+        """The tokens of all samples, (tokens, features)."""
         with torch.no_grad():
-            flat = tokens(self.values).flatten(0, -2).double()
-        if token >= len(flat):
-            raise UnreadError("what is projected has other tokens than what is handed over")
-        return flat[token]
+            return tokens(self.values).flatten(0, -2).double()
 
     def _row(self, element: Tensor, features: Tensor, tokens: Expression, role: str) -> Row:
         without = {one.name for one in all_of(tokens) if isinstance(one, Learnt)}

@@ -143,7 +143,7 @@ class Program:
         """List what torch's formula does not have, each with the evidence that it is intended; "" without."""
         evidence = Evidence(module, parameters, self.projections(parameters))
         yield from self._twice(parameters)
-        yield from self._of_others(parameters)
+        yield from self._of_others(parameters, module)
         yield from self._in_part(parameters)
         yield from order_steps(self.query, self.key, self.value, self.output)
         for tokens in dict.fromkeys(one.tokens for _, one in self.roles):
@@ -207,15 +207,16 @@ class Program:
                     named = parameters.name_at(int(both[0]))
                     yield Step(f"{named} projects both the {first} and the {second}", "", "project")
 
-    def _of_others(self, parameters: Parameters) -> Iterator[Step]:
+    def _of_others(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
         """A weight whose name says another role, and what is not projected where others are."""
         bare = [role for role, one in self.roles if one.bias is None]
         for role in bare if len(bare) < len(self.roles) else ():
             yield Step(f"the {role} is not projected", "", "project")
-        whole = {one.tokens.inner for _, one in self.roles if isinstance(one.tokens, Called)}
+        called = [one.tokens for _, one in self.roles if isinstance(one.tokens, Called)]
+        normed = {x.inner for x in called if module is not None and _is_norm(module.get_submodule(x.path))}
         for role, one in self.roles:
-            if (one.tokens,) in whole:
-                yield Step(f"the {role} is made of what another one takes behind a module", "", "project")
+            if (one.tokens,) in normed:
+                yield Step(f"the {role} is made of what another one takes behind a norm", "", "project")
         for role, one in self.roles:
             for name in parameters.names_at(one.weight.reshape(-1)) if one.bias is not None else ():
                 said = [other for other, pattern in OWN.items() if pattern.search(name)]

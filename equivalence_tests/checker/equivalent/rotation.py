@@ -96,7 +96,8 @@ class Rotation:
         """Whether the angles grow with the position; of uneven ones, whether they change."""
         if self.angles is not None:
             return bool(((self.angles - self.angles[:1]).abs() > LOOSE).any())
-        return bool((self.steps > -MEASURED).all()) and bool((self.steps > MEASURED).any())
+        rounding = LOOSE if self.single else MEASURED
+        return bool((self.steps > -rounding).all()) and bool((self.steps > rounding).any())
 
     def is_like(self, other: "Rotation | None") -> bool:
         """Whether another one turns the same features by the same angles."""

@@ -10,6 +10,7 @@ from equivalence_tests.checker.reporting.findings import Finding
 NAMES: Mapping[str, str] = {
     "project": "input|norm|swapped|rotated|_uses_|shared|_from_|not_projected|not_normalised|only_|memory_unused",
     "again": "never by a finding",  # what takes part elsewhere says nothing for a second place
+    "cut": "class_token",
     "split": "grouped|paired|split",
     "merge": "merged|order|missing_or_repeated",
     "output": "output",

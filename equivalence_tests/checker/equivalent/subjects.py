@@ -202,7 +202,8 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     if not any(departure.stage == "mask" for departure in more):
         add(never_causal(situation))
     add(crossing(situation))
-    masked = [situation, *(replace(situation, trial=trial) for trial in other_masks(situation.trial))]
+    situation.other_masks = [replace(situation, trial=trial) for trial in other_masks(situation.trial)]
+    masked = [situation, *situation.other_masks]
     for one in masked:
         add(masked_departures(one, report))
     if not more:

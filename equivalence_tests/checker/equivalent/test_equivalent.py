@@ -175,6 +175,15 @@ def test_where_nothing_more_is_needed_it_is_torchs_own_module() -> None:
     assert torch.allclose(plain(x, x, x)[0], module(x), atol=1e-6)
 
 
+def test_each_mask_is_compared() -> None:
+    equivalent = verify(nn.MultiheadAttention).equivalent
+    assert equivalent is not None
+    assert [one.partition(":")[0] for one in equivalent.compared if "mask" in one] == [
+        "with attn_mask",
+        "with key_padding_mask",
+    ]
+
+
 class SquaresWeights(Base):
     """Twice the scale, which no row of a projection asks for."""
 
@@ -380,6 +389,35 @@ def test_a_call_that_holds_the_tokens_first_is_compared_whole() -> None:
     assert report.verdict == "equal", str(report)
     assert report.equivalent is not None
     assert report.equivalent.agrees
+
+
+class ClassAttention(Base):
+    """The first token alone asks; each head has a gate; the scale is a parameter that is frozen."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, heads)
+        self.gate = nn.Linear(dim, heads)
+        self.scale = nn.Parameter(torch.tensor((dim // heads) ** -0.5), requires_grad=False)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, (_, k, v) = x[:, 0], self.operands(x)
+        context = self.scores(self.split(self.q(first[:, None])), k).softmax(-1) @ v
+        return self.o(self.merge(context * self.gate(first).sigmoid()[..., None, None]))[:, 0]
+
+
+class Cuts(ClassAttention):
+    """The same under a name that says nothing."""
+
+
+def test_some_tokens_may_ask_where_the_name_of_the_class_says_so() -> None:
+    with_name, without = (verify(kind(WIDTH, HEADS), (torch.randn(2, 5, WIDTH),))[0] for kind in (ClassAttention, Cuts))
+    said = [one.meant for one in with_name.meant]
+    assert said == ["the first token alone, as the name ClassAttention says", "the sub-module gate, a Linear"], said
+    assert with_name.verdict == "equal"
+    assert (without.verdict, "a part of the tokens" in without.reason) == ("unchecked", True)
 
 
 class Joins(Base):

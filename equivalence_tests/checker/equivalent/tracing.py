@@ -1,5 +1,6 @@
 """Follow a tensor back to the arguments: the sub-modules, norms, sums and products around an attention."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
@@ -14,6 +15,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Acted,
     Attended,
     Called,
+    Cut,
     Expression,
     Given,
     Joined,
@@ -21,6 +23,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Mapped,
     Normed,
     Scaled,
+    Spread,
     Sum,
     Times,
     all_of,
@@ -30,6 +33,7 @@ from equivalence_tests.checker.equivalent.watched import Watched
 from equivalence_tests.checker.reporting.lines import code_lines
 
 PASSES = MOVES | words("to type_as type float double half bfloat16 dropout alpha_dropout feature_dropout")
+CUTS = words("getitem narrow select split chunk unbind")
 DEFAULT_EPS = {"layer_norm": 1e-5, "normalize": 1e-12}
 MOST = 64  # steps, after which it is given up
 
@@ -85,15 +89,18 @@ class Tracer:
             raise UnreadError(f"{call.path} makes something of no tokens")
         if next(module.get_submodule(call.path).parameters(), None) is None and _same(data[0], call.outputs[0]):
             return self.read(data[0], call.first)  # dropout in eval mode, nn.Identity
-        found = Called(call.path, tuple(self.read(x, call.first) for x in data))
+        given = inspect.signature(module.get_submodule(call.path).forward).bind(*call.args, **call.kwargs).arguments
+        numbers = tuple((name, x) for name, x in given.items() if isinstance(x, int | float))
+        found = Called(call.path, tuple(self.read(x, call.first) for x in data), numbers=numbers)
         grid = (data[0].size(2), data[0].size(3)) if data[0].dim() == 4 else None
-        turned = self._is_turned(data[0].flatten(2), found.inner[0])
+        turned = self._is_turned(data[0], found.inner[0])
         return replace(found, turned=turned, grid=grid if turned else None)
 
     def _is_turned(self, tensor: Tensor, inner: Expression) -> bool:
         """Whether a module is given (batch, features, tokens)."""
-        if tensor.dim() != 3 or any(isinstance(one, Attended) for one in all_of(inner)):
+        if tensor.dim() < 3 or any(isinstance(one, Attended) for one in all_of(inner)):
             return False
+        tensor = tensor.flatten(2)
         with torch.no_grad():
             x = inner(self.watched.values)
         return x.mT.shape == tensor.shape and torch.allclose(x.mT, tensor.double())
@@ -103,10 +110,12 @@ class Tracer:
         args = operation.arguments[0]
         if name in PASSES and len(inputs) == 1 and inputs[0].numel() == tensor.numel():
             return self.read(inputs[0], operation.index)
-        if name in ("getitem", "narrow") and (rows := self._rows(tensor, inputs)) is not None:
+        if name in CUTS and (rows := self._rows(tensor, inputs)) is not None:
             return rows
+        if name in CUTS and (cut := self._cut(tensor, self.read(inputs[0], operation.index))) is not None:
+            return cut
         if name in ("add", "mul") and len(inputs) == 2:
-            first, second = (self.read(x, operation.index) for x in inputs)
+            first, second = (self._spread(x, tensor, operation.index) for x in inputs)
             return Sum(first, second) if name == "add" else Times(first, second)
         if name == "sub" and len(inputs) == 2:
             first, second = (self.read(x, operation.index) for x in inputs)
@@ -169,6 +178,26 @@ class Tracer:
         first = inputs[0][..., : tensor.size(-2), :]
         tokens = next(iter(self.watched.given.values())).size(1)
         return Learnt(name, rows=True) if tokens == tensor.size(-2) and _same(first, tensor) else None
+
+    def _spread(self, x: Tensor, over: Tensor, before: int) -> Expression:
+        """What takes part in a product: a number for each head, or token, has its features still to come."""
+        found, width = self.read(x, before), over.size(-1)
+        alone = x.dim() == over.dim() and x.size(-1) == 1 < width and id(x) not in self.watched.learnt
+        return Spread(found, width) if alone else found
+
+    def _cut(self, tensor: Tensor, whole: Expression) -> Expression | None:
+        """Some tokens or features, which their numbers tell."""
+        if any(isinstance(one, Attended) for one in all_of(whole)):
+            return None
+        with torch.no_grad():
+            x, wanted = whole(self.watched.values), tensor.detach().double()
+        for axis in range(1, x.dim()):
+            count = x.size(axis) * wanted.numel() // x.numel()
+            for start in range(x.size(axis) - count + 1) if x.numel() * count == wanted.numel() * x.size(axis) else ():
+                part = x.narrow(axis, start, count)
+                if torch.equal(part.flatten(), wanted.flatten()) or torch.equal(part.mT.flatten(), wanted.flatten()):
+                    return Cut(whole, axis, start, count)
+        return None
 
     def _normed(self, operation: Operation) -> Expression:
         inner = self.read(operation.inputs[0].tensor, operation.index)

@@ -13,6 +13,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Acted,
     Attended,
     Called,
+    Cut,
     Expression,
     Given,
     Joined,
@@ -20,6 +21,7 @@ from equivalence_tests.checker.equivalent.expressions import (
     Mapped,
     Normed,
     Scaled,
+    Spread,
     Sum,
     Times,
     all_of,
@@ -384,11 +386,16 @@ class Writer(Conversion):
             turn = ".mT" if one.turned else ""
             laid, back = (f".unflatten(-1, {one.grid})", ".flatten(2)") if one.grid else ("", "")
             given = ", ".join(self._expression(x) + turn + laid for x in one.inner)
+            given += "".join(f", {name}={x!r}" for name, x in one.numbers)
             return f"self.{self._sub_module(one.path)}({given}){back}{turn}"
         if isinstance(one, Mapped):
             return f"({self._expression(one.inner)} @ self.{self._parameter(one.name)}{'.mT' if one.turned else ''})"
         if isinstance(one, Joined):
             return self._joined(one)
+        if isinstance(one, Spread):
+            return f"{self._expression(one.inner)}.repeat_interleave({one.count}, -1)"
+        if isinstance(one, Cut):
+            return f"{self._expression(one.inner)}.narrow({one.axis}, {one.start}, {one.count})"
         if isinstance(one, Normed):
             inner = self._expression(one.inner)
             if one.kind == "normalize":

@@ -220,8 +220,10 @@ class Follower:
 
     def _stands_beside_a_norm(self, path: str, value: Value) -> bool:
         """Whether a value comes from a norm of the same layer; torch has two in a row only where a stack ends."""
-        before = self.labels.made[value.only].words if self.labels.kind(value) == "layer_norm" else ""
-        return {before, path} <= self.paths and before.rpartition(".")[0] == path.rpartition(".")[0]
+        if self.labels.kind(value) != "layer_norm":
+            return False
+        both = self.labels.made[value.only].words, path
+        return self.paths.issuperset(both) and len({x.rpartition(".")[0] for x in both}) == 1
 
     def _attended(self, path: str, data: list[Value]) -> None:
         query, *others = data
@@ -469,7 +471,8 @@ class Follower:
             rest = [label for label in whole if label not in stream]
             start = tuple(sorted(stream.items()))
             if rest and all(start in self.labels.origins(label) for label in rest):
-                for path in (self.labels.words(x) for x in rest if self.labels.made[x].kind == "linear"):
+                made = (self.labels.made[label] for label in rest)
+                for path in (x.words for x in made if x.kind == "linear" and x.inputs[0].terms in self.labels.streams):
                     self._say(f"{path} alone is a sublayer", "project", f"the sub-module {path}" * (path in self.paths))
                 if len(rest) > 1:
                     self._say(f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side", "parallel")

@@ -340,10 +340,18 @@ def _casting_to(held: Any, dtype: torch.dtype) -> Any:
 
 
 def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Give a module random parameters, in eval mode and in this precision, without touching its own code."""
+    """Give a module random parameters, in eval mode and in this precision, without touching its own code.
+
+    A single number that is frozen is a setting, such as a scale, and stays.
+    """
     retype(module, dtype)
     module.eval()  # a train() of the user's own may return nothing
-    return randomize_parameters(module, seed=0)
+    settings = [(x, x.detach().clone()) for x in module.parameters() if x.numel() == 1 and not x.requires_grad]
+    randomize_parameters(module, seed=0)
+    with torch.no_grad():
+        for x, before in settings:
+            x.copy_(before)
+    return module
 
 
 def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
