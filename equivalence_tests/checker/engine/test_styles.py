@@ -155,7 +155,7 @@ class TurnedAndScaled(Base):
 class ScaledTables(TurnedAndScaled):
     def __init__(self) -> None:
         super().__init__()
-        self.attention_scaling = 1.25
+        self.attention_scaling: Any = 1.25
 
     def turned(self, x: Tensor) -> Tensor:
         angle = torch.arange(x.size(2), dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=x.dtype).repeat(2)

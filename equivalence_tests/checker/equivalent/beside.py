@@ -8,6 +8,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.expressions import Values
+from equivalence_tests.checker.equivalent.operands import first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.watched import Layout
@@ -49,15 +50,9 @@ def _stages(program: Program, values: Values, output: Tensor) -> Iterator[Tensor
     yield program.products(values)
     for _, one in program.roles:
         heads = one.projected(values), one(values)
-        first = [int(place) for place in _first_heads(one.weight)]
+        first = first_alike(one.weight).unique()
         yield from heads
         yield from (x[:, first] for x in heads)
-
-
-def _first_heads(weight: Tensor) -> Tensor:
-    """The places of heads that no earlier one is equal to."""
-    alike = (weight.flatten(1)[:, None] == weight.flatten(1)).all(-1)
-    return (alike.long().argmax(-1) == torch.arange(len(weight))).nonzero()[:, 0]
 
 
 def _same(x: Tensor, own: Tensor, tolerance: float) -> bool:

@@ -111,19 +111,6 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Normed:
-    """A norm of each token that is written out, or called as a function."""
-
-    kind: str
-    eps: float
-    inner: "Expression"
-
-    def __call__(self, values: Values) -> Tensor:
-        """Compute it."""
-        return normalised(self.kind, self.inner(values), self.eps)
-
-
-@dataclass(frozen=True)
 class Sum:
     """A sum of two."""
 
@@ -238,23 +225,8 @@ class Joined:
         return torch.cat([x.expand(batch, -1, -1) for x in found], 1)
 
 
-OfOne: TypeAlias = Normed | Scaled | Acted | Mapped | Spread | Cut
+OfOne: TypeAlias = Scaled | Acted | Mapped | Spread | Cut
 Expression: TypeAlias = Given | Attended | Learnt | Called | Sum | Times | Joined | OfOne
-
-
-def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
-    """Normalise the last axis.
-
-    Args:
-        kind: "layer_norm", "rms_norm" or "normalize".
-        x: (..., features).
-        eps: What keeps it from dividing by 0.
-    """
-    if kind == "layer_norm":
-        return F.layer_norm(x, x.shape[-1:], eps=eps)
-    if kind == "rms_norm":
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
-    return F.normalize(x, dim=-1, eps=eps)
 
 
 def inner_of(expression: Expression) -> tuple[Expression, ...]:
@@ -323,8 +295,6 @@ class Evidence:
                 yield Step(f"a part of the {'tokens' if one.axis == 1 else 'features'}", self._of_class(one), "cut")
             elif isinstance(one, Scaled) and not isinstance(one.inner, Mapped | Learnt):  # such take the number in
                 yield Step(f"times {one.factor:.6g}", "", "factor")
-            elif isinstance(one, Normed):
-                yield Step(f"{one.kind} without a parameter", "", stage)
             elif isinstance(one, Acted) and not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one)):
                 yield Step(one.name, "", "gate")
             elif isinstance(one, Times) and any(map(_is_given, (one.first, one.second))):

@@ -219,6 +219,12 @@ class OperandReader:
         return row
 
 
+def first_alike(weight: Tensor) -> Tensor:
+    """For each head, (h, ...), the first that has the same weights."""
+    rows = weight.flatten(1)
+    return (rows[:, None] == rows).all(-1).long().argmax(-1)
+
+
 def _row_numbers(codes: Tensor) -> dict[int, int]:
     """Say in which row each token lies, the first of several that are alike; rows are numbered in memory order."""
     flat = codes.reshape(-1)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from equivalence_tests.checker.equivalent.expressions import normalised
 from equivalence_tests.checker.equivalent.parameters import Parameters, snapped
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Watched
@@ -19,6 +19,21 @@ EPS = {
 }
 EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 LOOSE, MEASURED = 1e-5, 1e-10  # angles of tables in float32, and of exact ones
+
+
+def normalised(kind: str, x: Tensor, eps: float) -> Tensor:
+    """Normalise the last axis.
+
+    Args:
+        kind: "layer_norm", "rms_norm" or "normalize".
+        x: (..., features).
+        eps: What keeps it from dividing by 0.
+    """
+    if kind == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:], eps=eps)
+    if kind == "rms_norm":
+        return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return F.normalize(x, dim=-1, eps=eps)
 
 
 @dataclass(frozen=True)

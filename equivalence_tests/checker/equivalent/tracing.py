@@ -3,10 +3,9 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation
@@ -21,7 +20,6 @@ from equivalence_tests.checker.equivalent.expressions import (
     Joined,
     Learnt,
     Mapped,
-    Normed,
     Scaled,
     Spread,
     Sum,
@@ -34,7 +32,6 @@ from equivalence_tests.checker.reporting.lines import code_lines
 
 PASSES = MOVES | words("to type_as type float double half bfloat16 dropout alpha_dropout feature_dropout")
 CUTS = words("getitem narrow select split chunk unbind")
-DEFAULT_EPS = {"layer_norm": 1e-5, "normalize": 1e-12}
 MOST = 64  # steps, after which it is given up
 
 
@@ -82,23 +79,25 @@ class Tracer:
         return Given(name)
 
     def _called(self, call: ModuleCall) -> Expression:
-        module = self.watched.call.module
-        assert module is not None  # it has sub-modules
+        assert self.watched.call.module is not None  # it has sub-modules
+        module = self.watched.call.module.get_submodule(call.path)
         data = [x for x in call.inputs if x.is_floating_point() and x.dim() >= 2]
         if not data:
             raise UnreadError(f"{call.path} makes something of no tokens")
-        if next(module.get_submodule(call.path).parameters(), None) is None and _same(data[0], call.outputs[0]):
+        if next(module.parameters(), None) is None and _same(data[0], call.outputs[0]):
             return self.read(data[0], call.first)  # dropout in eval mode, nn.Identity
-        given = inspect.signature(module.get_submodule(call.path).forward).bind(*call.args, **call.kwargs).arguments
+        given = inspect.signature(module.forward).bind(*call.args, **call.kwargs).arguments
         numbers = tuple((name, x) for name, x in given.items() if isinstance(x, int | float))
         found = Called(call.path, tuple(self.read(x, call.first) for x in data), numbers=numbers)
         grid = (data[0].size(2), data[0].size(3)) if data[0].dim() == 4 else None
-        turned = self._is_turned(data[0], found.inner[0])
+        turned = self._is_turned(data[0], found.inner[0], module)
         return replace(found, turned=turned, grid=grid if turned else None)
 
-    def _is_turned(self, tensor: Tensor, inner: Expression) -> bool:
-        """Whether a module is given (batch, features, tokens)."""
-        if tensor.dim() < 3 or any(isinstance(one, Attended) for one in all_of(inner)):
+    def _is_turned(self, tensor: Tensor, inner: Expression, module: nn.Module) -> bool:
+        """Whether a module is given (batch, features, tokens); behind the attention, a convolution of an image is."""
+        if any(isinstance(one, Attended) for one in all_of(inner)):
+            return tensor.dim() == 4 and any(isinstance(x, nn.modules.conv._ConvNd) for x in module.modules())
+        if tensor.dim() < 3:
             return False
         tensor = tensor.flatten(2)
         with torch.no_grad():
@@ -133,8 +132,6 @@ class Tracer:
             return Times(self.read(inputs[0], operation.index), gate)
         if name in ("linear", "matmul", "mm") and (mapped := self._mapped(operation, inputs)) is not None:
             return mapped
-        if name in ("layer_norm", "rms_norm", "normalize"):
-            return self._normed(operation)
         line = code_lines(operation.frames)[-1:]
         where = f" (line {line[0].number}: {line[0].text})" if line else ""
         raise UnreadError(f"{name} is not among the parts that an equivalent is made of{where}")
@@ -198,18 +195,6 @@ class Tracer:
                 if torch.equal(part.flatten(), wanted.flatten()) or torch.equal(part.mT.flatten(), wanted.flatten()):
                     return Cut(whole, axis, start, count)
         return None
-
-    def _normed(self, operation: Operation) -> Expression:
-        inner = self.read(operation.inputs[0].tensor, operation.index)
-        if operation.name == "normalize":
-            return Normed("normalize", float(operation.argument(3, "eps", 1e-12)), inner)
-        place = 4 if operation.name == "layer_norm" else 3
-        eps = operation.argument(place, "eps", DEFAULT_EPS.get(operation.name))
-        eps = torch.finfo(operation.inputs[0].value.dtype).eps if eps is None else eps
-        found: Expression = Normed(operation.name, float(eps), inner)
-        for slot, join in zip(operation.inputs[1:], (Times, Sum), strict=False):
-            found = cast(Expression, join(found, self.read(slot.tensor, operation.index)))
-        return found
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -19,14 +19,13 @@ from equivalence_tests.checker.equivalent.expressions import (
     Joined,
     Learnt,
     Mapped,
-    Normed,
     Scaled,
     Spread,
     Sum,
     Times,
     all_of,
 )
-from equivalence_tests.checker.equivalent.operands import Projection
+from equivalence_tests.checker.equivalent.operands import Projection, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
 from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
@@ -37,6 +36,7 @@ HEAD = '''"""The same as {target}, in torch's own parts{sizes}."""
 
 {imports}
 '''
+SENTENCE = '"""softmax(query · keyᵀ · scale + what is added) · value, between projections."""'
 # From a layout to (batch, tokens, features), and back.
 LAYOUTS: Mapping[str, tuple[str, str]] = {
     "b l e": ("", ""),
@@ -132,7 +132,7 @@ class Writer(Conversion):
     # ------------------------------------------------------------------------------------------- the class
     def _class(self, plain: bool, forward: list[str]) -> Iterator[str]:
         base = "nn.MultiheadAttention" if plain else "nn.Module"
-        yield from ("", f"class Equivalent({base}):", f'    """{self._sentence()}"""', "")
+        yield from ("", f"class Equivalent({base}):", f"    {SENTENCE}", "")
         given = "".join(f", {name}: nn.Module" for name in self.handed)
         if self.made or given:
             yield f"    def __init__(self{given}) -> None:"
@@ -145,15 +145,12 @@ class Writer(Conversion):
     def _function(self, lines: list[str]) -> Iterator[str]:
         if self.made or self.handed:
             raise UnreadError("a function that holds weights cannot be written down")
-        yield from ("", f"def equivalent({self._arguments()}) -> Tensor:", f'    """{self._sentence()}"""')
+        yield from ("", f"def equivalent({self._arguments()}) -> Tensor:", f"    {SENTENCE}")
         yield from (f"    {line}" for line in lines)
 
     def _arguments(self) -> str:
         names = [f"{name}: Tensor" for _, name in self.signature.arguments]
         return ", ".join([*names, *([f"{self.signature.mask}: Tensor | None = None"] if self._has_mask else [])])
-
-    def _sentence(self) -> str:
-        return "softmax(query · keyᵀ · scale + what is added) · value, between projections."
 
     @property
     def _has_mask(self) -> bool:
@@ -391,16 +388,14 @@ class Writer(Conversion):
         if isinstance(one, Mapped):
             return f"({self._expression(one.inner)} @ self.{self._parameter(one.name)}{'.mT' if one.turned else ''})"
         if isinstance(one, Joined):
-            return self._joined(one)
+            samples = f"{self._identifier(self.signature.arguments[0][0])}.size(0)"
+            spread = (f".expand({samples}, -1, -1)" if isinstance(x, Learnt) else "" for x in one.inner)
+            parts = (self._expression(x) + more for x, more in zip(one.inner, spread, strict=True))
+            return f"torch.cat([{', '.join(parts)}], 1)"
         if isinstance(one, Spread):
             return f"{self._expression(one.inner)}.repeat_interleave({one.count}, -1)"
         if isinstance(one, Cut):
             return f"{self._expression(one.inner)}.narrow({one.axis}, {one.start}, {one.count})"
-        if isinstance(one, Normed):
-            inner = self._expression(one.inner)
-            if one.kind == "normalize":
-                return f"F.normalize({inner}, dim=-1, eps={one.eps!r})"
-            return f"F.{one.kind}({inner}, {inner}.shape[-1:], eps={one.eps!r})"
         if isinstance(one, Sum | Times):
             sign = "+" if isinstance(one, Sum) else "*"
             return f"({self._expression(one.first)} {sign} {self._expression(one.second)})"
@@ -409,14 +404,6 @@ class Writer(Conversion):
         assert isinstance(one, Acted)  # the last kind
         package = "torch" if one.name in ("sigmoid", "tanh", "relu") else "F"
         return f"{package}.{one.name}({self._expression(one.inner)})"
-
-    def _joined(self, one: Joined) -> str:
-        samples = f"{self._identifier(self.signature.arguments[0][0])}.size(0)"
-        parts = [
-            f"{self._expression(x)}.expand({samples}, -1, -1)" if isinstance(x, Learnt) else self._expression(x)
-            for x in one.inner
-        ]
-        return f"torch.cat([{', '.join(parts)}], 1)"
 
     def _sub_module(self, path: str) -> str:
         """Make a sub-module of torch anew; one of the user's own is handed over."""
@@ -455,12 +442,9 @@ class Writer(Conversion):
 
 def _grouped(one: Projection) -> tuple[str | None, int, Tensor, Tensor | None]:
     """Give which head uses which of those that differ, how many these are, and their weight and bias."""
-    rows = one.weight.flatten(1)
-    own, which = torch.unique(rows, dim=0, return_inverse=True)
-    first = [int((which == place).nonzero()[0]) for place in range(len(own))]
-    order = sorted(range(len(own)), key=lambda place: first[place])
-    kept = sorted(first)
-    if len(kept) == len(rows):
-        return None, len(rows), one.weight, one.bias
-    heads = str([order.index(int(place)) for place in which])
+    first = first_alike(one.weight)
+    kept = first.unique()
+    if len(kept) == len(first):
+        return None, len(first), one.weight, one.bias
+    heads = str(torch.searchsorted(kept, first).tolist())
     return heads, len(kept), one.weight[kept], None if one.bias is None else one.bias[kept]
