@@ -161,7 +161,7 @@ class DividesByTheWidth(TakesAnEncoding):
 
 def test_an_encoding_that_is_an_argument_is_handed_over() -> None:
     assert verify(TakesAnEncoding).verdict != "deviates"
-    (finding,) = verify(DividesByTheWidth).findings
+    (finding,) = verify(DividesByTheWidth).suspected
     assert finding.sentence.startswith("The scores are divided by sqrt(embed_dim)")
 
 

@@ -82,6 +82,13 @@ def explained(report: Report, told: Mapping[Step, str], intended: Mapping[str, s
     return True
 
 
+def suspicion(suspected: Sequence[Finding]) -> str:
+    """Say what is suspected, in sentences that blame no line."""
+    said = " ".join(dict.fromkeys(finding.sentence for finding in suspected))
+    names = "; ".join(dict.fromkeys(finding.name for finding in suspected))
+    return f"This is suspected, and could not be proven: {said} If it is intended, say so with --intended {names}."
+
+
 def differs(report: Report, worst: Difference) -> None:
     """Write into a report that whole outputs or gradients differ, and that nothing says where."""
     report.verdict = "unchecked"

@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, named_inputs, situation_of
 from equivalence_tests.checker.equivalent.beside import left_over
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, difference_of, kept_parameters
-from equivalence_tests.checker.equivalent.deciding import Holding, decide
+from equivalence_tests.checker.equivalent.deciding import Holding, decide, suspicion
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.plain import MADE_OF, Plain, plain_programs
@@ -287,9 +287,9 @@ def accuse(report: Report, situation: Situation) -> None:
         report.equivalent = held.written(exact, report)
     if any(finding.is_proven for finding in report.findings):
         return
-    suspected = " ".join(dict.fromkeys(finding.sentence for finding in report.findings))
+    report.suspected = [replace(finding, stack=()) for finding in report.findings]
     report.verdict, report.findings = "unchecked", []
-    report.reason = f"This is suspected, and the checker could not prove it: {suspected}"
+    report.reason = suspicion(report.suspected)
     if exact is None:
         _state_difference(report, situation)
 

@@ -30,6 +30,7 @@ class Report(Shown):
         kind: What it is: "multi-head attention", "decoder layer", ...
         verdict: "equal" (with ``meant`` too), "partial" (equal as far as it ran), "deviates" or "unchecked".
         findings: What is wrong.
+        suspected: What may be wrong, and no number shows; no line is blamed for it.
         meant: What deviates from torch's formula on purpose.
         coverage: What the code offers, exercised or not.
         conventions: What was found out about the code: (what, as found, as torch.nn has it).
@@ -46,6 +47,7 @@ class Report(Shown):
     kind: str = ""
     verdict: Verdict = "unchecked"
     findings: list[Finding] = field(default_factory=list)
+    suspected: list[Finding] = field(default_factory=list)
     meant: list[Finding] = field(default_factory=list)
     coverage: list[Exercise] = field(default_factory=list)
     conventions: list[tuple[str, str, str]] = field(default_factory=list)
@@ -73,8 +75,8 @@ class Report(Shown):
 
     @property
     def mistakes(self) -> tuple[str, ...]:
-        """The names of what is wrong."""
-        return tuple(finding.name for finding in self.findings)
+        """The names of what is wrong; where nothing is proven, of what is suspected."""
+        return tuple(finding.name for finding in self.findings or self.suspected)
 
     @property
     def not_exercised(self) -> list[Exercise]:
