@@ -87,6 +87,7 @@ EDITS = (
         "layer in self.layers:\n            x = layer(x)\n        return self.norm(x)",
         "given, layer in zip([x, x], self.layers):\n            x = layer(x)\n        return self.norm(x + given)",
     ),
+    ("Encoder", "residual around the last norm", "return self.norm(x)", "return self.norm(x) + x"),
     ("Gpt", "embedding added twice", "x = self.wte(ids)", "x = self.wte(ids) + self.wte(ids)"),
     ("Gpt", "last norm left out", "self.head(self.ln_f(x))", "self.head(x)"),
     ("Gpt", "logits scaled", "return self.head(", "return 0.5 * self.head("),

@@ -471,9 +471,10 @@ class Follower:
             rest = [label for label in whole if label not in stream]
             start = tuple(sorted(stream.items()))
             if rest and all(start in self.labels.origins(label) for label in rest):
-                made = (self.labels.made[label] for label in rest)
-                for path in (x.words for x in made if x.kind == "linear" and x.inputs[0].terms in self.labels.streams):
-                    self._say(f"{path} alone is a sublayer", "project", f"the sub-module {path}" * (path in self.paths))
+                for made in (self.labels.made[label] for label in rest):
+                    if made.kind in ("linear", "layer_norm") and made.inputs[0].terms in self.labels.streams:
+                        own = made.kind == "linear" and made.words in self.paths
+                        self._say(f"{made.words} alone is a sublayer", "residual", f"the sub-module {made.words}" * own)
                 if len(rest) > 1:
                     self._say(f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side", "parallel")
                 return
