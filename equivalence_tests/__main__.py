@@ -71,7 +71,12 @@ class LazyGroup(TyperGroup):
             return None
         module, _, function = COMMANDS[cmd_name][0].partition(":")
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(cmd_name)(getattr(importlib.import_module(module), function))
+        try:
+            home = importlib.import_module(module)
+        except ModuleNotFoundError:
+            _require_torch()
+            raise
+        alone.command(cmd_name)(getattr(home, function))
         command = typer.main.get_command(alone)
         for parameter in command.params:
             if hasattr(parameter, "display_type"):  # older versions of typer write TEXT by themselves
@@ -121,7 +126,7 @@ def bench() -> None:
 def _require_torch() -> None:
     """Say in one line that torch is missing, before anything else stumbles over it."""
     if importlib.util.find_spec("torch") is None:
-        typer.echo(f"error: torch is not installed beside {sys.executable}: pip install torch", err=True)
+        typer.echo(f"error: torch is not installed for {sys.executable}: pip install torch", err=True)
         raise SystemExit(2)
 
 

@@ -79,16 +79,23 @@ def test_folders_of_the_users_that_are_called_like_ours_are_not_taken_for_them(t
     assert re.findall(r"Usage: (.*) \[OPTIONS", ran.stdout) == ["sidebyside explain", "sidebyside-bench"]
 
 
-@pytest.mark.parametrize("command", [main, bench])
+@pytest.mark.parametrize(("command", "asked"), [(main, ["traps"]), (bench, ["--quick"]), (main, ["compare", "--help"])])
 def test_without_torch_one_line_says_so(
-    command: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Callable[[], None],
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    def missing(name: str, package: str | None = None) -> None:  # noqa: ARG001
+        raise ModuleNotFoundError(name)
+
     monkeypatch.setattr(importlib.util, "find_spec", {"torch": None}.get)
-    monkeypatch.setattr(sys, "argv", ["sidebyside", "traps"])
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(sys, "argv", ["sidebyside", *asked])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit, match="2"):
         command()
-    assert capsys.readouterr().err == f"error: torch is not installed beside {sys.executable}: pip install torch\n"
+    assert capsys.readouterr().err == f"error: torch is not installed for {sys.executable}: pip install torch\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

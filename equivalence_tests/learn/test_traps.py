@@ -27,9 +27,9 @@ REFERENCE = re.compile(r"\bsee\s+traps?\s+(`[^`]*`(?:,\s+`[^`]*`)*)")
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
 def test_the_trap_is_as_told(trap: Trap) -> None:
     if not trap.runs_here:
-        pytest.skip(f"{trap.name} takes {trap.needs}")
+        pytest.skip(f"{trap.name} needs {trap.needs}")
     state = examine(trap).state
-    assert state_of(trap) in (state, State.TOLD, State.NOT_TRIED), "states.json: run `sidebyside traps --record`"
+    assert state_of(trap) in (state, State.DESCRIBED, State.NOT_TRIED), "states.json: run `sidebyside traps --record`"
     if trap.mended_in and torch.__version__ >= TorchVersion(trap.mended_in):
         assert state is State.MENDED, f"trap {trap.name} is back: it was mended in torch {trap.mended_in}"
         return
@@ -50,7 +50,7 @@ def test_the_list_is_what_was_found_before_and_runs_nothing(monkeypatch: pytest.
     monkeypatch.setattr(command, "examine", lambda trap: pytest.fail(f"{trap.name} was run"))
     shown = CliRunner().invoke(app, ["traps"], env={"COLUMNS": "80"}).stdout
     assert re.findall(r"^ *(\d+) +(\w+) .* holds$", shown, re.MULTILINE).count(("1", "mask_polarity")) == 1
-    assert len(re.findall(" told$", shown, re.MULTILINE)) == sum(bool(trap.needs) for trap in TRAPS)
+    assert len(re.findall(" described$", shown, re.MULTILINE)) == sum(bool(trap.needs) for trap in TRAPS)
     monkeypatch.setattr(states, "INSTALLED", "1.0.0")
     monkeypatch.setattr(states.state_of, "__defaults__", ("1.0.0",))
     assert re.search(r"mask_polarity .* not tried$", CliRunner().invoke(app, ["traps"]).stdout, re.MULTILINE)
@@ -65,12 +65,12 @@ def test_what_was_run_is_recorded_beside_other_versions(tmp_path: Path, monkeypa
     assert json.loads((tmp_path / "states.json").read_text()) == {"mask_polarity": {"holds": versions}}
 
 
-def test_a_trap_that_takes_a_device_is_told_and_not_run() -> None:
+def test_a_trap_that_takes_a_device_is_described_and_not_run() -> None:
     shown = CliRunner().invoke(app, ["traps", "gqa_falls_back"], env={"COLUMNS": "100"}).stdout
-    assert "Trap 70: gqa_falls_back  slow; told" in shown
-    assert "What happens (not run: it takes a CUDA device)" in shown
+    assert "Trap 70: gqa_falls_back  slow; described" in shown
+    assert "What happens (not run: it needs a CUDA device)" in shown
     assert "enable_gqa=True)" in shown
-    assert "It takes a CUDA device." in shown
+    assert "It needs a CUDA device." in shown
 
 
 def test_numbers_and_names_are_unique() -> None:

@@ -20,14 +20,14 @@ COLOURS = {
     State.HOLDS: "red",
     State.MENDED: "green",
     State.ADVICE_FAILS: "yellow",
-    State.TOLD: "cyan",
+    State.DESCRIBED: "cyan",
     State.NOT_TRIED: "dim",
 }
 COUNTED = {
     State.HOLDS: "hold",
     State.MENDED: "are mended",
     State.ADVICE_FAILS: "have advice that fails",
-    State.TOLD: "need more than torch on the CPU, and are only described",
+    State.DESCRIBED: "need more than torch on the CPU, and are only described",
     State.NOT_TRIED: "were not tried on this version, which --run does",
 }
 
@@ -142,7 +142,7 @@ def needed(trap: Trap) -> str:
     Returns:
         A few words.
     """
-    return f"it takes {trap.needs}" if trap.needs else ""
+    return f"it needs {trap.needs}" if trap.needs else ""
 
 
 def issue_url(issue: str) -> str:

@@ -45,7 +45,7 @@ class State(Enum):
     HOLDS = "holds"
     MENDED = "mended"
     ADVICE_FAILS = "advice fails"
-    TOLD = "told"
+    DESCRIBED = "described"
     NOT_TRIED = "not tried"
 
 
@@ -62,7 +62,7 @@ class Examined:
         """Whether the trap is still there, and whether the advice helps."""
         trap = self.trap
         if not trap.runs_here:
-            return State.TOLD
+            return State.DESCRIBED
         if not _as_told(self.wrong, trap.raises, trap.warns, trap.holds):
             return State.MENDED
         return State.HOLDS if _as_told(self.right, "", "", trap.helps) else State.ADVICE_FAILS

@@ -39,7 +39,7 @@ def state_of(trap: Trap, version: str = INSTALLED) -> State:
     'holds'
     """
     if trap.needs:
-        return State.TOLD
+        return State.DESCRIBED
     found = _states().get(trap.name, {})
     return next((State(state) for state, versions in found.items() if version in versions), State.NOT_TRIED)
 
