@@ -86,7 +86,7 @@ def test_without_torch_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def missing(name: str, package: str | None = None) -> None:  # noqa: ARG001
+    def missing(name: str, package: str | None = None) -> None:
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", {"torch": None}.get)

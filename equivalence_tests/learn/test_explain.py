@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ import scratch
 from equivalence_tests.__main__ import app
 from equivalence_tests.learn import terminal
 from equivalence_tests.learn.excerpts import Excerpt, Place, as_typed, imports_of
+from equivalence_tests.learn.explain import rendering
 from equivalence_tests.learn.explain.entry import (
     BESIDE_TORCH_NN,
     BLOCKS,
@@ -71,16 +73,14 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[Callable[[], None], Outcome]:
-    return {explanation.example: run(explanation.example) for explanation in EXPLANATIONS}
+@cache
+def run_once(example: Callable[[], None]) -> Outcome:
+    return run(example)
 
 
 @each_explanation
-def test_the_example_runs_and_says_nothing_false(
-    explanation: Explanation, outcomes: dict[Callable[[], None], Outcome]
-) -> None:
-    outcome = outcomes[explanation.example]
+def test_the_example_runs_and_says_nothing_false(explanation: Explanation) -> None:
+    outcome = run_once(explanation.example)
     assert outcome.error == ""
     # On that one release of Python, torch's compiler warns of itself.
     assert [x for x in outcome.warnings if "Python 3.13.0" not in x] == []
@@ -108,17 +108,6 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@each_explanation
-def test_by_hand_the_example_prints_the_same(
-    explanation: Explanation, outcomes: dict[Callable[[], None], Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with by_hand(monkeypatch):
-        ours = run(explanation.example)
-    assert ours.error == ""
-    same = ours.printed == outcomes[explanation.example].printed
-    assert same is (explanation.argument not in WITHOUT_EFFECT_BY_HAND)
-
-
 @contextmanager
 def lines_run() -> Iterator[set[tuple[str, int]]]:
     """Collect (file, line) of what runs in scratch."""
@@ -140,9 +129,14 @@ def lines_run() -> Iterator[set[tuple[str, int]]]:
 
 
 @each_explanation
-def test_the_quoted_lines_run_in_the_example(explanation: Explanation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_hand_the_example_prints_the_same_and_runs_the_quoted_lines(
+    explanation: Explanation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with by_hand(monkeypatch), lines_run() as seen:
-        run(explanation.example)
+        ours = run(explanation.example)
+    assert ours.error == ""
+    same = ours.printed == run_once(explanation.example).printed
+    assert same is (explanation.argument not in WITHOUT_EFFECT_BY_HAND)
     quoted = [place.excerpt() for place in explanation.places]
     assert quoted
     assert [excerpt.where for excerpt in quoted if not seen & lines_of(excerpt)] == []
@@ -180,6 +174,10 @@ def test_traps_concern_arguments_that_exist() -> None:
 
 
 class TestCommand:
+    @pytest.fixture(autouse=True)
+    def examples_run_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rendering, "run", run_once)
+
     def ask(self, *arguments: str) -> Any:
         return CliRunner().invoke(app, ["explain", *arguments], env={"COLUMNS": "80"})
 

@@ -1,5 +1,6 @@
 """Every trap holds on the installed torch, and what it advises helps."""
 
+import io
 import json
 import re
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch.torch_version import TorchVersion
 from typer.testing import CliRunner
 
@@ -16,7 +18,8 @@ from equivalence_tests.__main__ import app
 from equivalence_tests.learn.traps import command, states
 from equivalence_tests.learn.traps.entry import Trap
 from equivalence_tests.learn.traps.registry import TRAPS, find_trap
-from equivalence_tests.learn.traps.running import State, examine
+from equivalence_tests.learn.traps.rendering import in_full
+from equivalence_tests.learn.traps.running import Examined, State, examine
 from equivalence_tests.learn.traps.states import state_of
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +31,9 @@ REFERENCE = re.compile(r"\bsee\s+traps?\s+(`[^`]*`(?:,\s+`[^`]*`)*)")
 def test_the_trap_is_as_told(trap: Trap) -> None:
     if not trap.runs_here:
         pytest.skip(f"{trap.name} needs {trap.needs}")
-    state = examine(trap).state
+    found = examine(trap)
+    assert_shown_in_full(found)
+    state = found.state
     assert state_of(trap) in (state, State.DESCRIBED, State.NOT_TRIED), "states.json: run `sidebyside traps --record`"
     if trap.mended_in and torch.__version__ >= TorchVersion(trap.mended_in):
         assert state is State.MENDED, f"trap {trap.name} is back: it was mended in torch {trap.mended_in}"
@@ -37,13 +42,21 @@ def test_the_trap_is_as_told(trap: Trap) -> None:
     assert state is State.HOLDS, f"what trap {trap.name} advises does not help on the installed torch"
 
 
-@pytest.mark.parametrize("width", ["80", pytest.param("120", marks=pytest.mark.thorough)])
-def test_each_trap_is_shown_in_full(width: str) -> None:
-    page = CliRunner().invoke(app, ["traps", "--all"], env={"COLUMNS": width}).stdout
-    assert max(map(len, page.splitlines())) <= int(width)
-    for trap in TRAPS:
-        assert f"Trap {trap.number}: {trap.name}  {trap.severity.value}" in page
-        assert all(place.excerpt().owner in page for place in trap.places)
+def assert_shown_in_full(found: Examined) -> None:
+    for width in (80, 110):
+        page = Console(width=width, file=io.StringIO(), record=True)
+        page.print(in_full(found))
+        shown, trap = page.export_text(), found.trap
+        assert max(map(len, shown.splitlines())) <= width
+        assert f"Trap {trap.number}: {trap.name}  {trap.severity.value}" in shown
+        assert all(place.excerpt().owner in shown for place in trap.places)
+
+
+def test_all_are_shown_in_full_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [find_trap("mask_polarity"), find_trap("gqa_falls_back")]
+    monkeypatch.setattr(command, "TRAPS", few)
+    page = CliRunner().invoke(app, ["traps", "--all"], env={"COLUMNS": "80"}).stdout
+    assert re.findall(r"^Trap \d+: (\w+)", page, re.MULTILINE) == [trap.name for trap in few]
 
 
 def test_the_list_is_what_was_found_before_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,9 +104,8 @@ EXPLANATIONS = (
     Explanation(
         "scale_embeddings",
         OWNER,
-        "Multiplies embeddings by sqrt(d_model), as the paper and Gemma do. They are drawn as much smaller, so that "
-        "what enters "
-        "the first layer has a spread of 1 in either case.",
+        "Multiplies embeddings by sqrt(d_model), as the paper and Gemma do. They are drawn smaller by the same "
+        "factor, so that what enters the first layer has a spread of 1 in either case.",
         (READ, Place(DecoderOnlyTransformer.__init__, "nn.init.normal_")),
         scaled_embeddings,
     ),
@@ -129,7 +128,7 @@ EXPLANATIONS = (
     Explanation(
         "end_id",
         OWNER,
-        "The token that ends a text. generate fills up a row with pad_id behind it, and stops when all rows have "
+        "The token that ends a text. generate fills the rest of the row with pad_id, and stops when all rows have "
         "ended.",
         (
             Place(decoding.Ending.close, "token = token.masked_fill"),
@@ -140,8 +139,8 @@ EXPLANATIONS = (
     Explanation(
         "token_ids",
         OWNER,
-        "The text as token ids, (batch, len). With a cache it is the whole text so far, too, and only what is new is "
-        "computed.",
+        "The text as token ids, (batch, len). With a cache it is still the whole text so far, and only what is "
+        "new is computed.",
         (READ,),
         cached,
     ),
@@ -180,14 +179,14 @@ EXPLANATIONS = (
     Explanation(
         "top_k",
         OWNER,
-        "Draws among this many likeliest tokens. The others get a probability of 0.",
+        "Draws among this many of the likeliest tokens. The others get a probability of 0.",
         (Place(decoding.keep_likeliest, "logits.topk"),),
         drawn,
     ),
     Explanation(
         "top_p",
         OWNER,
-        "Draws among the fewest likeliest tokens that have this probability together. It comes after top_k.",
+        "Draws among the fewest of the likeliest tokens whose probabilities add up to this. It comes after top_k.",
         (Place(decoding.keep_likeliest, "enough = probabilities.cumsum"),),
         drawn,
     ),

@@ -138,56 +138,51 @@ EXPLANATIONS = (
         "score_mod",
         (FLEX,),
         "A function that changes each score before the softmax. It gets the score and four indices, each a single "
-        "number: the "
-        "sample, the head of the query, the query and the key. It is written for one place and called for all at "
-        "once, so "
-        "that it cannot branch on a number, but may read tensors by its indices, and these get gradients.",
+        "number: the sample, the head of the query, the query and the key. It is written for one position and "
+        "called for all at once, so it cannot branch on a number; it may read tensors at its indices, and these "
+        "get gradients.",
         (Place(by_hand.row_scores, "scores = at_every_place(score_mod"),),
         changed,
     ),
     Explanation(
         "block_mask",
         (FLEX,),
-        "Which blocks of keys each block of queries looks at. What it leaves out is never computed by hand or by "
-        "compiled "
-        "kernels; inside a block that is seen in part its mask_mod decides about each place.",
+        "Which blocks of keys each block of queries looks at. What it leaves out is computed neither by hand nor "
+        "by compiled kernels; inside a block that is partly visible, its mask_mod decides about each position.",
         (Place(by_hand.block_rows, "yield BlockRow"), Place(by_hand.row_scores, "may_attend =")),
         blocked,
     ),
     Explanation(
         "return_lse",
         (FLEX,),
-        "Returns the logarithm of the sum of the exponentials of each query's scores, too. torch has deprecated it in "
-        "favour of return_aux. It is (batch, num_heads, query_len), and -inf for a query that sees nothing.",
+        "Also returns the logarithm of the sum of the exponentials of each query's scores. torch has deprecated "
+        "it in favour of return_aux. It is (batch, num_heads, query_len), and -inf for a query that sees nothing.",
         (Place(by_hand.attend, "lse = torch.logsumexp"),),
         summed,
     ),
     Explanation(
         "return_aux",
         (FLEX,),
-        "Asks for more than the output: the log-sum-exp, the greatest scores. They come as an AuxOutput beside the "
-        "output. "
-        "With the log-sum-exp, outputs over parts of the keys can be merged, and sinks added. torch gives no greatest "
-        "scores on the CPU.",
+        "Asks for more than the output: the log-sum-exp, the greatest scores. They come as an AuxOutput next to "
+        "the output. With the log-sum-exp, outputs over parts of the keys can be merged, and sinks added. torch "
+        "gives no greatest scores on the CPU.",
         (Place(by_hand.attend, "lse = torch.logsumexp"), Place(by_hand.flex_attention, "AuxOutput(lse")),
         asked_for,
     ),
     Explanation(
         "kernel_options",
         (FLEX,),
-        "Sizes and promises for torch's compiled kernels. They change how fast it is, and a false promise changes the "
-        "numbers. "
-        "Written by hand there is no such kernel, and options are refused.",
+        "Sizes and promises for torch's compiled kernels. They change how fast it is, and a false promise changes "
+        "the numbers. By hand there is no such kernel, and options are rejected.",
         (Place(by_hand.flex_attention, "check_no_kernel_options"),),
         without_options,
     ),
     Explanation(
         "mask_mod",
         (BLOCKS,),
-        "A function that returns True where a query may look at a key. It gets four indices: the sample, the head of "
-        "the query, "
-        "the query and the key. It is called once for every place when the plan is made, and again inside blocks that "
-        "are partly visible.",
+        "A function that returns True where a query may look at a key. It gets four indices: the sample, the head "
+        "of the query, the query and the key. It is called once for every position when the plan is made, and "
+        "again inside blocks that are partly visible.",
         (Place(by_hand.create_block_mask, "may_attend = at_every_place"),),
         planned,
     ),
@@ -235,9 +230,8 @@ EXPLANATIONS = (
     Explanation(
         "separate_full_blocks",
         (BLOCKS,),
-        "Whether blocks that are seen as a whole are listed apart. mask_mod is then called only for the other blocks. "
-        "torch "
-        "has it from 2.13 on.",
+        "Whether fully visible blocks are listed separately. mask_mod is then called only for the other blocks. "
+        "torch has it from 2.13 on.",
         (Place(by_hand.create_block_mask, "every.append"),),
         apart,
     ),

@@ -219,9 +219,8 @@ EXPLANATIONS = (
     Explanation(
         "head_dim",
         WITH_HEADS,
-        "The size of each head; embed_dim / num_heads if not given. Several models take larger heads, and project "
-        "back from "
-        "num_heads * head_dim.",
+        "The size of each head; embed_dim / num_heads if not given. Several models use larger heads, and project "
+        "back from num_heads * head_dim.",
         (PROJECTIONS, Place(GroupedQueryAttention.project, "projection(x)")),
         wide_heads,
     ),
@@ -257,9 +256,8 @@ EXPLANATIONS = (
     Explanation(
         "soft_cap",
         WITH_HEADS,
-        "Keeps scores between -soft_cap and soft_cap by a tanh, before they are masked. Gemma 2 has it. On torch it "
-        "is a "
-        "score_mod of flex_attention, which has no gradient on the CPU.",
+        "Keeps scores between -soft_cap and soft_cap by a tanh, before they are masked. Gemma 2 has it. In torch "
+        "it is a score_mod of flex_attention, which has no gradient on the CPU.",
         (Place(grouped.grouped_attention, "torch.tanh"),),
         capped,
     ),
@@ -275,9 +273,8 @@ EXPLANATIONS = (
     Explanation(
         "rotary",
         OF_TOKENS,
-        "Turns queries and keys by their positions. Without it the attention does not know the order of the tokens, "
-        "but for "
-        "the causal mask.",
+        "Turns queries and keys by their positions. Without it, the attention knows nothing of the order of the "
+        "tokens except through the causal mask.",
         (Place(GroupedQueryAttention.project, "self.rotary(q"),),
         with_rotary,
     ),
@@ -298,7 +295,7 @@ EXPLANATIONS = (
     Explanation(
         "dtype",
         EVERYWHERE,
-        "The dtype of the parameters. Half precision is computed in float32 inside of the attention.",
+        "The dtype of the parameters. Half precision is computed in float32 inside the attention.",
         (Place(GroupedQueryAttention.__init__, "factory: dict"), PROJECTIONS),
         created,
     ),
@@ -348,8 +345,7 @@ EXPLANATIONS = (
         "dim_feedforward",
         WITH_FEED_FORWARD,
         "The number of hidden units. There are two projections of that width, one of which gates the other: three "
-        "matrices, so "
-        "that models take two thirds of the width that they would have without a gate.",
+        "matrices, so models use two thirds of the width that they would have without a gate.",
         GATES,
         gated,
     ),

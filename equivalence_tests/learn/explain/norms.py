@@ -63,9 +63,9 @@ EXPLANATIONS = (
     Explanation(
         "eps",
         (RMS_NORM, RMS_FUNCTION),
-        "Keeps the root away from 0. If it is not given, it is the distance from 1 to the next larger number, and of "
-        "float32 "
-        "in half precision. Most models give 1e-6 or 1e-5, and the difference shows in rows of small numbers.",
+        "Keeps the root away from 0. By default it is the distance from 1 to the next larger number, that of "
+        "float32 for half precision. Most models use 1e-6 or 1e-5, and the difference shows in rows of small "
+        "numbers.",
         (Place(rms_norm, "eps = torch.finfo"), Place(rms_norm, "torch.rsqrt")),
         kept_away_from_0,
     ),
@@ -103,9 +103,8 @@ EXPLANATIONS = (
     Explanation(
         "weight",
         (RMS_FUNCTION,),
-        "The gains, one for each feature. They multiply after the division. Some models keep the gain less 1 instead: "
-        "Gemma's "
-        "weights need 1 added.",
+        "The gains, one for each feature. They multiply after the division. Some models store the gain minus 1: "
+        "add 1 to Gemma's weights.",
         (Place(rms_norm, "return (normalized"),),
         scaled,
     ),

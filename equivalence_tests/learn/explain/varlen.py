@@ -61,24 +61,22 @@ EXPLANATIONS = (
     Explanation(
         "query",
         (VARLEN,),
-        "Who looks, of all sequences, one after another. It is (tokens, num_heads, head_dim): there is no batch, no "
-        "padding, "
-        "and the heads stand behind the tokens.",
+        "The queries of all sequences, one after another. It is (tokens, num_heads, head_dim): there is no batch "
+        "and no padding, and the heads come after the tokens.",
         (SCORES, CUT),
         packed,
     ),
     Explanation(
         "key",
         (VARLEN,),
-        "What the queries are compared with, of all sequences, one after another. A query sees only the keys of its "
-        "own sequence.",
+        "The keys of all sequences, one after another. A query sees only the keys of its own sequence.",
         (SCORES, CUT),
         packed,
     ),
     Explanation(
         "value",
         (VARLEN,),
-        "What the output is made of, in the shape of the key.",
+        "The values of all sequences, one after another, shaped like the keys.",
         (Place(varlen.varlen_attn, "pieces ="), CUT),
         packed,
     ),
@@ -104,8 +102,8 @@ EXPLANATIONS = (
     Explanation(
         "max_q",
         (VARLEN,),
-        "The length of the longest sequence of queries, or more. torch's kernel relies on it and does not check that "
-        "it is true; here it is checked.",
+        "The length of the longest sequence of queries, or more. torch's kernel relies on it and does not check "
+        "it; here it is checked.",
         (CHECKED,),
         packed,
     ),
@@ -126,8 +124,9 @@ EXPLANATIONS = (
     Explanation(
         "window_size",
         (VARLEN,),
-        "How many keys a query sees before its own place and after it. -1 stands for all, and (-1, 0) is causal. Its "
-        "own place is not counted: (2, 0) shows three keys. The last query of a sequence stands at its last key.",
+        "How many keys a query sees before its own place and after it. -1 stands for all, and (-1, 0) is causal. "
+        "Its own place is not counted: (2, 0) shows three keys. The last query of a sequence is aligned with its "
+        "last key.",
         (Place(varlen.windowed_scores, "places ="), Place(varlen.windowed_scores, "masked_fill")),
         windowed,
     ),

@@ -90,24 +90,27 @@ def test_the_last_step_of_a_layer_is_what_torch_returns(name: str, page: PageRea
     assert page.numbers(f"steps-{name}-{last}") == grids(expected) * 2
 
 
-@pytest.mark.parametrize("view", steps_section.views(), ids=lambda view: view.name)
-def test_no_step_differs_by_more_than_rounding(view: steps.View, page: PageReader) -> None:
-    assert view.steps
-    for number, step in enumerate(view.steps, start=1):
-        place = f"steps-{view.name}-{number}"
-        assert step.gap == "< 1e-12", step.name
+@pytest.fixture(scope="module")
+def views() -> dict[str, steps.View]:
+    return {view.name: view for view in steps_section.views()}
+
+
+def test_no_step_differs_by_more_than_rounding(views: dict[str, steps.View], page: PageReader) -> None:
+    assert all(view.steps for view in views.values())
+    for place, step in ((f"steps-{x.name}-{n}", step) for x in views.values() for n, step in enumerate(x.steps, 1)):
+        assert step.gap == "< 1e-12", place
         assert "< 1e-12" in page.texts[place]
         assert {quote.excerpt.file.partition("/")[0] for quote in step.scratch.quotes} == {"scratch"}
         assert {quote.excerpt.file.partition("/")[0] for quote in step.torch.quotes} == {"torch"}
         shown = [texts(table) for side in (step.scratch, step.torch) for table in side.tables]
-        assert page.numbers(place) == shown
+        assert page.numbers(place) == shown, place
 
 
 def texts(table: Matrix) -> list[list[str]]:
     return [[cell.text for cell in row] for row in table.cells]
 
 
-def test_gradients_are_those_of_autograd(page: PageReader) -> None:
+def test_gradients_are_those_of_autograd(views: dict[str, steps.View], page: PageReader) -> None:
     """In another way: from a loss, through the module of torch.nn alone."""
     _, theirs = steps.attention_pair(batch_first=True)
     query, memory = random_tensor(1, 3, 8, seed=1), random_tensor(1, 5, 8, seed=2)
@@ -123,8 +126,7 @@ def test_gradients_are_those_of_autograd(page: PageReader) -> None:
     output = theirs.out_proj((weights @ v).transpose(1, 2).flatten(2))
     d_q, d_k, d_v = torch.autograd.grad((output * random_tensor(1, 3, 8, seed=7)).sum(), leaves)
     places = {"d_q": d_q, "d_k": d_k, "d_v": d_v}
-    (backward,) = (view for view in steps_section.views() if view.name == "backward")
-    for number, step in enumerate(backward.steps, start=1):
+    for number, step in enumerate(views["backward"].steps, start=1):
         if step.name in places:
             assert page.numbers(f"steps-backward-{number}") == grids(places.pop(step.name)) * 2
     assert not places
