@@ -265,7 +265,7 @@ def _scale(name: str, covered: Covered) -> None:
 
     def look() -> tuple[list[Finding], str]:
         inputs = trial.inputs()
-        scaled = replace(inputs, query=inputs.query * (OTHER_SCALE * inputs.query.size(-1) ** 0.5))
+        scaled = inputs.scaled(OTHER_SCALE * inputs.query.size(-1) ** 0.5, of=("query",))
         have, want = trial.output(inputs, {name: OTHER_SCALE}), trial.output(scaled, {})
         facts = {"what": what, "number": OTHER_SCALE, "argument": name}
         evidence = f"called with {what}, and without it on scaled queries"

@@ -145,8 +145,7 @@ class _Masks:
         inputs = self.situation.inputs
         if inputs.query.size(1) == inputs.key.size(1):
             return False
-        turned = {id(x): -1.7 * x for x in (inputs.key, inputs.value)}
-        others = replace(inputs, key=turned[id(inputs.key)], value=turned[id(inputs.value)])
+        others = inputs.scaled(-1.7, of=("key", "value"))
         plain = _output(self.situation.found.run, self.situation)
         for form in query_mask_forms():
             one, two = self._output(form), self._output(form, inputs=others)

@@ -25,7 +25,6 @@ from equivalence_tests.checker.engine.visibility import (
 )
 from equivalence_tests.checker.engine.vocabulary import WEIGHS
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.calling import Inputs
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
 from equivalence_tests.checker.reach.state import ask, attempt
@@ -43,9 +42,7 @@ def loud(situation: Situation) -> list[Departure]:
 
 def overflowing(situation: Situation) -> list[Departure]:
     """Exponentials of large scores overflow where the largest is not taken off."""
-    x = situation.inputs
-    louder = Inputs(*(LOUDEST * tensor for tensor in (x.query, x.key, x.value)))
-    returned: list[Tensor] = []
+    louder, returned = situation.inputs.scaled(LOUDEST), list[Tensor]()
     ran = attempt(lambda: operations_of(lambda: returned.extend(situation.trial.tensors(louder))))
     if ran is None or not any(map(_has_overflown, returned)):  # 1 / (1 + exp(-x)) does no harm
         return []

@@ -144,7 +144,7 @@ def situation_of(
     expecting: Expecting | None = None,
 ) -> Situation:
     """Call it in one way, and look at what runs."""
-    inputs = replace(_resized(trial.inputs(seed=1), size), may_attend=may)
+    inputs = replace(trial.inputs(seed=1).scaled(size), may_attend=may)
     args, kwargs = trial.arguments(inputs, mask=form)
     seeds, roles = named_inputs(trial, inputs, form, args, kwargs)
     call = Call(trial.called, args, kwargs, subject.module, seeds)
@@ -164,13 +164,6 @@ def _named_by_heads(departure: Departure, situation: Situation) -> Departure:
     whole, width = len(judgement.attention.parts[0].table.heads) == 1, departure.facts["width"] // heads
     unsplit = whole and width > 1 and abs(departure.facts["factor"] * width**0.5 - 1) < MEASURED  # of 1, no scale
     return replace(departure, name="heads_never_split", stage="split") if unsplit else departure
-
-
-def _resized(inputs: Inputs, size: float) -> Inputs:
-    if size == 1.0:
-        return inputs
-    bigger = {id(x): x * size for x in (inputs.query, inputs.key, inputs.value)}
-    return Inputs(*(bigger[id(x)] for x in (inputs.query, inputs.key, inputs.value)))
 
 
 def named_inputs(

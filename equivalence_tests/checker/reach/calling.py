@@ -36,6 +36,12 @@ class Inputs:
     value: Tensor
     may_attend: Tensor | None = None
 
+    def scaled(self, factor: float, of: tuple[str, ...] = ("query", "key", "value")) -> "Inputs":
+        """Multiply some tensors, keeping equal tensors equal."""
+        scaled = {id(getattr(self, role)): factor * getattr(self, role) for role in of}
+        query, key, value = (scaled.get(id(x), x) for x in (self.query, self.key, self.value))
+        return Inputs(query, key, value, self.may_attend)
+
     def changed(self, sample: int | slice | None = None, token: int | None = None) -> "Inputs":
         """Change one sample or token of every tensor, each feature by another amount, keeping equal tensors equal."""
         changed: dict[int, Tensor] = {}
