@@ -17,6 +17,7 @@ from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, 
 from equivalence_tests.checker.parts.drawing import KINDS, CallOfRoles, Drawn
 from equivalence_tests.checker.parts.mask_meanings import READ, Meaning, bracketed, evaluated, number_of
 from equivalence_tests.checker.reach.masking import SHAPES, in_shape
+from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.report import Report
 
 SAYS_WHAT = ("window", "prefix", "pad_id", "lengths")  # what is hidden, and nothing else
@@ -38,26 +39,6 @@ def hold_masks(
         masks: What each of them means, and what it was in the first call.
         draws: Fresh ones, to be compared.
     """
-    source = _source(report, function, plan, masks, draws)
-    idle = [name for name, role in plan.roles if role in SAYS_WHAT and not _is_used(name, source.equivalent.source)]
-    if idle:
-        report.verdict = "unchecked"
-        report.reason = f"Nothing that it builds depends on its argument {idle[0]}."
-        return
-    hold_part(report, source, _cases(function, plan, draws), output=joined_output)
-
-
-def _is_used(name: str, source: str) -> bool:
-    return len(re.findall(rf"\b{name}\b", source)) > 1  # beside its own place among the arguments
-
-
-def _source(
-    report: Report,
-    function: Callable[..., Any],
-    plan: CallOfRoles,
-    masks: Sequence[tuple[Meaning, Tensor]],
-    draws: Sequence[Drawn],
-) -> WrittenPart:
     arguments = signature_of(function, {name: KINDS.get(role, "Tensor") for name, role in plan.roles})
     writer = PartWriter(report.target.rpartition("/")[2], Parameters({}), nn.Module(), arguments, is_function=True)
     returned = []
@@ -66,7 +47,17 @@ def _source(
         writer.lines.append(f"{name} = {_written(plan, mask, heads, draws)}  # True = may look")
         returned.append(_encoded(mask, output).replace("MASK", name))
     inner = getattr(function, "func", function)
-    return WrittenPart(writer.equivalent(writer.source(Text(", ".join(returned), writer)), source_of(inner)))
+    part = WrittenPart(writer.equivalent(writer.source(Text(", ".join(returned), writer)), source_of(inner)))
+    idle = [name for name, role in plan.roles if role in SAYS_WHAT and not _is_used(name, part.equivalent.source)]
+    if idle:
+        report.verdict = "unchecked"
+        report.reason = f"Nothing that it builds depends on its argument {idle[0]}."
+        return
+    hold_part(report, part, _cases(function, plan, draws), output=joined_output)
+
+
+def _is_used(name: str, source: str) -> bool:
+    return len(re.findall(rf"\b{name}\b", source)) > 1  # beside its own place among the arguments
 
 
 def _laid_out(plan: CallOfRoles, mask: Meaning, heads: str) -> Iterator[str]:
@@ -82,12 +73,14 @@ def _laid_out(plan: CallOfRoles, mask: Meaning, heads: str) -> Iterator[str]:
 
 def _written(plan: CallOfRoles, mask: Meaning, heads: int, draws: Sequence[Drawn]) -> str:
     """Write what may be looked at, in the shape in which it is handed over."""
+    wanted = [in_shape(mask.mask(plan, drawn), mask.shape, heads) for drawn in draws]
 
     def fits(text: str) -> bool:
-        pairs = ((evaluated(text, plan, drawn), in_shape(mask.mask(plan, drawn), mask.shape, heads)) for drawn in draws)
-        return all(torch.equal(*pair) for pair in pairs)
+        found = attempt(lambda: [evaluated(text, plan, drawn) for drawn in draws])
+        return found is not None and all(map(torch.equal, found, wanted))
 
-    return next(filter(fits, _laid_out(plan, mask, plan.named("heads") or str(heads))))
+    texts = list(_laid_out(plan, mask, plan.named("heads") or str(heads)))
+    return next(filter(fits, texts), texts[-1])  # what fits nowhere, the comparison refuses
 
 
 def _encoded(mask: Meaning, output: Tensor) -> str:

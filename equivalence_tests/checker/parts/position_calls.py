@@ -95,12 +95,12 @@ def placements(subject: Subject, function: Callable[..., Any]) -> Iterator[Place
             returned = attempt(partial(_returned, way, function, draws))
             if returned is not None:
                 words = " and ".join(WORDS.get(role, role.removeprefix("=")) for role in roles) or "nothing"
-                again = partial(way.call, function, draws[0])
                 for path, given, xs in _added_to(roles, function, draws):
                     called = [_Called(*one, x, y) for one, x, y in zip(shapes, xs, returned, strict=True)]
-                    for found in _placed(called, words, given, again):
-                        way_in = {"roles": roles, "draws": tuple(draws), "output": returned[0], "embedding": path}
-                        yield replace(found, **way_in)  # type: ignore[arg-type]
+                    for found in _placed(called, words, given):
+                        again = partial(way.call, function, draws[0])
+                        found = replace(found, again=again, roles=roles, draws=tuple(draws))
+                        yield replace(found, output=returned[0], embedding=path)
                 break
 
 
@@ -158,7 +158,7 @@ def _added_to(
     yield "", "x", [drawn.value("vectors", "") if roles[:1] == ("vectors",) else None for drawn in draws]
 
 
-def _placed(called: list[_Called], words: str, added_to: str, again: Callable[[], Any]) -> Iterator[Placement]:
+def _placed(called: list[_Called], words: str, added_to: str) -> Iterator[Placement]:
     """Take off the input, times each factor, and see along which axes the rest does not change."""
     for scaling in ("x + pe", "sqrt(d_model) x + pe", "pe alone", "x * pe"):
         rests = [_rest(one, scaling) for one in called]
@@ -168,11 +168,11 @@ def _placed(called: list[_Called], words: str, added_to: str, again: Callable[[]
         given = scaling.replace("x", added_to)
         for found in _along_axes(called, tables, (("takes", words, ""), ("gives", given, ""))):
             multiplied = ("position_multiplied",) if scaling == "x * pe" else ()
-            yield replace(found, mistakes=(*multiplied, *found.mistakes), again=again, scaling=scaling)
+            yield replace(found, mistakes=(*multiplied, *found.mistakes), scaling=scaling)
     rotated = [(one.x, one.output) for one in called if one.x is not None and one.x.shape == one.output.shape]
     if len(rotated) == len(called):
         rows = (("takes", words, ""), ("gives", f"{added_to}, rotated", ""))
-        yield Placement(rows, rotated, rotated=True, again=again)
+        yield Placement(rows, rotated, rotated=True)
 
 
 def _rest(called: _Called, scaling: str) -> Tensor | None:
@@ -197,9 +197,8 @@ def _along_axes(called: list[_Called], rests: list[Tensor], words: tuple[Any, ..
     elif same_samples and same_tokens:
         lengths, batches = [c.length for c in called], [c.batch for c in called]
         rows_of = [(lengths, "length"), ([n - 1 for n in lengths], "last token"), (batches, "number of samples")]
-        rows_of.append(([0] * len(called), "first token"))
-        if "mask" in words[0][1]:
-            rows_of.pop()  # a mask read the other way round hides all positions
+        if "mask" not in words[0][1]:  # read the other way round, a mask hides all positions
+            rows_of.append(([0] * len(called), "first token"))
         if not words[0][1].startswith(("x", "token ids")):
             rows_of.clear()  # nothing else has tokens
         for number, name in rows_of:

@@ -178,6 +178,14 @@ def pad_masking(x: Tensor, target_len: int) -> Tensor:
     return (x == 0)[:, None].expand(-1, target_len, -1)
 
 
+def mask_for_four_heads(x: Tensor, pad: int) -> Tensor:
+    return (x != pad)[:, None].expand(-1, x.size(1), -1).repeat_interleave(4, 0)
+
+
+def batch_last_mask(size: int, batch_size: int) -> Tensor:
+    return torch.ones(size, size).tril().bool()[..., None].expand(-1, -1, batch_size)
+
+
 look_ahead_mask = lambda n: np.tril(np.ones((n, n), dtype=bool))  # noqa: E731
 
 
@@ -188,6 +196,8 @@ look_ahead_mask = lambda n: np.tril(np.ones((n, n), dtype=bool))  # noqa: E731
         ("additive_mask", "causal, padding of key_padding (1)"),
         ("pad_masking", "padding of x (id 0)"),
         ("look_ahead_mask", "causal"),
+        ("mask_for_four_heads", "padding of x (pad)"),
+        ("batch_last_mask", "causal"),
     ],
 )
 def test_arguments_and_results_of_other_kinds_are_known(name: str, meaning: str) -> None:
