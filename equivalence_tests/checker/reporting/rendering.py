@@ -177,13 +177,9 @@ def _lines(stack: Sequence[CodeLine]) -> Text:
     *callers, guilty = stack
     text = Text.assemble((str(guilty), "cyan"), f"  {guilty.text or f'in {guilty.function}'}")
     nearest, outermost = callers[::-1][:NEAREST], callers[:-NEAREST][:1]
-    for line in nearest:
-        text.append(_called_from(line), style="dim")
-    if between := len(callers) - len(nearest) - len(outermost):
-        text.append(f"\n... {between} more call{'s' * (between > 1)}", style="dim")
-    for line in outermost:
-        text.append(_called_from(line), style="dim")
-    return text
+    between = len(callers) - len(nearest) - len(outermost)
+    more = [f"\n... {between} more call{'s' * (between > 1)}"] if between else []
+    return text.append("".join([*map(_called_from, nearest), *more, *map(_called_from, outermost)]), style="dim")
 
 
 def _called_from(line: CodeLine) -> str:
