@@ -196,14 +196,17 @@ def _absence_lines(rows: Sequence[Row]) -> Iterator[Text]:
 
 
 def _problem_lines(rows: Sequence[Row]) -> Iterator[Text]:
-    """Say what could not be timed or is unstable, why, and where, unless that is everywhere."""
+    """Say what could not be timed, why, and where, unless that is everywhere; then what is unstable, case by case."""
     names, cases = short_names(row.contender for row in rows), {row.case for row in rows}
     found: dict[tuple[str, str, str], list[Case]] = {}
+    unstable: dict[str, list[str]] = {}
     for row in rows:
-        kind, why = (row.status, row.detail) if row.status != "timed" else ("unstable", row.unstable)
-        if why or row.status != "timed":
-            found.setdefault((kind, names[row.contender], why), []).append(row.case)
-    for (kind, name, why), where in sorted(found.items(), key=lambda problem: problem[0][0] == "unstable"):
+        if row.status != "timed":
+            found.setdefault((names[row.contender], row.status, row.detail), []).append(row.case)
+        elif row.unstable:
+            unstable.setdefault(varying_label(row.case, rows), []).append(f"{names[row.contender]} ({row.unstable})")
+    for (name, status, why), where in found.items():
         labels = "; ".join(varying_label(case, rows) for case in where) if len(where) < len(cases) else ""
-        text = f"  {name}{labels and f', {labels}'}, {kind}: {why}"
-        yield Text(text, style="yellow" if kind == "unstable" else "red")
+        yield Text(f"  {name}{labels and f', {labels}'}, {status}: {why}", style="red")
+    for label, who in unstable.items():
+        yield Text(f"  unstable{label and f', {label}'}: {', '.join(who)}", style="yellow")

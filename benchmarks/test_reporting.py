@@ -211,7 +211,7 @@ class TestTables:
         rows[1] = replace(rows[1], unstable="its times spread by 30%")
         text = self.shown(rows, capsys)
         assert text.count("unstable") == 2
-        assert "scratch, length 64, unstable: its times spread by 30%" in text
+        assert "unstable, length 64: scratch (its times spread by 30%)" in text
 
     @pytest.mark.parametrize("seed", range(50))
     def test_a_printed_ratio_is_that_of_the_printed_times(self, seed: int) -> None:
@@ -247,7 +247,7 @@ class TestTables:
         rows = [*rows, *(row("/a/mine.py:Mine", 5.0, case=x.case, unstable="so") for x in rows[:1])]
         everywhere = [replace(x, contender="flex", status="unavailable", detail="no compiler") for x in rows[::2]]
         text = self.shown([*rows, *everywhere], capsys, 120)
-        assert "  mine.py:Mine, length 64, unstable: so" in text
+        assert "  unstable, length 64: mine.py:Mine (so)" in text
         assert text.count("no compiler") == 1
         assert "  flex, unavailable: no compiler" in text
 
