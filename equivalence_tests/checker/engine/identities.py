@@ -185,14 +185,9 @@ class _Follower(Meetings):
                 self.codes[key] = memory.as_strided(other.shape, other.stride(), other.storage_offset())
 
     def _second_names(self, operation: Operation) -> Tensor | None:
-        if not any(slot.key in self.others for slot in operation.inputs):
+        if operation.inplace or not any(slot.key in self.others for slot in operation.inputs):
             return None
-        if operation.inplace:
-            return None
-        try:
-            second = self._run_on(operation, {**self.codes, **self.others})
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            return None
+        second = self._run_on(operation, {**self.codes, **self.others})
         for slot, codes in zip(operation.outputs, second, strict=False):
             if operation.name not in JOINS:
                 self.others[slot.key] = codes

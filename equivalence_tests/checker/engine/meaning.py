@@ -12,8 +12,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.contracts.changing import is_strange, strange_operations
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
-from equivalence_tests.checker.engine.contracts.layout import are_followed, ways_back
-from equivalence_tests.checker.engine.contracts.operands import earlier, is_normed
+from equivalence_tests.checker.engine.contracts.operands import earlier
 from equivalence_tests.checker.engine.conventions import Conventions, Names, is_of, modules_around, numbers_of
 from equivalence_tests.checker.engine.judgement import Operand
 from equivalence_tests.checker.engine.products import contraction_of
@@ -80,14 +79,8 @@ class Evidence(Conventions):
             yield Exercise(
                 "scale, mask and softmax", False, "no query had more than one key to choose from in this call"
             )
-        if any(model.kind == "other" for model in self.judgement.models) and self._parameters_between(MULTIPLIES):
-            yield Exercise("the weights", False, "a parameter mixes them with others: they are no softmax of scores")
-        if any(ways_back(part) for part in self.judgement.attention.parts):
-            yield Exercise("keys that attend to queries", False, "by the same scores, which is not judged")
         for name in waiting_parameters(self.judgement.attention.run, self.module):
             yield Exercise(f"the parameter {name}", False, "the line that computes with it did not run in this call")
-        if not are_followed(self.judgement.attention):
-            yield Exercise("where heads come from", False, "queries or keys come from where tokens are not followed")
         own = self.own_mask()
         if own is not None and not own.evidence:
             why = "a pattern that no argument and no setting asks for: only its author knows whether it is right"
@@ -238,7 +231,7 @@ class Evidence(Conventions):
         """Whether each value is normalised by itself, in a module inside."""
         run = self.judgement.attention.run
         values = self.judgement.first_operands[2:]
-        return any(is_normed(run, value) and any(map(self._in_a_part, value.steps(run))) for value in values)
+        return any(value.change == "normed" and any(map(self._in_a_part, value.steps(run))) for value in values)
 
     def _scaled_outside(self, operand: Operand) -> Iterator[Operation]:
         """What multiplies all of an operand by one number, and runs in no module inside."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equivalence_tests.checker.engine.watching import Operation, Recorder, storage_of
 from equivalence_tests.checker.reporting.lines import Frames, frames_here, inside
@@ -48,9 +48,3 @@ def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:
         if matching:
             return matching[place].frames
     return ()
-
-
-def forward_lines(kinds: Iterable[type[nn.Module]]) -> set[tuple[str, int]]:
-    """Give the files and lines of the forward of some classes."""
-    codes = [kind.forward.__code__ for kind in kinds if hasattr(kind.forward, "__code__")]
-    return {(code.co_filename, number) for code in codes for _, _, number in code.co_lines() if number}

@@ -155,13 +155,8 @@ def _of_no_origin(run: Run, live: set[int]) -> list[Tensor]:
     return list(found.values())
 
 
-def matrix_in(attention: Attention, operation: Operation | None) -> str:
-    """Name the parameter that is the matrix of a product; "" if none is."""
-    return place_of_matrix(attention, operation)[0]
-
-
-def place_of_matrix(attention: Attention, operation: Operation | None) -> tuple[str, int]:
-    """Name the matrix of a product, and say where in memory it starts: packed matrices have one name."""
+def matrix_of(attention: Attention, operation: Operation | None) -> tuple[str, int]:
+    """Name the parameter that is the matrix of a product, "" if none is, and say where in memory it starts."""
     if operation is None or operation.name not in CONTRACTIONS:
         return "", 0
     followed, recorder = attention.run.names, attention.run.recorder

@@ -10,7 +10,7 @@ from equivalence_tests.checker.engine.contracts.changing import adds_two, change
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.same import MEASURED, near
-from equivalence_tests.checker.engine.taking_part import matrix_in
+from equivalence_tests.checker.engine.taking_part import matrix_of
 from equivalence_tests.checker.engine.watching import Operation, tensors_of
 
 # What a tensor is a sum of, each with its factor: "out" (of the attention), "input", "inside" (an operand, the merged
@@ -78,9 +78,6 @@ def _unchanged(attention: Attention, source: Source, output: Tensor, codes: Tens
         if moved is not None and (alike or moved.name in ("roll", "flip")):
             if not has_twin(attention, moved):
                 yield changed_by(moved, "output", "output")
-            return
-        if alike:
-            yield Departure("output_tokens_moved", "output", _last_move(attention))
             return
     changed = changed_on_the_way(attention, numbers, output, codes)
     if changed is not None and not adds_two(changed.operation):  # else a residual, whose own way is not followed
@@ -154,8 +151,9 @@ def _repeats_a_matrix(attention: Attention, source: Source, parents: list[Source
     """Whether it is the input once more through a matrix of the attention: a shortcut has one of its own."""
     if not parents or any(parent.kind not in ("input", "given", "normed") for parent in parents):
         return False
-    mine, others = matrix_in(attention, source.operation), attention.run.names.sources.values()
-    return bool(mine) and any(other is not source and matrix_in(attention, other.operation) == mine for other in others)
+    (mine, _), others = matrix_of(attention, source.operation), attention.run.names.sources.values()
+    same = (other is not source and matrix_of(attention, other.operation)[0] == mine for other in others)
+    return bool(mine) and any(same)
 
 
 def _one_of_the_other(one: Source, other: Source) -> bool:

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import squares_by, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.names import Attention, Source
-from equivalence_tests.checker.engine.ran import forward_lines
+from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.lines import Frames
@@ -19,54 +18,46 @@ SLACK = 0.05  # what an epsilon below the root may do
 
 def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[Departure]:
     """Name each norm of the user's own that leaves tokens of different sizes."""
-    seen: set[Frames] = set()
-    kinds = {type(part) for part in (module.modules() if module is not None else ()) if part is not module}
-    lines = forward_lines(kind for kind in kinds if "norm" in kind.__name__.lower())
-    for operation in (*_uneven(attention, lines), *_uneven_without_gains(attention, module)):
-        if operation.frames[:1] not in seen:
+    run, seen = attention.run, set[Frames]()
+    norms = (
+        {path for path, part in module.named_modules() if path and _is_a_norm(part)} if module is not None else set()
+    )
+    gains = {
+        source.operation.index for source in run.names.sources.values() if source.operation and source.kind == "gain"
+    }
+    for operation in (operation for operation in run.operations if operation.frames):
+        taken = _normalised(run, operation, norms, gains)
+        if taken is not None and operation.frames[:1] not in seen and _sizes_differ(*taken):
             seen.add(operation.frames[:1])
-            yield Departure("norm_leaves_different_sizes", "norm", operation)
+            guilty = operation if operation.name == "normalize" else _guilty(attention, operation, taken[0])
+            yield Departure("norm_leaves_different_sizes", "norm", guilty)
 
 
-def _uneven(attention: Attention, lines: set[tuple[str, int]]) -> Iterator[Operation]:
-    """What leaves tokens of different sizes, for each norm that does."""
-    for source in attention.run.names.sources.values():
-        operation = source.operation
-        if operation is not None and operation.name == "normalize" and _sizes_differ(source.slot.value, source.codes):
-            yield operation
-        if source.kind != "gain" or operation is None or not operation.frames or operation.frames[0][:2] not in lines:
-            continue
-        taken = _normalised(attention, operation, source)
-        if taken is not None and _sizes_differ(taken, source.codes):
-            yield _guilty(attention, operation, taken)
+def _normalised(run: Run, operation: Operation, norms: set[str], gains: set[int]) -> tuple[Tensor, Tensor] | None:
+    """Give what an operation of a norm has normalised, without the gain, and its names; None for any other.
 
-
-def _uneven_without_gains(attention: Attention, module: nn.Module | None) -> Iterator[Operation]:
-    """What norms give and no tensor of theirs takes part in, where it leaves tokens of different sizes."""
-    run, parts = attention.run, module.named_modules() if module is not None else ()
-    norms = {path for path, part in parts if path and _is_a_norm(part)}
-    for operation in run.operations:
-        slot = operation.outputs[0] if operation.place in norms and operation.frames and operation.outputs else None
-        codes = run.names.after[operation.index][0] if slot is not None else None
-        if slot is None or codes is None or codes.is_complex():
-            continue
-        if any(user.place == operation.place for user in run.graph.users(slot)[-1:]):
-            continue
-        made_of = run.recorder.named(run.recorder.origins_of(slot.tensor))
-        own = any(name.partition(":")[2].startswith(f"{operation.place}.") for name in made_of)
-        if not own and _sizes_differ(slot.value, codes):
-            yield _guilty(attention, operation, slot.value)
+    Args:
+        run: The recorded run.
+        operation: Any.
+        norms: The paths of the user's own norms.
+        gains: The operations that multiply by a gain.
+    """
+    codes = run.names.after[operation.index][0] if operation.outputs else None
+    if codes is None or codes.is_complex() or not (operation.name == "normalize" or operation.place in norms):
+        return None
+    slot, own = operation.outputs[0], f"{operation.place}."
+    if operation.index in gains:
+        return next(((x.value, codes) for x, _ in run.names.taken(operation) if x.value.shape == codes.shape), None)
+    learnt = any(
+        name.partition(":")[2].startswith(own) for name in run.recorder.named(run.recorder.origins_of(slot.tensor))
+    )
+    last = not any(user.place == operation.place for user in run.graph.users(slot)[-1:])
+    return (slot.value, codes) if operation.name == "normalize" or (last and not learnt) else None
 
 
 def _is_a_norm(part: nn.Module) -> bool:
     """Whether it is called a norm and is none of torch's, one of which folds the samples."""
     return "norm" in type(part).__name__.lower() and not type(part).__module__.startswith("torch.")
-
-
-def _normalised(attention: Attention, operation: Operation, source: Source) -> Tensor | None:
-    """What the gain multiplies."""
-    taken = (slot.value for slot, _ in attention.run.names.taken(operation))
-    return next((value for value in taken if value.shape == source.codes.shape), None)
 
 
 def _sizes_differ(value: Tensor, codes: Tensor) -> bool:

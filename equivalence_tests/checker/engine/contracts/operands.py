@@ -118,8 +118,10 @@ def _experiment(run: Run, operand: Operand) -> None:
             operand.change, operand.factor = "rotated", ratio if own else 1.0
         operand.across = ratio is None and _keeps_tokens(operand, have1, want1) and _keeps_tokens(operand, have2, want2)
         return
-    if operand.role != "value" and is_normed(run, operand) and _in_one_plane(have3, have1, have2):
-        operand.change, operand.factor = "normed", _factor_behind_norm(run, operand)
+    same = near(tenfold, have1, 2e-2) and _in_one_plane(have3, have1, have2)
+    if same and _tokens_apart(run, operand, one, have1):
+        operand.change = "normed"
+        operand.factor = 1.0 if operand.role == "value" else _factor_behind_norm(run, operand)
         along = (have1 * want1).sum(-1).abs() / have1.norm(dim=-1) / want1.norm(dim=-1)
         operand.turn = _turn(run, operand) if not near(along, torch.ones_like(along), LOOSE) else None
 
@@ -148,17 +150,6 @@ def _in_one_plane(both: Tensor, one: Tensor, two: Tensor) -> bool:
     table = torch.stack([one, two], -1)
     found = torch.linalg.lstsq(table, both[..., None]).solution
     return near((table @ found)[..., 0], both, 2e-2)
-
-
-def is_normed(run: Run, operand: Operand) -> bool:
-    """Whether rows ten times as large give the same, each by itself."""
-    one = _drawn(operand, 1)
-    try:
-        have, _ = _rows(run, operand, one)
-        tenfold, _ = _rows(run, operand, {key: 10 * value for key, value in one.items()})
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    return near(tenfold, have, 2e-2) and _tokens_apart(run, operand, one)
 
 
 def _turn(run: Run, operand: Operand) -> Turn | None:
@@ -217,9 +208,8 @@ def _turns_back(run: Run, operand: Operand) -> bool:
     return bool(clear) and max(clear) < 0.5
 
 
-def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor]) -> bool:
+def _tokens_apart(run: Run, operand: Operand, given: dict[int, Tensor], before: Tensor) -> bool:
     """Whether a token of the operand depends on that token alone."""
-    before, _ = _rows(run, operand, given)
     token = token_of(operand.codes)[..., 0]
     changed = {}
     for source in operand.sources:

@@ -20,8 +20,7 @@ from equivalence_tests.checker.engine.taking_part import (
     idle_arguments,
     idle_biases,
     idle_modules,
-    matrix_in,
-    place_of_matrix,
+    matrix_of,
     unused_parameters,
     waiting_parameters,
 )
@@ -107,14 +106,14 @@ def _made_of(attention: Attention, operand: Operand) -> list[Source]:
 def weight_of(attention: Attention, operand: Operand) -> str:
     """Name the parameter that made an operand; "" if none did."""
     made = (source for source in _made_of(attention, operand) if source.kind == "projection")
-    weights = (matrix_in(attention, source.operation) for source in made)
+    weights = (matrix_of(attention, source.operation)[0] for source in made)
     return next(filter(None, weights), "")
 
 
 def output_weight(attention: Attention) -> str:
     """Name the parameter that takes what is merged; "" if none does."""
     made = (s for s in _projections_of_context(attention) if s.operation is not None)
-    return next((name for s in made if (name := matrix_in(attention, s.operation))), "")
+    return next((name for s in made if (name := matrix_of(attention, s.operation)[0])), "")
 
 
 def _projections_of_context(attention: Attention) -> Iterator[Source]:
@@ -131,7 +130,7 @@ def _weights(attention: Attention, operands: list[Operand], unused: list[str]) -
     weights = [weight_of(attention, operand) for operand in operands]
     plain = attention.run.names.plain
     features = [feature_of(plain(operand.codes)).unique() for operand in operands]
-    places = [place_of_matrix(attention, _made_by(attention, operand)) for operand in operands]
+    places = [matrix_of(attention, _made_by(attention, operand)) for operand in operands]
     distinct = len(set(weights))
     if not all(weights) or distinct < len(set(places)):  # rows of one packed matrix, cut before they are used
         return
@@ -298,9 +297,9 @@ def _unused(attention: Attention, module: nn.Module, found: list[Departure]) -> 
     explained = {name for departure in found for name in departure.facts.get("unused", ())}
     stems = {name.rpartition(".")[0] for name in explained}
     idle, seen = unused_parameters(attention.run, module), list[Operation | None]()
-    waiting = waiting_parameters(attention.run, module)
+    waiting, parts = waiting_parameters(attention.run, module), idle_modules(attention.run, module)
     for name in (name for name in idle if name not in waiting):
-        stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name, idle_modules(attention.run, module))
+        stem, worked = name.rpartition(".")[0], _worked_in_vain(attention, name, parts)
         unreached = worked is None and _of_idle_part(stem, idle, module)
         if name in explained or (stem and stem in stems) or unreached or worked in seen:
             continue
