@@ -184,7 +184,7 @@ class OperandReader:
         tokens = Tracer(self.watched).read(tensor, operation.index)
         flat, every = self._flat(tokens), list(all_of(tokens))
         alike = any(isinstance(one, Given) and len(self._flat(one)) == len(flat) for one in every)
-        if not alike or any(isinstance(one, Joined) for one in every):
+        if not alike or int(token_of(source.codes).max()) >= len(flat) or any(isinstance(one, Joined) for one in every):
             self.numbers.setdefault(role, _row_numbers(source.codes))  # other tokens than those of an argument
         token = int(self.rows_of(role, token_of(wanted[:1])))
         if token >= len(flat):
