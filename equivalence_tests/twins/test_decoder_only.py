@@ -267,14 +267,23 @@ class TestGenerate:
         for options in ({"temperature": 5.0, "top_k": 1}, {"temperature": 5.0, "top_p": 1e-9}, {"temperature": 1e-4}):
             assert torch.equal(model.generate(IDS, 9, **options), greedy)
 
-    def test_tokens_are_drawn_as_often_as_they_are_likely(self) -> None:
+    @pytest.mark.parametrize("temperature", [1.0, 2.0])
+    def test_tokens_are_drawn_as_often_as_they_are_likely(self, temperature: float) -> None:
         logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-        sampling = Sampling(temperature=2.0, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        sampling = Sampling(temperature, generator=generator) if temperature != 1 else Sampling(generator=generator)
         drawn = sample_decode(lambda _: logits, torch.tensor([[0]]), Ending(4000, pad_id=3), sampling)
-        expected = (logits[0, :3] / 2).softmax(dim=0)
+        expected = (logits[0, :3] / temperature).softmax(dim=0)
         counted = drawn.flatten().bincount(minlength=4) / 4000
         assert counted[3] == 0
         assert (counted[:3] - expected).abs().max() < 0.03  # four standard deviations
+
+    def test_half_precision_is_drawn_from_in_float32(self) -> None:
+        logits = random_tensor(500, 100, seed=3, dtype=torch.bfloat16)
+        ours, expected = (
+            Sampling(0.7, generator=torch.Generator().manual_seed(0)).draw(x) for x in (logits, logits.float())
+        )
+        assert torch.equal(ours, expected)
 
 
 class TestKeepLikeliest:

@@ -15,7 +15,7 @@ from equivalence_tests.instruments.side_by_side import PACKAGES, assert_equal, o
 from scratch.functional import attention, merge_heads, split_heads
 from scratch.masks import Visible
 from scratch.paths import open_blind_rows, softmax, weigh
-from scratch.rounding import sequence_first, upcast_half
+from scratch.rounding import laid_out_like, sequence_first, upcast_half
 from scratch.sdpa import textbook_attention
 
 EACH_PACKAGE = pytest.mark.parametrize(
@@ -53,6 +53,12 @@ def slow_attention(
         weights = [x / sum(exponentials) for x in exponentials]
         output.append([sum(w * v for w, v in zip(weights, column, strict=True)) for column in value.T.tolist()])
     return output
+
+
+def test_a_context_is_laid_out_anew_only_beside_transposed_queries() -> None:
+    query, context = random_tensor(2, 3, 5, 11), random_tensor(2, 3, 5, 13)
+    assert laid_out_like(query, context) is context
+    assert laid_out_like(query.transpose(1, 2).contiguous().transpose(1, 2), context).stride(1) == 13
 
 
 class TestClosedForms:
