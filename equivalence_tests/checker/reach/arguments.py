@@ -115,6 +115,16 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"shape", lambda s: [s.embed_dim, [s.embed_dim]]),
     (r"window", lambda s: [MAX_LEN, (2, 3), 4]),  # the length of a window, or the side of one
 )
+# Parts that an argument may want handed over, by its name, and how classes of such parts are called.
+PARTS = (
+    (r"attn|attention", r"^(?!.*norm).*(attention|attn)"),
+    (r"feed_?forward|^ffn?$|^mlp$|pos(ition)?_?wise", r"^(?!.*norm).*(feed_?forward|ffn|mlp)"),
+    (r"^(encoder|decoder)?_?(layer|block)$", r"^(?!.*norm).*(?<!sub)(layer|block)$"),
+)
+OF_A_NUMBER = re.compile(
+    r"^(n|num|max)_|_(heads?|dims?|size|width|layers|dropout|drop|rate|prob|len|length|bias|type|window)$"
+)
+CONFIG = re.compile(r"config|cfg|(^|_)args$|params|hparams|options|^opts?$|settings|hyper")
 # What an argument of a forward is given.
 ROLE_NAMES = (
     (

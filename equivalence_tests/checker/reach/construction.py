@@ -22,8 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from equivalence_tests.checker.reach.arguments import (
     AMBIGUOUS,
+    CONFIG,
     COUNTS_KEY_HEADS,
     DROPOUT,
+    OF_A_NUMBER,
+    PARTS,
     SIZES,
     Sizes,
     first_match,
@@ -48,16 +51,6 @@ FEW = 9  # no width of a model is as small
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
-# Parts that an argument may want handed over, by its name, and how classes of such parts are called.
-PARTS = (
-    (r"attn|attention", r"^(?!.*norm).*(attention|attn)"),
-    (r"feed_?forward|^ffn?$|^mlp$|pos(ition)?_?wise", r"^(?!.*norm).*(feed_?forward|ffn|mlp)"),
-    (r"^(encoder|decoder)?_?(layer|block)$", r"^(?!.*norm).*(?<!sub)(layer|block)$"),
-)
-OF_A_NUMBER = re.compile(
-    r"^(n|num|max)_|_(heads?|dims?|size|width|layers|dropout|drop|rate|prob|len|length|bias|type|window)$"
-)
-CONFIG = re.compile(r"config|cfg|(^|_)args$|params|hparams|options|^opts?$|settings|hyper")
 MOST_GUESSES = 60
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
 ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
