@@ -6,7 +6,7 @@ copied only where an operation is about to write into them.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -355,8 +355,12 @@ OPENED = {
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """List the tensors in nested containers, in order."""
-    yield from (item for item in tree_flatten(value)[0] if isinstance(item, Tensor))
+    """List the tensors in nested containers and dataclasses, in order."""
+    for item in tree_flatten(value)[0]:
+        if isinstance(item, Tensor):
+            yield item
+        elif is_dataclass(item) and not isinstance(item, type):
+            yield from tensors_of([getattr(item, one.name) for one in fields(item)])
 
 
 def _emptied(name: str, result: Any) -> Any:

@@ -9,15 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.watching import tensors_of as watched_tensors
 from equivalence_tests.checker.equivalent.comparing import Case, Computes, Difference, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import differs
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reporting.equivalents import Equivalent
+from equivalence_tests.checker.reporting.equivalents import Equivalent, like
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
@@ -53,7 +54,7 @@ class WrittenPart:
                 own = [getattr(module, name) for name in self.weights]
                 return output(names["equivalent"](*args, *own, **kwargs))
             inner = (copy.deepcopy(module.get_submodule(path)) for path in self.equivalent.handed)
-            made = names["Equivalent"](*inner).to(torch.get_default_dtype()).eval()
+            made = like(names["Equivalent"](*inner), None, torch.get_default_dtype()).eval()
             state = names["from_theirs"](module.state_dict(keep_vars=True))
             if state.keys() != made.state_dict().keys():
                 raise UnreadError("it is not known which parameters all of its weights are")
@@ -75,8 +76,7 @@ def first_output(returned: Any) -> Tensor:
 
 def tensors_of(returned: Any) -> list[Tensor]:
     """List the tensors that come back, nested as they may be; arrays of numpy too."""
-    leaves = (torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in tree_leaves(returned))
-    return [x for x in leaves if isinstance(x, Tensor)]
+    return [*watched_tensors(tree_map_only(np.ndarray, torch.from_numpy, returned))]
 
 
 def hold_part(

@@ -26,7 +26,7 @@ OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
 WHOSE = re.compile(r"^(src|source|mem(ory)?|enc(oder)?|cross|tgt|trg|target|dec(oder)?|self|slf|x|y|key|query)_+")
 HIDDEN = 1
 USUAL_PADS = (0, 1, 2, 3)
-SOURCE, TARGET = "arg:0", "arg:1"  # how a watched run names what it is given
+TARGET = "arg:1"  # how a watched run names it
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class _Reader:
     def read(self, name: str) -> Mask:
         """Hand a mask over in every form, until one hides a token that is seen else."""
         mask = Mask(name, side=_side(name))
-        for form in mask_forms():
+        for form in sorted(mask_forms(), key=lambda form: form.pattern == "shared"):  # which fit in more places
             before = self._output(self._given(name, form, None))
             hiding = self._given(name, form, HIDDEN)
             after = self._output(hiding) if before is not None and bool(before.isfinite().all()) else None

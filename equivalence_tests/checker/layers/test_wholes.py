@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from equivalence_tests.checker.layers.whole_calls import called_by_hooks
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.parts.kinds import atoms_of
 from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reporting.equivalents import like
 from equivalence_tests.checker.verify import verify
 from equivalence_tests.instruments.weights import randomize_parameters
 from equivalence_tests.wrong import fixed_layers
@@ -139,6 +141,13 @@ class TakesATable(nn.Module):
         return self.norm2(x + self.mlp(x))
 
 
+def test_complex_tables_stay_complex() -> None:
+    module = nn.Linear(2, 2, dtype=torch.float32)
+    module.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
+    like(module, None, torch.float64)
+    assert (module.weight.dtype, module.get_buffer("turns").dtype) == (torch.float64, torch.complex64)
+
+
 def test_what_no_state_dict_holds_is_taken_from_the_module() -> None:
     module, x = TakesATable().double().eval(), torch.randn(2, 9, 12, dtype=torch.float64)
     report = verify(module)
@@ -166,8 +175,13 @@ class CausalAttention(nn.Module):
         return attended
 
 
+@dataclass
+class Encoded:
+    tokens: Tensor
+
+
 class ClipLayer(nn.Module):
-    """Its parts stand in a dictionary, and its attention is asked to hide the future."""
+    """Its parts stand in a dictionary, its attention is asked to hide the future, and it returns a dataclass."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -175,9 +189,9 @@ class ClipLayer(nn.Module):
         self.parts, self.up, self.down = nn.ModuleDict(parts), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Encoded:
         x = x + self.parts["attn"](self.norm(x), causal=True)
-        return x + self.down(self.act(self.up(self.parts["norm"](x))))
+        return Encoded(x + self.down(self.act(self.up(self.parts["norm"](x)))))
 
     def act(self, x: Tensor) -> Tensor:
         activated: Tensor = self.parts["act"](x)

@@ -1050,6 +1050,18 @@ class GatedLayer(PaddedLayer):
         return super().forward(x if gates is None else x * gates, memory, None, memory_pad)
 
 
+class HalvedLayer(GatedLayer):
+    def forward(
+        self, x: Tensor, memory: Tensor, gates: Tensor | None = None, memory_pad: Tensor | None = None
+    ) -> Tensor:
+        return 0.5 * super().forward(x, memory, gates, memory_pad)
+
+
+def test_what_nothing_explains_is_not_equal_as_far_as_it_ran() -> None:
+    report = verify(HalvedLayer)
+    assert report.verdict == "unchecked", str(report)
+
+
 def test_masks_of_one_layer_mean_the_same() -> None:
     assert verify(PaddedLayer).verdict == "equal"
     report = verify(OppositeLayer)

@@ -194,7 +194,7 @@ class Calls:
         for mask in (mask for mask in self.masks if mask.name in names or mask.name in required):
             assert mask.form is not None  # it is known what it means
             reads = {site.reads for site in mask.reached}
-            queries = lengths["source" if reads == {"source"} else "target"]
+            queries = lengths["source" if "source" in reads else "target"]
             keys = lengths["target" if reads == {"target"} else "source"]
             may = draw_masks(mask.form.pattern, len(source), queries, keys, seed)
             given[mask.name] = mask.form.build(may, self.heads, torch.get_default_dtype())

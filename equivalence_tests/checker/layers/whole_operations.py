@@ -54,7 +54,7 @@ class Sized:
             return Text(f"({', '.join(self.written(a, b) for a, b in zip(one, other, strict=True))},)")
         if isinstance(one, torch.device):
             return Text(f"{self.anchor}.device")
-        if isinstance(one, torch.dtype) and one.is_floating_point:
+        if isinstance(one, torch.dtype) and one == torch.get_default_dtype():  # others are asked for by name
             return Text(f"{self.typed}.dtype" if self.typed else "torch.get_default_dtype()")
         if one is ...:
             return Text("...")

@@ -1,10 +1,8 @@
 """Follow a run from part to part, and list what no Transformer of torch's has between them."""
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +13,9 @@ from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Rec
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.whole_modules import constructor
+from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
-    BASES,
     FEATURES,
     PASSES,
     POOLS,
@@ -37,11 +35,8 @@ from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
-EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
 OF_POSITIONS = "positional_encoding"
-WRITTEN_OUT = {
-    name: ACTIVATIONS[name] for name in ("GELU", "tanh-GELU", "sigmoid-GELU", "SiLU", "squared ReLU", "Mish")
-}
+NAMES = ("GELU", "tanh-GELU", "sigmoid-GELU", "SiLU", "squared ReLU", "Mish")  # of what is written out
 MOST_OPERATIONS = 12  # of which an activation is written out
 NOT_FOLLOWED = (RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError)
 
@@ -63,17 +58,15 @@ class Follower:
     hides: Collection[str]
     labels: Labels = field(default_factory=Labels)
     values: dict[int, Value] = field(default_factory=dict)
-    learnt: dict[int, tuple[frozenset[str], Tensor]] = field(
-        default_factory=dict
-    )  # parameters, and what is cut of them
-    found: list[Step] = field(default_factory=list)
-    seen: set[Any] = field(default_factory=set)
+    learnt: dict[int, tuple[frozenset[str], Tensor]] = field(default_factory=dict)  # parameters, and cuttings
+    sums: Sums = field(init=False)
     paths: set[str] = field(init=False)
     returned: Terms = ()  # what comes back
     calls: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # labels by the part that made them
 
     def __post_init__(self) -> None:
         self.paths = {path for path, _ in self.module.named_modules()}
+        self.sums = Sums(self.labels, self.paths)
 
     def steps(self, outputs: list[Tensor]) -> list[Step]:
         """List what stands between the parts that is not torch's, each with the evidence that it is intended.
@@ -89,8 +82,8 @@ class Follower:
             self._end(outputs)
         except NOT_FOLLOWED as error:
             raise UnreadError(f"its wiring could not be followed ({said(error)})") from error
-        self._of_parts()
-        return list(dict.fromkeys(self.found))
+        self.sums.judge_parts(self.calls, self.module)
+        return list(dict.fromkeys(self.sums.found))
 
     def _follow(self) -> None:
         for name, slot in zip(self.recorder.names, self.recorder.given, strict=True):
@@ -98,9 +91,8 @@ class Follower:
             if kind == "arg":
                 self.given(named, slot.tensor)
             else:
-                self.learnt.setdefault(
-                    slot.key, (frozenset({named}), torch.arange(slot.tensor.numel()).view_as(slot.tensor))
-                )
+                places = torch.arange(slot.tensor.numel()).view_as(slot.tensor)
+                self.learnt.setdefault(slot.key, (frozenset({named}), places))
         events = {call.first: call for call in reversed([*self._events()])}
         place = 0
         while place < len(self.recorder.operations):
@@ -117,7 +109,7 @@ class Follower:
         value = next((self.values[id(x)] for x in outputs if id(x) in self.values), None)
         if value is None or self.labels.kind(value) not in ("linear", "embedding"):
             return place
-        wanted = {name: function(outputs[0]) for name, function in WRITTEN_OUT.items()}
+        wanted = {name: ACTIVATIONS[name](outputs[0]) for name in NAMES}
         end, found = place, ("", outputs[0])
         for operation in self.recorder.operations[place : place + MOST_OPERATIONS]:
             made = operation.outputs[0] if operation.outputs else None
@@ -186,7 +178,7 @@ class Follower:
             return
         if kind != "activation":
             for value in data:
-                self._used(value, path)
+                self.sums.used(value, path)
         if kind == "activation":
             self._acted(type(self.module.get_submodule(path)).__name__, data[0], call.outputs)
             return
@@ -211,9 +203,9 @@ class Follower:
         if places is None:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
         if kind in ("attention", "feed_forward", "layer_norm", "layer") and not all(lies_whole(x.places) for x in data):
-            self._say(f"the tokens that {path} is given lie in another order", "project")
+            self.sums.say(f"the tokens that {path} is given lie in another order", "project")
         if kind == "layer_norm" and self._stands_beside_a_norm(path, data[0]):
-            self._say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")
+            self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")
         self._give(outputs[:1], Value(((label, 1.0),), places))
         if kind in ("positions", "layer"):
             self.labels.streams.add(((label, 1.0),))
@@ -228,17 +220,17 @@ class Follower:
     def _attended(self, path: str, data: list[Value]) -> None:
         query, *others = data
         if query.terms not in self.labels.streams:
-            self._say(f"{path} reads what is not the stream of tokens", "project")
+            self.sums.say(f"{path} reads what is not the stream of tokens", "project")
         for other in others:
             apart = self.labels.ancestors(query.terms).isdisjoint(self.labels.ancestors(other.terms))
             if other.terms != query.terms and not apart:
-                self._say(f"{path} takes keys or values from another tensor than its queries", "project")
+                self.sums.say(f"{path} takes keys or values from another tensor than its queries", "project")
         if len(others) > 1 and others[0].terms != others[1].terms:
-            self._say(f"{path} takes values from another tensor than its keys", "project")
+            self.sums.say(f"{path} takes values from another tensor than its keys", "project")
 
     def _projected(self, path: str, value: Value) -> None:
         if self.labels.kind(value) in ("linear", "feed_forward"):
-            self._say(f"{path} stands behind another matrix with nothing between", "project")
+            self.sums.say(f"{path} stands behind another matrix with nothing between", "project")
 
     def _looked_up(self, path: str, index: Tensor, output: Tensor) -> None:
         """Rows of a table, by ids or by positions."""
@@ -251,7 +243,7 @@ class Follower:
             steps = rows.diff(dim=-1)
             counted = bool((rows == rows[..., :1]).all()) or bool((steps == 1).all())
             if not counted:
-                self._say(f"the places that {path} is asked for are not counted from the first", "scores")
+                self.sums.say(f"the places that {path} is asked for are not counted from the first", "scores")
             label, places = self.labels.add("table", f"{path} {rows.flatten()[:1].tolist()}"), torch.zeros(())
         self.calls[path].add(label)
         self._give([output], Value(((label, 1.0),), places))
@@ -285,7 +277,7 @@ class Follower:
         elif name in ("softmax", "log_softmax") and self.labels.kind(data[0]) == "linear":
             self._function("softmax", name, data, operation)
         elif name == "cat" and len(data) == 1 and all(id(x) in self.learnt or id(x) in self.values for x in inputs):
-            self._used(data[0], name)
+            self.sums.used(data[0], name)
             label = self.labels.add("tokens", "what is put before the tokens", data)
             self._give(
                 [operation.outputs[0].tensor], Value(((label, 1.0),), places_of(operation.outputs[0].value.shape))
@@ -302,19 +294,19 @@ class Follower:
             return
         shifted = operation.name == "cat" and len(data) == 1
         said = "a first one that is always the same stands before them, as before what is to be predicted"
-        self._say(f"{operation.name} of the ids", "project", said if shifted else "")
+        self.sums.say(f"{operation.name} of the ids", "project", said if shifted else "")
         label = self.labels.add("given", f"{operation.name} of ids", data)
         self._give([out.tensor], Value(((label, 1.0),), places_of(torch.Size((*out.value.shape, 1)))[..., 0]))
 
     def _strange(self, operation: Operation, data: list[Value]) -> None:
         line = code_lines(operation.frames)[-1:]
         where = f" (line {line[0].number}: {line[0].text})" if line else ""
-        self._say(f"{operation.name} between the parts{where}", "project")
+        self.sums.say(f"{operation.name} between the parts{where}", "project")
         self._function("strange", f"{operation.name} {operation.index}", data, operation)
 
     def _function(self, kind: str, words: str, data: list[Value], operation: Operation) -> None:
         for value in data:
-            self._used(value, words)
+            self.sums.used(value, words)
         label = self.labels.add(kind, words, data)
         for slot in operation.outputs:
             places = relaid(data[0].places, slot.value.shape)
@@ -323,11 +315,11 @@ class Follower:
 
     def _by_function(self, kind: str, operation: Operation, data: list[Value]) -> None:
         path = self._names(*(slot.tensor for slot in operation.inputs[1:])) or f"{operation.name} {operation.index}"
-        self._used(data[0], path)
+        self.sums.used(data[0], path)
         if kind == "linear":
             self._projected(path, data[0])
         elif len(operation.inputs) == 1:
-            self._say(f"{operation.name} without a parameter", "project")
+            self.sums.say(f"{operation.name} without a parameter", "project")
         self._part(kind, path, data[:1], [operation.outputs[0].tensor], operation.frames)
 
     def _moved(self, operation: Operation, value: Value) -> None:
@@ -356,9 +348,9 @@ class Follower:
 
     def _pooled(self, name: str, value: Value, operation: Operation) -> None:
         """One vector for all tokens, where a model says one thing of a whole."""
-        self._used(value, name)
+        self.sums.used(value, name)
         label = self.labels.add("pool", name, [value])
-        self._say(f"{name} of all tokens is taken", "output", "what comes back holds no tokens")
+        self.sums.say(f"{name} of all tokens is taken", "output", "what comes back holds no tokens")
         out = operation.outputs[0]
         self._give([out.tensor], Value(((label, 1.0),), places_of(out.value.shape)))
 
@@ -374,7 +366,7 @@ class Follower:
         if len(both) > 1 and not (
             both[0].places.shape == both[1].places.shape and torch.equal(both[0].places, both[1].places)
         ):
-            self._say("what is added lies in another order", "project")
+            self.sums.say("what is added lies in another order", "project")
         largest = max(both, key=lambda x: x.places.numel()).places
         if largest.shape != operation.outputs[0].value.shape:
             largest = largest.expand(operation.outputs[0].value.shape)
@@ -389,19 +381,20 @@ class Follower:
         names, places = self.learnt[id(x)]
         wanted = torch.arange(places.numel()).view_as(places) + places.flatten()[0]
         if not torch.equal(places, wanted):
-            self._say(f"{', '.join(names)} is added in another order", "scores")
+            self.sums.say(f"{', '.join(names)} is added in another order", "scores")
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         if not any(name in parameters or kind_of_name(name.rpartition(".")[2]) == OF_POSITIONS for name in names):
-            self._say(f"{', '.join(names)} is added", "scores")
+            self.sums.say(f"{', '.join(names)} is added", "scores")
         label = self.labels.add("table", ", ".join(sorted(names)))
         self.calls[", ".join(sorted(names))].add(label)
         return Value(((label, 1.0),), torch.zeros(()))
 
     def _multiplied(self, operation: Operation, data: list[Value]) -> None:
         tensors, out = [slot.tensor for slot in operation.inputs], operation.outputs[0].tensor
-        if len(tensors) == 1:
-            number = next(x for x in operation.skeleton if isinstance(x, int | float))
-            factor = float(number) if operation.name == "mul" else 1 / number
+        constant = [x for x in tensors if id(x) not in self.values and id(x) not in self.learnt and x.numel() == 1]
+        numbers = [x for x in operation.skeleton if isinstance(x, int | float)] if len(tensors) == 1 else constant
+        if len(data) == 1 and len(numbers) == 1 and numbers[0] is not tensors[0]:
+            factor = float(numbers[0]) if operation.name == "mul" else 1 / float(numbers[0])
             self._give([out], Value(scaled(data[0].terms, factor), data[0].places))
             return
         gains = [x for x in tensors if id(x) in self.learnt]
@@ -415,8 +408,8 @@ class Follower:
 
     def _acted(self, name: str, value: Value, output: Tensor | list[Tensor]) -> None:
         if self.labels.kind(value) not in ("linear", "piece") and not self.labels.is_normed_matrix(value):
-            self._say(f"{name} of what no matrix gave", "gate")
-            self._used(value, name)
+            self.sums.say(f"{name} of what no matrix gave", "gate")
+            self.sums.used(value, name)
         label = self.labels.add("activation", name, [value])
         self._give([output] if isinstance(output, Tensor) else output, Value(((label, 1.0),), value.places))
 
@@ -436,51 +429,6 @@ class Follower:
         if operation.name in ("to", "type_as", "float", "double"):
             self.learnt[id(operation.outputs[0].tensor)] = names, places
 
-    # ------------------------------------------------------------------------------------------- sums
-    def _used(self, value: Value, by: str) -> None:
-        """Ask of a value that something takes whether it is the stream of tokens, or what one part gave."""
-        if value.terms in self.seen:
-            return
-        self.seen.add(value.terms)
-        for label, count in value.terms:
-            if count != 1:
-                made = self.labels.made[label]
-                width = value.places.size(-1) if value.places.dim() else 0
-                usual = made.kind == "embedding" and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
-                said = "the square root of the width, as embeddings are scaled" if usual else ""
-                self._say(f"{made.words} times {count:.6g}", "factor", said)
-        kinds = {label: self.labels.made[label].kind for label, _ in value.terms}
-        branches = [label for label, kind in kinds.items() if kind not in BASES]
-        if value.only and branches:
-            made = self.labels.made[value.only]
-            if made.kind == "layer_norm" and made.inputs[0].terms in self.labels.streams:
-                self.labels.streams.add(value.terms)
-            return
-        if sum(kind == "given" for kind in kinds.values()) > 1:
-            self._say("two arguments are added", "residual")
-        if branches:
-            self._from_stream(value, by)
-        self.labels.streams.add(value.terms)
-
-    def _from_stream(self, value: Value, by: str) -> None:
-        """A sum is a stream with what sub-layers made of it."""
-        whole = dict(value.terms)
-        known = [dict(x) for x in self.labels.streams if x != value.terms]
-        known = [x for x in known if all(whole.get(label) == count for label, count in x.items())]
-        for stream in sorted(known, key=len, reverse=True):
-            rest = [label for label in whole if label not in stream]
-            start = tuple(sorted(stream.items()))
-            if rest and all(start in self.labels.origins(label) for label in rest):
-                for made in (self.labels.made[label] for label in rest):
-                    if made.kind in ("linear", "layer_norm") and made.inputs[0].terms in self.labels.streams:
-                        own = made.kind == "linear" and made.words in self.paths
-                        self._say(f"{made.words} alone is a sublayer", "residual", f"the sub-module {made.words}" * own)
-                if len(rest) > 1:
-                    self._say(f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side", "parallel")
-                return
-        names = " + ".join(self.labels.words(label) for label in whole)
-        self._say(f"{names}, which {by} takes, is no residual connection", "residual")
-
     # ------------------------------------------------------------------------------------------- the end
     def _end(self, outputs: list[Tensor]) -> None:
         known = [self.values[id(x)] for x in outputs if id(x) in self.values]
@@ -488,26 +436,12 @@ class Follower:
             raise UnreadError("what comes back could not be followed")
         self.returned = known[0].terms
         for value in known[:1]:
-            self._used(value, "the output")
+            self.sums.used(value, "the output")
             tokens = value.places[..., :1].flatten() // FEATURES if value.places.dim() else torch.zeros(1)
             if bool((tokens.diff() < 0).any()):
-                self._say("the tokens that come back lie in another order", "output")
+                self.sums.say("the tokens that come back lie in another order", "output")
             for label, _ in value.terms:
                 self.labels.users.setdefault(label, set()).add("output")
-
-    def _of_parts(self) -> None:
-        for path, labels in self.calls.items():
-            kinds = [self.labels.made[label].kind for label in labels]
-            if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or len([k for k in kinds if k == "table"]) > 1:
-                self._say(f"{path} takes part {len(labels)} times, with other inputs", "residual")
-        for label, made in self.labels.of_kind("activation"):
-            users = self.labels.users.get(label, set())
-            ends = users <= {"linear", "product", "layer_norm"} or self.labels.is_pooled(made)
-            if users and not ends:
-                self._say(f"{made.words} stands behind the last matrix", "gate")
-        for _, made in self.labels.of_kind("gain"):
-            learnt = made.words in dict(self.module.named_parameters(remove_duplicate=False))
-            self._say(f"times {made.words}", "scale", f"the parameter {made.words}" if learnt else "")
 
     def _names(self, *tensors: Tensor) -> str:
         names = [name for x in tensors if id(x) in self.learnt for name in sorted(self.learnt[id(x)][0])]
@@ -516,6 +450,3 @@ class Follower:
     def _give(self, tensors: list[Tensor], value: Value) -> None:
         for x in tensors:
             self.values[id(x)] = value
-
-    def _say(self, words: str, stage: str, evidence: str = "") -> None:
-        self.found.append(Step(words, evidence, stage))

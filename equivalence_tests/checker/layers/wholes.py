@@ -58,6 +58,7 @@ class Whole:
     steps: tuple[Step, ...] = ()
     compared: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
+    why: str = ""  # what the first program lacked that was not made
 
     @cached_property
     def calls(self) -> Calls:
@@ -83,6 +84,7 @@ class Whole:
                     found = self._compared(writer.source(self.name), ("",) * bool(writer.tables), masked)
                 except (UnreadError, *NOT_FOLLOWED) as error:
                     why = error if isinstance(error, UnreadError) else UnreadError(said(error))
+                    self.why = self.why or str(why)
                     continue
                 if found.agrees:
                     return found
@@ -184,5 +186,6 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         return False
     if not explained(report, told_steps(whole.steps, report.meant, set()), whole.intended):
         return False
-    report.coverage += [Exercise(one, False, "the whole was not compared in it") for one in found.not_run]
+    reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
+    report.coverage += [Exercise(one, False, reason) for one in found.not_run]
     return True

@@ -5,6 +5,7 @@ gave. The residual stream goes from x to the output. Where it cannot be followed
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -183,7 +184,7 @@ def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool)
 
 
 class _LostError(Exception):
-    """The way of the residual stream is lost: why, or "" where that is reported already."""
+    """The way of the residual stream is lost."""
 
 
 class _Stream:
@@ -197,7 +198,7 @@ class _Stream:
 
     def __init__(self, wiring: Wiring, follower: Follower, self_attention: bool) -> None:
         labels = follower.labels
-        self.memory = ("", labels.add("given", "memory"))[not self_attention]
+        self.memory = "" if self_attention else labels.add("given", "memory")
         self.bases = {label for label, _ in labels.of_kind(*BASES)}
         self.wiring, self.final, self.steps = wiring, _sum(follower.returned), wiring.steps
         self.most = 1 if self_attention else 2  # attentions in a layer; with more, the end of a stack may stand in it
@@ -211,14 +212,12 @@ class _Stream:
 
     def follow(self) -> None:
         """Go from x to the output."""
-        try:
+        with suppress(_LostError):
             for step in self.sublayers:
                 if step.output not in self.done:
                     self._follow_one(step)
             self._judge_end()
             self.wiring.order = self._order()
-        except _LostError as lost:
-            self.wiring.unread += filter(None, lost.args)
 
     def _order(self) -> str:
         """Say where the norms stand, and around what; "" where there is none."""
@@ -231,18 +230,18 @@ class _Stream:
         """Go through one sub-layer."""
         entered = self._query(step)
         if entered is None:
-            raise _LostError(f"what goes into {step.path} is no sum of what came before")
+            raise _LostError
         if self.now not in (entered, self._normalised(entered)):
             if self._is_known(entered):
                 self._stop("sublayer_reads_another_tensor", step.frames)
-            raise _LostError(f"what goes into {step.path} is not the residual stream")
+            raise _LostError
         if self._is_mixed(step, entered):
             self.wiring.blame("sublayer_reads_another_tensor", step.frames)
         if step.output in self.wiring.unused:
             raise _LostError
         last, used = self._branch(step, entered)
         if used is None:
-            raise _LostError(f"what {step.path} gives is not seen in any sum")
+            raise _LostError
         beside = _without(used, last.output)
         if not beside:
             self._alone(step)
@@ -301,17 +300,17 @@ class _Stream:
         if reader is not None and reader.kind in SUBLAYERS and _with(self.now, step.output) in self.sums:
             self._stop("sublayer_reads_another_tensor", reader.frames)
         if step.contained is None:
-            raise _LostError(f"whether {step.path} adds a residual of its own is not known")
+            raise _LostError
         self.wiring.blame("residual_missing", step.frames)
         self._advance((step.output,))
 
     def _judge_end(self) -> None:
         if self.final is None:
-            raise _LostError("the output is no sum of what the sub-modules gave")
+            raise _LostError
         if self.final == self.now:
             return
         if not self.pre_norm or self._normalised(self.final) != self.now:
-            raise _LostError("the output is not where the residual stream ends")
+            raise _LostError
         if sum(step.kind == "attention" for step in self.sublayers) <= self.most:
             self.wiring.blame("norm_final_extra", self.norms[self.final[0]].frames)
 

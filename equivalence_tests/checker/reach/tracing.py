@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class ModuleCall:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """List the floating tensors in nested tuples, lists and dictionaries."""
+    """List the floating tensors in nested tuples, lists, dictionaries and dataclasses."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -35,15 +35,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, one.name) for one in fields(value)])
 
 
-def trace(module: nn.Module, call: Callable[[], Any], changed: int | None = None) -> list[ModuleCall]:
+def trace(module: nn.Module, call: Callable[[], Any]) -> list[ModuleCall]:
     """Run a call of a module and note every sub-module that takes part.
 
     Args:
         module: The module that ``call`` calls.
         call: Runs its forward pass; it is known to run.
-        changed: The place of a call that is to give other numbers than it does.
 
     Returns:
         The calls, in the order in which they ended.
@@ -53,15 +54,13 @@ def trace(module: nn.Module, call: Callable[[], Any], changed: int | None = None
     with contextlib.ExitStack() as stack:
         for path, child in module.named_modules():
             if path and getattr(type(child), "forward", None) is not nn.Module.forward:
-                stack.enter_context(_noting(child, path, seen, outside, changed))
+                stack.enter_context(_noting(child, path, seen, outside))
         call()
     return seen
 
 
 @contextlib.contextmanager
-def _noting(
-    child: nn.Module, path: str, seen: list[ModuleCall], outside: Frames, changed: int | None
-) -> Iterator[None]:
+def _noting(child: nn.Module, path: str, seen: list[ModuleCall], outside: Frames) -> Iterator[None]:
     """Note the calls of a sub-module, also where its forward is called by name, which passes hooks by."""
     own, forward = "forward" in vars(child), child.forward
 
@@ -71,8 +70,6 @@ def _noting(
         copies: dict[int, Tensor] = {}  # what is one tensor stays one
         given, named = tree_map_only(Tensor, lambda x: copies.setdefault(id(x), x.clone()), (args, kwargs))
         output = forward(*args, **kwargs)
-        if len(seen) == changed:
-            output = tree_map_only(Tensor, _other, output)
         seen.append(ModuleCall(path, given, named, tree_map_only(Tensor, torch.clone, output), frames))
         return output
 
@@ -83,11 +80,6 @@ def _noting(
         del vars(child)["forward"]
         if own:
             vars(child)["forward"] = forward
-
-
-def _other(x: Tensor) -> Tensor:
-    """Numbers that no norm and no sum takes back."""
-    return x + torch.linspace(0, 9, x.numel(), dtype=x.dtype).sin().view(x.shape) if x.is_floating_point() else x
 
 
 def layers_made(call: Callable[[], Any]) -> dict[str, Frames]:

@@ -70,7 +70,7 @@ class Equivalent:
         made = names["Equivalent"](*(copy.deepcopy(theirs.get_submodule(path)) for path in self.handed))
         state = names["from_theirs"](theirs.state_dict())
         for x in list(state.values())[:1]:
-            made.to(x.device, x.dtype)
+            made = like(made, x.device, x.dtype)
         made.load_state_dict(state, strict=True)
         return made.train(theirs.training)
 
@@ -112,6 +112,22 @@ class Equivalent:
         more = "" if self.is_function else ", with the conversion of the weights"
         closing = Text(f"  {said}; --equivalent prints all of it{more}.", style="dim")
         return Group(heading, *rows, _Beside(panels), closing)
+
+
+def like(module: Any, device: Any, dtype: Any) -> Any:
+    """Put a module on a device, and its real numbers in a precision; ``Module.to`` would make complex ones real.
+
+    Args:
+        module: The module, which is changed.
+        device: The device.
+        dtype: The precision.
+
+    Returns:
+        The module.
+    """
+    for own in (*module.parameters(), *module.buffers()):
+        own.data = own.data.to(device, dtype if own.is_floating_point() else own.dtype)
+    return module
 
 
 @dataclass(frozen=True)

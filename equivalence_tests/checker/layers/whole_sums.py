@@ -1,0 +1,95 @@
+"""What torch's layers do not have in the sums that flow between parts: factors, other residuals, parts side by side."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from equivalence_tests.checker.equivalent.steps import Step
+from equivalence_tests.checker.layers.whole_values import BASES, Labels, Terms, Value
+
+EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
+
+
+@dataclass(eq=False)
+class Sums:
+    """Asks of each sum that a part takes whether it is the stream of tokens.
+
+    Args:
+        labels: What the parts made.
+        paths: Of the sub-modules.
+    """
+
+    labels: Labels
+    paths: Collection[str]
+    found: list[Step] = field(default_factory=list)
+    seen: set[Terms] = field(default_factory=set)
+
+    def used(self, value: Value, by: str) -> None:
+        """Ask of a value that something takes whether it is the stream of tokens, or what one part gave."""
+        if value.terms in self.seen:
+            return
+        self.seen.add(value.terms)
+        for label, count in value.terms:
+            if count != 1:
+                made = self.labels.made[label]
+                width = value.places.size(-1) if value.places.dim() else 0
+                usual = made.kind == "embedding" and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
+                said = "the square root of the width, as embeddings are scaled" if usual else ""
+                self.say(f"{made.words} times {count:.6g}", "factor", said)
+        kinds = {label: self.labels.made[label].kind for label, _ in value.terms}
+        branches = [label for label, kind in kinds.items() if kind not in BASES]
+        if value.only and branches:
+            made = self.labels.made[value.only]
+            if made.kind == "layer_norm" and made.inputs[0].terms in self.labels.streams:
+                self.labels.streams.add(value.terms)
+            return
+        if sum(kind == "given" for kind in kinds.values()) > 1:
+            self.say("two arguments are added", "residual")
+        if branches:
+            self._from_stream(value, by)
+        self.labels.streams.add(value.terms)
+
+    def _from_stream(self, value: Value, by: str) -> None:
+        """A sum is a stream with what sub-layers made of it."""
+        whole = dict(value.terms)
+        known = [dict(x) for x in self.labels.streams if x != value.terms]
+        known = [x for x in known if all(whole.get(label) == count for label, count in x.items())]
+        for stream in sorted(known, key=len, reverse=True):
+            rest = [label for label in whole if label not in stream]
+            start = tuple(sorted(stream.items()))
+            if rest and all(start in self.labels.origins(label) for label in rest):
+                for made in (self.labels.made[label] for label in rest):
+                    if made.kind in ("linear", "layer_norm") and made.inputs[0].terms in self.labels.streams:
+                        own = made.kind == "linear" and made.words in self.paths
+                        self.say(f"{made.words} alone is a sublayer", "residual", f"the sub-module {made.words}" * own)
+                if len(rest) > 1:
+                    self.say(f"{' and '.join(self.labels.words(x) for x in rest)} stand side by side", "parallel")
+                return
+        names = " + ".join(self.labels.words(label) for label in whole)
+        self.say(f"{names}, which {by} takes, is no residual connection", "residual")
+
+    def judge_parts(self, calls: Mapping[str, set[str]], module: nn.Module) -> None:
+        """Say what is strange in how often parts take part, and in what follows them.
+
+        Args:
+            calls: The labels of each part.
+            module: Holds the parameters.
+        """
+        for path, labels in calls.items():
+            kinds = [self.labels.made[label].kind for label in labels]
+            if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or len([k for k in kinds if k == "table"]) > 1:
+                self.say(f"{path} takes part {len(labels)} times, with other inputs", "residual")
+        for label, made in self.labels.of_kind("activation"):
+            users = self.labels.users.get(label, set())
+            ends = users <= {"linear", "product", "layer_norm"} or self.labels.is_pooled(made)
+            if users and not ends:
+                self.say(f"{made.words} stands behind the last matrix", "gate")
+        for _, made in self.labels.of_kind("gain"):
+            learnt = made.words in dict(module.named_parameters(remove_duplicate=False))
+            self.say(f"times {made.words}", "scale", f"the parameter {made.words}" if learnt else "")
+
+    def say(self, words: str, stage: str, evidence: str = "") -> None:
+        """Note something that torch's layers do not have."""
+        self.found.append(Step(words, evidence, stage))
