@@ -254,15 +254,3 @@ def test_the_command_prints_torchs_layer(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, ["verify", f"{path}:PaddedPreNormLayer", "--equivalent"]).stdout
     assert "class Equivalent(nn.TransformerEncoderLayer):" in printed
     assert "src_key_padding_mask=None if pad is None else ~pad" in printed
-
-
-class OneMaskAtATime(PaddedPreNormLayer):
-    """Drops its second mask where the first is not given."""
-
-    def forward(self, x: Tensor, pad: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        return super().forward(x, pad, None if pad is None else mask)
-
-
-def test_each_mask_is_tried_alone_as_well() -> None:
-    report = verify(OneMaskAtATime)
-    assert report.verdict != "equal", str(report)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -75,33 +76,32 @@ def read_wiring(trial: Trial, atoms: Mapping[str, str], contained: Mapping[str, 
     Returns:
         Mistakes, and what could not be read.
     """
-    inputs, module, wiring = trial.inputs(), trial.function, Wiring()
+    wiring = Wiring()
+    run, follower = _followed(trial, {p: "layer" if contained.get(p) else kind for p, kind in atoms.items() if kind})
+    try:
+        steps = follower.steps([*tensors_in((run.output,))][trial.plan.output :])
+        wiring.unread += [step.words for step in steps if not step.evidence]
+    except UnreadError as why:
+        wiring.unread.append(str(why))
+    idle = idle_modules(run, follower.module)
+    wiring.steps += _steps(follower.labels, atoms, contained, wiring)
+    _judge_unused(wiring, {path: kind for path, kind in atoms.items() if path in idle}, trial.plan.self_attention)
+    if follower.returned:
+        _Stream(wiring, follower, trial.plan.self_attention).follow()
+    return wiring
+
+
+def _followed(trial: Trial, kinds: Mapping[str, str]) -> tuple[Run, Follower]:
+    """Run a layer, and say which of the tensors that it is given is the input, and which the memory."""
+    inputs, module = trial.inputs(), trial.function
     assert isinstance(module, nn.Module)  # layers are modules
     with called_by_hooks(module):
         run = Call(lambda: trial.returned(inputs), (), module=module).run(read=False)
-    kinds = {path: "layer" if contained.get(path) else kind for path, kind in atoms.items() if kind}
     follower = Follower(module, run.recorder, kinds, ())
-    root = run.recorder.calls[0]
-    for name, x in [(_given_as(x, inputs), x) for x in root.inputs]:
+    for name, x in [(_given_as(x, inputs), x) for x in run.recorder.calls[0].inputs]:
         if name:
             follower.given(name, x)
-    idle = idle_modules(run, module)
-    try:
-        steps = follower.steps([*tensors_in((run.output,))][trial.plan.output :])
-    except UnreadError as why:
-        wiring.unread.append(str(why))
-        steps = []
-    wiring.steps += _steps(follower.labels, atoms, contained, wiring)
-    _judge_unused(wiring, {path: kind for path, kind in atoms.items() if path in idle}, trial.plan.self_attention)
-    if wiring.unread:
-        return wiring
-    stream = _Stream(wiring, follower, trial.plan.self_attention)
-    stream.follow()
-    wiring.unread += [step.words for step in steps if not step.evidence]
-    stream.judge_norms()
-    if not trial.plan.self_attention:
-        stream.judge_cross()
-    return wiring
+    return run, follower
 
 
 def _given_as(x: Tensor, inputs: Inputs) -> str:
@@ -218,6 +218,9 @@ class _Stream:
                     self._follow_one(step)
             self._judge_end()
             self.wiring.order = self._order()
+        self._judge_norms()
+        if self.memory:
+            self._judge_cross()
 
     def _order(self) -> str:
         """Say where the norms stand, and around what; "" where there is none."""
@@ -314,7 +317,7 @@ class _Stream:
         if sum(step.kind == "attention" for step in self.sublayers) <= self.most:
             self.wiring.blame("norm_final_extra", self.norms[self.final[0]].frames)
 
-    def judge_cross(self) -> None:
+    def _judge_cross(self) -> None:
         """Say whether the cross-attention comes second, and takes keys and values from the memory."""
         attentions = [step for step in self.steps if step.kind == "attention"]
         counts = [sum(x is not None and self._of_memory(x) for x in step.inputs) for step in attentions]
@@ -328,7 +331,7 @@ class _Stream:
         elif len(counts) > 1 and counts[0]:
             self.wiring.blame("sublayers_in_another_order", attentions[0].frames)
 
-    def judge_norms(self) -> None:
+    def _judge_norms(self) -> None:
         """Name a LayerNorm that stands in two places."""
         first: dict[str, Sum | None] = {}
         for step in self.norms.values():
