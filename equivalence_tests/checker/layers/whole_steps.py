@@ -120,8 +120,7 @@ class Follower:
                 end, found = operation.index + 1, (names[0], made.tensor)
         if end < place + 2:  # one operation is known by its name
             return place
-        label = self.labels.add("activation", found[0], [value])
-        self._give([found[1]], Value(((label, 1.0),), value.places))
+        self._give([found[1]], Value(((self.labels.add("activation", found[0], [value]), 1.0),), value.places))
         return end
 
     def _events(self) -> Iterator[ModuleCall]:
@@ -165,12 +164,11 @@ class Follower:
     # ------------------------------------------------------------------------------------------- parts
     def _called(self, call: ModuleCall) -> None:
         kind, path = self._kind(call.path), call.path
+        kind = "positions" if kind == OF_POSITIONS else kind
         data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
         if kind == "embedding":
             self._looked_up(path, call.inputs[0], call.outputs[0])
             return
-        if kind == OF_POSITIONS:
-            kind = "positions"
         if not data:
             if kind != "positions":
                 raise UnreadError(f"{path} is given nothing that could be followed")
