@@ -110,7 +110,7 @@ def compare(program: Computes, case: Case, layout: Layout, gradients: bool = Tru
             raise UnreadError("it gives numbers that are none")
         given = {name: layout.inward(x.double()) for name, x in leaves.items()}
         ours = program(given, call.module, parameters, case.may_attend).double()
-        if ours.size(1) == 1 and theirs.shape == (1, len(ours), ours.size(-1)):
+        if ours.dim() == 3 and ours.size(1) == 1 and theirs.shape == (1, len(ours), ours.size(-1)):
             theirs = theirs.transpose(0, 1)  # one token of each sample, without its axis
         if case.rows is not None and ours.shape == theirs.shape:
             ours, theirs = ours[case.rows], theirs[case.rows]
