@@ -66,9 +66,9 @@ def accepted(report: Report, intended: Mapping[str, str]) -> Report:
     Returns:
         The same report; its verdict is another one where nothing wrong is left.
     """
-    moved = [replace(finding, meant=intended[finding.name]) for finding in report.findings if finding.name in intended]
+    moved = [replace(finding, reason=intended[finding.name]) for finding in report.findings if finding.name in intended]
     report.findings = [finding for finding in report.findings if finding.name not in intended]
-    report.meant += moved
+    report.intended += moved
     if not report.findings:
         report.checks = [_excused(check, intended, bool(moved)) for check in report.checks]
         outcomes = {check.outcome for check in report.checks if check.name not in NOT_JUDGED}

@@ -28,7 +28,7 @@ from equivalence_tests.checker.reporting.report import Report
 NO_ATTENTION = "No attention runs in"
 
 
-def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]) -> list[Report]:
+def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, str]) -> list[Report]:
     """Run a call once, watched, and judge every attention in it.
 
     A module is copied, put into eval and into float64; where it does not run so, it stays in its own precision.
@@ -38,7 +38,7 @@ def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]
         inputs: What it is called with: a dictionary of arguments by name, a tuple or list of arguments, both as
             (args, kwargs), one tensor, or a function that gives any of these.
         name: What to call it.
-        meant: Which deviations are on purpose: name -> reason.
+        intended: Which deviations are on purpose: name -> reason.
 
     Returns:
         One report for each attention that ran, in their order.
@@ -63,14 +63,14 @@ def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]
             continue
         module = getattr(ready, "__self__", None)  # of a method
         module = module if isinstance(module, nn.Module) else None
-        found = diagnose_call(ready, given_args, given_kwargs, module=module, name=name, meant=dict(meant))
+        found = diagnose_call(ready, given_args, given_kwargs, module=module, name=name, intended=dict(intended))
         scripted = dict(_scripted(module or ready))
-        compared = list(_compared(scripted, name, meant))
+        compared = list(_compared(scripted, name, intended))
         found += [report for report in compared if report.verdict == "partial"] if found else compared
         if not found and scripted:
             raise CannotCheckError(f"TorchScript runs in {name}, which hides its operations.")
         if not found and guess_kind(ready) in PARTS and not is_torchs(ready):
-            found = [_part(ready, given_args, given_kwargs, name, meant)]
+            found = [_part(ready, given_args, given_kwargs, name, intended)]
         if not found:
             raise CannotCheckError(f"{NO_ATTENTION} {name}: no product of queries and keys weighs values there.")
         unread = ", ".join(sorted(scripted.keys() - {report.place for report in found}))
@@ -80,10 +80,10 @@ def examine_call(function: Any, inputs: Any, name: str, meant: Mapping[str, str]
 
 
 def _part(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, meant: Mapping[str, str]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, intended: Mapping[str, str]
 ) -> Report:
     """Check a norm, a feed-forward or an encoding of positions, and compare what it gives for the user's own inputs."""
-    report = examine_part(module, name, guess_kind(module), Adapter(intended=meant))
+    report = examine_part(module, name, guess_kind(module), Adapter(intended=intended))
     if report.verdict != "equal" or report.equivalent is None:
         return report
     (ours_args, ours_kwargs), (args, kwargs) = (in_dtype((args, kwargs), None) for _ in range(2))
@@ -111,11 +111,11 @@ def _scripted(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _scripted(child, f"{path}.{name}" if path else name)
 
 
-def _compared(scripted: Mapping[str, Any], name: str, meant: Mapping[str, str]) -> Iterator[Report]:
+def _compared(scripted: Mapping[str, Any], name: str, intended: Mapping[str, str]) -> Iterator[Report]:
     """Compare the output of what can be called as an attention by itself, and cannot be watched."""
     for path, part in scripted.items():
         with contextlib.suppress(CannotCheckError):
-            report = examine_attention(part, name, Adapter(intended=meant))
+            report = examine_attention(part, name, Adapter(intended=intended))
             report.place = path
             yield report
 

@@ -170,7 +170,7 @@ class Window(nn.Module):
 def test_a_window_of_fixed_length_is_read_at_that_length() -> None:
     report = verify(Window)
     assert report.verdict == "equal", str(report)
-    assert [finding.name for finding in report.meant] != []
+    assert [finding.name for finding in report.intended] != []
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
@@ -263,7 +263,7 @@ def test_tables_in_single_precision_are_rounding() -> None:
 def test_a_window_as_wide_as_its_attribute_says_is_meant_so() -> None:
     report = verify(SlidingWindowAttention)
     assert report.verdict == "equal", str(report)
-    assert [(finding.name, finding.meant) for finding in report.meant] == [
+    assert [(finding.name, finding.reason) for finding in report.intended] == [
         ("own_mask", "it is as wide as window says (4)")
     ]
 

@@ -80,7 +80,7 @@ def test_what_is_intended_is_listed_once(target: type[nn.Module], name: str) -> 
     assert verify(target).mistakes == (name,)
     report = verify(target, intended={name: "as the paper has it"})
     assert report.verdict == "equal", str(report)
-    assert [(finding.name, finding.meant) for finding in report.meant] == [(name, "as the paper has it")]
+    assert [(finding.name, finding.reason) for finding in report.intended] == [(name, "as the paper has it")]
     assert str(report).startswith("EQUAL, except where intended")
     assert bool(report)
 
@@ -92,7 +92,7 @@ def test_what_is_intended_is_listed_once(target: type[nn.Module], name: str) -> 
 def test_the_name_of_a_model_that_does_so_says_that_it_is_intended(target: type[nn.Module], name: str) -> None:
     report = verify(target)
     assert report, str(report)
-    listed = [(finding.name, finding.meant.partition(",")[0].split()[0]) for finding in report.meant]
+    listed = [(finding.name, finding.reason.partition(",")[0].split()[0]) for finding in report.intended]
     assert (name, target.__name__) in listed
 
 
@@ -130,7 +130,8 @@ REASON = {"scale_missing": "as T5"}
 )
 def test_it_is_said_by_an_adapter_too_and_under_its_old_name(given: dict[str, Any]) -> None:
     report = verify(Unscaled, **given)
-    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["scale_missing"])
+    assert (report.verdict, [finding.name for finding in report.intended]) == ("equal", ["scale_missing"])
+    assert [finding.meant for finding in report.meant] == ["as T5"]  # and so is what a report lists
 
 
 @pytest.mark.parametrize("take", [Adapter, partial(verify, Unscaled)])

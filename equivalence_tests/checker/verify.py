@@ -102,7 +102,7 @@ def verify(
     """
     if kind is not None:
         check_choice("kind", kind, KINDS)
-    own = adapter.meant if adapter else {}
+    own = adapter.intended if adapter else {}
     given = check_intended({**own, **(either(intended, meant) or {})})
     name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
@@ -113,7 +113,7 @@ def verify(
             if inputs is not None:
                 reports = examine_call(found, inputs, name, given)
             else:
-                reports = [_verify(found, name, kind, replace(adapter or Adapter(), meant=given), progress)]
+                reports = [_verify(found, name, kind, replace(adapter or Adapter(), intended=given), progress)]
         for report in reports:
             report.notes += without(wrapped)
         return reports
@@ -195,7 +195,7 @@ def _as_it_is_called(found: Any, name: str, adapter: Adapter, unread: Report) ->
     """Judge the attentions that run in a call that stands in the same file, where nothing else could be read."""
     for example in examples_of(found):
         try:
-            reports = examine_call(example.function, (example.args, example.kwargs), name, adapter.meant)
+            reports = examine_call(example.function, (example.args, example.kwargs), name, adapter.intended)
         except CannotCheckError:
             continue
         report = functools.reduce(joined, reports)

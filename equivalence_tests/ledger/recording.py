@@ -31,7 +31,7 @@ def row_of(target: str, report: Report, seconds: float) -> Row:
         "target": target,
         "verdict": report.verdict,
         "found": sorted(map(_of_finding, report.findings)),
-        "intended": sorted({finding.name for finding in report.meant}),
+        "intended": sorted({finding.name for finding in report.intended}),
         "not_run": sorted({exercise.what for exercise in report.not_exercised}),
         "failed": sorted(check.name for check in report.checks if check.outcome == "failed"),
         "program": report.equivalent is not None,

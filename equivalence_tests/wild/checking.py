@@ -52,7 +52,7 @@ class Judged:
         path: Its place in the model.
         implementation: "eager" or "sdpa" where a library has both; "own" elsewhere.
         key: What tells it from all others.
-        verdict: "equal", "meant so", "partial", "deviates" or "not read".
+        verdict: "equal", "intended", "partial", "deviates" or "not read".
         findings: What deviates: name, line and sentence of each.
         not_exercised: What a partial verdict says nothing about.
         reason: Why it was not read.
@@ -128,7 +128,7 @@ def _judged(attention: Attention, judge: Callable[[Attention], Report]) -> Judge
         attention.implementation,
         attention.key,
         verdict=verdict_of(report),
-        findings=[told(finding) for finding in (*report.findings, *report.meant)],
+        findings=[told(finding) for finding in (*report.findings, *report.intended)],
         not_exercised=[exercise.what for exercise in report.not_exercised],
         reason=report.reason,
         seconds=time.process_time() - started,
@@ -141,8 +141,8 @@ def verdict_of(report: Report) -> str:
     >>> verdict_of(Report("x", verdict="equal")), verdict_of(Report("x"))
     ('equal', 'not read')
     """
-    if report.verdict == "equal" and report.meant:
-        return "meant so"
+    if report.verdict == "equal" and report.intended:
+        return "intended"
     return "not read" if report.verdict == "unchecked" else report.verdict
 
 
@@ -150,6 +150,6 @@ def told(finding: Finding) -> str:
     """Say in one line what a finding is, and where."""
     line = finding.line
     place = f" at {line.path.rpartition('site-packages/')[2]}:{line.number} `{line.text}`" if line else ""
-    meant = f" (meant so: {finding.meant})" if finding.meant else ""
-    known = f" (on purpose in: {finding.on_purpose_in})" if finding.on_purpose_in and not meant else ""
-    return f"{finding.name}{place}: {finding.sentence}{meant}{known}"
+    reason = f" (intended: {finding.reason})" if finding.reason else ""
+    known = f" (on purpose in: {finding.on_purpose_in})" if finding.on_purpose_in and not reason else ""
+    return f"{finding.name}{place}: {finding.sentence}{reason}{known}"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 __all__ = ["VERDICTS", "summary", "table", "written"]
 
-VERDICTS = ("equal", "meant so", "partial", "deviates", "not read")
+VERDICTS = ("equal", "intended", "partial", "deviates", "not read")
 
 
 def table(judged: Sequence[dict[str, Any]]) -> Table:

@@ -56,7 +56,7 @@ def answer_of(report: Report, path: Path, seconds: float = 0.0) -> Answer:
     >>> answer_of(Report("x", verdict="equal"), Path("x.py")).verdict
     'equal'
     """
-    intended = tuple(f"{one.name}: {one.sentence} ({one.meant})" for one in report.meant)
+    intended = tuple(f"{one.name}: {one.sentence} ({one.reason})" for one in report.intended)
     verdict = INTENDED if report.verdict == "equal" and intended else report.verdict
     blamed = (finding.line for finding in report.findings)
     lines = tuple(line.number for line in blamed if line is not None and Path(line.path).name == path.name)

@@ -236,7 +236,7 @@ def _in_short(report: Report) -> str:
     first, *rest = report.reason.splitlines() or [""]
     reason = f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
     wrong = ", ".join(report.mistakes) or reason
-    intended = ", ".join(finding.name for finding in report.meant)
+    intended = ", ".join(finding.name for finding in report.intended)
     return wrong or (f"intended: {intended}" if intended else "")
 
 

@@ -36,7 +36,7 @@ class Request:
         inputs: "file.py:name" of what the model is called with; "" to work out a call.
         kind: As in ``verify``.
         adapter: "file.py:NAME" of an ``Adapter``; "" for none.
-        meant: As in ``verify``.
+        intended: As in ``verify``.
         run_all: Run every cell of a notebook.
         compiled: Compile it too.
     """
@@ -45,7 +45,7 @@ class Request:
     inputs: str = ""
     kind: str | None = None
     adapter: str = ""
-    meant: dict[str, str] = field(default_factory=dict)
+    intended: dict[str, str] = field(default_factory=dict)
     run_all: bool = False
     compiled: bool = False
 

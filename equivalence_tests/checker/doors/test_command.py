@@ -205,7 +205,7 @@ def test_reasons_come_from_options_and_from_a_file(
     (tmp_path / "reasons.toml").write_text('scale_missing = "as T5"')
     arguments = ["a.py:A", f"{option}-file", str(tmp_path / "reasons.toml"), other, "own_mask=as Mistral"]
     assert CliRunner().invoke(app, ["verify", *arguments]).exit_code == 0
-    assert seen[0].meant == {"scale_missing": "as T5", "own_mask": "as Mistral"}
+    assert seen[0].intended == {"scale_missing": "as T5", "own_mask": "as Mistral"}
 
 
 def test_the_old_names_of_options_are_not_shown() -> None:

@@ -103,7 +103,7 @@ def test_the_files_given_are_tests(pytester: pytest.Pytester, run: Run, asked: l
     assert [request.target for request in in_order] == [f"model.py:{name}" for name in names]
     pytester.makeini("[pytest]\nsidebyside_intended =\n    scale_missing=as T5")
     run("--sidebyside", "-k", "deviates or equal", "model.py").assert_outcomes(passed=1, failed=1, deselected=2)
-    assert [(request.target, request.meant) for request in asked[1]] == [
+    assert [(request.target, request.intended) for request in asked[1]] == [
         (f"model.py:{name}", {"scale_missing": "as T5"}) for name in ("equal", "deviates")
     ]
 

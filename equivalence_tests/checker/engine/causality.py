@@ -1,6 +1,6 @@
 """Find out whether code that builds a causal mask, or is called causal, hides nothing with it.
 
-What is asked for here is evidence that a causal mask is meant: a triangle that the instance keeps or that forward
+What is asked for here is evidence that a causal mask is intended: a triangle that the instance keeps or that forward
 makes, or the name of the class. A mask argument or a switch that is off leaves the causal mask to the caller.
 """
 
@@ -22,7 +22,7 @@ LEFT_TO_THE_CALLER = re.compile(r"mask|causal|bias|tril|triu|future|decoder|auto
 
 
 def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
-    """Say what shows that a causal mask is meant.
+    """Say what shows that a causal mask is intended.
 
     Args:
         module: The module; that it is not causal is known.

@@ -83,8 +83,8 @@ class Checked:
             return self.situation.trial.output(inputs).double()
 
     def formula(self, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
-        """Torch's formula in the place of the context; skips the check where something else is meant."""
-        others = [finding.name for finding in self.report.meant if finding.name not in KEPT]
+        """Torch's formula in the place of the context; skips the check where something else is intended."""
+        others = [finding.name for finding in self.report.intended if finding.name not in KEPT]
         judgements = self.situation.found.judgements
         if others or any(judgement.attention.tiled for judgement in judgements):
             raise SkippedError(f"the formula is another one: {', '.join(others) or 'tiles'}")

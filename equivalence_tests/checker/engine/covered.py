@@ -27,7 +27,7 @@ class Covered:
         judge: Judges a call of a function with its arguments, as the one before was.
         exercises: What was run, or not.
         findings: What deviates.
-        meant: What deviates on purpose.
+        intended: What deviates on purpose.
         angles: The form that each argument takes which asks for the angles of rotary positions.
     """
 
@@ -35,7 +35,7 @@ class Covered:
     judge: Judge
     exercises: list[Exercise] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    meant: list[Finding] = field(default_factory=list)
+    intended: list[Finding] = field(default_factory=list)
     angles: dict[str, AngleForm] = field(default_factory=dict)
 
     def tables(self, inputs: Inputs) -> dict[str, Any]:

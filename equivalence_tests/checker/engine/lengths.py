@@ -91,7 +91,7 @@ def _note_blocks(covered: Covered, name: str, limit: int) -> None:
         why = f"blocks of {limit} tokens side by side do not slide: only its author knows whether they are intended"
         covered.leave_out(name, why)
     else:
-        covered.meant.append(found_mistake("own_mask", meant=f"its blocks are as wide as {name} says ({limit})"))
+        covered.intended.append(found_mistake("own_mask", reason=f"its blocks are as wide as {name} says ({limit})"))
 
 
 def _judge_window(covered: Covered, name: str, limit: int) -> None:

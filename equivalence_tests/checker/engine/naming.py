@@ -17,7 +17,7 @@ def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
         example=Example(departure.quantity, departure.have, departure.want) if departure.have else None,
         proof=proof,
         evidence=departure.facts.get("claim", "") or _idle(departure),
-        meant=departure.evidence,
+        reason=departure.evidence,
     )
 
 

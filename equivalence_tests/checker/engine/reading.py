@@ -51,7 +51,7 @@ def reading_of(situation: Situation, report: Report) -> Iterator[Row]:
     yield _heads(judgement)
     if situation.subject.module is not None:
         yield from _weights(judgement)
-    if any(finding.name == "bias_added" for finding in report.meant):
+    if any(finding.name == "bias_added" for finding in report.intended):
         yield "scores", "a bias by position is added", "attn_mask of floats, given in each call"
     wrap = _wrap(situation)
     if wrap:

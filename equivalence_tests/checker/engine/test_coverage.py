@@ -683,7 +683,7 @@ class KeptAtTheWidthOutside(Inside):
 
 def test_blocks_and_widths_that_are_alike_at_first_are_told_apart() -> None:
     report = verify(Inside)
-    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["own_mask"]), str(report)
+    assert (report.verdict, [finding.name for finding in report.intended]) == ("equal", ["own_mask"]), str(report)
     assert [one.what for one in verify(SlidingInside).not_exercised] == ["window_size"]
     assert verify(ScaledByTheOutside).mistakes == ("scale_wrong",)
     (crash,) = verify(KeptAtTheWidthOutside).not_exercised

@@ -979,7 +979,7 @@ def test_keys_may_attend_to_queries_beside_the_way_that_is_judged() -> None:
 def test_a_rotation_is_seen_behind_a_norm_that_holds_no_gain(target: type[nn.Module], names: tuple[str, ...]) -> None:
     report = judged(target)
     assert report.mistakes == names
-    assert ("rotary_positions" in [finding.name for finding in report.meant]) == (not names)
+    assert ("rotary_positions" in [finding.name for finding in report.intended]) == (not names)
 
 
 def test_a_parameter_of_a_line_that_did_not_run_is_listed() -> None:
@@ -1144,5 +1144,5 @@ class BiasOfQueries(Base):
 
 
 def test_a_bias_that_queries_make_is_named_after_its_table() -> None:
-    (bias,) = judged(BiasOfQueries).meant
-    assert (bias.name, bias.meant) == ("bias_added", "it is made from the parameter table")
+    (bias,) = judged(BiasOfQueries).intended
+    assert (bias.name, bias.reason) == ("bias_added", "it is made from the parameter table")

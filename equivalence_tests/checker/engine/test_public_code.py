@@ -394,7 +394,7 @@ class WithoutResidual(Attends):
 
 def test_what_stands_around_an_attention_and_is_not_followed_is_listed() -> None:
     report = verify(lambda: WithoutResidual(12, 12, 3), kind="attention")
-    assert [finding.meant for finding in report.meant] == ["the sub-module feed_forward, a Sequential"]
+    assert [finding.reason for finding in report.intended] == ["the sub-module feed_forward, a Sequential"]
 
 
 class SumsByLetters(Attends):
@@ -511,7 +511,7 @@ class SeesItselfForNoReason(WindowsOfOneToken):
 
 def test_windows_of_one_token_are_no_attention_over_the_batch() -> None:
     report = verify(WindowsOfOneToken)
-    assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["own_mask"])
+    assert (report.mistakes, [finding.name for finding in report.intended]) == ((), ["own_mask"])
     assert "no query had more than one key" in report.not_exercised[0].detail
     assert verify(SeesItselfForNoReason).mistakes == ("key_tokens_missing",)
 
@@ -639,7 +639,7 @@ class ScalesItsValues(nn.Module):
 
 def test_a_factor_of_the_values_is_meant_where_a_setting_says_so() -> None:
     report = verify(lambda: ScalesItsValues(33, 3))
-    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["value_changed_by_mul"])
+    assert (report.verdict, [finding.name for finding in report.intended]) == ("equal", ["value_changed_by_mul"])
     assert verify(lambda: ScalesItsValues(33, 3, 0.5)).mistakes == ("value_changed_by_mul",)
 
 
@@ -681,7 +681,7 @@ class DividesItsValuesByTheirInputs(DividesByItsInputs):
 def test_projections_that_are_all_divided_by_the_root_of_their_inputs_are_meant_so() -> None:
     report = verify(lambda: DividesByItsInputs(33, 3))
     assert report.verdict == "equal", str(report)
-    assert {finding.name for finding in report.meant} >= {"value_changed_by_mul", "scale_wrong", "changed_by_mul"}
+    assert {finding.name for finding in report.intended} >= {"value_changed_by_mul", "scale_wrong", "changed_by_mul"}
     assert verify(lambda: DividesItsValuesByTheirInputs(33, 3)).mistakes == ("value_changed_by_mul",)
 
 
@@ -867,7 +867,7 @@ class AllFromTheTokenBefore(HalfFromTheTokenBefore):
 
 def test_values_of_other_tokens_are_meant_so_where_a_projection_of_their_own_makes_them() -> None:
     report = verify(HalfFromTheTokenBefore)
-    assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["values_meet_other_keys"])
+    assert (report.mistakes, [finding.name for finding in report.intended]) == ((), ["values_meet_other_keys"])
     assert verify(AllFromTheTokenBefore).mistakes == ("value_changed_by_roll",)
 
 
@@ -877,8 +877,8 @@ def test_a_mask_inside_of_an_argument_is_one_that_was_asked_for() -> None:
 
     far = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 2
     (report,) = verify(attention, {"x": torch.randn(2, 6, 8), "masks": {"far": far}})
-    (found,) = report.meant
-    assert (found.name, found.meant) == ("own_mask", "it is made from the argument masks['far']")
+    (found,) = report.intended
+    assert (found.name, found.reason) == ("own_mask", "it is made from the argument masks['far']")
     assert "argument" not in found.sentence
 
 
@@ -961,10 +961,10 @@ class WithTheRestOfAStart(WithABranchFactor):
 
 
 def test_a_factor_that_the_constructor_demands_is_meant_so() -> None:
-    assert "1 - what lambda_init says" in verify(WithTheRestOfAStart).meant[0].meant
+    assert "1 - what lambda_init says" in verify(WithTheRestOfAStart).intended[0].reason
     report = verify(WithABranchFactor)
-    assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["changed_by_mul"])
-    assert "what alpha says" in report.meant[0].meant
+    assert (report.mistakes, [finding.name for finding in report.intended]) == ((), ["changed_by_mul"])
+    assert "what alpha says" in report.intended[0].reason
     assert verify(WithAFactorNobodyChose).mistakes == ("changed_by_mul",)
 
 
@@ -1157,7 +1157,7 @@ class ReadsTheTextsValuesLast(ReadsATextBeside):
 
 def test_an_image_may_attend_to_a_text_and_to_itself_turned_by_small_matrices() -> None:
     report = verify(ReadsATextBeside)
-    assert (report.mistakes, [finding.name for finding in report.meant]) == ((), ["rotary_positions"])
+    assert (report.mistakes, [finding.name for finding in report.intended]) == ((), ["rotary_positions"])
     assert verify(ReadsTheTextsValuesLast).mistakes == ("values_meet_other_keys",)
 
 

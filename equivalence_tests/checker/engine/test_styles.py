@@ -89,7 +89,7 @@ class TurnedByMatrices(Base):
 
 def test_positions_may_be_turned_by_matrices() -> None:
     report = judged(TurnedByMatrices)
-    assert (report.verdict, [finding.name for finding in report.meant]) == ("equal", ["rotary_positions"])
+    assert (report.verdict, [finding.name for finding in report.intended]) == ("equal", ["rotary_positions"])
 
 
 class LearntScales(Base):
@@ -116,7 +116,7 @@ class LearntScalesOnTheValues(LearntScales):
 def test_each_head_may_have_a_scale_that_is_trained() -> None:
     report = judged(LearntScales)
     assert report.verdict == UNREAD
-    assert {finding.name for finding in report.meant} >= {"scale_differs_by_head", "bias_added"}
+    assert {finding.name for finding in report.intended} >= {"scale_differs_by_head", "bias_added"}
     assert judged(LearntScalesOnTheValues).mistakes == ("weights_scaled",)
 
 
@@ -166,7 +166,7 @@ class ScaledTables(TurnedAndScaled):
 
 def test_the_tables_of_a_rotation_may_carry_a_scale() -> None:
     report = judged(ScaledTables)
-    assert (report.verdict, [finding.name for finding in report.meant]) == (
+    assert (report.verdict, [finding.name for finding in report.intended]) == (
         "equal",
         ["scale_wrong", "rotary_positions"],
     )
@@ -550,13 +550,13 @@ def test_what_a_configuration_or_a_part_says_is_meant_so(target: type[nn.Module]
     report = judged(target)
     assert report.verdict in ("equal", UNREAD)
     # The steps of its program that torch does not have are listed too, each by its stage.
-    assert [finding.name for finding in report.meant if not finding.name.endswith("_of_its_own")] == meant
+    assert [finding.name for finding in report.intended if not finding.name.endswith("_of_its_own")] == meant
 
 
 def test_a_factor_of_each_query_that_is_given_is_no_rotation() -> None:
     growth = (1 + torch.arange(5).float() / 2048).pow(0.1)[:, None]
     report = judged(ScaledByArgument, growth)
-    assert (report.verdict, [finding.name for finding in report.meant]) == (UNREAD, ["query_changed_by_mul"])
+    assert (report.verdict, [finding.name for finding in report.intended]) == (UNREAD, ["query_changed_by_mul"])
     assert judged(ScaledByArgument, growth - 1).mistakes[:1] == ("query_changed_by_mul",)
 
 
@@ -708,7 +708,7 @@ class MixesTokensWithALearntWeight(Base):
 
 def test_tokens_that_are_mixed_are_never_meant_so() -> None:
     report = judged(MixesTokensWithALearntWeight)
-    assert (report.mistakes, report.meant) == (("context_sums_over_queries",), [])
+    assert (report.mistakes, report.intended) == (("context_sums_over_queries",), [])
 
 
 class AddsWhatCameBefore(Base):
@@ -1081,7 +1081,7 @@ class KeysFromBesideToo(ValuesFromBeside):
 def test_an_argument_that_only_the_values_get_is_meant_for_them() -> None:
     looked_up = torch.randn(2, 5, WIDTH).double()
     report = judged(ValuesFromBeside, looked_up)
-    assert (report.verdict, [finding.name for finding in report.meant]) == (UNREAD, ["value_changed_by_add"])
+    assert (report.verdict, [finding.name for finding in report.intended]) == (UNREAD, ["value_changed_by_add"])
     assert "value_changed_by_add" in judged(KeysFromBesideToo, looked_up).mistakes
 
 

@@ -48,7 +48,7 @@ def test_what_is_written_piece_by_piece_is_read() -> None:
     for right in (Strided, InPlace):
         report = verify(right)
         assert report.verdict == "equal", str(report)
-        assert [finding.name for finding in report.meant] == ["rotary_positions"]
+        assert [finding.name for finding in report.intended] == ["rotary_positions"]
     (finding,) = verify(NoRotation).findings
     assert finding.name == "rotary_mixed"
     assert finding.line is not None

@@ -36,7 +36,7 @@ def diagnose_call(
     *,
     module: nn.Module | None = None,
     name: str = "",
-    meant: Mapping[str, str] | None = None,
+    intended: Mapping[str, str] | None = None,
     proofs: bool = True,
     features_last: bool = False,
 ) -> list[Report]:
@@ -48,7 +48,7 @@ def diagnose_call(
         kwargs: Its arguments by name.
         module: Holds the parameters, where the function is not the module itself.
         name: What to call it.
-        meant: Findings that are intended, by name, each with the user's reason.
+        intended: Findings that are intended, by name, each with the user's reason.
         proofs: Whether to show by further runs that what was found is all, and needed.
         features_last: Whether the last axis of the arguments is known to hold the features of tokens.
 
@@ -64,7 +64,7 @@ def diagnose_call(
     if features_last or call.module is None or next(call.module.parameters(), None) is None:
         call.seeds = _names_of_inputs(call)
     found = examine(call, GivenMasks(call))
-    diagnoses = [_diagnosis(found, place, name, proofs, dict(meant or {})) for place in range(len(found.judgements))]
+    diagnoses = [_diagnosis(found, place, name, proofs, dict(intended or {})) for place in range(len(found.judgements))]
     for diagnosis in diagnoses:
         diagnosis.seconds = (time.process_time() - started) / len(diagnoses)
     return diagnoses
@@ -76,7 +76,7 @@ def _names_of_inputs(call: Call) -> dict[int, Tensor]:
     return {id(x): numbered(x.shape) for x in given if x.is_floating_point() and x.dim() >= 3}
 
 
-def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: dict[str, str]) -> Report:
+def _diagnosis(found: Examination, place: int, name: str, proofs: bool, intended: dict[str, str]) -> Report:
     judgement = found.judgements[place]
     if len(found.judgements) == 1:  # of several, none says which weights are its own
         found.departures[place] += _of_weights(judgement, found.call.module, found.departures[place])
@@ -84,14 +84,14 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, meant: d
     if any(departure.mistake.roles for departure in found.departures[place]):  # rotations of other roles follow
         found.departures[place] = [one for one in found.departures[place] if one.stage != "rotary"]
     report = Report(name or f"attention {place + 1}", "multi-head attention")
-    conclude(report, found, place, found.departures[place], meant, proofs)
+    conclude(report, found, place, found.departures[place], intended, proofs)
     report.coverage = list(Evidence(judgement, found.call.module).not_judged())
     if report.coverage and report.verdict == "equal":
         report.verdict = "partial"
     report.conventions, report.notes = _conventions(judgement), judgement.notes
     report.place = judgement.attention.first.place
     if report.verdict in ("equal", "partial"):
-        hold_call(report, found, judgement, meant)
+        hold_call(report, found, judgement, intended)
         if report.unread and not proofs:  # one option of code that is held as a whole elsewhere
             report.verdict, report.reason = "partial", ""
     return report
@@ -102,7 +102,7 @@ def conclude(
     found: Examination,
     place: int,
     departures: list[Departure],
-    meant: Mapping[str, str],
+    intended: Mapping[str, str],
     proofs: bool = True,
 ) -> None:
     """Write into a report what departs: the mistakes, with their proofs, and what is intended.
@@ -112,15 +112,15 @@ def conclude(
         found: What was seen in the call.
         place: Which of its attentions.
         departures: Of that one, in this call and in others.
-        meant: Findings that are intended, by name, each with the user's reason.
+        intended: Findings that are intended, by name, each with the user's reason.
         proofs: Whether to prove them.
     """
     departures = Evidence(found.judgements[place], found.call.module).added_to(departures)
-    departures = [one if one.evidence else replace(one, evidence=meant.get(one.name, "")) for one in departures]
+    departures = [one if one.evidence else replace(one, evidence=intended.get(one.name, "")) for one in departures]
     wrong = [departure for departure in departures if not departure.evidence]
     proven = _proven(wrong, found, place) if proofs else {}
     report.findings = [finding_of(departure, proven.get(id(departure))) for departure in wrong]
-    report.meant = [finding_of(departure) for departure in departures if departure.evidence]
+    report.intended = [finding_of(departure) for departure in departures if departure.evidence]
     report.verdict = "deviates" if wrong else "equal"
 
 

@@ -55,7 +55,7 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
     if not holding.agrees:
         differs(report, holding.worst)
         return
-    if explained(report, holding.told(report.meant), intended):
+    if explained(report, holding.told(report.intended), intended):
         report.coverage += [Exercise(what, False, "it is no part of torch's program") for what in holding.left_over]
         report.verdict = "partial" if report.not_exercised else "equal"
 
@@ -77,8 +77,8 @@ def explained(report: Report, told: Mapping[Step, str], intended: Mapping[str, s
         names = "; ".join(dict.fromkeys(step.name for step in unexplained))
         report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with --intended {names}."
         return False
-    unlisted = [step for step in evidence if not any(step.is_told_by(finding) for finding in report.meant)]
-    report.meant += [step.as_intended(evidence[step]) for step in unlisted]
+    unlisted = [step for step in evidence if not any(step.is_told_by(finding) for finding in report.intended)]
+    report.intended += [step.as_intended(evidence[step]) for step in unlisted]
     return True
 
 

@@ -101,7 +101,7 @@ class _Held:
             unwritten=why,
             theirs=source_of(situation.subject.function),
             handed=tuple(writer.handed.values()),
-            steps=tuple((step.words, evidence) for step, evidence in holding.told(report.meant).items()),
+            steps=tuple((step.words, evidence) for step, evidence in holding.told(report.intended).items()),
             compared=tuple(self.compared),
             not_run=tuple(self.not_run),
             difference=worst.size,
@@ -264,7 +264,7 @@ def hold(report: Report, situation: Situation) -> None:
         _state_difference(report, situation)
         return
     report.equivalent = held.written(holding, report)
-    decide(report, holding, situation.subject.adapter.meant)
+    decide(report, holding, situation.subject.adapter.intended)
 
 
 def accuse(report: Report, situation: Situation) -> None:

@@ -77,7 +77,7 @@ def _told(holding: Holding, report: Report) -> Equivalent:
         unwritten="only a class or function can be written down, and this is one call",
         theirs="",
         handed=(),
-        steps=tuple((step.words, evidence) for step, evidence in holding.told(report.meant).items()),
+        steps=tuple((step.words, evidence) for step, evidence in holding.told(report.intended).items()),
         compared=("fresh inputs", "parameters drawn anew"),
         not_run=(),
         difference=worst.size,

@@ -59,7 +59,7 @@ class Step:
 
     def as_intended(self, evidence: str) -> Finding:
         """List it among what is intended."""
-        return Finding(self.name, self.stage, f"Beside torch's formula: {self.words}.", meant=evidence)
+        return Finding(self.name, self.stage, f"Beside torch's formula: {self.words}.", reason=evidence)
 
 
 def names_a_step(name: str) -> bool:
@@ -79,9 +79,9 @@ def told_steps(steps: Sequence[Step], intended: Sequence[Finding], projections: 
         intended: The deviations that are known to be.
         projections: The parameters of its projections: that one of them takes part is no evidence for any step.
     """
-    telling = [one for one in intended if not any(name in one.meant for name in projections)]
+    telling = [one for one in intended if not any(name in one.reason for name in projections)]
     found = {}
     for step in steps:
-        said = [step.evidence, *(one.meant for one in telling if step.is_told_by(one))]
+        said = [step.evidence, *(one.reason for one in telling if step.is_told_by(one))]
         found[step] = next(filter(None, said), "")
     return found

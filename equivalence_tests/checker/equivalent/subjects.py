@@ -126,8 +126,8 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         errors.append(f"{type(error).__name__}: {error}{raised_at(error)}")
         return None
     said = _callers_scale(situation)
-    meant = {row.name: said for row in SCALES if said and row.chosen} | dict(subject.adapter.meant)
-    subject.adapter = replace(subject.adapter, meant=meant)
+    intended = {row.name: said for row in SCALES if said and row.chosen} | dict(subject.adapter.intended)
+    subject.adapter = replace(subject.adapter, intended=intended)
     report = Report(subject.name, "multi-head attention" if subject.module is not None else "attention function")
     departures = list(situation.departures)
     if not situation.blocked:
@@ -138,9 +138,9 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         report.reason = f"No attention runs in it: {_what_is_missing(situation)}"
         compare_output(report, situation)
     else:
-        conclude(report, situation.found, 0, departures, subject.adapter.meant)
+        conclude(report, situation.found, 0, departures, subject.adapter.intended)
     report.conventions = [*reading_of(situation, report), *report.conventions]
-    report.notes += [*notes_of(situation), *([said] if said and not report.meant else [])]
+    report.notes += [*notes_of(situation), *([said] if said and not report.intended else [])]
     if report.verdict == "equal":
         _cover(report, situation)
     elif report.verdict == "deviates" and not situation.blocked and subject.adapter.call is None:
@@ -235,8 +235,8 @@ def _cover(report: Report, situation: Situation) -> None:
 
     def judge(one: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Report]:
         module = one if isinstance(one, torch.nn.Module) else subject.module
-        meant = subject.adapter.meant
-        return diagnose_call(one, args, kwargs, module=module, meant=meant, proofs=False, features_last=last)
+        intended = subject.adapter.intended
+        return diagnose_call(one, args, kwargs, module=module, intended=intended, proofs=False, features_last=last)
 
     covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
     if subject.built and subject.module is not None:
@@ -247,7 +247,7 @@ def _cover(report: Report, situation: Situation) -> None:
         report.coverage += Evidence(situation.judgement, situation.subject.module).not_judged()
         report.coverage += _ungrouped(situation.subject, situation.judgement)
     report.findings += covered.findings
-    report.meant += covered.meant
+    report.intended += covered.intended
     if report.findings:
         report.verdict = "deviates"
     elif report.not_exercised:

@@ -308,7 +308,7 @@ def test_a_difference_is_stated_where_no_line_explains_it() -> None:
 
 def test_a_step_is_intended_if_the_user_says_so() -> None:
     report = verify(AddsItsInput, intended={"residual_of_its_own": "as in a block"})
-    assert (report.verdict, [one.meant for one in report.meant]) == ("equal", ["as in a block"])
+    assert (report.verdict, [one.reason for one in report.intended]) == ("equal", ["as in a block"])
     with pytest.raises(ValueError, match="intended must name"):
         verify(AddsItsInput, intended={"dinner_of_its_own": "as in a block"})
 
@@ -336,8 +336,8 @@ class ReturnsOtherScores(ReturnsItsScores):
 
 
 def test_an_equal_lists_each_step_of_its_program() -> None:
-    (gate,) = verify(GatesByAParameter).meant
-    assert (gate.name, gate.meant) == ("output_of_its_own", "the parameter gate")
+    (gate,) = verify(GatesByAParameter).intended
+    assert (gate.name, gate.reason) == ("output_of_its_own", "the parameter gate")
 
 
 def test_what_comes_back_beside_the_output_is_compared_too() -> None:
@@ -414,7 +414,7 @@ class Cuts(ClassAttention):
 
 def test_some_tokens_may_ask_where_the_name_of_the_class_says_so() -> None:
     with_name, without = (verify(kind(WIDTH, HEADS), (torch.randn(2, 5, WIDTH),))[0] for kind in (ClassAttention, Cuts))
-    said = [one.meant for one in with_name.meant]
+    said = [one.reason for one in with_name.intended]
     assert said == ["the first token alone, as the name ClassAttention says", "the sub-module gate, a Linear"], said
     assert with_name.verdict == "equal"
     assert (without.verdict, "a part of the tokens" in without.reason) == ("unchecked", True)
@@ -429,7 +429,7 @@ class Joins(Base):
 
 def test_streams_side_by_side_are_a_step_and_the_parameters_as_they_came_are_compared() -> None:
     report = verify(Joins)
-    assert [one.meant for one in report.meant] == ["each are an argument or a parameter"], str(report)
+    assert [one.reason for one in report.intended] == ["each are an argument or a parameter"], str(report)
     assert report.equivalent is not None
     assert "the parameters as they came" in report.equivalent.compared
 

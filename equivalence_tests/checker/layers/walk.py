@@ -31,7 +31,7 @@ class Walk:
         module: The model, prepared.
         sizes: Of the tensors.
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
-        meant: Which deviations are on purpose.
+        intended: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
         ran: That run.
         of_one: Paths of the sub-modules to which that run gives one tensor of tokens in all their arguments.
@@ -52,18 +52,18 @@ class Walk:
     masks: list[Mask] = field(default_factory=list)
     heads: int = 1
     inline: bool = False
-    meant: Mapping[str, str] = field(default_factory=dict)
+    intended: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, name: str, mistakes: Mapping[str, Frames], place: str, evidence: str, **facts: Any) -> None:
         """Add a row, and a finding for each mistake, with its lines and the facts of its words."""
         owners = [type(module).__name__ for module in modules_around(self.module, place)]
-        meant = {mistake: named_mistake(mistake).as_named(owners) for mistake in mistakes}
-        wrong = [mistake for mistake in mistakes if not meant[mistake]]
+        reasons = {mistake: named_mistake(mistake).as_named(owners) for mistake in mistakes}
+        wrong = [mistake for mistake in mistakes if not reasons[mistake]]
         self.report.checks.append(CheckResult(name, "failed" if wrong else "passed", ", ".join(wrong)))
         for mistake, frames in mistakes.items():
-            kept = self.report.meant if meant[mistake] else self.report.findings
+            kept = self.report.intended if reasons[mistake] else self.report.findings
             if (mistake, place) not in [(f.name, f.where) for f in kept]:
-                shown = {"stack": code_lines(frames), "evidence": evidence, "where": place, "meant": meant[mistake]}
+                shown = {"stack": code_lines(frames), "evidence": evidence, "where": place, "reason": reasons[mistake]}
                 kept.append(found_mistake(mistake, facts, **shown))
 
     @property

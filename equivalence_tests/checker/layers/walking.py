@@ -107,7 +107,7 @@ def _examine_subject(subject: Subject, name: str) -> Report:
     module = subject.copied()
     torch.set_default_dtype(torch.float64)
     prepare(module)
-    walk = Walk(Report(name, "layers"), module, subject.sizes, meant=subject.adapter.meant)
+    walk = Walk(Report(name, "layers"), module, subject.sizes, intended=subject.adapter.intended)
     errors, mistakes = list[str](), list[str]()
     run = run_model(module, walk.sizes, errors, mistakes)
     if run is not None:
@@ -146,7 +146,7 @@ def _hold(walk: Walk, run: ModelRun, subject: Subject) -> None:
     kinds = {path: _kind_in_whole(walk, path, kind) for path, kind in atoms_of(module).items() if kind}
     marks = {path: walk.equivalents.get(mark_of(module.get_submodule(path))) for path in kinds}
     parts = {path: found for path, found in marks.items() if found is not None}
-    whole = Whole(report.target, subject.function, module, run, kinds, parts, walk.heads, walk.masks, walk.meant)
+    whole = Whole(report.target, subject.function, module, run, kinds, parts, walk.heads, walk.masks, walk.intended)
     if hold_whole(report, whole) and report.verdict == "unchecked":
         report.checks = [
             replace(check, outcome="passed", detail="") if check.outcome == "skipped" else check
@@ -266,8 +266,8 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     kind = kind_of(path, child)
     width = walk.sizes.embed_dim  # that of a model may be that of its input only
     own = {"other_lengths_crash": "it gets one tensor here"} if path in walk.of_one else {}
-    meant = {**own, **walk.meant}
-    adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None, meant=meant)
+    intended = {**own, **walk.intended}
+    adapter = Adapter(embed_dim=width if any(width in p.shape for p in child.parameters()) else None, intended=intended)
     try:
         part = (
             examine_attention(child, path, adapter)
@@ -290,7 +290,7 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
 def _as_called_here(walk: Walk, path: str, child: nn.Module, alone: Report) -> Report:
     """Add what goes wrong only with what the whole hands over: a context that is the input, angles of other pairs."""
     for call in [call for call in walk.calls if call.path == path][:1]:
-        found = diagnose_call(child, call.args, call.kwargs, module=child, meant=walk.meant, features_last=True)
+        found = diagnose_call(child, call.args, call.kwargs, module=child, intended=walk.intended, features_last=True)
         for finding in (finding for report in found for finding in report.findings):
             if finding.stage in ("project", "rotary") and finding.name not in alone.mistakes:
                 alone = replace(alone, verdict="deviates", findings=[*alone.findings, finding])
@@ -305,7 +305,7 @@ def _add_part(walk: Walk, path: str, part: Report) -> None:
     kind = part.kind or kind_of(path, walk.module.get_submodule(path))
     walk.report.checks.append(CheckResult(f"{path or 'it'} ({kind})", outcome, detail))  # type: ignore[arg-type]
     walk.report.findings += [replace(f, where=path) for f in part.findings]
-    walk.report.meant += [replace(f, where=path) for f in part.meant]
+    walk.report.intended += [replace(f, where=path) for f in part.intended]
     told = part.conventions[:1]
     walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in told]
 
@@ -354,6 +354,6 @@ def _add_mask_methods(walk: Walk) -> None:
     """Check the methods that build masks, as far as they can be read."""
     for name, method in mask_methods(walk.module):
         with contextlib.suppress(CannotCheckError):
-            part = examine_mask_builder(method, name, walk.meant)
+            part = examine_mask_builder(method, name, walk.intended)
             if part.verdict != "unchecked":
                 _add_part(walk, name, part)

@@ -184,7 +184,7 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         what, _, case = found.where.partition(", ")
         differs(report, Difference(case, what, found.difference))
         return False
-    if not explained(report, told_steps(whole.steps, report.meant, set()), whole.intended):
+    if not explained(report, told_steps(whole.steps, report.intended, set()), whole.intended):
         return False
     reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]

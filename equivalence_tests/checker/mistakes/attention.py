@@ -763,7 +763,7 @@ CALLS = (
 # ---------------------------------------------------------------------------------------------- what may be intended
 _scores, _bias = rows("scores", SCALE), rows("bias")
 
-MEANT = (
+INTENDED = (
     _rotary(
         "rotary_positions",
         "Queries and keys are rotated by their positions.",
@@ -836,4 +836,4 @@ MEANT = (
     ),
 )
 
-ROWS = (*SCALES, *LAYOUTS, *SOFTMAXES, *ROTARY, *ROLES, *WRAPS, *MASKS, *CALLS, *MEANT)
+ROWS = (*SCALES, *LAYOUTS, *SOFTMAXES, *ROTARY, *ROLES, *WRAPS, *MASKS, *CALLS, *INTENDED)

@@ -66,7 +66,7 @@ INTENDED = {
 def test_what_is_meant_so_is_named_and_not_blamed(name: str, tmp_path: Path) -> None:
     report = verify(written(tmp_path, broken("itself", INTENDED[name])))
     assert report.verdict == "equal" or (name == "attention_sink" and report.unread), str(report)
-    assert [finding.name for finding in report.meant] == [name]
+    assert [finding.name for finding in report.intended] == [name]
 
 
 def test_a_bias_that_is_worked_with_in_vain_is_named(tmp_path: Path) -> None:

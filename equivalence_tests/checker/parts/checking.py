@@ -55,7 +55,7 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
         CannotCheckError: If it cannot be built or called.
     """
     if kind == "mask_builder":
-        return examine_mask_builder(found, name, adapter.meant)
+        return examine_mask_builder(found, name, adapter.intended)
     observed, errors = list[Report](), list[str]()
     for subject in subjects(found, name, adapter):
         # What fits nothing at two small widths fits nothing at a large one.

@@ -44,7 +44,7 @@ def hold_positions(judged: Judged, subject: Subject, placement: Placement, funct
         placement: How its table meets the tokens.
         function: What is called.
     """
-    report, reading = accepted(judged.report, subject.adapter.meant), judged.reading
+    report, reading = accepted(judged.report, subject.adapter.intended), judged.reading
     if report.verdict != "equal" or reading is None:
         return
     try:
@@ -71,7 +71,7 @@ def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int,
         width: How many features its input has.
         features_first: Whether it takes (batch, features, tokens).
     """
-    report, reading = accepted(judged.report, subject.adapter.meant), judged.reading
+    report, reading = accepted(judged.report, subject.adapter.intended), judged.reading
     if report.verdict != "equal" or reading is None:
         return
     writer = PartWriter(subject.name.rpartition("/")[2], Parameters.of(module), module, *_signature(module))

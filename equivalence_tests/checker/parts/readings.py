@@ -137,12 +137,12 @@ def _matched(
             stack=code_lines(frames_where(named_mistake(name).ran, ran)),
             evidence=_evidence(name, tried, chosen),
             where=where,
-            meant=_asked_for(name, ran) or named_mistake(name).as_named([owner]),
+            reason=_asked_for(name, ran) or named_mistake(name).as_named([owner]),
         )
         for name in chosen.mistakes
     ]
-    report.findings = [finding for finding in found if not finding.meant]
-    report.meant = [finding for finding in found if finding.meant]
+    report.findings = [finding for finding in found if not finding.reason]
+    report.intended = [finding for finding in found if finding.reason]
     report.verdict = "deviates" if report.findings else "equal"
     difference = tried.least(set()) if report.findings else tried.worst(chosen)
     known = "the output is that of what is said above"

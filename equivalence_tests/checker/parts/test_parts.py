@@ -434,16 +434,16 @@ def test_what_is_wrong_is_named(found: Any, names: set[str]) -> None:
 
 def test_what_torch_has_an_argument_for_is_told_and_not_blamed() -> None:
     report = verify(SmallEpsLayerNorm)
-    assert (report.verdict, report.meant) == ("equal", []), str(report)
+    assert (report.verdict, report.intended) == ("equal", []), str(report)
     assert row(report, "eps").startswith("1e-12")
     report = verify(TorchsTanhFeedForward)
     assert report.verdict == "equal", str(report)
-    assert [(finding.name, finding.meant) for finding in report.meant] == [
+    assert [(finding.name, finding.reason) for finding in report.intended] == [
         ("gelu_approximated", 'approximate="tanh" asks torch for it')
     ]
     report = verify(nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)))
     assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
-    assert "The activation is SiLU" in report.meant[0].sentence
+    assert "The activation is SiLU" in report.intended[0].sentence
 
 
 class FeedForwardOnNoDevice(PaperFeedForward):

@@ -234,8 +234,8 @@ ROTATED, NORMED = "rotary_positions", "queries_and_keys_normalised"
 def test_what_is_done_to_queries_and_keys_is_read(right: Callable[..., Any], names: set[str], words: str) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
-    assert {finding.name for finding in report.meant} == names
-    assert report.meant[0].meant.endswith(words)
+    assert {finding.name for finding in report.intended} == names
+    assert report.intended[0].reason.endswith(words)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_mistakes_beside_a_rotation_are_named(broken: Callable[..., Any], name: 
 def test_a_layer_around_such_attention_is_followed(right: Callable[..., Any]) -> None:
     report = verify(right)
     assert report.verdict == "equal", str(report)
-    assert [(finding.where, finding.name) for finding in report.meant] == [("attention", ROTATED)]
+    assert [(finding.where, finding.name) for finding in report.intended] == [("attention", ROTATED)]
 
 
 def test_a_mistake_of_such_a_layer_is_named() -> None:

@@ -40,8 +40,8 @@ class Adapter:
             (batch, len, embed_dim); may_attend is (batch, query_len, key_len) bool, True = may look, or None.
         num_heads: Number of heads.
         embed_dim: Width of the tokens.
-        meant: The old name of ``intended``, under which it is kept.
         intended: Which deviations are on purpose: the name of the finding -> the reason.
+        meant: The same: the old name of ``intended``.
 
     Raises:
         ValueError: For both ``intended`` and ``meant``.
@@ -53,11 +53,11 @@ class Adapter:
     call: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Any] | None = None
     num_heads: int | None = None
     embed_dim: int | None = None
-    meant: Mapping[str, str] = field(default_factory=dict)
-    intended: InitVar[Mapping[str, str] | None] = None
+    intended: Mapping[str, str] = field(default_factory=dict)
+    meant: InitVar[Mapping[str, str] | None] = None
 
-    def __post_init__(self, intended: Mapping[str, str] | None) -> None:
-        object.__setattr__(self, "meant", either(intended, self.meant or None) or {})
+    def __post_init__(self, meant: Mapping[str, str] | None) -> None:
+        object.__setattr__(self, "intended", either(self.intended or None, meant) or {})
 
 
 @dataclass

@@ -76,7 +76,7 @@ class Finding:
         proof: What putting it right does; None where nothing was put right.
         evidence: Why we are sure where nothing was put right.
         on_purpose_in: Which well-known models do this on purpose; "" if none does.
-        meant: The evidence that it is intended; "" if there is none.
+        reason: Why it counts as intended; "" if it does not.
         where: Path of the sub-module; "" for the checked object itself.
     """
 
@@ -91,8 +91,13 @@ class Finding:
     proof: Proof | None = None
     evidence: str = ""
     on_purpose_in: str = ""
-    meant: str = ""
+    reason: str = ""
     where: str = ""
+
+    @property
+    def meant(self) -> str:
+        """The same as ``reason``: its old name."""
+        return self.reason
 
     @property
     def is_proven(self) -> bool:

@@ -64,10 +64,10 @@ def _printed(view: RenderableType | Shown, console: Console) -> list[str]:
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def headline(verdict: Verdict, target: str, kind: str, meant: Sequence[Finding]) -> Text:
+def headline(verdict: Verdict, target: str, kind: str, intended: Sequence[Finding]) -> Text:
     """Give the verdict in a word, and what it is about."""
     word, style = WORDS[verdict]
-    if verdict == "equal" and meant:
+    if verdict == "equal" and intended:
         word = "EQUAL, except where intended"
     return Text.assemble((word, style), f"  {target}", (f"  ({kind})" if kind else "", "dim"))
 
@@ -92,12 +92,12 @@ def _finding_view(finding: Finding, alone: bool) -> Group:
     return _under(Text(sentence, style="bold"), ((Text(label, style="dim"), value) for label, value in parts if value))
 
 
-def intended_view(meant: Iterable[Finding]) -> Group:
+def intended_view(intended: Iterable[Finding]) -> Group:
     """List what deviates from torch's formula on purpose, with the evidence."""
     listed: dict[tuple[str, str], None] = {}  # of several parts alike, once
-    for finding in meant:
+    for finding in intended:
         difference = f" Without it, the difference from torch is {finding.proof.without:.2g}." if finding.proof else ""
-        listed[finding.name, f"{finding.sentence} Intended: {finding.meant}{difference}"] = None
+        listed[finding.name, f"{finding.sentence} Intended: {finding.reason}{difference}"] = None
     return _under(Text("Intended", style="bold"), ((Text(name, style="bold"), Text(said)) for name, said in listed))
 
 

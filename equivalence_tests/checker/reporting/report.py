@@ -28,10 +28,10 @@ class Report(Shown):
     Args:
         target: What was checked.
         kind: What it is: "multi-head attention", "decoder layer", ...
-        verdict: "equal" (with ``meant`` too), "partial" (equal as far as it ran), "deviates" or "unchecked".
+        verdict: "equal" (except where ``intended``), "partial" (equal as far as it ran), "deviates" or "unchecked".
         findings: What is wrong.
         suspected: What may be wrong, and no number shows; no line is blamed for it.
-        meant: What deviates from torch's formula on purpose.
+        intended: What deviates from torch's formula on purpose.
         coverage: What the code offers, exercised or not.
         conventions: What was found out about the code: (what, as found, as torch.nn has it).
         checks: The small checks.
@@ -48,7 +48,7 @@ class Report(Shown):
     verdict: Verdict = "unchecked"
     findings: list[Finding] = field(default_factory=list)
     suspected: list[Finding] = field(default_factory=list)
-    meant: list[Finding] = field(default_factory=list)
+    intended: list[Finding] = field(default_factory=list)
     coverage: list[Exercise] = field(default_factory=list)
     conventions: list[tuple[str, str, str]] = field(default_factory=list)
     checks: list[CheckResult] = field(default_factory=list)
@@ -74,6 +74,11 @@ class Report(Shown):
         return VERDICTS[self.verdict]
 
     @property
+    def meant(self) -> list[Finding]:
+        """The same as ``intended``: its old name."""
+        return self.intended
+
+    @property
     def mistakes(self) -> tuple[str, ...]:
         """The names of what is wrong; where nothing is proven, of what is suspected."""
         return tuple(finding.name for finding in self.findings or self.suspected)
@@ -89,14 +94,14 @@ class Report(Shown):
 
     def __rich__(self) -> Group:
         """Lay the report out for a terminal: what is wrong first, and how the code was read after it."""
-        head = [headline(self.verdict, self.title, self.kind, self.meant)]
+        head = [headline(self.verdict, self.title, self.kind, self.intended)]
         reason = [Padding(Text(self.reason), (0, 2))] if self.reason else []
         return Group(*head, *reason, *(Padding(part, (1, 0, 0, 2)) for part in self._parts()))
 
     def _parts(self) -> Iterator[RenderableType]:
         yield from findings_view(self.findings)
-        if self.meant:
-            yield intended_view(self.meant)
+        if self.intended:
+            yield intended_view(self.intended)
         if self.not_exercised:
             yield coverage_view(self.not_exercised)
         if self.conventions:
