@@ -34,7 +34,7 @@ class Candidate:
         path: The file.
         name: The class or function in it.
         line: Where it is defined.
-        kind: "attention", "layers", "mask_builder" or a part, as far as the text tells.
+        kind: "attention", "layers", "mask_builder" or a part, as far as the source text shows.
     """
 
     path: Path

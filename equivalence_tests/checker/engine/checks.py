@@ -88,7 +88,7 @@ class Checked:
         judgements = self.situation.found.judgements
         if others or any(judgement.attention.tiled for judgement in judgements):
             raise SkippedError(f"the formula is another one: {', '.join(others) or 'tiles'}")
-        if not all(model.tells for judgement in judgements for model in judgement.models):
+        if not all(model.has_choice for judgement in judgements for model in judgement.models):
             raise SkippedError("no query had more than one key to choose from")
         return {index: patch for judgement in judgements for index, patch in reference(judgement, dtype).items()}
 

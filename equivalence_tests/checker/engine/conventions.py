@@ -56,11 +56,13 @@ class Conventions:
                 yield from self._biases(self.judgement.attention.parts[0], model)
 
     def _rotations(self, departures: list[Departure]) -> Iterator[Departure]:
-        turned = [operand for operand in self.judgement.first_operands[:2] if operand.turned]
-        if len(turned) == 2 and not any(d.stage == "rotary" for d in departures):
-            place = _first_step(self.judgement, turned[0])
-            paired = next((f", in {operand.turn}" for operand in turned if operand.turn), "")
-            yield Departure("rotary_positions", "rotary", place, evidence=f"queries and keys turn alike{paired}")
+        rotated = [operand for operand in self.judgement.first_operands[:2] if operand.rotated]
+        if len(rotated) == 2 and not any(d.stage == "rotary" for d in departures):
+            place = _first_step(self.judgement, rotated[0])
+            paired = next((f", in {operand.pairs}" for operand in rotated if operand.pairs), "")
+            yield Departure(
+                "rotary_positions", "rotary", place, evidence=f"queries and keys are rotated by the same angles{paired}"
+            )
 
     def _norms(self, departures: list[Departure]) -> Iterator[Departure]:
         normed = [operand for operand in self.judgement.first_operands[:2] if self._is_normed(operand)]
@@ -112,8 +114,8 @@ class Conventions:
 
     def _capped(self, model: WeightsModel) -> Departure:
         operation = next((op for op, _ in self._between() if op.name == "tanh"), None)
-        told = self._setting(model.cap, CAP.search, own=True)
-        evidence = f"the cap is what {told}" if told else ""
+        setting = self._setting(model.cap, CAP.search, own=True)
+        evidence = f"the cap is what {setting}" if setting else ""
         return Departure("scores_capped", "scores", operation, {"cap": model.cap}, evidence=evidence)
 
     def _biases(self, part: Part, model: WeightsModel) -> Iterator[Departure]:
@@ -127,21 +129,21 @@ class Conventions:
                 if all(name.startswith("buffer:") for name in names) and self._grows(part, model, live):
                     yield Departure("bias_grows_with_distance", "bias", operation)
                     return
-                told = next((n for n in names if n.startswith("param:")), names[-1])
-                yield Departure("bias_added", "bias", operation, evidence=_made_from(told))
+                source = next((n for n in names if n.startswith("param:")), names[-1])
+                yield Departure("bias_added", "bias", operation, evidence=_made_from(source))
                 return
         adding = next((op for op, _ in self._between() if op.name in ADDS), None)
         graded = len((model.bias[live] * 1e6).round().unique()) > 4
         if graded and self._grows(part, model, live):
             yield Departure("bias_grows_with_distance", "bias", adding)
         elif graded:
-            told = "it depends on the positions alone" if _by_distance(part, model, live) else ""
-            yield Departure("bias_added", "bias", adding, evidence=told)
+            evidence = "it depends on the positions alone" if _by_distance(part, model, live) else ""
+            yield Departure("bias_added", "bias", adding, evidence=evidence)
 
     def _grows(self, part: Part, model: WeightsModel, live: Tensor) -> bool:
         """Whether what is added is the greater the farther a key is from the query, before it or behind it.
 
-        What later keys get tells nothing where a mask that may be given hides them.
+        Where a mask argument may hide later keys, what is added for those keys is no evidence.
         """
         query, key, queries, keys = ranks_of(part)
         apart = [key - query - shift for shift in {0, keys - queries}]
@@ -211,8 +213,8 @@ class Conventions:
 
     def width_named(self, widths: Iterable[float]) -> str:
         """Say which setting is as wide as what is seen; "" if none is."""
-        told = (self._setting(width, WINDOW.search, own=True) for width in widths)
-        return next((f"it is as wide as {setting}" for setting in told if setting), "")
+        settings = (self._setting(width, WINDOW.search, own=True) for width in widths)
+        return next((f"it is as wide as {setting}" for setting in settings if setting), "")
 
     def _takes_a_mask(self) -> bool:
         """Whether the module that holds the attention, or one around it, may be given a mask."""

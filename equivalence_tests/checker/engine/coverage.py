@@ -81,8 +81,8 @@ def _angles(names: list[str], covered: Covered) -> None:
             seen, fitting = judged[0], covered.angles
         if fitting and not seen:
             break
-    told = all(re.search("cos|sin", name) for name in names)  # what any other name asks for was only guessed
-    covered.angles = fitting if told or not seen else {}
+    named = all(re.search("cos|sin", name) for name in names)  # what any other name asks for was only guessed
+    covered.angles = fitting if named or not seen else {}
     for name in covered.angles:
         covered.add(name, seen, "tables of the angles of rotary positions")
 

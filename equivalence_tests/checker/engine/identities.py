@@ -103,7 +103,7 @@ class _Follower(Meetings):
             return nothing
         if name in CONTRACTIONS:
             return [self._contracted(operation, before)]
-        for read in (self._summed, self._turned) if name == "sum" else ():
+        for read in (self._summed, self._rotated_by_matrices) if name == "sum" else ():
             if (found := read(operation, before)) is not None:
                 return [found]
         if name in POOLS or "pool" in name:

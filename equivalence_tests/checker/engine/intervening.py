@@ -20,7 +20,7 @@ MANY = 1500  # operations: a run of more is repeated on fewer inputs
 def prove(found: Examination, place: int) -> list[Proof | None]:
     """Show for each departure of one attention that putting it right is needed, and that all together are enough."""
     departures, judgement = found.departures[place], found.judgements[place]
-    unread = len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or judgement.turned
+    unread = len(judgement.hidden) < len(judgement.attention.parts) or judgement.blocked() or judgement.values_rotated
     if unread or not any(departure.patches for departure in departures):
         return [None] * len(departures)
     count = INPUTS if len(found.run.operations) < MANY else 2

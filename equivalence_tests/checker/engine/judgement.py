@@ -14,8 +14,8 @@ from equivalence_tests.checker.engine.watching import Operation, Slot
 
 
 @dataclass(frozen=True)
-class Turn:
-    """How elements of a token are turned into one another.
+class RotaryPairs:
+    """Which elements of a token a rotary embedding rotates together.
 
     Args:
         apart: How far the two elements of a pair are from one another.
@@ -44,8 +44,8 @@ class Operand:
         change: "" (a factor), "rotated", "normed" or "other".
         single: Whether a part is computed in float32.
         tolerance: What differs by less is rounding.
-        turn: How the elements are paired where a token is turned.
-        across: Whether a token is turned before its heads are split, by pairs of which two heads hold one element each.
+        pairs: Which elements are rotated together, where a token is rotated; None elsewhere.
+        across: Whether a token is rotated before its heads are split, so that two heads share each pair.
     """
 
     role: str
@@ -58,13 +58,13 @@ class Operand:
     change: str = ""
     single: bool = False
     tolerance: float = ROUNDING
-    turn: "Turn | None" = None
+    pairs: "RotaryPairs | None" = None
     across: bool = False
 
     @property
-    def turned(self) -> bool:
-        """Whether its tokens are turned by their positions, behind a norm or without one."""
-        return self.change == "rotated" or (self.change == "normed" and self.turn is not None)
+    def rotated(self) -> bool:
+        """Whether its tokens are rotated by their positions, with or without a norm before."""
+        return self.change == "rotated" or (self.change == "normed" and self.pairs is not None)
 
     @property
     def start(self) -> int:
@@ -123,7 +123,7 @@ class WeightsModel:
         return ~self.weights.isnan() & ~self.dead[self.rows]
 
     @property
-    def tells(self) -> bool:
+    def has_choice(self) -> bool:
         """Whether some query had keys to choose from."""
         return self.kind != "softmax" or not math.isnan(self.factor)
 
@@ -155,7 +155,7 @@ class Judgement:
         operands: Its queries, keys and values, by part.
         models: What happens to its scores, by part.
         hidden: Which scores should be hidden, by part.
-        turned: Whether values are turned by their positions and turned back when they are averaged.
+        values_rotated: Whether values are rotated by their positions, and their averages are rotated back.
     """
 
     attention: Attention
@@ -163,7 +163,7 @@ class Judgement:
     operands: list[list[Operand]] = field(default_factory=list)
     models: list[WeightsModel] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
-    turned: bool = False
+    values_rotated: bool = False
 
     @property
     def first_operands(self) -> list[Operand]:
@@ -173,8 +173,8 @@ class Judgement:
     @property
     def notes(self) -> list[str]:
         """What it has to be known for."""
-        told = "it attends over the channels, not over the tokens: compared with torch's formula across features"
-        return [told] if self.over_channels else []
+        note = "it attends over the channels, not over the tokens: compared with torch's formula across features"
+        return [note] if self.over_channels else []
 
     @property
     def over_channels(self) -> bool:

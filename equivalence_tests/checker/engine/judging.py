@@ -10,8 +10,8 @@ from equivalence_tests.checker.engine.attentions import attentions_of
 from equivalence_tests.checker.engine.contracts.changing import (
     context_departures,
     input_departures,
+    rotated_back,
     side_departures,
-    turned_back,
 )
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.formula import tile_departures
@@ -59,22 +59,22 @@ def _judge_stages(found: Judgement, expected: Mapping[int, Expectation]) -> None
 
 
 def _divided_later(found: Judgement) -> bool:
-    """Whether exponentials are averaged with, and divided by their sum afterwards: then only what comes out tells."""
+    """Whether the values are weighed by exponentials and divided by their sum, so that no weights can be compared."""
     return any(model.kind == "softmax" and not model.axis for model in found.models)
 
 
 def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterator[Departure]:
     """Values that are rotated as the keys are, and rotated back once they are averaged, are intended."""
     attention = found.attention
-    turned = [departure for departure in found.departures if departure.name == "rotary_values"]
-    back = turned_back(attention) if turned and len(attention.parts) == 1 else False
+    rotated = [departure for departure in found.departures if departure.name == "rotary_values"]
+    back = rotated_back(attention) if rotated and len(attention.parts) == 1 else False
     if isinstance(back, Departure):
         yield back
     elif not back:
         yield from context_departures(attention, padding_of(attention, expected))
     if back:
-        found.turned, said = True, "values are rotated as the keys are, and their average is rotated back"
-        found.departures = [replace(one, evidence=said) if one in turned else one for one in found.departures]
+        found.values_rotated, said = True, "values are rotated as the keys are, and their average is rotated back"
+        found.departures = [replace(one, evidence=said) if one in rotated else one for one in found.departures]
 
 
 def padding_of(attention: Attention, expected: Mapping[int, Expectation]) -> Tensor:

@@ -153,7 +153,7 @@ class _Masks:
             if one is None or two is None or one.shape[:2] != there.shape:
                 continue
             if torch.equal(one[there], plain[there]) and torch.equal(one[~there], two[~there]):
-                self._tell(form)
+                self._note_convention(form)
                 self.report.coverage.append(Exercise(self.parameter, True, f"{form}: what is left out gets nothing"))
                 return True
         return False
@@ -227,7 +227,7 @@ class _Masks:
             if other.pattern == "full" and new and all(departure.mistake.by_query for departure in new)
         ]
         self.situation.understood = form
-        self._tell(form)
+        self._note_convention(form)
         if form.pattern != "full" and general:
             return general[0]
         self.report.coverage.append(Exercise(self.parameter, True, str(form)))
@@ -243,17 +243,19 @@ class _Masks:
         whole, first = self._output(full), self._output(keys, full)
         return whole is not None and first is not None and identical(whole, first)
 
-    def _tell(self, form: MaskForm) -> None:
+    def _note_convention(self, form: MaskForm) -> None:
         theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"
-        told = "none: what comes out for padding is nobody's" if form.pattern == "queries" else ""
-        row = (f"mask ({self.parameter})", str(form), told or f"{theirs}: True = may not look, or added")
+        torchs = f"{theirs}: True = may not look, or added"
+        if form.pattern == "queries":
+            torchs = "none: what comes out for padding is nobody's"
+        row = (f"mask ({self.parameter})", str(form), torchs)
         self.report.conventions.append(row)
 
     def nearest(self) -> list[Departure]:
         """What departs in the form that is nearest to right; without one, what that says."""
         if self.tried:
             _, form, new = min(self.tried, key=lambda item: item[0])
-            self._tell(form)
+            self._note_convention(form)
             return new
         if self.idle:
             return self._without_effect()

@@ -75,7 +75,7 @@ class Evidence(Conventions):
 
     def not_judged(self) -> Iterator[Exercise]:
         """List what one call is no evidence for."""
-        if self.judgement.models and not any(model.tells for model in self.judgement.models):
+        if self.judgement.models and not any(model.has_choice for model in self.judgement.models):
             yield Exercise(
                 "scale, mask and softmax", False, "no query had more than one key to choose from in this call"
             )
@@ -144,12 +144,12 @@ class Evidence(Conventions):
 
     def _of_part(self, departure: Departure, operation: Operation) -> str:
         """What a parameter or a part of the module's own does to values or to what is averaged."""
-        if departure.name == "value_changed_by_mul" and (told := self._value_scale()):
-            return told
+        if departure.name == "value_changed_by_mul" and (reason := self._value_scale()):
+            return reason
         if departure.stage == "operand" and not is_strange(operation) and self._scaled_by_a_part(departure):
             return "a part of its own scales it by what it holds"
-        if departure.stage != "operand" and (told := self._factor_asked_for(operation)):
-            return told
+        if departure.stage != "operand" and (reason := self._factor_asked_for(operation)):
+            return reason
         kinds = [name for name in ("add", "mul") if name in operation.name]
         if departure.stage == "operand" and kinds and (argument := self._argument_for(departure, operation, kinds[0])):
             how = "is added" if kinds == ["add"] else "is its factor"
@@ -179,8 +179,8 @@ class Evidence(Conventions):
         same = (slot.value for slot in operation.inputs if slot.value.shape == out.shape)
         for ratio in (ratio for x in same if (ratio := constant_ratio(out, x))):
             for form, number, fits in (("", ratio, named), ("", 1 / ratio, named), ("1 - ", 1 - ratio, written)):
-                if told := self._setting(number, fits, own=True):
-                    return f"its number is {form}what {told}"
+                if setting := self._setting(number, fits, own=True):
+                    return f"its number is {form}what {setting}"
         return ""
 
     def _parameter_in(self, departure: Departure, operation: Operation) -> tuple[str, Operation | None] | None:
@@ -225,7 +225,7 @@ class Evidence(Conventions):
     def _value_scale(self) -> str:
         """A number of the configuration that multiplies the values; "" if none does."""
         factors = [operand.factor for operand in self.judgement.first_operands[2:] if abs(operand.factor - 1) > 1e-4]
-        return next((f"it is what {told}" for factor in factors if (told := self._setting(factor, _is_no_size))), "")
+        return next((f"it is what {name}" for factor in factors if (name := self._setting(factor, _is_no_size))), "")
 
     def _values_are_normed(self) -> bool:
         """Whether each value is normalised by itself, in a module inside."""
@@ -317,8 +317,8 @@ class Evidence(Conventions):
         width = self.judgement.attention.parts[0].product.width
         ways.append(("1 / sqrt(head_dim) times ", value * math.sqrt(width), FACTORS.search))
         for word, number, named in ways:
-            if told := self._setting(number, SCALES.fullmatch if abs(number - 1) < 1e-4 else named):
-                return f"the scale is {word}what {told}"
+            if setting := self._setting(number, SCALES.fullmatch if abs(number - 1) < 1e-4 else named):
+                return f"the scale is {word}what {setting}"
         return self._stretched(value)
 
     def _stretched(self, value: float) -> str:

@@ -125,7 +125,7 @@ class Meetings:
         if tokens is None:
             tokens = self._seeded(contraction, slot, codes)
         elif codes is not None:
-            tokens = self._told_apart(tokens, source_of(contraction.rows(codes)[..., 0]), slot.tensor)
+            tokens = self._numbered_apart(tokens, source_of(contraction.rows(codes)[..., 0]), slot.tensor)
         parents = tuple(sources_in(self.codes.get(slot.key)))
         _, column = contraction.right[:, :, 0].unique(return_inverse=True)
         feature = column[:, None, :] + _parts_of_rows(contraction, codes)[:, :, None] * (int(column.max()) + 1)
@@ -133,7 +133,7 @@ class Meetings:
         names = contraction.scattered(names) + float(FEATURES) * FEATURES
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
 
-    def _told_apart(self, tokens: Tensor, sources: Tensor, tensor: Tensor) -> Tensor:
+    def _numbered_apart(self, tokens: Tensor, sources: Tensor, tensor: Tensor) -> Tensor:
         """New numbers for tokens of a second tensor, where two that are concatenated have tokens of one number."""
         pairs = sources * (tokens.max() + 1) + tokens
         if len(pairs.unique()) == len(tokens.unique()):
@@ -233,7 +233,7 @@ class Meetings:
         named = first if out.value.dim() == pooled.dim() else first.squeeze(axis)
         return self._retag("pooled", operation, out, named, [])
 
-    def _turned(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+    def _rotated_by_matrices(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
         """Names of sums over as many elements as there are sums of them: small matrices that turn parts of a token."""
         codes, axis = _over_one_axis(operation, before)
         if codes is None:

@@ -9,7 +9,7 @@ ROUNDING = 1e-7  # of float64, after several steps
 MEASURED = 1e-6  # of what was measured by a difference, or solved for
 TABLE = 1e-5  # of a table in float32
 SINGLE = 2e-4  # where a part is computed in float32, whatever the input is
-LOOSE = 1e-3  # of what is only told apart from other known values
+LOOSE = 1e-3  # of what only has to be distinguished from other known values
 FLOAT32_INSIDE = 3e-6  # of code that computes a part in float32, in what comes back
 
 # Which scores and weights hide a key.

@@ -105,8 +105,8 @@ def _alternatives(trials: list[Trial]) -> list[Trial]:
     plan, sizes, function = trials[0].plan, trials[0].sizes, trials[0].function
     modules = function.modules() if isinstance(function, nn.Module) else ()
     if any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in modules):
-        turned = [trial for trial in trials if trial.plan.layout == "l b e" and trial.plan.roles == plan.roles]
-        plan = next((one.plan for one in (trials[0], *turned) if one.keeps_samples_apart), plan)
+        length_first = [trial for trial in trials if trial.plan.layout == "l b e" and trial.plan.roles == plan.roles]
+        plan = next((one.plan for one in (trials[0], *length_first) if one.keeps_samples_apart), plan)
     alike = [trial for trial in trials if replace(trial.plan, neutral=plan.neutral) == plan]
     return [trial for trial in alike if replace(trial.sizes, num_heads=sizes.num_heads) == sizes]
 

@@ -31,7 +31,7 @@ def writes(function: str) -> bool:
     return operator or function == "__setitem__" or (function.endswith("_") and not function.endswith("__"))
 
 
-# What tells something about a tensor and makes none; these and the next are names as torch has them.
+# What asks something about a tensor and makes none; these and the next are names as torch has them.
 ASKS = words(
     "size dim numel stride is_contiguous data_ptr __len__ ndimension is_floating_point __bool__ __repr__ __format__ "
     "storage_offset untyped_storage __hash__ get_device is_complex item tolist __int__ __float__ __index__ "

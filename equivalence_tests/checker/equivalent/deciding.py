@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from equivalence_tests.checker.equivalent.comparing import WRITTEN_INTO, Difference
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.steps import Step, told_steps
+from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.report import Report
 
@@ -39,9 +39,9 @@ class Holding:
         """Whether whole outputs and gradients agree."""
         return self.worst.size <= self.tolerance
 
-    def told(self, intended: Sequence[Finding]) -> dict[Step, str]:
-        """Say for each step what says that it is intended; "" where nothing does."""
-        return told_steps(self.steps, intended, self.program.projections(self.parameters))
+    def evidence(self, intended: Sequence[Finding]) -> dict[Step, str]:
+        """Give for each step the evidence that it is intended; "" where there is none."""
+        return evidence_of(self.steps, intended, self.program.projections(self.parameters))
 
 
 def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> None:
@@ -55,21 +55,21 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
     if not holding.agrees:
         differs(report, holding.worst)
         return
-    if explained(report, holding.told(report.intended), intended):
+    if explained(report, holding.evidence(report.intended), intended):
         report.coverage += [Exercise(what, False, "it is no part of torch's program") for what in holding.left_over]
         report.verdict = "partial" if report.not_exercised else "equal"
 
 
-def explained(report: Report, told: Mapping[Step, str], intended: Mapping[str, str]) -> bool:
+def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[str, str]) -> bool:
     """Say whether all steps of a program are intended, and write it into a report.
 
     Args:
         report: Receives what is intended, or why there is no verdict.
-        told: What says so of each step; "" where nothing does.
+        evidence: What says so of each step; "" where nothing does.
         intended: What the user says is intended, by name, each with the reason.
     """
-    evidence = {step: said or intended.get(step.name, "") for step, said in told.items()}
-    unexplained = [step for step, said in evidence.items() if not said]
+    reasons = {step: said or intended.get(step.name, "") for step, said in evidence.items()}
+    unexplained = [step for step, said in reasons.items() if not said]
     if unexplained:
         report.verdict = "unchecked"
         words = [*dict.fromkeys(step.words for step in unexplained)]
@@ -77,8 +77,8 @@ def explained(report: Report, told: Mapping[Step, str], intended: Mapping[str, s
         names = "; ".join(dict.fromkeys(step.name for step in unexplained))
         report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with --intended {names}."
         return False
-    unlisted = [step for step in evidence if not any(step.is_told_by(finding) for finding in report.intended)]
-    report.intended += [step.as_intended(evidence[step]) for step in unlisted]
+    unlisted = [step for step in reasons if not any(step.is_named_by(finding) for finding in report.intended)]
+    report.intended += [step.as_intended(reasons[step]) for step in unlisted]
     return True
 
 

@@ -104,7 +104,7 @@ class EndReader:
         return (weight, bias, None, rows[0].factor) if close else None
 
     def _as_they_are(self, have: Tensor) -> tuple[None, None, Tensor, float] | None:
-        """Find which averaged value each feature is, where the last token tells and all others agree."""
+        """Find which averaged value each feature is, read off the last token and confirmed by all others."""
         want = self.averaged
         if have.size(-1) != want.size(-1):
             return None

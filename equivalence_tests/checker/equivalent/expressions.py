@@ -85,14 +85,14 @@ class Called:
     Args:
         path: Of the sub-module.
         inner: What it is given.
-        turned: Whether it is given the features first, (batch, features, tokens).
+        transposed: Whether it is given the features first, (batch, features, tokens).
         grid: The rows and columns of the image that the tokens are, where it is given one, features first.
         numbers: What else it is given by name, such as the height and the width of an image.
     """
 
     path: str
     inner: tuple["Expression", ...]
-    turned: bool = False
+    transposed: bool = False
     grid: tuple[int, int] | None = None
     numbers: tuple[tuple[str, float], ...] = ()
 
@@ -102,12 +102,12 @@ class Called:
         module = values.module.get_submodule(self.path)
         dtype = next((x.dtype for x in module.parameters()), torch.float64)
         given = [inner(values) for inner in self.inner]
-        turned = [x.mT if self.turned else x for x in given]
-        laid = [x if self.grid is None else x.unflatten(-1, self.grid) for x in turned]
+        transposed = [x.mT if self.transposed else x for x in given]
+        laid = [x if self.grid is None else x.unflatten(-1, self.grid) for x in transposed]
         result = module(*(x.to(dtype) for x in laid), **dict(self.numbers))
         found: Tensor = (result if isinstance(result, Tensor) else result[0]).to(given[0].dtype)
         found = found if self.grid is None else found.flatten(2)
-        return found.mT if self.turned else found
+        return found.mT if self.transposed else found
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,17 @@ class Mapped:
     Args:
         name: Of the parameter.
         inner: What is multiplied.
-        turned: Whether by its transpose, as a linear layer does.
+        transposed: Whether by its transpose, as a linear layer does.
     """
 
     name: str
     inner: "Expression"
-    turned: bool = False
+    transposed: bool = False
 
     def __call__(self, values: Values) -> Tensor:
         """Compute it."""
         matrix = values.parameters.named[self.name].to(torch.float64)
-        return self.inner(values) @ (matrix.mT if self.turned else matrix)
+        return self.inner(values) @ (matrix.mT if self.transposed else matrix)
 
 
 @dataclass(frozen=True)

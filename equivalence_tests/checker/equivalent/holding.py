@@ -101,7 +101,7 @@ class _Held:
             unwritten=why,
             theirs=source_of(situation.subject.function),
             handed=tuple(writer.handed.values()),
-            steps=tuple((step.words, evidence) for step, evidence in holding.told(report.intended).items()),
+            steps=tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items()),
             compared=tuple(self.compared),
             not_run=tuple(self.not_run),
             difference=worst.size,
@@ -199,8 +199,8 @@ class _Held:
 
 def layout_of(trial: Trial) -> Layout:
     """Say how a trial lays out its arguments and its output."""
-    turned = partial(from_layout, layout=trial.plan.layout)
-    return Layout(turned, turned, partial(_output, place=trial.plan.output))
+    batch_first = partial(from_layout, layout=trial.plan.layout)
+    return Layout(batch_first, batch_first, partial(_output, place=trial.plan.output))
 
 
 def signature_of(situation: Situation) -> Signature:
@@ -299,7 +299,8 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
     if finding.is_proven:
         return finding
     proving = Proving(situation, layout_of(situation.trial))
-    steps = [] if exact is None else [one for one in exact.told(()) if not one.evidence and one.is_told_by(finding)]
+    unexplained = [] if exact is None else [one for one in exact.evidence(()) if not one.evidence]
+    steps = [one for one in unexplained if one.is_named_by(finding)]
     if exact is not None and finding.stage != "wrap":
         right = [exact.program.without(step.stage) for step in steps] + [one.program for one in _plain(situation)]
         gap = max((proving.difference(program) for program in right), default=0.0) if steps else 0.0

@@ -66,18 +66,18 @@ def hold_call(report: Report, found: Examination, judgement: Judgement, intended
         report.verdict, report.reason = "unchecked", f"No program of torch's own parts could be made of it: {why}."
         return
     decide(report, holding, intended)
-    report.equivalent = _told(holding, report)
+    report.equivalent = _compared_program(holding, report)
 
 
-def _told(holding: Holding, report: Report) -> Equivalent:
-    """Say how the program compares; the one call that is known gives no signature to write it down with."""
+def _compared_program(holding: Holding, report: Report) -> Equivalent:
+    """Describe the program and its comparison, without source: one call alone gives no signature to write it with."""
     worst = holding.worst
     return Equivalent(
         source="",
         unwritten="only a class or function can be written down, and this is one call",
         theirs="",
         handed=(),
-        steps=tuple((step.words, evidence) for step, evidence in holding.told(report.intended).items()),
+        steps=tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items()),
         compared=("fresh inputs", "parameters drawn anew"),
         not_run=(),
         difference=worst.size,

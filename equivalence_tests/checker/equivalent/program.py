@@ -153,14 +153,14 @@ class Program:
         if abs(self.output.factor - 1) > ROUNDING:
             yield Step(f"the output times {self.output.factor:.6g}", "", "factor")
         if self.output.factor * self.value.number < 0:
-            yield Step("the output is turned into its opposite", "", "sign")
+            yield Step("the output changes its sign", "", "sign")
         yield from self._behind(evidence, module)
 
     def without(self, stage: str) -> "Program":
         """Give the program as torch has it at one stage; the same where it has nothing of its own there."""
-        if stage in ("rotary", "turned", "operand", "values"):
-            changes, turned = [one.change for _, one in self.roles], stage in ("rotary", "turned")
-            bare = [replace(x, rotation=None) if turned else replace(x, norm=None) for x in changes]
+        if stage in ("rotary", "rotated", "operand", "values"):
+            changes, rotates = [one.change for _, one in self.roles], stage in ("rotary", "rotated")
+            bare = [replace(x, rotation=None) if rotates else replace(x, norm=None) for x in changes]
             three = [replace(one, change=x) for (_, one), x in zip(self.roles, bare, strict=True)]
             return replace(self, query=three[0], key=three[1], value=three[2])
         if stage == "context":
@@ -243,7 +243,7 @@ class Program:
             if rotation is not None:
                 alike = role != "value" and rotation.grows and all(rotation.is_like(one.rotation) for one in both)
                 said = "queries and keys are both rotated, by angles that grow with the position" if alike else ""
-                yield Step(f"the {role} is rotated by its position", said, "rotary" if said else "turned")
+                yield Step(f"the {role} is rotated by its position", said, "rotary" if said else "rotated")
         if abs(self.value.number - 1) > ROUNDING:
             yield Step(f"the values times {self.value.number:.6g}", "", "context")
 

@@ -80,9 +80,9 @@ def _scores(reader: OperandReader, three: list[Projection], values: Values) -> l
     if not models or any((one.kind, one.axis) == ("softmax", "") for one in models):
         scale = query.weight.size(1) ** -0.5 / query.number / key.number
         return [(scale, Bias()), (scale, Bias(Visible(0)))]
-    if not any(model.tells for model in models):  # one key each: its weight is 1
+    if not any(model.has_choice for model in models):  # one key each: its weight is 1
         return [(query.weight.size(1) ** -0.5 / query.number / key.number, Bias())]
-    factors = torch.tensor([_factor(model) for model in models if model.tells])
+    factors = torch.tensor([_factor(model) for model in models if model.has_choice])
     if float((factors / factors[0] - 1).abs().max()) > 1e-6:
         raise UnreadError("heads multiply their scores by different numbers")
     usual = query.weight.size(1) ** -0.5 / query.number / key.number

@@ -94,8 +94,8 @@ class Rotation:
         """Rotate rows by angles of their own, (..., d) by (..., pairs)."""
         rotated = x[..., self.start : self.start + self.width]
         first, second = paired(rotated, self.apart)
-        turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
-        whole = torch.stack(turned, -1).flatten(-2) if self.apart == 1 else torch.cat(turned, -1)
+        both = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+        whole = torch.stack(both, -1).flatten(-2) if self.apart == 1 else torch.cat(both, -1)
         return torch.cat([x[..., : self.start], whole, x[..., self.start + self.width :]], -1)
 
     def angles_of(self, length: int) -> Tensor:
@@ -193,8 +193,8 @@ def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
         if factor is not None:
             found.append((float((factor * x - met.numbers).abs().max()), Change(norm, None, factor)))
         elif rotated is not None:
-            turned = rotated[0].by(x, rotated[0].angles_of(int(positions.max()) + 1)[positions])
-            gap = (rotated[1] * turned - met.numbers).abs().max()
+            expected = rotated[0].by(x, rotated[0].angles_of(int(positions.max()) + 1)[positions])
+            gap = (rotated[1] * expected - met.numbers).abs().max()
             found.append((float(gap), Change(norm, rotated[0], snapped(rotated[1], 1.0, watched.tolerance))))
             if norm is None:
                 break

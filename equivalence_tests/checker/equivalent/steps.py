@@ -24,7 +24,7 @@ NAMES: Mapping[str, str] = {
     "operand": "norm",
     "values": "value",
     "rotary": "rota",
-    "turned": "rota(ry_(?!positions)|tions)",
+    "rotated": "rota(ry_(?!positions)|tions)",
     "context": "value|weights_scaled|scale",
     "scale": "scale|normalised",
     "cap": "capped",
@@ -50,11 +50,11 @@ class Step:
 
     @property
     def name(self) -> str:
-        """What it is called with ``--intended``, where no finding speaks of it."""
+        """What it is called with ``--intended``, where no finding is about it."""
         return self.stage + OF_ITS_OWN
 
-    def is_told_by(self, finding: Finding) -> bool:
-        """Whether a finding speaks of it."""
+    def is_named_by(self, finding: Finding) -> bool:
+        """Whether a finding is about it."""
         return finding.name == self.name or bool(re.search(NAMES[self.stage], finding.name))
 
     def as_intended(self, evidence: str) -> Finding:
@@ -71,17 +71,17 @@ def names_a_step(name: str) -> bool:
     return name.endswith(OF_ITS_OWN) and name.removesuffix(OF_ITS_OWN) in NAMES
 
 
-def told_steps(steps: Sequence[Step], intended: Sequence[Finding], projections: set[str]) -> dict[Step, str]:
-    """Say what evidence there is for each step; "" for none.
+def evidence_of(steps: Sequence[Step], intended: Sequence[Finding], projections: set[str]) -> dict[Step, str]:
+    """Give the evidence that each step is intended; "" where there is none.
 
     Args:
         steps: The steps.
-        intended: The deviations that are known to be.
-        projections: The parameters of its projections: that one of them takes part is no evidence for any step.
+        intended: The deviations that are known to be intended.
+        projections: The parameters of its projections: a finding that names one of them is no evidence.
     """
-    telling = [one for one in intended if not any(name in one.reason for name in projections)]
+    usable = [one for one in intended if not any(name in one.reason for name in projections)]
     found = {}
     for step in steps:
-        said = [step.evidence, *(one.reason for one in telling if step.is_told_by(one))]
+        said = [step.evidence, *(one.reason for one in usable if step.is_named_by(one))]
         found[step] = next(filter(None, said), "")
     return found

@@ -261,8 +261,8 @@ def _what_is_missing(situation: Situation) -> str:
     if not products:
         return "no product of queries and keys weighs values."
     line = code_lines(products[0].operation.frames)[-1]
-    told = f"line {line.number}, `{line.text}`, multiplies two tensors made from the input"
-    return f"{told}, but no weights that sum to one over the tokens are made of that and multiplied with values."
+    product = f"line {line.number}, `{line.text}`, multiplies two tensors made from the input"
+    return f"{product}, but no weights that sum to one over the tokens are made of that and multiplied with values."
 
 
 def _ungrouped(subject: Subject, judgement: Judgement) -> Iterator[Exercise]:

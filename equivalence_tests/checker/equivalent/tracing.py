@@ -90,10 +90,10 @@ class Tracer:
         numbers = tuple((name, x) for name, x in given.items() if isinstance(x, int | float))
         found = Called(call.path, tuple(self.read(x, call.first) for x in data), numbers=numbers)
         grid = (data[0].size(2), data[0].size(3)) if data[0].dim() == 4 else None
-        turned = self._is_turned(data[0], found.inner[0], module)
-        return replace(found, turned=turned, grid=grid if turned else None)
+        transposed = self._is_transposed(data[0], found.inner[0], module)
+        return replace(found, transposed=transposed, grid=grid if transposed else None)
 
-    def _is_turned(self, tensor: Tensor, inner: Expression, module: nn.Module) -> bool:
+    def _is_transposed(self, tensor: Tensor, inner: Expression, module: nn.Module) -> bool:
         """Whether a module is given (batch, features, tokens); behind the attention, a convolution of an image is."""
         if any(isinstance(one, Attended) for one in all_of(inner)):
             return tensor.dim() == 4 and any(isinstance(x, nn.modules.conv._ConvNd) for x in module.modules())

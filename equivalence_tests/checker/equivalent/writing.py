@@ -177,8 +177,8 @@ class Writer(Conversion):
         assert form is not None  # there is a mask
         if form.shape not in MASK_SHAPES or form.held:
             raise UnreadError(f"a mask of the form {form} cannot be written down")
-        turned = self.signature.mask + MASK_SHAPES[form.shape].format(heads=self.program.query.weight.size(0))
-        return HIDES[form.encoding].format(turned)
+        mask = self.signature.mask + MASK_SHAPES[form.shape].format(heads=self.program.query.weight.size(0))
+        return HIDES[form.encoding].format(mask)
 
     # ------------------------------------------------------------------------------------------- torch's module
     def _of_multi_head_attention(self) -> Iterator[str]:
@@ -321,9 +321,9 @@ class Writer(Conversion):
         pairs = f"[..., {first}:{end}:2], {role}[..., {first + 1}:{end}:2]"
         halves = f"[..., {first}:{first + rotation.apart}], {role}[..., {first + rotation.apart}:{end}]"
         yield f"first, second = {role}{pairs if rotation.apart == 1 else halves}"
-        turned = "first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()"
-        yield f"turned = {turned}"
-        whole = "torch.stack(turned, -1).flatten(-2)" if rotation.apart == 1 else "torch.cat(turned, -1)"
+        rotated = "first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()"
+        yield f"rotated = {rotated}"
+        whole = "torch.stack(rotated, -1).flatten(-2)" if rotation.apart == 1 else "torch.cat(rotated, -1)"
         yield f"{role} = torch.cat([{role}[..., :{first}], {whole}, {role}[..., {end}:]], -1)"
 
     def _score_bias(self) -> Iterator[str]:
@@ -380,13 +380,14 @@ class Writer(Conversion):
             rows = f"[..., :{first}.size(1), :]" if one.rows else ""
             return f"self.{self._parameter(one.name)}{rows}"
         if isinstance(one, Called):
-            turn = ".mT" if one.turned else ""
+            transpose = ".mT" if one.transposed else ""
             laid, back = (f".unflatten(-1, {one.grid})", ".flatten(2)") if one.grid else ("", "")
-            given = ", ".join(self._expression(x) + turn + laid for x in one.inner)
+            given = ", ".join(self._expression(x) + transpose + laid for x in one.inner)
             given += "".join(f", {name}={x!r}" for name, x in one.numbers)
-            return f"self.{self._sub_module(one.path)}({given}){back}{turn}"
+            return f"self.{self._sub_module(one.path)}({given}){back}{transpose}"
         if isinstance(one, Mapped):
-            return f"({self._expression(one.inner)} @ self.{self._parameter(one.name)}{'.mT' if one.turned else ''})"
+            transpose = ".mT" if one.transposed else ""
+            return f"({self._expression(one.inner)} @ self.{self._parameter(one.name)}{transpose})"
         if isinstance(one, Joined):
             samples = f"{self._identifier(self.signature.arguments[0][0])}.size(0)"
             spread = (f".expand({samples}, -1, -1)" if isinstance(x, Learnt) else "" for x in one.inner)

@@ -22,7 +22,7 @@ from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
 
 OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
-# What tells two masks of one kind apart: whose tokens they hide.
+# What distinguishes two masks of one kind: whose tokens they hide.
 WHOSE = re.compile(r"^(src|source|mem(ory)?|enc(oder)?|cross|tgt|trg|target|dec(oder)?|self|slf|x|y|key|query)_+")
 HIDDEN = 1
 USUAL_PADS = (0, 1, 2, 3)
@@ -253,6 +253,6 @@ def _side(name: str) -> str:
 
 def _pads(module: nn.Module) -> list[int]:
     """The ids that may be padding: what the model says, and what is usual."""
-    told = [v for m in module.modules() for name, v in vars(m).items() if "pad" in name.lower() and type(v) is int]
+    named = [v for m in module.modules() for name, v in vars(m).items() if "pad" in name.lower() and type(v) is int]
     most = min(m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding))
-    return [n for n in dict.fromkeys([*told, *USUAL_PADS]) if 0 <= n < most]
+    return [n for n in dict.fromkeys([*named, *USUAL_PADS]) if 0 <= n < most]

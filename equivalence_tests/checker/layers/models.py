@@ -214,7 +214,7 @@ def _is_lost(call: Callable[[Tensor], Tensor], run: ModelRun, x: Tensor) -> bool
 
 
 def _order_is_lost(module: nn.Module, run: ModelRun, stacks: list[str]) -> bool:
-    """Look at what the first layer gives: later on a causal mask alone tells the order of what came before."""
+    """Whether the first layer's output lacks the order of tokens; in later layers a causal mask alone reveals it."""
 
     def first_layer(x: Tensor) -> Tensor:
         ran = recorded(module, run, *((x, None) if run.target is None else (run.source, x)))

@@ -109,7 +109,7 @@ def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wi
 
 
 def _attention_of(mask: str, mistake: str, called: Sequence[Frames]) -> Frames:
-    """The call of the attention that a mask belongs to; none where nothing tells which of several it was meant for."""
+    """The call of the attention that a mask belongs to; none where it could belong to any of several."""
     idle = mistake == "mask_never_used" and not (OF_SOURCE.search(mask) or OF_QUERIES.search(mask))
     return () if idle and len(set(called)) > 1 else called[-1 if OF_SOURCE.search(mask) else 0]
 

@@ -38,7 +38,7 @@ class Walk:
         equivalents: The same in torch, for each part that was examined.
         masks: The masks that the whole was seen to take.
         heads: How many heads these may be repeated for.
-        inline: Whether an attention has no module of its own, so that what stands around it cannot be told from it.
+        inline: Whether an attention has no module of its own, so that what surrounds it cannot be separated from it.
     """
 
     report: Report

@@ -186,16 +186,16 @@ def _watch(walk: Walk, run: ModelRun) -> None:
 def joined(known: Report, report: Report) -> Report:
     """Give one report on all the attentions of one call, each mistake reported once."""
     worse = max(known.verdict, report.verdict, key=FROM_BEST.index)
-    told = {(finding.name, finding.line) for finding in known.findings}
-    new = [finding for finding in report.findings if (finding.name, finding.line) not in told]
+    listed = {(finding.name, finding.line) for finding in known.findings}
+    new = [finding for finding in report.findings if (finding.name, finding.line) not in listed]
     return replace(known, findings=[*known.findings, *new], verdict=worse)
 
 
 def _add_masks_made_inside(walk: Walk) -> None:
-    """Tell of a mask that a layer makes wrongly and hands to an attention that is right by itself."""
+    """Report a mask that a layer makes wrongly and hands to an attention that is right by itself."""
     known = {(finding.name, finding.line) for finding in walk.report.findings}
-    told = {finding.where for finding in walk.report.findings if finding.stage == "mask"}
-    made = [(path, finding) for path, report in walk.watched.items() if path not in told for finding in report.findings]
+    seen = {finding.where for finding in walk.report.findings if finding.stage == "mask"}
+    made = [(path, finding) for path, report in walk.watched.items() if path not in seen for finding in report.findings]
     for path, finding in made:
         if finding.stage == "mask" and (finding.name, finding.line) not in known:
             known.add((finding.name, finding.line))
@@ -306,8 +306,8 @@ def _add_part(walk: Walk, path: str, part: Report) -> None:
     walk.report.checks.append(CheckResult(f"{path or 'it'} ({kind})", outcome, detail))  # type: ignore[arg-type]
     walk.report.findings += [replace(f, where=path) for f in part.findings]
     walk.report.intended += [replace(f, where=path) for f in part.intended]
-    told = part.conventions[:1]
-    walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in told]
+    first = part.conventions[:1]
+    walk.report.conventions += [(f"{path}: {what}" if path else what, here, there) for what, here, there in first]
 
 
 def _adds_residual(part: Report) -> bool | None:

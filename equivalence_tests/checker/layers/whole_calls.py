@@ -138,7 +138,7 @@ class Calls:
         first = Sizes(own, tokens, target)
         if self.run.kind == "image":
             return Sizes(own), Sizes(other)
-        for longer in (2, -1):  # another step than that of the batch tells the two apart
+        for longer in (2, -1):  # another step than that of the batch distinguishes the two
             second = Sizes(other, tokens + longer, None if target is None else target + 2 * longer)
             if self._runs(second):
                 return first, second

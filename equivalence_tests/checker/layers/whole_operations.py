@@ -18,7 +18,7 @@ INFIX: Mapping[str, str] = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "matmul": "@", "pow": "**", "floordiv": "//", "mod": "%",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
 }  # fmt: skip
-TURNED: Mapping[str, str] = {"rsub": "-", "rdiv": "/"}
+REVERSED: Mapping[str, str] = {"rsub": "-", "rdiv": "/"}
 SIGNS: Mapping[str, str] = {"invert": "~", "neg": "-"}
 
 
@@ -67,12 +67,12 @@ class Sized:
     def _size(self, one: int, other: int) -> Text:
         sizes = [(f"{n}.size({i})", a[i], b[i]) for n, a, b in self.known for i in range(len(a)) if a[i] != b[i]]
         exact = (text for text, a, b in sizes if (a, b) == (one, other))
-        turned = (f"-{text}" for text, a, b in sizes if (a, b) == (-one, -other))
+        negated = (f"-{text}" for text, a, b in sizes if (a, b) == (-one, -other))
         more = ((f"{text} {one - a:+d}", abs(one - a)) for text, a, b in sizes if one - a == other - b)
         near = (text for text, _ in sorted(more, key=lambda found: found[1]))
         times = (f"{text} * {one // a}" for text, a, b in sizes if a and one % a == 0 and (one // a) * b == other)
         both = (f"{s} * {t}" for s, a, b in sizes for t, c, d in sizes if (a * c, b * d) == (one, other))
-        found = next(itertools.chain(exact, turned, times, both, near), "")
+        found = next(itertools.chain(exact, negated, times, both, near), "")
         if not found:
             raise UnreadError(f"the number {one}, which is {other} at other sizes, is no size of what it takes")
         return Text(re.sub(r" ([+-])(\d+)$", r" \1 \2", found))
@@ -122,8 +122,8 @@ def operation_text(one: Operation, other: Operation, names: Sequence[str], sized
     args = [*args]
     if one.name in INFIX and len(args) == 2 and not kwargs:
         return f"{_operand(args[0])} {INFIX[one.name]} {_operand(args[1])}"
-    if one.name in TURNED and len(args) == 2:
-        return f"{_operand(args[1])} {TURNED[one.name]} {_operand(args[0])}"
+    if one.name in REVERSED and len(args) == 2:
+        return f"{_operand(args[1])} {REVERSED[one.name]} {_operand(args[0])}"
     if one.name in SIGNS and len(args) == 1:
         return f"{SIGNS[one.name]}{nested(args[0])}"
     if one.name == "getitem":

@@ -14,7 +14,7 @@ from equivalence_tests.checker.equivalent.comparing import Case, Difference, com
 from equivalence_tests.checker.equivalent.deciding import differs, explained
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.part_holding import EXACT, WrittenPart, joined_output
-from equivalence_tests.checker.equivalent.steps import Step, told_steps
+from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.layers.masks import Mask
@@ -184,7 +184,7 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         what, _, case = found.where.partition(", ")
         differs(report, Difference(case, what, found.difference))
         return False
-    if not explained(report, told_steps(whole.steps, report.intended, set()), whole.intended):
+    if not explained(report, evidence_of(whole.steps, report.intended, set()), whole.intended):
         return False
     reason = f"the whole was not compared in it{f': {whole.why}' if whole.why else ''}"
     report.coverage += [Exercise(one, False, reason) for one in found.not_run]

@@ -171,7 +171,7 @@ def _judge_unused(wiring: Wiring, idle: Mapping[str, str], self_attention: bool)
     normed = left_out.isdisjoint(SUBLAYERS) and any(step.kind == "layer_norm" for step in wiring.steps)
     for path, kind in idle.items():
         step = called.get(path)
-        if step is not None and step.output not in read:  # else what reads it is told
+        if step is not None and step.output not in read:  # else what reads it is reported
             wiring.unused.add(step.output)
             wiring.blame("norm_never_used" if kind == "layer_norm" else "sublayer_unused", step.frames)
         elif step is None and kind == "layer_norm" and normed:

@@ -331,9 +331,9 @@ ROTARY = (
     ),
     _rotary(
         "rotary_of_another",
-        "What is added to turn the {role} is made of the {other}.",
-        ("{role} cos + turned({other}) sin", "{role} cos + turned({role}) sin"),
-        "Turn the {role} by its own elements.",
+        "What is added to rotate the {role} is made from the {other}.",
+        ("{role} cos + rotate_half({other}) sin", "{role} cos + rotate_half({role}) sin"),
+        "Rotate the {role} by its own elements.",
         ("rotated(self, x):", "rotated(self, x, y=None):"),
         ("a, b = x.chunk", "a, b = (x if y is None else y).chunk"),
         ("self.rotated(k)", "self.rotated(k, q)"),

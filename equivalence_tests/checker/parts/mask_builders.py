@@ -53,10 +53,10 @@ class Attempt:
 
     @property
     def badness(self) -> tuple[int, int]:
-        """Count what was not understood, and the mistakes in the rest; a mask that hides nothing tells nothing."""
-        telling = [mask for mask in self.masks if mask is None or mask.words != "hides nothing"]
-        unread = telling.count(None) if telling else len(self.masks)
-        return unread, sum(len(mask.mistakes) for mask in telling if mask)
+        """Count what was not understood, and the mistakes in the rest; masks that hide nothing do not count."""
+        hiding = [mask for mask in self.masks if mask is None or mask.words != "hides nothing"]
+        unread = hiding.count(None) if hiding else len(self.masks)
+        return unread, sum(len(mask.mistakes) for mask in hiding if mask)
 
 
 def mask_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -183,7 +183,7 @@ def _lines(stack: Sequence[CodeLine]) -> Text:
 
 
 def _called_from(line: CodeLine) -> str:
-    """Show a call without most of its arguments, where there are many: the place tells it."""
+    """Show a call without most of its arguments, where there are many: the file and line identify it."""
     code = line.text if len(line.text) <= LONGEST_CALL else line.text[:LONGEST_CALL].rstrip() + " …"
     return f"\ncalled from {line}  {code}"
 

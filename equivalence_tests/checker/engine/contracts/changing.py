@@ -242,8 +242,8 @@ def context_departures(attention: Attention, padding: Tensor) -> Iterator[Depart
         yield departure
 
 
-def turned_back(attention: Attention) -> Departure | bool:
-    """Say whether what is averaged is turned on its way, each token by itself; else name what bends it."""
+def rotated_back(attention: Attention) -> Departure | bool:
+    """Whether the averages are rotated, each token by itself; or give the departure at a step that is not linear."""
     run, slot = attention.run, attention.parts[0].contexts[0].operation.outputs[0]
     start = attention.parts[0].contexts[0].operation.index
     generator = torch.Generator().manual_seed(4)

@@ -103,14 +103,14 @@ def tile_departures(
         attention: Whose parts are tiles.
         operands: The queries, keys and values of each.
         expected: What is known about the mask of each, by its number.
-        own: What each hides, where that can be told.
+        own: What each hides, where the code's own mask is known; empty otherwise.
     """
     if attention.names is None:
         return
     factors = [[operand.factor for operand in own] for own in operands]
     have = attention.end_slot.value.double()
-    told = [expected.get(part.number, Expectation()) for part in attention.parts]
-    ways = ([*map(_hidden, attention.parts, told, itertools.repeat(causal))] for causal in (False, True))
+    expectations = [expected.get(part.number, Expectation()) for part in attention.parts]
+    ways = ([*map(_hidden, attention.parts, expectations, itertools.repeat(causal))] for causal in (False, True))
     for hidden in [list(own)] if own else ways:
         names, sums = context_by_formula(attention.run.recorder, attention, factors, hidden)
         want = looked_up(attention.names, names, sums)

@@ -1,4 +1,4 @@
-"""Where elements lie: heads split, products of the right pairs, heads merged. Told by names alone, not by numbers."""
+"""Whether heads are split, paired and merged correctly, decided by where elements lie and not by their values."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -59,8 +59,8 @@ def layout_departures(attention: Attention) -> Iterator[Departure]:
         yield from paired
         if any(departure.blocks for departure in paired):
             return
-        back = ways_back(part)
-        for context in (context for context in part.contexts if context not in back):
+        reversed_contexts = contexts_over_queries(part)
+        for context in (context for context in part.contexts if context not in reversed_contexts):
             if context.source is None:
                 yield from _unread_context(attention, part, context)
                 return
@@ -90,13 +90,13 @@ def _misplaced_operand(attention: Attention, part: Part, otherwise: str) -> Iter
     """Rows of an operand mix what belongs apart: the first operation after which that is so."""
     found = list(_misplaced_operands(attention, part))
     plain = Departure(otherwise, "product", part.product.operation, blocks=True)
-    yield from found or [_or_turned(attention, part, plain)]
+    yield from found or [_or_exchanged(attention, part, plain)]
 
 
-def _or_turned(attention: Attention, part: Part, otherwise: Departure) -> Departure:
+def _or_exchanged(attention: Attention, part: Part, otherwise: Departure) -> Departure:
     """A view that exchanges axes, where sizes do not tell which; what else it is where there is none."""
-    turned = (_reshaped(attention, codes, until) for codes, until in part.sides.values())
-    operation = next(filter(None, turned), None)
+    exchanged = (_reshaped(attention, codes, until) for codes, until in part.sides.values())
+    operation = next(filter(None, exchanged), None)
     return otherwise if operation is None else Departure(SPLIT, "split", operation, blocks=True)
 
 
@@ -180,13 +180,13 @@ def _exchanged_alone(attention: Attention, part: Part) -> Departure | None:
     alike = len({(one.name, one.frames[:1]) for one in found.values() if one is not None}) == 1
     if len(alone) == len(found) == 3 and alike and not has_twin(attention, moved):
         return changed_by(moved, "split", "order of queries, keys and values")
-    both = alone == ["query", "key"] and _turns_whole(moved)
+    both = alone == ["query", "key"] and _flips_all(moved)
     one_side = len(alone) == 1 or (len(alone) == 2 and "value" in alone and alike)
     return changed_by(moved, "split", alone[0], blocks=True) if both or one_side else None
 
 
-def _turns_whole(moved: Operation) -> bool:
-    """Whether more than the two elements of a pair are turned round, as no rotation does."""
+def _flips_all(moved: Operation) -> bool:
+    """Whether an axis of more than the two elements of a pair is flipped, which no rotation does."""
     axes, shape = moved.argument(1, "dims"), moved.outputs[0].value.shape
     return moved.name == "flip" and all(shape[axis] > 2 for axis in ([axes] if isinstance(axes, int) else axes))
 
@@ -201,8 +201,8 @@ def _among_heads(attention: Attention, part: Part) -> Iterator[Departure]:
     if same and len(meets) > max(len(table.heads), len(table.key_heads)):
         until = part.product.operation
         sides = (part.product.left, part.product.right)
-        turned = (_reshaped(attention, codes, until) for codes in sides)
-        guilty = next(filter(None, turned), None) or _laying(attention, part.product.left, until)
+        exchanged = (_reshaped(attention, codes, until) for codes in sides)
+        guilty = next(filter(None, exchanged), None) or _laying(attention, part.product.left, until)
         yield Departure("attention_among_heads", "product", guilty, blocks=True)
 
 
@@ -244,7 +244,7 @@ def _paired_heads(attention: Attention, part: Part) -> Iterator[Departure]:
         repeater = _laying(attention, part.product.right, part.product.operation, repeats=True)
         tiled = Departure("grouped_heads_tiled", "split", repeater, patches=_interleaving(repeater, heads))
         wrong = Departure("heads_paired_wrongly", "split", repeater)
-        yield tiled if pairing == "tiled" else _or_turned(attention, part, wrong)
+        yield tiled if pairing == "tiled" else _or_exchanged(attention, part, wrong)
 
 
 def _interleaving(repeater: Operation, heads: int) -> dict[int, Patch]:
@@ -284,8 +284,8 @@ def _are_apart(codes: Tensor, heads: int) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- weights and values
-def ways_back(part: Part) -> list[Context]:
-    """Give the contexts in which keys attend to queries, by scores by which queries attend to keys as well."""
+def contexts_over_queries(part: Part) -> list[Context]:
+    """Give the contexts that average over queries for each key, with scores that average over keys as well."""
     read = any(context.source is not None for context in part.contexts)
     return [c for c in part.contexts if read and c.source is None and _sums_over_queries(part, c)]
 
@@ -301,7 +301,7 @@ def _sums_over_queries(part: Part, context: Context) -> bool:
 
 def _unread_context(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
     name = "context_sums_over_queries" if _sums_over_queries(part, context) else "context_mixes_tokens"
-    yield _or_turned(attention, part, Departure(name, "context", context.operation, blocks=True))
+    yield _or_exchanged(attention, part, Departure(name, "context", context.operation, blocks=True))
 
 
 def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:

@@ -119,8 +119,8 @@ def _unmerged(attention: Attention, numbers: list[int], consumer: Operation) -> 
     """The first operation after the context that leaves tokens where they should not be."""
     run = attention.run
     context = attention.parts[0].contexts[0].operation
-    turned = shuffling(run, numbers, context.index, consumer.index, reshaped=True)
+    reshaping = shuffling(run, numbers, context.index, consumer.index, reshaped=True)
     queries = run.names.sources[int(source_of(attention.parts[0].product.left).max())]
-    departure = laid_elsewhere(attention, numbers[0], queries, MERGED, turned or consumer)
+    departure = laid_elsewhere(attention, numbers[0], queries, MERGED, reshaping or consumer)
     carried = [operation for operation, _, _ in run.names.carrying(numbers, context.index, consumer.index)]
-    return departure or Departure(MERGED, "merge", turned or [consumer, *carried][-1], blocks=True)
+    return departure or Departure(MERGED, "merge", reshaping or [consumer, *carried][-1], blocks=True)

@@ -19,7 +19,7 @@ from equivalence_tests.checker.engine.contracts.changing import (
     strange_operations,
 )
 from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
-from equivalence_tests.checker.engine.judgement import Operand, Turn
+from equivalence_tests.checker.engine.judgement import Operand, RotaryPairs
 from equivalence_tests.checker.engine.names import Attention, Part, Run, Source, values_at
 from equivalence_tests.checker.engine.replaying import replayed
 from equivalence_tests.checker.engine.same import EXACT, LOOSE, MEASURED, ROUNDING, TABLE, constant_ratio, near
@@ -111,8 +111,8 @@ def _experiment(run: Run, operand: Operand) -> None:
         ratio = constant_ratio(have1.norm(dim=-1), want1.norm(dim=-1), tolerance)
         again = constant_ratio(have2.norm(dim=-1), want2.norm(dim=-1), tolerance)
         rows, others = (have.norm(dim=-1) / want.norm(dim=-1) for have, want in ((have1, want1), (have2, want2)))
-        turned_only = ratio is not None or not near(rows, others, tolerance)  # else each row has a factor of its own
-        operand.turn = _turn(run, operand) if turned_only else None
+        only_rotated = ratio is not None or not near(rows, others, tolerance)  # else each row has a factor of its own
+        operand.pairs = _rotary_pairs(run, operand) if only_rotated else None
         if ratio is not None and again is not None and abs(ratio - again) <= tolerance * abs(ratio):
             own = abs(ratio - 1) > MEASURED  # else the table of angles was rounded before it was widened
             operand.change, operand.factor = "rotated", ratio if own else 1.0
@@ -123,7 +123,7 @@ def _experiment(run: Run, operand: Operand) -> None:
         operand.change = "normed"
         operand.factor = 1.0 if operand.role == "value" else _factor_behind_norm(run, operand)
         along = (have1 * want1).sum(-1).abs() / have1.norm(dim=-1) / want1.norm(dim=-1)
-        operand.turn = _turn(run, operand) if not near(along, torch.ones_like(along), LOOSE) else None
+        operand.pairs = _rotary_pairs(run, operand) if not near(along, torch.ones_like(along), LOOSE) else None
 
 
 def _factor_behind_norm(run: Run, operand: Operand) -> float:
@@ -152,8 +152,8 @@ def _in_one_plane(both: Tensor, one: Tensor, two: Tensor) -> bool:
     return near((table @ found)[..., 0], both, 2e-2)
 
 
-def _turn(run: Run, operand: Operand) -> Turn | None:
-    """Follow one element of a token at a time: where it is turned, a single other one gets a share of it."""
+def _rotary_pairs(run: Run, operand: Operand) -> RotaryPairs | None:
+    """Find the pairs by following one element at a time: a rotation gives a share of it to exactly one other."""
     width = operand.codes.size(-1)
     for place in range(width):
         have = _share_of(run, operand, place)
@@ -164,11 +164,11 @@ def _turn(run: Run, operand: Operand) -> Turn | None:
             apart = others[0] - place
             slowest = width - 2 if apart == 1 else place + apart - 1
             slow = _share_of(run, operand, slowest)
-            turned = (
+            rotated = (
                 slow if slowest + apart < width and bool((slow[:, slowest + apart].abs() > MEASURED).any()) else have
             )
-            at = slowest if turned is slow else place
-            return Turn(apart, max(_rising(operand, turned[:, at], turned[:, at + apart]), default=1.0) >= 0.5)
+            at = slowest if rotated is slow else place
+            return RotaryPairs(apart, max(_rising(operand, rotated[:, at], rotated[:, at + apart]), default=1.0) >= 0.5)
     return None
 
 
@@ -194,16 +194,16 @@ def _rising(operand: Operand, cosine: Tensor, sine: Tensor) -> list[float]:
     return shares
 
 
-def _turns_back(run: Run, operand: Operand) -> bool:
-    """Whether all of some pairs that clearly turn one way turn back: learnt angles turn each its own way."""
-    turn = operand.turn
-    if turn is None or turn.forward:
+def _rotated_backwards(run: Run, operand: Operand) -> bool:
+    """Whether all pairs whose direction is clear are rotated backwards; learnt angles go either way."""
+    paired = operand.pairs
+    if paired is None or paired.forward:
         return False
-    pairs = range(0, operand.codes.size(-1) - turn.apart, 2 if turn.apart == 1 else 1)
+    pairs = range(0, operand.codes.size(-1) - paired.apart, 2 if paired.apart == 1 else 1)
     rising = list[float]()
     for place in pairs[:: max(len(pairs) // PAIRS, 1)]:
         shares = _share_of(run, operand, place)
-        rising += _rising(operand, shares[:, place], shares[:, place + turn.apart])
+        rising += _rising(operand, shares[:, place], shares[:, place + paired.apart])
     clear = [share for share in rising if abs(share - 0.5) > UNCLEAR]
     return bool(clear) and max(clear) < 0.5
 
@@ -227,23 +227,23 @@ def operand_departures(attention: Attention, part: Part, operands: list[Operand]
         for step in _stretches(attention, operand):
             scaled = operand.role == "value" and (step.change or abs(step.factor - 1) > MEASURED)
             departure = _located(attention, step) if step.change == "other" or scaled else None
-            bent = _bent_angles(attention.run, step) if step.turn is not None else None
+            bent = _bent_angles(attention.run, step) if step.pairs is not None else None
             if bent is not None:
                 yield bent
             elif departure is not None and (step is operand or _is_own(attention, departure)):
                 yield _of_another(attention.run, operand, operands) or _named(attention.run, departure, step)
     query, key = operands[0], operands[1]
-    both = query.turned and key.turned
-    if both and not _turn_alike(attention.run, query, key):
-        backwards = query.turn is not None and query.turn.forward and key.turn is not None and not key.turn.forward
+    both = query.rotated and key.rotated
+    if both and not _rotated_alike(attention.run, query, key):
+        backwards = query.pairs is not None and query.pairs.forward and key.pairs is not None and not key.pairs.forward
         yield Departure("rotations_differ", "rotary", _last_sum(attention.run, key if backwards else query))
-    if both and all(_turned_everywhere_alike(attention.run, operand) for operand in (query, key)):
+    if both and all(_rotated_without_positions(attention.run, operand) for operand in (query, key)):
         yield Departure("rotary_without_positions", "rotary", _last_sum(attention.run, query))
     elif {query.change, key.change} == {"rotated", ""}:
         name = "rotary_queries" if query.change else "rotary_keys"
-        turned = query if query.change else key
-        yield Departure(name, "rotary", _first_change(attention.run, turned))
-    elif both and all(_turns_back(attention.run, o) for o in (query, key)):
+        rotated = query if query.change else key
+        yield Departure(name, "rotary", _first_change(attention.run, rotated))
+    elif both and all(_rotated_backwards(attention.run, o) for o in (query, key)):
         total = _last_sum(attention.run, query)
         subtracts = total is not None and total.name == "sub"
         yield Departure("rotary_reversed", "rotary", total if subtracts else _first_change(attention.run, query))
@@ -272,7 +272,7 @@ def _is_own(attention: Attention, departure: Departure) -> bool:
 
 def _named(run: Run, departure: Departure, operand: Operand) -> Departure:
     """A rotation that is none, or one of the values, has a name."""
-    if not operand.across and operand.turn is None:
+    if not operand.across and operand.pairs is None:
         return departure
     wrong = "rotary_across_heads" if operand.across else "rotary_mixed"
     operation = (_last_sum(run, operand) if operand.across else None) or departure.operation
@@ -280,7 +280,7 @@ def _named(run: Run, departure: Departure, operand: Operand) -> Departure:
 
 
 def _bent_angles(run: Run, operand: Operand) -> Departure | None:
-    """What no known model does to the angles by which an operand is turned."""
+    """Name what is done to the angles of an operand's rotation that no known model does."""
     mixed = operand.change == "other"  # as where a sine is multiplied and its cosine is not
     for operation, _, _ in operand.steps(run):
         for slot, _ in run.names.beside(operation):
@@ -318,8 +318,8 @@ def _stretches(attention: Attention, operand: Operand) -> Iterator[Operand]:
                 left.append(before)
 
 
-def _turn_alike(run: Run, query: Operand, key: Operand) -> bool:
-    """Whether a query and a key at one position keep their product when both are turned."""
+def _rotated_alike(run: Run, query: Operand, key: Operand) -> bool:
+    """Whether a query and a key at one position keep their product when both are rotated."""
     tokens, others = (token_of(operand.codes)[..., 0] for operand in (query, key))
     if query.codes.size(0) != key.codes.size(0) or query.codes.size(-1) != key.codes.size(-1):
         return True
@@ -338,12 +338,12 @@ def _resized(operand: Operand, have: Tensor, want: Tensor) -> tuple[Tensor, Tens
     return have, want * (sizes if operand.change == "normed" else operand.factor)
 
 
-def _turned_everywhere_alike(run: Run, operand: Operand) -> bool:
-    """Whether the same numbers are turned by the same angles at all tokens, though no argument brings the angles."""
+def _rotated_without_positions(run: Run, operand: Operand) -> bool:
+    """Whether all tokens are rotated by the same angles, though no argument gives the angles."""
     made = (bits for operation, _, _ in operand.steps(run) for _, bits in run.names.beside(operation))
     given = any(name.startswith("arg:") for bits in made for name in run.recorder.named(bits))
     several = bool((token_of(operand.codes)[..., 0].diff(dim=1) != 0).any())
-    if operand.turn is None or given or not several:
+    if operand.pairs is None or given or not several:
         return False
     generator = torch.Generator().manual_seed(5)
     widest = max(int(feature_of(source.codes).max()) for source in operand.sources)
@@ -354,7 +354,7 @@ def _turned_everywhere_alike(run: Run, operand: Operand) -> bool:
 
 
 def _last_sum(run: Run, operand: Operand) -> Operation | None:
-    """The last operation that adds up what was turned."""
+    """The last addition of a rotation: cos times the elements plus sin times their partners."""
     own = (op for op, codes, _ in operand.steps(run) if bool(torch.isin(codes, operand.codes).any()))
     sums = [op for op in own if op.name in ADDS]
     return sums[-1] if sums else _first_change(run, operand)

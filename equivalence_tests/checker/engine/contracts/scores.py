@@ -300,7 +300,7 @@ class Scores:
             yield from self._given_mask(live, soft, wanted)
 
     def _own_mask(self, live: Tensor, soft: Tensor) -> Iterator[Departure]:
-        """What the code hides by itself: causal masks that are shifted, turned round, or too weak."""
+        """What the code hides by itself: causal masks that are shifted, reversed, or too weak."""
         hidden = self.model.hidden
         pattern = causal_pattern(self.part, hidden | soft, live)
         if bool(soft.any()):
