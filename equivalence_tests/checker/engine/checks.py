@@ -83,7 +83,7 @@ class Checked:
             return self.situation.trial.output(inputs).double()
 
     def formula(self, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
-        """Torch's formula in the place of the context; skips the check where something else is intended."""
+        """Patches that put torch's softmax(scores) @ values in place; skips the check where a deviation is intended."""
         others = [finding.name for finding in self.report.intended if finding.name not in KEPT]
         judgements = self.situation.found.judgements
         if others or any(judgement.attention.tiled for judgement in judgements):
@@ -94,12 +94,12 @@ class Checked:
 
 
 def attention_checks() -> list[Check]:
-    """List the checks, in the order of the report: that in which they stand here."""
+    """List the checks in the order of the report, which is their order in this file."""
     return [check for name, check in globals().items() if name.startswith("check_")]
 
 
 def run_check(check: Check, checked: Checked) -> CheckResult:
-    """Run one check; whatever the user's code raises makes it fail, and a failure that has a name is a finding."""
+    """Run one check: any exception of the user's code fails it, and a failure with a named mistake adds a finding."""
     name, answer = check.__name__, ask(partial(check, checked))
     match answer.error:
         case None:

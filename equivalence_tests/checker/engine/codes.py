@@ -1,4 +1,4 @@
-"""Numbers that name elements: the tensor that an element comes from, its token, and its feature; and how they meet."""
+"""Names of elements, each one float64: the number of the source tensor, the token and the feature; and contractions."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ SPAN = FEATURES * FEATURES
 
 
 def coded(source: int, token: Tensor, feature: Tensor) -> Tensor:
-    """Write names; float64 holds them exactly, and every operation that moves data takes it.
+    """Encode source, token and feature as one float64 each, exact, so that any operation that moves data moves names.
 
     >>> code = coded(3, torch.tensor(5), torch.tensor(7))
     >>> source_of(code).item(), token_of(code).item(), feature_of(code).item()
@@ -33,7 +33,7 @@ def numbered(shape: torch.Size) -> Tensor:
 
 
 def score_codes(source: int, shape: tuple[int, ...]) -> Tensor:
-    """Name the elements of one product by their places in it."""
+    """Name the scores of one product by their flat index in it."""
     return source * float(SPAN) + torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
 
 
@@ -86,7 +86,7 @@ def looked_up(asked: Tensor, names: Tensor, values: Tensor) -> Tensor:
 
 
 def place_of(codes: Tensor) -> Tensor:
-    """Give what is left of a name without its source."""
+    """Give token and feature of a name as one number, or the flat index of a score: the name without its source."""
     return (codes - (codes * (1.0 / SPAN)).floor() * SPAN).long()
 
 
@@ -101,7 +101,7 @@ def feature_of(codes: Tensor) -> Tensor:
 
 
 def retagged(codes: Tensor, source: int) -> Tensor:
-    """Name the same tokens and features as those of another source."""
+    """Replace the source in names, and keep the tokens and features."""
     return torch.where(known(codes), torch.remainder(codes, SPAN) + source * float(SPAN), codes)
 
 
@@ -137,13 +137,13 @@ def squares_by(groups: Tensor, values: Tensor) -> Tensor:
 
 
 def _are_streams(one: Tensor, other: Tensor, apart: bool) -> bool:
-    """Whether two sets of names hold as many features of tokens that are not the same."""
+    """Whether two sets of names have equally many features, and no token in common unless ``apart``."""
     same = len(feature_of(one).unique()) == len(feature_of(other).unique())
     return same and (apart or not bool(torch.isin(token_of(one).unique(), token_of(other).unique()).any()))
 
 
 def _each_row_of_one_source(codes: Tensor) -> bool:
-    """Whether tokens of several sources stand in one row in each head, with all features of a token from one."""
+    """Whether each head has tokens of several sources side by side, each token whole and of one source."""
     for axis in (1, 2) if codes.dim() == 3 else ():
         token, source = (x.movedim(axis, -1) for x in (token_of(codes), source_of(codes)))
         whole = bool((token == token[..., :1]).all()) and bool((source == source[..., :1]).all())
@@ -153,7 +153,7 @@ def _each_row_of_one_source(codes: Tensor) -> bool:
 
 
 def _axes_shared(codes: Tensor, one: int, other: int) -> int:
-    """Along how many axes the names of two sources have the same places: all but that of the tokens, in a stream."""
+    """Count the axes along which the names of two sources stand at the same indices; two streams differ along one."""
     own, its = ((source_of(codes) == number).nonzero().unbind(-1) for number in (one, other))
     return sum(torch.equal(x.unique(), y.unique()) for x, y in zip(own, its, strict=True))
 
@@ -180,23 +180,23 @@ class Contraction:
     apart: str = ""
 
     def swapped(self) -> "Contraction":
-        """Exchange rows and columns."""
+        """Give the same contraction with its left and right operand exchanged."""
         return replace(self, left=self.right, right=self.left, out=self.out.transpose(1, 2), sides=self.sides[::-1])
 
     def rows(self, values: Tensor) -> Tensor:
-        """Lay out what belongs to the left operand's elements as (n, i, d)."""
+        """Gather values of the left operand's shape as (n, i, d)."""
         return values.reshape(-1)[self.left]
 
     def columns(self, values: Tensor) -> Tensor:
-        """Lay out what belongs to the right operand's elements as (n, j, d)."""
+        """Gather values of the right operand's shape as (n, j, d)."""
         return values.reshape(-1)[self.right]
 
     def result(self, values: Tensor) -> Tensor:
-        """Lay out what belongs to the result's elements as (n, i, j)."""
+        """Gather values of the result's shape as (n, i, j)."""
         return values.reshape(-1)[self.out]
 
     def scattered(self, values: Tensor) -> Tensor:
-        """Turn (n, i, j) into the shape of the result."""
+        """Put values (n, i, j) back into the shape of the result; the inverse of ``result``."""
         flat = values.new_empty(values.numel())
         flat[self.out.reshape(-1)] = values.reshape(-1)
         return flat.view(self.shape)

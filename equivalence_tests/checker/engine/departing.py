@@ -1,4 +1,4 @@
-"""Where a run over the last tokens departs from one over all of them: the first operation whose rows are others."""
+"""Find the operation at which decoding with a cache first differs from one run over all tokens."""
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
 
 @dataclass(frozen=True)
 class Against:
-    """A run over all tokens, which another run over the last of them is held against.
+    """A run over all tokens, with which a run over only the last of them, such as a decoding step, is compared.
 
     Args:
         whole: The run over all.
@@ -26,12 +26,12 @@ class Against:
     total: int
 
     def departing(self, run: Recorder, output: Tensor, known: Container[int]) -> tuple[Operation, Tensor] | None:
-        """Give the first operation that made the output other than it is in the whole run, and what it should give.
+        """Find the first operation whose difference from the whole run reaches the output, and what it should give.
 
         Args:
             run: The run over the last tokens.
-            output: What came of it.
-            known: What is found already: the indices of operations.
+            output: The output of that run.
+            known: The indices of operations that are reported already, which are passed over.
 
         Returns:
             None where no operation of the whole run corresponds to it.
@@ -59,7 +59,10 @@ class Against:
         return None if first is None else (run.operations[first], guilty[first])
 
     def _found(self, operation: Operation) -> Tensor | None:
-        """What gave these rows in the whole run: something of the same name, if that gave rows of this shape at all."""
+        """Find the tensor of the whole run that has this operation's output as its last rows; None if there is none.
+
+        Operations of the same name come first; others are searched only where none of these has rows of this shape.
+        """
         x = operation.outputs[0].value if operation.outputs else torch.zeros(0)
         given = [
             (y.name, s.value, r) for y in self.whole.operations for s in y.outputs for r in self._rows(s.value, x.shape)
@@ -68,7 +71,11 @@ class Against:
         return next((whole for _, whole, rows in own if near(_real(x), _real(rows), TABLE)), None)
 
     def _wanted(self, run: Recorder, operation: Operation, taken: list[Tensor]) -> Tensor | None:
-        """What it should give: as its line did; all of what it puts beside what was kept; or as the last alike did."""
+        """Give the output that the operation should have had, of its shape; None if the whole run has none.
+
+        That is what the same line gave in the whole run; else one of the whole inputs, as where new keys are to be
+        concatenated to a cache; else what the last operation of the same name gave.
+        """
         shape, own = operation.outputs[0].value.shape, (operation.name, operation.frames)
         alike = [other for other in self.whole.operations if other.name == operation.name]
         same_line = [other for other in alike if other.frames == operation.frames]
@@ -80,7 +87,7 @@ class Against:
         return next(iter([*here, *(whole for whole in taken if whole.shape == shape), *elsewhere]), None)
 
     def _rows(self, whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-        """The rows of the last tokens, on whichever axes hold tokens, alone or together with others."""
+        """Yield the last tokens of a tensor, for each way in which its axes may hold tokens, alone or flattened."""
         if whole.dim() != len(shape):
             return
         found = [whole]

@@ -1,7 +1,8 @@
-"""Follow every element of a recorded run by its name.
+"""Give every element of every tensor in a recorded run a name: its source tensor, its token and its feature.
 
-What a weight makes of a token gets new names; what only moves data moves the names; a product of two activations is
-read by the names on both of its sides. Nothing is inferred from the names of variables, modules or axes.
+The output of a projection gets new names; an operation that only moves data moves the names; a product of two
+activations is read as scores or averages by the names of its operands.
+Nothing is inferred from the names of variables, modules or axes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,7 +41,7 @@ def identify(
     data: Iterable[Tensor] = (),
     patched: Mapping[int, Tensor] | None = None,
 ) -> Identities:
-    """Name the elements of a recorded run.
+    """Name the elements of a recorded run, with its products, averages (contexts) and sources of names.
 
     Args:
         recorder: Holds the run.
@@ -63,7 +64,10 @@ def identify(
 
 
 def _with_learnt_queries(found: "Identities") -> frozenset[int]:
-    """Products with a parameter whose result is weighed by a softmax, where no other product is: queries are learnt."""
+    """Give the indices of products with a parameter that go into a softmax, where the run has no other attention.
+
+    These are products of keys with queries that are parameters.
+    """
     if found.contexts:
         return frozenset()
     made = set()
@@ -75,10 +79,10 @@ def _with_learnt_queries(found: "Identities") -> frozenset[int]:
 
 
 class _Follower(Meetings):
-    """Walks through the operations and keeps the names of all tensors."""
+    """Goes through the operations in order and keeps the names of all tensors."""
 
     def follow(self, operation: Operation) -> None:
-        """Name what an operation gives."""
+        """Name the outputs of an operation, and keep the names of its inputs and outputs as they are at this point."""
         before = [self._snapshot(slot) for slot in operation.inputs]
         self.found.before.append(before)
         for slot in (*operation.inputs, *operation.outputs):
@@ -115,7 +119,7 @@ class _Follower(Meetings):
         return [self._adopted(operation, before, slot) for slot in operation.outputs]
 
     def _spread(self, operation: Operation) -> None:
-        """Say of what an operation gives whether it is data or a weight."""
+        """Mark the outputs of an operation as data of the call, as made from weights alone, or as neither."""
         isdata = operation.name in INDEXED or (
             operation.name not in CREATES and any(storage_of(slot.tensor) in self.data for slot in operation.inputs)
         )
@@ -155,7 +159,7 @@ class _Follower(Meetings):
         return list(moved)
 
     def _run_on(self, operation: Operation, names: Mapping[int, Tensor]) -> list[Tensor]:
-        """Run what moves data on the names of the data."""
+        """Run an operation that moves data on the names in place of the data."""
         given = [self._stand_in(slot, names) for slot in operation.inputs]
         if operation.name == "pad":
             return [torch.nn.functional.pad(given[0], operation.argument(1, "pad"), value=UNKNOWN)]
@@ -177,7 +181,7 @@ class _Follower(Meetings):
         return slot.value
 
     def _name_memory(self, tensor: Tensor) -> None:
-        """Give the memory behind a tensor names that say nothing yet, shared by all that look at it."""
+        """Give a tensor and all views of its storage one shared buffer of names, all unknown yet."""
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         memory = torch.full((count,), UNKNOWN, dtype=torch.float64)
         for key, other in self.siblings.get(storage_of(tensor), {}).items():
@@ -194,7 +198,7 @@ class _Follower(Meetings):
         return second[0]
 
     def _without_doubles(self, operation: Operation, first: Tensor, second: Tensor) -> Tensor:
-        """Where a name stands twice in what was concatenated, take the second name of the later piece."""
+        """Where a concatenation has a name twice, give the later piece's element its other name (see ``others``)."""
         if operation.name not in JOINS or first.is_complex():
             return first
         pieces = {
@@ -209,7 +213,7 @@ class _Follower(Meetings):
         return torch.where(later, other, flat).view(first.shape)
 
     def _write_without_doubles(self, operation: Operation, names: Tensor) -> None:
-        """Where a name that is written stands elsewhere already, as in halves that turn, write its second name."""
+        """Where a name that is written is there already, as in rotated halves, write its other one (see ``others``)."""
         if names.is_complex() or not any(slot.key in self.others for slot in operation.inputs[1:]):
             return
         rest = operation.inputs[1:]
@@ -229,7 +233,7 @@ class _Follower(Meetings):
 
     # ------------------------------------------------------------------------------------------ element by element
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:
-        """Names that pass through an operation which works on each element, or on a whole axis."""
+        """Names of an output whose elements keep their places, as in arithmetic, a norm or a softmax."""
         shape = slot.value.shape
         before = self._in_one_role(before)
         taken = before[:1] if operation.name in CASTS else before
@@ -257,13 +261,13 @@ class _Follower(Meetings):
         return named
 
     def _in_one_role(self, before: list[Tensor | None]) -> list[Tensor | None]:
-        """Names of what is concatenated: where tokens are features in some of it alone, they are tokens again."""
+        """Undo the exchange of tokens and features in some operands' names where other operands have none."""
         exchanged = [self.found.is_exchanged(codes) for codes in before if codes is not None]
         apart = any(exchanged) and not all(exchanged)
         return [codes if codes is None or not apart else self.found.plain(codes) for codes in before]
 
     def _mixed(self, operation: Operation, slot: Slot, place: int, codes: Tensor, rest: list[Tensor]) -> Tensor:
-        """Names of what was made from several tensors of tokens, or from one and a weight."""
+        """Names of an elementwise result of several tensors of tokens, or of one and a parameter."""
         sources = set(sources_in(codes))
         for other in rest:
             if set(sources_in(other)) & sources:
@@ -288,7 +292,7 @@ class _Follower(Meetings):
         return codes
 
     def _by_token(self, operation: Operation, place: int, codes: Tensor) -> bool:
-        """Whether what multiplies has an axis along which tokens lie."""
+        """Whether a factor differs from token to token."""
         token = token_of(codes)
         for i, slot in enumerate(operation.inputs):
             if i == place:
@@ -302,7 +306,7 @@ class _Follower(Meetings):
 
 
 def _by_small_matrices(codes: Tensor, other: Tensor) -> Tensor:
-    """Names of a sum, the first ones; where both rows of a matrix weigh the same two elements, one element each."""
+    """Names of a sum of two tensors: the first ones; of a 2 x 2 matrix times a pair, one name for each of its rows."""
     alike = codes.size(-1) == 2 and all(bool((x == x[..., :1]).all()) for x in (codes, other))
     if not alike or bool(torch.isin(codes, other).any()) or not torch.equal(token_of(codes), token_of(other)):
         return codes

@@ -33,7 +33,7 @@ POOLS = words("max amax mean min amin")
 
 
 class Meetings:
-    """Names for what tokens meet in: a weight, one another, or the weights of an attention."""
+    """Names what products give: of tokens and a weight, of queries and keys, and of attention weights and values."""
 
     def __init__(
         self, recorder: Recorder, seeds: dict[int, Tensor], data: Iterable[Tensor], exchanges: dict[Key, Exchange]
@@ -84,7 +84,7 @@ class Meetings:
         return source.codes
 
     def _rank(self, codes: Tensor) -> int:
-        """Scores come before what else has a name, what has a name everywhere before what has one here and there."""
+        """Which names a result takes first: 0 for scores, 2 where all elements are named or complex, 3 for the rest."""
         if codes.is_complex():
             return 2
         sources = source_of(codes)
@@ -114,9 +114,9 @@ class Meetings:
         return self._multiplied(operation, contraction)
 
     def _projected(self, operation: Operation, contraction: Contraction) -> Tensor:
-        """New names for what a weight makes: the token stays, the feature is the column of the weight.
+        """Name the output of a projection: the token is that of the input, the feature is the column of the weight.
 
-        Where one weight serves several heads, each takes a part of the token: their columns are numbered on.
+        Where one weight is applied to each head's part of a token, the columns of later parts count on.
         """
         slot = operation.inputs[contraction.sides[0]]
         codes = self.codes.get(slot.key)
@@ -134,7 +134,7 @@ class Meetings:
         return self._new("projection", operation, operation.outputs[0], names, parents).codes
 
     def _numbered_apart(self, tokens: Tensor, sources: Tensor, tensor: Tensor) -> Tensor:
-        """New numbers for tokens of a second tensor, where two that are concatenated have tokens of one number."""
+        """Give tokens of a second source new numbers, where two sources that are concatenated use the same numbers."""
         pairs = sources * (tokens.max() + 1) + tokens
         if len(pairs.unique()) == len(tokens.unique()):
             return tokens
@@ -142,7 +142,7 @@ class Meetings:
         return torch.where(sources == sources.min(), tokens, order + self._base(tensor, len(kinds)))
 
     def _seeded(self, contraction: Contraction, slot: Slot, codes: Tensor | None) -> Tensor:
-        """Name the tokens of a tensor by the order in which its rows are stored; beside padding they keep theirs."""
+        """Name a tensor by numbering its tokens in memory order; rows that have names keep their token."""
         token = self._rows_in_memory(slot.tensor, contraction.left)
         if codes is not None and not codes.is_complex():
             rows = contraction.rows(codes)
@@ -157,7 +157,7 @@ class Meetings:
         return token
 
     def _rows_in_memory(self, tensor: Tensor, places: Tensor) -> Tensor:
-        """Number rows in their order, and those of a part of a tensor as the whole tensor has them."""
+        """Number rows in memory order; a row that another view of the same storage has gets the same number."""
         starts, token = places[:, :, 0].unique(return_inverse=True)
         base, memory, start = self._base(tensor, len(starts)), storage_of(tensor), elements_of(tensor)[starts]
         apart = start.sort().values.diff()
@@ -172,7 +172,7 @@ class Meetings:
         return torch.tensor([self.rows[memory, row] for row in (start // width * width).tolist()])[token]
 
     def _base(self, tensor: Tensor, count: int) -> int:
-        """The number of the first token of a tensor: its own, but the same for all that look at one memory."""
+        """The number of the first token of a tensor, the same for all views of one storage."""
         place = storage_of(tensor)
         if place not in self.bases:
             self.bases[place] = self.tokens
@@ -180,7 +180,7 @@ class Meetings:
         return self.bases[place]
 
     def _convolved(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
-        """Names for what a convolution gives: new features at each place."""
+        """Name the output of a convolution: new features, with the token of the position."""
         out = operation.outputs[0].value
         if not self._isdata(operation.inputs[0]):
             return None
@@ -189,7 +189,7 @@ class Meetings:
         return self._at_places("projection", operation, before[0], axis, feature)
 
     def _at_places(self, kind: str, operation: Operation, codes: Tensor | None, axis: int, feature: Tensor) -> Tensor:
-        """Names by places, all but the axis of the channels: the token of each, or new ones where they are fewer."""
+        """Name an output by position: the tokens of the input, or new ones where the axes beside channels changed."""
         taken, out = operation.inputs[0], operation.outputs[0]
         shape = out.value.shape
         named = None if codes is None or codes.is_complex() else self.found.plain(codes)
@@ -202,7 +202,7 @@ class Meetings:
         return self._new(kind, operation, out, names, tuple(sources_in(codes))).codes
 
     def _summed(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
-        """A multiplication that is summed at once is a product."""
+        """Read a broadcast multiplication followed by a sum as the matrix product that it is; None if it is none."""
         maker = self.found.graph.maker(operation.inputs[0], operation.index) if operation.inputs else None
         if maker is None or maker.name != "mul" or len(maker.inputs) != 2 or operation.inplace:
             return None
@@ -214,7 +214,7 @@ class Meetings:
         return None if contraction is None else self._multiplied(operation, contraction, maker)
 
     def _pooled(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
-        """Names of what stands for several tokens: the token of the first of them, or new ones for each place."""
+        """Name what a pooling gives: by the first of the tokens that it reduces, or new tokens for each position."""
         codes = before[0] if before else None
         if codes is None or codes.is_complex() or self._rank(codes) == 0:
             return None
@@ -234,7 +234,7 @@ class Meetings:
         return self._retag("pooled", operation, out, named, [])
 
     def _rotated_by_matrices(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
-        """Names of sums over as many elements as there are sums of them: small matrices that turn parts of a token."""
+        """Name sums that are a small matrix times a part of a token, such as 2 x 2 rotations; None for others."""
         codes, axis = _over_one_axis(operation, before)
         if codes is None:
             return None
@@ -248,7 +248,7 @@ class Meetings:
     def _multiplied(
         self, operation: Operation, contraction: Contraction, factors: Operation | None = None
     ) -> Tensor | None:
-        """Read a product of two activations: of queries and keys, or of what comes from scores and values."""
+        """Read a product of two activations: of queries and keys, or of attention weights and values."""
         slots = [(factors or operation).inputs[side] for side in contraction.sides]
         sides = [self._names_at(slot, factors) for slot in slots]
         scores = [side is not None and self._rank(side) == 0 for side in sides]
@@ -283,7 +283,7 @@ class Meetings:
         return product.source.codes
 
     def _completed(self, slot: Slot, codes: Tensor | None, places: Tensor) -> Tensor:
-        """Names for an operand some or all of whose elements have none: rows are tokens, as they lie there."""
+        """Complete the names of an operand: each row of the contraction is a token, where elements have no name."""
         if codes is not None and bool(known(codes).all()):
             return codes
         n, rows, _ = places.shape
@@ -312,7 +312,7 @@ class Meetings:
         return context.codes
 
     def _read_context(self, context: Context) -> tuple[Tensor, tuple[Any, ...]] | None:
-        """Name what comes out: the query's token, and the feature of the value in its head."""
+        """Name the average: the query's token, and the feature of the value, counted on from head to head."""
         numbers = context.score_sources
         found = [p for p in self.found.products if p.source is not None and p.source.number in numbers]
         product = found[0] if len(found) == 1 else None
@@ -341,7 +341,7 @@ class Meetings:
         return coded(0, token[:, :, None].expand(shape), combined.expand(shape)), meeting
 
     def _weighed_with(self, product: Product) -> tuple[int, ...]:
-        """The products whose scores lie beside its own in one softmax, as those of keys of two kinds do."""
+        """The sources of all scores that share a softmax with this product's; empty where it has one to itself."""
         number = product.source.number if product.source is not None else -1
         pairs = zip(self.found.operations, self.found.after, strict=False)  # as far as it is named
         given = (after[0] for operation, after in pairs if operation.name in SOFTMAXES)
@@ -349,7 +349,7 @@ class Meetings:
         return next((tuple(numbers) for numbers in sets if number in numbers and len(numbers) > 1), ())
 
     def _exchanged_back(self, product: Product, context: Context) -> Tensor:
-        """Name what averaged features give: the tokens of the values, and the features of the queries."""
+        """Name the average of an attention over channels: the tokens of the values, and the features of the queries."""
         shape = (*product.left.shape[:2], product.right.size(1))
         feature = feature_of(self.found.plain(product.left))[..., :1].expand(shape)
         place, has = place_of(context.weights).clamp_min(0), known(context.weights)

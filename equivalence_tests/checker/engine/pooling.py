@@ -1,6 +1,7 @@
-"""Pooling, which weighs tokens without a weight for each pair of them, is said, and held to a rule.
+"""Recognise attention pooling, which averages all tokens of a sample into one vector, and check that it is an average.
 
-It has no twin in torch.nn. But the weights of an average sum to one: it gives the same for any number of equal tokens.
+torch.nn has no pooling to compare it with. But the weights of an average sum to one, so that equal tokens give the same
+vector however many there are.
 """
 
 import itertools
@@ -26,7 +27,10 @@ POOLING = "attention pooling"
 
 
 def judge_pooling(subject: Subject) -> Report | None:
-    """Say of what gives one vector for each sample that it pools, after giving it equal tokens; None if it does not."""
+    """Report a pooling, which gives one vector for each sample or its weights alone; None if the code is none.
+
+    It is called with equal tokens, few and many: it deviates if its softmax does not run over the tokens.
+    """
     for few, many in zip(*(_arguments(subject, length) for length in LENGTHS), strict=True):
         call, longer = (Call(subject.function, given, module=subject.module) for given in (few, many))
         run = attempt(partial(call.run, read=False))
@@ -44,7 +48,7 @@ def judge_pooling(subject: Subject) -> Report | None:
 
 
 def _arguments(subject: Subject, length: int) -> Iterator[tuple[Tensor, ...]]:
-    """Tokens that are all equal; or a query for each sample and these, in either order, with a mask that hides none."""
+    """Yield arguments to try: equal tokens alone, or with one query per sample, in either order, and a mask of ones."""
     batch, generator = subject.sizes.batch, torch.Generator().manual_seed(1)
     drawn = {n: torch.randn(2, batch, n, generator=generator, dtype=torch.float64) for n in _widths(subject)}
     token, query = ({n: x[i].to(subject.dtype) for n, x in drawn.items()} for i in (0, 1))
@@ -59,7 +63,7 @@ def _arguments(subject: Subject, length: int) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _widths(subject: Subject) -> list[int]:
-    """The widths that the inputs may have: of the tokens, or what a linear takes in, of two side by side in parts."""
+    """List possible widths of the inputs: embed_dim, and what each nn.Linear takes or takes as one of two parts."""
     width, modules = subject.sizes.embed_dim, [] if subject.module is None else list(subject.module.modules())
     taken = [m.in_features for m in modules if isinstance(m, torch.nn.Linear)]
     parts = [part for n in taken for part in (n, n - width, n // 2)]

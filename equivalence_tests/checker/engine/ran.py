@@ -1,4 +1,4 @@
-"""Which line ran what: the place of a mistake that shows in the output and not in any single operation."""
+"""Record calls and find the line that ran an operation, for mistakes that were seen in the output alone."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,12 +13,17 @@ MIRRORED = {"rsub": "sub", "rdiv": "div", "rpow": "pow"}
 
 
 def operations_of(*calls: Callable[[], Any]) -> list[Operation]:
-    """Watch calls that are known to run, and give the operations that have a line of the user's."""
+    """Record calls that are known to run, and list the operations that a line of the user's code ran."""
     return [operation for call in calls for operation in recorded(call).operations if operation.frames]
 
 
 def recorded(call: Callable[[], Any], named: Iterable[tuple[str, Tensor]] = ()) -> Recorder:
-    """Watch a call that is known to run."""
+    """Record a call that is known to run, keeping of each operation's stack the frames inside this call.
+
+    Args:
+        call: Runs the code.
+        named: The tensors that it is given, by name.
+    """
     outside, recorder = frames_here(), Recorder(named)
     with torch.no_grad(), recorder:
         call()
@@ -35,10 +40,15 @@ def unused_fill(operations: Sequence[Operation]) -> Operation | None:
 
 
 def frames_where(ran: str, operations: Sequence[Operation]) -> Frames:
-    """Give the line at which something ran, with those that led there, the innermost first.
+    """Give the stack of the first operation that ran under one of some names, the innermost frame first.
+
+    Args:
+        ran: Names of operations by preference, such as "softmax, exp"; "last mul" is the last of that name, and
+            "end" the outermost line of the last operation.
+        operations: Those that ran.
 
     Returns:
-        Nothing where none of it ran.
+        An empty tuple where none of them ran.
     """
     for wanted in ran.split(", "):
         if wanted == "end":

@@ -1,4 +1,4 @@
-"""Optional arguments that number the tokens: their positions, or the sequences that are packed into one."""
+"""Try optional arguments that number tokens: position ids, an offset of positions, or ids of packed sequences."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Beside = Callable[[Inputs], dict[str, Any]]
 
 
 def numbers_exercised(trial: Trial, name: str, beside: Beside = lambda _: {}) -> Exercise | None:
-    """Hand over the numbers that such an argument takes.
+    """Call the code with numbers for such an argument, and say whether it does what its name says.
 
     Args:
         trial: A way to call it that was judged, without the argument.
@@ -32,7 +32,7 @@ def numbers_exercised(trial: Trial, name: str, beside: Beside = lambda _: {}) ->
         beside: Gives other arguments for these inputs, such as the tables that positions are looked up in.
 
     Returns:
-        Whether it does what its name says; None if that is something else, or if it takes no such numbers.
+        What was seen; None if its name promises none of these, or if it takes something else.
     """
     if not trial.plan.self_attention or trial.plan.positional:
         return None
@@ -62,7 +62,7 @@ def numbers_exercised(trial: Trial, name: str, beside: Beside = lambda _: {}) ->
 
 
 def _positions(name: str, plain: Tensor, given: Tensor, others: Tensor) -> Exercise:
-    """The positions that are counted where none are given are 0, 1, 2, ..."""
+    """Positions 0, 1, 2, ... must give what no positions give, and reversed ones must give something else."""
     if not near(given, plain, MEASURED):
         return Exercise(name, False, "0, 1, 2, ... give something else than no positions do")
     if torch.equal(others, plain):
@@ -71,7 +71,7 @@ def _positions(name: str, plain: Tensor, given: Tensor, others: Tensor) -> Exerc
 
 
 def _packed(trial: Trial, name: str) -> Exercise | None:
-    """Of two sequences in one, each token sees those of its own."""
+    """With ids of two packed sequences, each token must see its own sequence only; None if nothing ran."""
     numbers = torch.arange(LENGTH) // (LENGTH // 2)
     for ids in (numbers.expand(len(trial.inputs().query), -1).clone(), numbers):
         seen = attempt(partial(probed, trial, LENGTH, {name: ids}))

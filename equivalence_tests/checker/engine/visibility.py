@@ -1,4 +1,4 @@
-"""Who may see whom: which keys each query sees, by its weights or by changing one token at a time, and what that is."""
+"""Which keys each query sees, read off its weights or found by changing one token at a time, and names for patterns."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -39,7 +39,7 @@ def pattern_of(sees: Tensor, ahead: Tensor) -> str:
 
 
 def seen_in(judgement: Judgement, tokens: int) -> Tensor:
-    """Say which of the first tokens gives weight to which in any head, by what was read, (tokens, tokens) bool."""
+    """Say which of the first tokens gives weight to which in any head, (tokens, tokens) bool, [query, key]."""
     sees = torch.zeros(tokens, tokens, dtype=torch.bool)
     for part, model in zip(judgement.attention.parts, judgement.models, strict=False):
         query, key = part.table.query, part.table.key
@@ -49,7 +49,7 @@ def seen_in(judgement: Judgement, tokens: int) -> Tensor:
 
 
 def met_in(judgement: Judgement) -> Tensor:
-    """Say which token meets which in a product, whatever is hidden afterwards, (tokens, tokens) bool."""
+    """Say which query has a score with which key, masked or not, (tokens, tokens) bool, [query, key]."""
     tables = [part.table for part in judgement.attention.parts]
     tokens = 1 + max(int(x.max()) for table in tables for x in (table.query, table.key))
     met = torch.zeros(tokens, tokens, dtype=torch.bool)
@@ -66,7 +66,7 @@ def width_of_blocks(sees: Tensor, length: int) -> int:
         length: Of one sample.
 
     Returns:
-        0 where they are not.
+        0 where samples are not cut into blocks.
 
     >>> width_of_blocks(torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).bool(), 4)
     2

@@ -22,7 +22,7 @@ HELD_DOWN = -1e3
 
 
 def read_weights(run: Run, part: Part, context: Context) -> WeightsModel:
-    """Find out what stands between a product and the weights that are used."""
+    """Find the scale, bias, mask and kind of softmax between the scores of one product and their weights."""
     return _Reader(run, part, context).read()
 
 
@@ -44,7 +44,7 @@ class _Reader:
         return self.run.names.carrying([self.part.number], before=self.context.operation.index + 1)
 
     def weights_of(self, raw: Tensor) -> Tensor:
-        """Run the stages between on other scores."""
+        """Give the attention weights, flat, that other raw scores would get; NaN where a score has no weight."""
         operation = self.part.product.operation
         slot = operation.outputs[0]
         given = raw.view(slot.value.shape).to(slot.value.dtype)
@@ -63,7 +63,7 @@ class _Reader:
         return flat
 
     def read(self) -> WeightsModel:
-        """Read the stages; where they run into limits, by scores so small that a tanh and exp let them be."""
+        """Read the weights of drawn scores; if no formula fits, again with scores too small for a tanh to bend them."""
         model = self._read(1.0)
         cap = self._cap()
         if model.kind == "other":
@@ -74,7 +74,7 @@ class _Reader:
         return model
 
     def _cap(self) -> float:
-        """What a tanh is multiplied by."""
+        """What the result of a tanh is multiplied by, as where scores are capped; 0 without a tanh."""
         held = False
         for operation, _, value in self._steps():
             if held and operation.inputs and operation.inputs[0].value.shape == value.shape:
@@ -107,7 +107,7 @@ class _Reader:
         return model
 
     def _dead_rows(self, none: Tensor, some: Tensor, seen: Tensor, hidden: Tensor) -> Tensor:
-        """Rows that are the same for all scores though several keys are seen, or without a number."""
+        """Which rows have NaN, or have the same weights whatever the scores are though several keys are visible."""
         broken = torch.zeros(self.count, dtype=torch.bool)
         broken[self.rows[seen & (none.isnan() | some.isnan())]] = True
         moved = torch.zeros(self.count, dtype=torch.bool)
@@ -122,7 +122,7 @@ class _Reader:
     def _read_exponential(
         self, model: WeightsModel, none: Tensor, some: Tensor, spread: Tensor, live: Tensor, hidden: Tensor
     ) -> None:
-        """Factor, bias and replaced scores of weights that are exponentials, whatever they are divided by."""
+        """Add to the model the factor, bias and replaced scores of weights that are exponentials of scores."""
         axis, rows = self._axis(some, live)
         logs = _logs(none)
         rise = _logs(self.weights_of(torch.full_like(self.raw, STEP))) - logs
@@ -146,7 +146,7 @@ class _Reader:
             model.kind = "softmax" if model.by_head is not None else "other"
 
     def _fits(self, factor: Tensor, drawn: _Seen, own: _Seen) -> bool:
-        """Whether the weights follow the scores by a factor: those that were drawn, and those of the call."""
+        """Whether log weights are a factor times the scores, both for the drawn scores and for those of the call."""
         tolerance = SINGLE if self.single else 10 * ROUNDING
         slack = tolerance * (1 + float(factor.abs().max())) * (0.1 if self.capped else 1)
         moved, spread, follows = drawn
@@ -157,14 +157,14 @@ class _Reader:
         return self.capped or bool(((used - factor * raw)[visible].abs() <= tolerance * scale).all())
 
     def _slope(self, moved: Tensor, spread: Tensor, where: Tensor, groups: Tensor) -> Tensor:
-        """What the scores of each group are multiplied by, one number for each score; NaN where none moved."""
+        """Fit what the scores of each group are multiplied by, one number per score; NaN where there are none."""
         sums = torch.zeros(2, int(groups.max()) + 1, dtype=torch.float64)
         products = torch.stack([(moved * spread)[where], (spread**2)[where]])
         both, under = sums.index_add_(1, groups[where], products)
         return (both / under)[groups]
 
     def _axis(self, some: Tensor, live: Tensor) -> tuple[str, Tensor]:
-        """Over what the weights sum to one, and the number of its group for each score."""
+        """Find the axis over which the weights sum to one ("" for none), and for each score the number of its sum."""
         tolerance = SINGLE if self.single else MEASURED
         table = self.part.table
         width = int(table.key.max()) + 1
@@ -185,7 +185,7 @@ class _Reader:
     def _unexponential(
         self, model: WeightsModel, none: Tensor, some: Tensor, spread: Tensor, live: Tensor
     ) -> WeightsModel:
-        """Weights that are no exponentials: the scores themselves, or a sigmoid of them."""
+        """Add to the model what weights that are no exponentials are: linear in the scores, all hidden, or other."""
         rise = (some - none)[live]
         if bool(live.any()) and bool(rise.isfinite().all()):
             factor = float((rise * spread[live]).sum() / (spread[live] ** 2).sum())
@@ -210,13 +210,13 @@ def _logs(weights: Tensor) -> Tensor:
 
 
 def _centred(values: Tensor, rows: Tensor, where: Tensor) -> Tensor:
-    """Numbers, less the mean of those of their row that count."""
+    """Subtract from each number the mean of its row, taken over the places where ``where`` is true."""
     count = int(rows.max()) + 1
     total = torch.zeros(count, dtype=torch.float64).index_add_(0, rows[where], values[where])
     return values - (total / torch.bincount(rows[where], minlength=count).clamp_min(1))[rows]
 
 
 def _greatest(values: Tensor, rows: Tensor, where: Tensor) -> Tensor:
-    """The greatest of each row: what follows the scores moves up, what was replaced stays behind."""
+    """Give for each number the greatest of its row, taken over the places where ``where`` is true."""
     best = torch.full((int(rows.max()) + 1,), -torch.inf, dtype=torch.float64)
     return best.scatter_reduce(0, rows[where], values[where], "amax")[rows]
