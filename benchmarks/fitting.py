@@ -26,7 +26,7 @@ def fitted(grids: Sequence[Grid], flops_per_s: float, begun: Case | None = None)
         The grids with the largest factor, from a quarter to sixteen, at which no case takes long.
 
     >>> [grid.length for grid in fitted([Grid(("attention",), batch=(4,), length=(64, 256))], flops_per_s=1e12)]
-    [(512, 2048)]
+    [(256, 1024)]
     """
     scaled = [[_scaled(grid, factor) for grid in grids] for factor in FACTORS]
     before = (found for found in scaled if begun is not None and _begins_with(found, begun))

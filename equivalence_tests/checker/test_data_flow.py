@@ -333,4 +333,4 @@ class SharesQueriesAndKeys(nn.Module):
 def test_a_shared_projection_deviates_and_says_who_does_so_on_purpose() -> None:
     report = verify(SharesQueriesAndKeys)
     assert report.mistakes == ("key_uses_query_projection",)
-    assert "Reformer" in report.findings[0].on_purpose_in
+    assert "Reformer" in report.suspected[0].on_purpose_in

@@ -189,7 +189,7 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
 )
 def test_mistakes_beside_a_bias_are_named(broken: Callable[..., Any], name: str) -> None:
     report = verify(broken)
-    assert [finding.name for finding in report.findings] == [name], str(report)
+    assert report.mistakes == (name,), str(report)
 
 
 def test_what_is_added_to_weights_has_its_line() -> None:

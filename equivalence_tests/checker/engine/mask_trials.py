@@ -261,7 +261,8 @@ class _Masks:
             return self._without_effect()
         infinite = [place for attempt in self.broken if (place := _first_infinite(attempt)) is not None]
         if infinite:
-            return [Departure("mask_after_softmax", "mask", infinite[0])]
+            claim = f"With {self.parameter}, the weights are infinite here, and the output is not finite."
+            return [Departure("mask_after_softmax", "mask", infinite[0], {"claim": claim})]
         wrong = [error for error in self.errors if isinstance(error, CODE_ERRORS)]
         if wrong and len(wrong) == len(self.errors):
             facts = {"said": said(wrong[0]), "claim": f"A call with {self.parameter} raises {said(wrong[0])}"}
