@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from equivalence_tests.checker.reporting.report import Report
-from equivalence_tests.wild.broken import mutant_summary, mutant_table, mutants_told
+from equivalence_tests.wild.broken import mutant_summary, mutant_table, rows_of_mutants
 from equivalence_tests.wild.checking import Attention, judged_attentions
 from equivalence_tests.wild.children import Limits, in_children
 from equivalence_tests.wild.models import WildModel
@@ -81,13 +81,13 @@ def with_reasons(work: Work) -> Work:
     """Let a model that cannot be built or run say so, where it would end its child."""
 
     @functools.wraps(work)
-    def told(one: WildModel) -> Iterator[dict[str, Any]]:
+    def reporting(one: WildModel) -> Iterator[dict[str, Any]]:
         try:
             yield from work(one)
         except Exception as error:  # foreign code fails in any way
             yield {"library": one.library, "model": one.name, "not_built": f"{type(error).__name__}: {error}"[:400]}
 
-    return told
+    return reporting
 
 
 @dataclass
@@ -112,8 +112,8 @@ class Run:
         draw = random.Random(self.seed)
         self.models = draw.sample(models, min(self.sample, len(models))) if self.sample else models
         names = {(one.library, one.name) for one in self.models}
-        self.told = [item for item in read_progress(self.resume) if (item["library"], item["model"]) in names]
-        self.known = {item["key"] for item in self.told if "key" in item}
+        self.rows = [item for item in read_progress(self.resume) if (item["library"], item["model"]) in names]
+        self.known = {item["key"] for item in self.rows if "key" in item}
 
     @property
     def chosen(self) -> Any:
@@ -122,12 +122,12 @@ class Run:
 
     def over(self, work: Work, limits: Limits) -> Found:
         """Do the work for every model that no earlier run did, and give all that was found out."""
-        done = {(item["library"], item["model"]) for item in self.told if "ended" in item}
+        done = {(item["library"], item["model"]) for item in self.rows if "ended" in item}
         waiting = [one for one in self.models if (one.library, one.name) not in done]
         for one, found, why in in_children(waiting, with_reasons(work), limits=limits, jobs=self.jobs):
             new = [*found, {"library": one.library, "model": one.name, "ended": why}]
             self.known.update(item["key"] for item in found if "key" in item)
-            self.told += new
+            self.rows += new
             judged = [item for item in found if "key" in item]
             said = ", ".join(
                 f"{name} {verdict}" + (f" x{count}" if count > 1 else "")
@@ -142,13 +142,13 @@ class Run:
             if self.resume is not None:
                 with self.resume.open("a", encoding="utf-8") as file:
                     file.writelines(json.dumps(item) + "\n" for item in new)
-        return [item for item in self.told if "key" in item]
+        return [item for item in self.rows if "key" in item]
 
     @property
     def not_built(self) -> dict[str, str]:
         """The models that could not be built or run, each with the reason."""
         reasons: dict[str, str] = {}
-        for item in self.told:
+        for item in self.rows:
             reason = item.get("not_built") or item.get("ended")
             if reason:
                 reasons.setdefault(f"{item['library']} {item['model']}", reason)
@@ -214,7 +214,7 @@ def mutants(
     """Break each attention that runs in the models, one realistic change at a time, and count what is found."""
     run = Run(library, model, sample, seed, part, resume, jobs)
     tried = run.over(
-        lambda one: mutants_told(one, run.known, run.chosen, judged_by_checker, seed, each), Limits(cpu_seconds=180)
+        lambda one: rows_of_mutants(one, run.known, run.chosen, judged_by_checker, seed, each), Limits(cpu_seconds=180)
     )
     changed = [item for item in tried if "operator" in item]
     run.console.print(mutant_table(changed))

@@ -11,16 +11,16 @@ from rich.table import Table
 from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.lines import CodeLine
 from equivalence_tests.checker.reporting.report import Report
-from equivalence_tests.wild.checking import Attention, Part, attentions_in, part_of, told, verdict_of
+from equivalence_tests.wild.checking import Attention, Part, attentions_in, described, part_of, verdict_of
 from equivalence_tests.wild.models import WildModel
 from equivalence_tests.wild.mutants import Mutant, broken, mutants_of
 
-__all__ = ["mutant_summary", "mutant_table", "mutants_told"]
+__all__ = ["mutant_summary", "mutant_table", "rows_of_mutants"]
 
 MEASURES = ("found", "on_the_line", "in_the_stack", "named")
 
 
-def mutants_told(
+def rows_of_mutants(
     wild: WildModel,
     known: Collection[str],
     part: Part | None,
@@ -33,12 +33,12 @@ def mutants_told(
         if part not in (None, part_of(attention.name)):
             continue
         whole = _report(attention, judge)
-        yield _whole_told(attention, whole)
+        yield _whole_row(attention, whole)
         for mutant in mutants_of(attention, seed, each):
             started = time.process_time()
             with broken(attention, mutant):
                 report = _report(attention, judge)
-            yield _mutant_told(attention, mutant, whole, report, time.process_time() - started)
+            yield _mutant_row(attention, mutant, whole, report, time.process_time() - started)
 
 
 def _report(attention: Attention, judge: Callable[[Attention], Report]) -> Report:
@@ -48,7 +48,7 @@ def _report(attention: Attention, judge: Callable[[Attention], Report]) -> Repor
         return Report(attention.name, reason=f"the checker raised {type(error).__name__}: {error}")
 
 
-def _whole_told(attention: Attention, report: Report) -> dict[str, Any]:
+def _whole_row(attention: Attention, report: Report) -> dict[str, Any]:
     return {**_place(attention), "key": attention.key, "verdict": verdict_of(report)}
 
 
@@ -62,7 +62,7 @@ def _place(attention: Attention) -> dict[str, str]:
     }
 
 
-def _mutant_told(attention: Attention, mutant: Mutant, whole: Report, report: Report, seconds: float) -> dict[str, Any]:
+def _mutant_row(attention: Attention, mutant: Mutant, whole: Report, report: Report, seconds: float) -> dict[str, Any]:
     """What deviates in the code as published is no answer to the mistake that was put in."""
     said_before = {(finding.name, finding.line) for finding in whole.findings}
     new = [finding for finding in report.findings if (finding.name, finding.line) not in said_before]
@@ -80,7 +80,7 @@ def _mutant_told(attention: Attention, mutant: Mutant, whole: Report, report: Re
         "on_the_line": found and any(_is_there(finding, mutant) for finding in new),
         "in_the_stack": found and any(_calls_it(finding, mutant) for finding in new),
         "named": found and any(re.search(mutant.operator.named, finding.name) is not None for finding in new),
-        "findings": [told(finding) for finding in new],
+        "findings": [described(finding) for finding in new],
         "reason": report.reason,
         "seconds": round(seconds, 3),
     }

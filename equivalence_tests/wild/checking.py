@@ -13,7 +13,7 @@ from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.wild.counting import Call, attentions_of, captured_calls, variant_of
 from equivalence_tests.wild.models import WildModel, runnable
 
-__all__ = ["Attention", "Judged", "Part", "attentions_in", "judged_attentions", "part_of", "told", "verdict_of"]
+__all__ = ["Attention", "Judged", "Part", "attentions_in", "described", "judged_attentions", "part_of", "verdict_of"]
 
 Part = Literal["development", "held out"]
 
@@ -37,7 +37,7 @@ class Attention:
 
     @property
     def key(self) -> str:
-        """What tells it from all others, however often a library has it."""
+        """What distinguishes it from all others, however often a library has it."""
         return f"{self.name}; {self.variant}"
 
 
@@ -51,7 +51,7 @@ class Judged:
         name: Its class.
         path: Its place in the model.
         implementation: "eager" or "sdpa" where a library has both; "own" elsewhere.
-        key: What tells it from all others.
+        key: What distinguishes it from all others.
         verdict: "equal", "intended", "partial", "deviates" or "not read".
         findings: What deviates: name, line and sentence of each.
         not_exercised: What a partial verdict says nothing about.
@@ -118,7 +118,7 @@ def _judged(attention: Attention, judge: Callable[[Attention], Report]) -> Judge
     started = time.process_time()
     try:
         report = judge(attention)
-    except Exception as error:  # whatever the checker does on foreign code is told, and counted as not read
+    except Exception as error:  # whatever the checker does on foreign code is counted as not read, with the reason
         report = Report(attention.name, reason=f"the checker raised {type(error).__name__}: {error}")
     return Judged(
         attention.library,
@@ -128,7 +128,7 @@ def _judged(attention: Attention, judge: Callable[[Attention], Report]) -> Judge
         attention.implementation,
         attention.key,
         verdict=verdict_of(report),
-        findings=[told(finding) for finding in (*report.findings, *report.intended)],
+        findings=[described(finding) for finding in (*report.findings, *report.intended)],
         not_exercised=[exercise.what for exercise in report.not_exercised],
         reason=report.reason,
         seconds=time.process_time() - started,
@@ -146,7 +146,7 @@ def verdict_of(report: Report) -> str:
     return "not read" if report.verdict == "unchecked" else report.verdict
 
 
-def told(finding: Finding) -> str:
+def described(finding: Finding) -> str:
     """Say in one line what a finding is, and where."""
     line = finding.line
     place = f" at {line.path.rpartition('site-packages/')[2]}:{line.number} `{line.text}`" if line else ""

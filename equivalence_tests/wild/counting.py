@@ -161,7 +161,7 @@ def _modules(value: Any) -> Iterator[nn.Module]:
 
 
 def variant_of(module: nn.Module, call: Call, kind: str) -> str:
-    """Say what tells apart two attentions of one class: their parts, their switches, and what they are given.
+    """Say what distinguishes two attentions of one class: their parts, their switches, and what they are given.
 
     >>> variant_of(nn.MultiheadAttention(6, 2), Call((), {"key": torch.ones(1), "attn_mask": None}), "fused")
     ...     # doctest: +ELLIPSIS

@@ -73,7 +73,7 @@ def mutants_of(attention: Attention, seed: int, most: int) -> Iterator[Mutant]:
     ran = _executed(attention)
     right = _output(attention)
     by_kind: dict[str, list[Mutant]] = defaultdict(list)
-    apart = _roles_told_apart(attention)
+    apart = _roles_are_separate(attention)
     for mutant in (*_of_code(attention, ran), *_of_attributes(attention, ran)):
         if mutant.operator.name == "swap roles" and not apart:
             continue  # the rows of a packed matrix in another order: as right as before
@@ -96,8 +96,8 @@ def mutants_of(attention: Attention, seed: int, most: int) -> Iterator[Mutant]:
                 return
 
 
-def _roles_told_apart(attention: Attention) -> bool:
-    """Whether queries, keys and values have parameters of their own, told by their names."""
+def _roles_are_separate(attention: Attention) -> bool:
+    """Whether queries, keys and values have parameters of their own, going by names."""
     names = " ".join(name for name, _ in attention.module.named_parameters()).lower()
     return all(re.search(rf"\b(to_|w_?|proj_)?{role}", names) for role in ("(q_|q\\b|query)", "(k_|k\\b|key)"))
 

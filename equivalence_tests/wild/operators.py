@@ -269,7 +269,7 @@ def _drop_residual(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _off_by_one(node: ast.expr) -> Iterator[ast.expr]:
-    """A cache that loses a step, or is put together the wrong way round."""
+    """A cache that loses a step, or is concatenated in the wrong order."""
     if _method(node) in ("cat", "concat") and isinstance(node, ast.Call) and node.args and _says(node, "past", "cache"):
         pieces = node.args[0]
         if isinstance(pieces, (ast.List, ast.Tuple)) and len(pieces.elts) == 2:

@@ -21,11 +21,11 @@ def table(judged: Sequence[dict[str, Any]]) -> Table:
     made = Table("library", "attentions", *VERDICTS, "with a verdict", "median s", "most s", box=box.SIMPLE)
     libraries = sorted({one["library"] for one in judged})
     for name, rows in [(name, [x for x in judged if x["library"] == name]) for name in libraries] + [("all", judged)]:
-        told = summary(rows)
-        counts = [str(told["verdicts"][verdict]) for verdict in VERDICTS]
-        share = f"{told['with_verdict_percent']:.1f} %"
+        figures = summary(rows)
+        counts = [str(figures["verdicts"][verdict]) for verdict in VERDICTS]
+        share = f"{figures['with_verdict_percent']:.1f} %"
         made.add_row(
-            name, str(len(rows)), *counts, share, f"{told['median_seconds']:.2f}", f"{told['most_seconds']:.1f}"
+            name, str(len(rows)), *counts, share, f"{figures['median_seconds']:.2f}", f"{figures['most_seconds']:.1f}"
         )
     return made
 
@@ -51,9 +51,9 @@ def summary(judged: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def written(path: Path, what: dict[str, Any], judged: Sequence[dict[str, Any]], not_built: dict[str, str]) -> None:
     """Write the committed result: the figures, each attention, and the models that could not be built or run."""
-    told = [_without_source(one) for one in judged]
-    told.sort(key=lambda one: (one["library"], one["name"], one["path"], one["implementation"]))
-    content = {**what, "attentions": told, "not_built": dict(sorted(not_built.items()))}
+    rows = [_without_source(one) for one in judged]
+    rows.sort(key=lambda one: (one["library"], one["name"], one["path"], one["implementation"]))
+    content = {**what, "attentions": rows, "not_built": dict(sorted(not_built.items()))}
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.reporting.findings import Finding
 from equivalence_tests.checker.reporting.lines import CodeLine
 from equivalence_tests.checker.reporting.report import Report
-from equivalence_tests.wild.broken import mutants_told
+from equivalence_tests.wild.broken import rows_of_mutants
 from equivalence_tests.wild.checking import Attention, attentions_in, judged_attentions, part_of
 from equivalence_tests.wild.children import Limits, in_children
 from equivalence_tests.wild.counting import attentions_of
@@ -73,7 +73,7 @@ def inputs(model: nn.Module) -> list[dict[str, Tensor]]:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """A model of a library of its own: what may be broken is told by the folder."""
+    """A model of a library of its own: its folder says what may be broken."""
     library = tmp_path / "someones"
     library.mkdir()
     (library / "written.py").write_text(SOURCE, encoding="utf-8")
@@ -171,9 +171,9 @@ def test_what_is_said_of_the_whole_code_does_not_find_a_mistake(wild_model: Wild
     def judge(attention: Attention) -> Report:
         return Report(attention.name, verdict="deviates", findings=[always])
 
-    told = [one for one in mutants_told(wild_model, (), None, judge, seed=0, each=3) if "operator" in one]
-    assert told
-    assert not any(one["found"] for one in told)
+    rows = [one for one in rows_of_mutants(wild_model, (), None, judge, seed=0, each=3) if "operator" in one]
+    assert rows
+    assert not any(one["found"] for one in rows)
 
 
 def test_only_lines_that_ran_are_changed() -> None:
@@ -190,10 +190,10 @@ def test_children_give_what_they_found_before_they_ended() -> None:
         if task == "raise":
             raise ValueError
 
-    told = {task: (found, why) for task, found, why in in_children(
+    outcomes = {task: (found, why) for task, found, why in in_children(
         ["end", "hang", "raise"], work, limits=Limits(wall_seconds=1.0), jobs=3
     )}  # fmt: skip
-    assert told == {
+    assert outcomes == {
         "end": ([{"task": "end"}], ""),
         "hang": ([{"task": "hang"}], "it did not end in time"),
         "raise": ([{"task": "raise"}], "its child failed"),

@@ -71,9 +71,9 @@ def _with_builder(name: str, builder: Callable[..., nn.Module]) -> nn.Module:
 def _kind_and_size(asked: _AskedForError) -> tuple[str, int]:
     """Numbers make no other kind of model; switches and parts do."""
     taken = {name: value for name, value in asked.values.items() if name not in ("feature_cfg", "pretrained_cfg")}
-    told = re.sub(r"0x\w+", "", repr(sorted(taken.items(), key=lambda item: item[0])))  # addresses differ by run
-    numbers = [int(number) for number in re.findall(r"\d+", told)]
-    return f"{asked.model_class.__name__} {re.sub(r'[0-9.]+', '', told)}", sum(numbers)
+    shown = re.sub(r"0x\w+", "", repr(sorted(taken.items(), key=lambda item: item[0])))  # addresses differ by run
+    numbers = [int(number) for number in re.findall(r"\d+", shown)]
+    return f"{asked.model_class.__name__} {re.sub(r'[0-9.]+', '', shown)}", sum(numbers)
 
 
 def _builds(name: str) -> Iterator[Callable[[], nn.Module]]:
