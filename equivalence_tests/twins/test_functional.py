@@ -14,7 +14,7 @@ import scratch
 from equivalence_tests.instruments.side_by_side import PACKAGES, assert_equal, outputs_and_gradients, random_tensor
 from scratch.functional import attention, merge_heads, split_heads
 from scratch.masks import Visible
-from scratch.paths import open_blind_rows, softmax, weigh
+from scratch.paths import chosen_kernel, open_blind_rows, softmax, switched_on, weigh
 from scratch.rounding import laid_out_like, sequence_first, upcast_half
 from scratch.sdpa import textbook_attention
 
@@ -418,3 +418,13 @@ def test_the_two_rows_that_torch_gives_otherwise() -> None:
         ours = scratch.scaled_dot_product_attention(*asked)
         assert bool(ours.isnan().all()) is (expected == 0.0)
         assert bool((ours == 0).all()) is math.isnan(expected)
+
+
+def test_a_kernel_is_chosen_only_for_tensors_on_one_type_of_device() -> None:
+    def kernel(*tensors: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    on_cpu, elsewhere = torch.zeros(1, 1024, 8), torch.zeros(1, 1024, 8, device="meta")
+    with switched_on("meta", kernel):
+        assert chosen_kernel(elsewhere, elsewhere, elsewhere, Visible(), 0.0) is kernel
+        assert chosen_kernel(on_cpu, elsewhere, elsewhere, Visible(), 0.0) is None
