@@ -89,7 +89,7 @@ def _arguments(call: Call) -> dict[str, Any]:
 
 
 def _readings(mask: Tensor, part: Part, hides: bool) -> Iterator[Tensor]:
-    """What a mask allows, flat as the scores are; in each way in which it can be meant."""
+    """What a mask allows, flat as the scores are; in each way in which it can be read."""
     for laid in _laid_out(mask, part):
         if laid.dtype == torch.bool:
             yield from (~laid,) if hides else (laid, ~laid)

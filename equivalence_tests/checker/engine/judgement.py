@@ -1,4 +1,4 @@
-"""What is read of an attention before it is judged, what is known from outside, and what comes of it."""
+"""What is read of an attention before it is judged, what is known about the call, and the judgement itself."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -24,7 +24,7 @@ def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
 def _idle(departure: Departure) -> str:
     """Say which weights take no part; "" where all do."""
     idle = departure.facts.get("unused", ())
-    return f"The output does not depend on {', '.join(idle)}: nothing is made of it that comes back." if idle else ""
+    return f"The output does not depend on {', '.join(idle)}: no result is computed from it." if idle else ""
 
 
 def _changed(departure: Departure, proof: Proof | None) -> Mistake:

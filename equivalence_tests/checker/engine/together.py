@@ -31,7 +31,7 @@ class _Hiding:
         name: The argument.
         given: What it is given.
         may: Who may look at whom then, (b, q, k) bool.
-        stands_for: Whether it can hide the future as well, and so may be meant in the place of a causal switch.
+        stands_for: Whether it can hide the future as well, and so may take the place of a causal switch.
     """
 
     name: str

@@ -314,7 +314,7 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
 
 
 def _plain(situation: Situation) -> Iterator[Plain]:
-    """The plain attentions that the code may be meant to be."""
+    """List the plain attentions that the code may be intended to be."""
     sizes = situation.subject.sizes
     yield from plain_programs(
         situation.subject.module, arguments_of(situation), sizes.num_heads, sizes.num_heads * sizes.head_dim

@@ -41,7 +41,7 @@ class Plain:
 def plain_programs(
     module: nn.Module | None, arguments: Mapping[str, str], heads: int, features: int
 ) -> Iterator[Plain]:
-    """List the plain attentions that a module or function may be meant to be: causal or not, alone or in a sublayer.
+    """List the plain attentions that a module or function may be intended as: causal or not, alone or in a sublayer.
 
     Args:
         module: The user's; None for a function, whose arguments are queries, keys and values.

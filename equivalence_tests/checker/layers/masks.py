@@ -90,7 +90,7 @@ class Masks:
     sites: list[Site]
 
     def mistakes(self) -> Iterator[tuple[str, str, str]]:
-        """Say which masks do not reach the attentions that they are meant for.
+        """Say which masks do not reach the attentions that they belong to.
 
         Yields:
             The name of the mistake, the side or the name of the mask, and the path of the attention, "" for no one's.

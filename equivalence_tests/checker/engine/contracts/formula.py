@@ -36,7 +36,7 @@ def context_by_formula(
     hidden: list[Tensor],
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """What the values are averaged to: the names of the results, and the numbers.
+    """Average the values as torch's formula does, and give the names of the averages and their numbers.
 
     Args:
         recorder: A run; it may be going on.

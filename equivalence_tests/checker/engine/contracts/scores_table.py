@@ -22,9 +22,9 @@ def future_of(part: Part) -> Tensor:
 
 
 def causal_pattern(part: Part, hidden: Tensor, live: Tensor) -> str:
-    """Tell which causal mask a pattern is: the right one, or one of the known wrong ones; "" for another pattern.
+    """Say which causal mask a pattern is: the right one, or one of the known wrong ones; "" for another pattern.
 
-    With other numbers of queries and keys, a diagonal next to that from the last corner may be meant from the first.
+    With other numbers of queries and keys, a diagonal beside that of the last corner may be that of the first.
     """
     query, key, queries, keys = ranks_of(part)
     if not bool(hidden[live].any()) or queries < 2:
