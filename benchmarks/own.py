@@ -156,7 +156,7 @@ def _equivalent(own: _Own, case: Case) -> Equivalent:
     try:
         equivalent = _read_equivalent(own.situation, sizes)
     except UnreadError as error:
-        raise NotImplementedError(f"no program of torch's own parts could be made of it: {error}") from error
+        raise NotImplementedError(f"it could not be written in torch's own parts: {error}") from error
     if not equivalent.source:
         raise NotImplementedError(f"its program of torch's own parts could not be written down: {equivalent.unwritten}")
     if not equivalent.agrees:

@@ -38,7 +38,7 @@ COMMANDS = {
     ),
     "practice": (
         "equivalence_tests.learn.practice.command:practice",
-        "Learn by writing: twenty exercises, by hand and with torch, with a check that says why it is wrong.",
+        "Learn by writing: twenty exercises, by hand and with torch, with a check that says what is wrong and why.",
     ),
     "page": (
         "equivalence_tests.learn.page.command:page",

@@ -139,7 +139,7 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
         except SystemExit as error:
             reports = [Report(name, reason=f"It ends the process: exit({error.code}){raised_at(error)}.")]
         except Exception as error:  # code that changes torch under our feet can break anything of ours
-            reports = [Report(name, reason=f"The check broke off with {said(error)}{raised_at(error)}")]
+            reports = [Report(name, reason=f"The check stopped with {said(error)}{raised_at(error)}")]
         finally:
             torch.set_num_threads(threads)
     if printed.getvalue().strip():
@@ -199,7 +199,7 @@ def _as_it_is_called(found: Any, name: str, adapter: Adapter, unread: Report) ->
         except CannotCheckError:
             continue
         report = functools.reduce(joined, reports)
-        report.coverage.append(Exercise("other calls", False, f"only that of your file was run: {example.line}"))
+        report.coverage.append(Exercise("other calls", False, f"only the one in your file was run: {example.line}"))
         report.verdict = "partial" if report.verdict == "equal" else report.verdict
         return report
     return unread

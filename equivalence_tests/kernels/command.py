@@ -45,9 +45,9 @@ def kernels(
 ) -> None:
     """Find which of torch's attentions are wrong on this machine, forward and backward.
 
-    With a TARGET, your own kernel is tried in place of torch's, and what is wrong in it is named. It takes
-    query, key and value, (batch, heads, tokens, features), and of the other arguments of torch's function those it has.
-    Where it returns the log-sum-exp beside its output, that is checked too.
+    With a TARGET, your own kernel is tried instead of torch's, and its mistakes are named. It takes query, key and
+    value, (batch, heads, tokens, features), and any of the other arguments of torch's function. If it returns the
+    log-sum-exp with its output, that is checked too.
 
     Every kernel, module and compiled form is compared with scratch in float64 over a grid of situations that break
     kernels. Exit status: 0 if nothing is wrong, 1 if something is, 2 if it could not be run.

@@ -214,7 +214,7 @@ def run(kernel: Kernel, inputs: Inputs) -> Ran:
     if lse is not None and not leaves.k.isnan().any():
         ran.parts["lse"] = lse.detach()
     if not _same(again.detach(), ran.parts["output"]):
-        ran.remarks.append("the same call twice gives two outputs")
+        ran.remarks.append("two equal calls give different outputs")
     if not all(_same(_memory(x), y) for x, y in zip((leaves.q, leaves.k, leaves.v), before, strict=True)):
         ran.remarks.append("it writes into its inputs")
     return ran

@@ -27,7 +27,7 @@ class _Known:
 
 REWRITE = Advice(
     "pytorch/pytorch#195320",
-    "Write k.transpose(1, 2) and then k.transpose(-2, -1) in the product, in place of one permute(0, 2, 3, 1), or call "
+    "Write k.transpose(1, 2) and then k.transpose(-2, -1) in the product, instead of one permute(0, 2, 3, 1), or call "
     "F.scaled_dot_product_attention.",
 )
 KNOWN = (
@@ -60,7 +60,7 @@ KNOWN = (
 # By the backend, what serves in its place.
 OTHERWISE = {
     "sdpa": "Force another kernel: with sdpa_kernel(SDPBackend.MATH).",
-    "flex": "Use F.scaled_dot_product_attention with a written mask.",
+    "flex": "Use F.scaled_dot_product_attention with an explicit mask.",
     "varlen": "Pad, and use F.scaled_dot_product_attention with a mask.",
     "module": "Switch the fast path off: torch.backends.mha.set_fastpath_enabled(False).",
     "compiled": "Call F.scaled_dot_product_attention there, or keep the function out: torch.compiler.disable.",

@@ -78,7 +78,7 @@ def _factor_of(name: str, given: Tensor, right: Tensor, problem: Problem) -> str
         ("multiplied by log2(e)", LOG2_E),
         ("of the wrong sign", -1.0),
         ("multiplied by 2", 2.0),
-        ("half of it", 0.5),
+        ("half of what it should be", 0.5),
     ):
         if math.isclose(factor, value, rel_tol=1e-3, abs_tol=1e-6):
             return f"{name} is {words}"

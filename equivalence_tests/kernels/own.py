@@ -81,7 +81,7 @@ def _takes(function: Any, target: str) -> dict[str, str]:
         parameters = []
     positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 3 and not any(x.kind is x.VAR_POSITIONAL for x in parameters):
-        raise ArgumentValueError(f"{target} must be a function of three tensors (query, key, value) and more")
+        raise ArgumentValueError(f"{target} must be a function of three tensors (query, key, value)")
     there = {x.name for x in parameters[3:]}
     found = {ours: next((x for x in names if x in there), "") for ours, names in NAMES.items()}
     needed = [
@@ -89,7 +89,7 @@ def _takes(function: Any, target: str) -> dict[str, str]:
     ]
     unknown = [x for x in needed if x not in found.values()]
     if unknown:
-        raise ArgumentValueError(f"{target} needs {', '.join(unknown)}, which nobody can guess: give it a default")
+        raise ArgumentValueError(f"{target} needs {', '.join(unknown)}, which cannot be guessed: give it a default")
     return {ours: theirs for ours, theirs in found.items() if theirs}
 
 

@@ -23,7 +23,7 @@ __all__ = ["Report", "to_github", "to_json", "to_junit"]
 COLOURS = {"right": "green", "worse": "yellow", "wrong": "bold red", "refuses": "dim", "falls back": "cyan"}
 COLOURS |= {"needs mask": "yellow"}
 WORST_FIRST: tuple[State, ...] = ("wrong", "worse", "needs mask", "falls back", "right", "refuses")
-TITLE = "Output and gradients against scratch in float64; the greatest error over the textbook's"
+TITLE = "Output and gradients compared with scratch in float64; the greatest error over the textbook's"
 NAMED = 8  # of the places that show a fault too
 
 
@@ -75,7 +75,7 @@ class Report:
             return f"[bold red]Wrong:[/] {count['wrong']} of {judged} calls ({escape('; '.join(wrong))})."
         if not judged:
             return "[bold yellow]Nothing could be judged:[/] every kernel refuses."
-        worse = f" {count['worse']} are worse than the rule." if count["worse"] else ""
+        worse = f" {count['worse']} are worse than the rule allows." if count["worse"] else ""
         return f"[bold green]Right:[/] none of {judged} calls is wrong.{worse}"
 
 
@@ -148,7 +148,7 @@ def _short(words: str) -> str:
 
 
 def _shown(fault: Fault) -> Iterator[RenderableType]:
-    word = "WRONG" if fault.cell.state == "wrong" else "worse than the rule"
+    word = "WRONG" if fault.cell.state == "wrong" else "worse than the rule allows"
     yield Text.assemble((word, COLOURS[fault.cell.state]), f"  {fault.sentence}")
     places = Counter(cell.kernel for cell in fault.others)
     also = [f"{name} ({count})" for name, count in places.items()]

@@ -33,7 +33,7 @@ def kernels_for(request: Request) -> tuple[list[Kernel], list[str]]:
     if compiles or not any(one.backend in ("compiled", "flex") for one in found):
         return found, []
     reason = "--quick compiles nothing" if compiler else "this machine has no compiler for torch.compile"
-    return found, [f"Hand-written forms were rewritten as torch.compile does first, and not compiled: {reason}."]
+    return found, [f"Hand-written forms were rewritten as torch.compile does first, but not compiled: {reason}."]
 
 
 def judged(

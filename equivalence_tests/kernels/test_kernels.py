@@ -148,7 +148,7 @@ def test_writing_into_inputs_and_chance_are_found(monkeypatch: pytest.MonkeyPatc
     noise = lambda *a, **kw: torch_sdpa(*a, **kw) + 1e-9 * torch.randn(1)  # noqa: E731
     monkeypatch.setattr(F, "scaled_dot_product_attention", noise)
     cell = Judge().judge(SDPA, SITUATIONS["length 65"], "float32")
-    assert "two outputs" in cell.words
+    assert "different outputs" in cell.words
 
 
 def test_the_fast_path_of_an_encoder_is_held_against_its_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,8 @@ def models(
     mask: Annotated[
         str | None,
         typer.Option(
-            help="The mask function that is registered with it: eager, sdpa, flex_attention, none, or file.py:name. By "
-            "default that under the same name, if your file registers the function; else that which it understands.",
+            help="The mask function to register with it: eager, sdpa, flex_attention, none, or file.py:name. By "
+            "default the one of the same name, if your file registers the function; else the one that it understands.",
             show_default=False,
         ),
     ] = None,

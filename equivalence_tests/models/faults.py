@@ -15,12 +15,14 @@ __all__ = ["Found", "ModelFault", "faults_in"]
 REGISTER = "Register one: AttentionMaskInterface.register(name, sdpa_mask), with the name of your function."
 ADVICE = {
     NO_MASK: Advice("huggingface/transformers#45811", REGISTER),
-    LEFT_TO_IT: Advice("", "Where attention_mask is None, is_causal holds and there are several queries: causally."),
+    LEFT_TO_IT: Advice(
+        "", "Hide the future where attention_mask is None, is_causal is true and there are several queries."
+    ),
     "s_aux": Advice("", "Append s_aux to the scores as one more column, and leave it out after the softmax."),
     "softcap": Advice("", "Compute softcap * tanh(scores / softcap) after the scale and before the mask."),
     "scaling is ignored": Advice("", "Multiply the scores by scaling; where that is None, by head_dim**-0.5."),
-    LATER: Advice("", "Let a mask that is asked later copy what it reads, such as the place in a static cache."),
-    "upper left": Advice("", "Use the mask as it is given: query i of q stands at place key_len - q + i."),
+    LATER: Advice("", "Let a mask that is evaluated later copy what it reads, such as the position in a static cache."),
+    "upper left": Advice("", "Use the mask as it is given: query i of q is at position key_len - q + i."),
 }
 
 

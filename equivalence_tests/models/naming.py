@@ -20,10 +20,10 @@ from equivalence_tests.models.precision import in_float64
 __all__ = ["Cause", "cause_of", "described", "read_in"]
 
 NO_MASK = "the mask is None here: no mask function is registered for this name"
-LEFT_TO_IT = "the mask is None here, by which the mask function means: causal, if module.is_causal says so"
-LATER = "the same call gives another output later: what its mask reads has changed"
+LEFT_TO_IT = "the mask is None here, by which the mask function means: causal, if module.is_causal is true"
+LATER = "the same call gives a different output later: what its mask reads has changed"
 UNHIDDEN = ("the mask is ignored", "the future is not hidden")
-BLIND_NAN = "queries that see no key, those of padding at the left, get NaN, and their keys hand it on"
+BLIND_NAN = "queries that see no key, those of left padding, get NaN, and their keys pass it on"
 PARTS = ("dq", "dk", "dv")
 
 
@@ -86,7 +86,7 @@ def _names(own: Call, given: Call, registration: Registration) -> list[str]:
     if given.writes:
         return ["it writes into its inputs"]
     if not isinstance(given.output, Tensor):
-        return [f"it returns {type(given.output).__name__}, and must return its output and the weights"]
+        return [f"it returns {type(given.output).__name__}, but must return its output and the weights"]
     problem = Problem(own, given)
     if given.mask is None and registration.mask is None and not problem.may.all():
         return [NO_MASK]
@@ -126,7 +126,7 @@ def _by_repeating(given: Call) -> list[str]:
     """Name chance, and masks that are another when the same call is made later."""
     first, second = (given.again(given.inputs).nan_to_num() for _ in range(2))
     if not torch.equal(first, second):
-        return ["the same call twice gives two outputs: it drops weights though dropout is 0"]
+        return ["two equal calls give different outputs: it drops weights although dropout is 0"]
     if apart(given.output.nan_to_num(), first):
         return [LATER]
     return []

@@ -14,7 +14,7 @@ from equivalence_tests.models.reproducing import reproducer
 
 __all__ = ["TITLE", "best_registration", "judged"]
 
-TITLE = "Outputs, gradients and tokens against the models' own attention in float64"
+TITLE = "Outputs, gradients and tokens compared with the models' own attention in float64"
 Tell = Callable[[str, int, int], None]
 
 
@@ -63,8 +63,8 @@ def _without_a_mask(cells: Sequence[ModelCell]) -> Iterator[str]:
     wrong = [cell for cell in bare if cell.state == "needs mask"]
     if wrong:
         yield (
-            f"Without a mask function {len(wrong)} of {len(bare)} calls are wrong: attention_mask is None there, "
-            "silently, and nothing tells the function of padding, packed rows or the future. Register one under its "
+            f"Without a mask function {len(wrong)} of {len(bare)} calls are wrong: attention_mask is silently None "
+            "there, and nothing tells the function about padding, packed rows or the future. Register one under its "
             "name."
         )
 

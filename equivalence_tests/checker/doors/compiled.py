@@ -84,7 +84,7 @@ def _in_words(runs: Sequence[_Run], compiles: bool) -> str:
     done = (
         "compiled"
         if compiles
-        else "rewritten as torch.compile does first, and not compiled, for want of a C++ compiler"
+        else "rewritten as torch.compile does first, but not compiled, for want of a C++ compiler"
     )
     same = sum(not run.wrong for run in runs)
     rewrites = sum(run.rewrites for run in runs)

@@ -234,9 +234,9 @@ class _Decoder:
                 returned = trial.returned(Inputs(x, x, x), extra, changing=True)
             handed = handed if protocol.fed_back is None else returned[protocol.fed_back]
             if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
-                raise CannotCheckError("what comes back beside the output is not keys and values")
+                raise CannotCheckError("what is returned besides the output is not keys and values")
             if not _holds(handed) and _sizes(function) == before:
-                raise CannotCheckError("nothing that comes back or is written holds keys and values for the next step")
+                raise CannotCheckError("nothing that is returned or stored holds keys and values for the next step")
             earlier, size = size, sum(x.numel() for x in tensors_in((handed, _kept(function))))
             if _takes_a_memory(trial) and size <= earlier:
                 raise CannotCheckError(

@@ -87,7 +87,7 @@ class Checked:
         others = [finding.name for finding in self.report.intended if finding.name not in KEPT]
         judgements = self.situation.found.judgements
         if others or any(judgement.attention.tiled for judgement in judgements):
-            raise SkippedError(f"the formula is another one: {', '.join(others) or 'tiles'}")
+            raise SkippedError(f"the formula is a different one: {', '.join(others) or 'tiles'}")
         if not all(model.has_choice for judgement in judgements for model in judgement.models):
             raise SkippedError("no query had more than one key to choose from")
         return {index: patch for judgement in judgements for index, patch in reference(judgement, dtype).items()}
@@ -169,20 +169,20 @@ def check_returned_weights(checked: Checked) -> str:
     """The returned weights are the ones that were used, for each head or averaged."""
     plan, run = checked.plan, checked.situation.found.run
     if plan.weights < 0:
-        raise SkippedError("no weights come back")
+        raise SkippedError("no weights are returned")
     seen = list(tensors_in((run.output,)))[plan.weights].double()
     used = _used_weights(checked.situation)
     words = _as_map(seen, used)
     if words:
         return words
     if len(checked.situation.found.judgements) > 1:
-        raise SkippedError("several attentions run, and what comes back is not the map of the first")
+        raise SkippedError("several attentions run, and what is returned is not the map of the first")
     if torch.allclose(seen.sum(-1), torch.ones_like(seen.sum(-1)), atol=MEASURED):
-        raise FailedError("the maps that come back are not the weights that were used", "weights_not_those_used")
+        raise FailedError("the maps that are returned are not the weights that were used", "weights_not_those_used")
     if _as_map(seen.softmax(-1), used):
-        checked.report.notes.append("what comes back beside the output are the scores, not torch's weights")
-        raise SkippedError("the scores come back, from before the softmax")
-    raise SkippedError("what comes back with the output is neither weights nor scores")
+        checked.report.notes.append("what is returned besides the output is the scores, not torch's weights")
+        raise SkippedError("the scores are returned, from before the softmax")
+    raise SkippedError("what is returned with the output is neither weights nor scores")
 
 
 def _used_weights(situation: Situation) -> Tensor:

@@ -90,7 +90,7 @@ def _angles(names: list[str], covered: Covered) -> None:
 def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
     name, trial = parameter.name, covered.trial
     if trial.plan.positional:
-        covered.leave_out(name, "it has no name to be given by")
+        covered.leave_out(name, "it cannot be passed by name")
     elif CAUSAL.search(name) and _is_bool(parameter):
         _causal_switch(f"{name}=True", {name: True}, covered)
     elif _is_bool(parameter):
@@ -152,7 +152,7 @@ def cover_options(covered: Covered, subject: Subject) -> None:
             continue
         other = built_alike(target, subject, **{name: value})
         if other is None:
-            covered.leave_out(what, f"it could be built with {getattr(trial.function, name, 'its default')} only")
+            covered.leave_out(what, f"it could only be built with {getattr(trial.function, name, 'its default')}")
             continue
         prepare(other, subject.dtype)
         covered.trial = replace(trial, function=other)
@@ -171,7 +171,7 @@ def _other_width(name: str, covered: Covered, subject: Subject) -> None:
     for other, made in _built(type(subject.function), **{name: width}):
         if made.embed_dim == sizes.embed_dim:
             prepare(other, subject.dtype)
-            covered.trial, what = replace(trial, function=other), f"{name} = {width} beside {sizes.embed_dim} features"
+            covered.trial, what = replace(trial, function=other), f"{name} = {width} with {sizes.embed_dim} features"
             covered.run(what, lambda: covered.judged(trial.inputs(), {}), covered.add_refusal)
             break
     covered.trial = trial
@@ -218,14 +218,14 @@ def _option(what: str, covered: Covered, subject: Subject) -> None:
         ways = itertools.chain([covered.trial], itertools.islice(others, MOST_BUILDS))
         trial = next((one for one in ways if one.keeps_samples_apart), None)
         if trial is None:
-            raise CannotCheckError("with it other arguments are taken")
+            raise CannotCheckError("with it, different arguments are taken")
         covered.trial, inputs = trial, trial.inputs()
         before, known = trial.output(inputs), _held_tensors(subject)
         added = {name: x for name, x in module.named_parameters() if name not in known}
         for parameter in added.values():
             parameter.data *= 1 + torch.arange(parameter.numel()).view_as(parameter)
         if added and torch.equal(before, trial.output(inputs)):
-            raise CannotCheckError(f"what it adds takes no part in the call: {', '.join(added)}")
+            raise CannotCheckError(f"what it adds plays no part in the call: {', '.join(added)}")
         findings, _ = covered.judged(inputs, {})
         return _asked_for(findings, f"built with {what}")
 
@@ -270,7 +270,7 @@ def _scale(name: str, covered: Covered) -> None:
         facts = {"what": what, "number": OTHER_SCALE, "argument": name}
         evidence = f"called with {what}, and without it on scaled queries"
         wrong = found_mistake("scale_argument_wrong", facts, evidence=evidence)
-        return [] if near(have, want, MEASURED) else [wrong], "held against queries that are multiplied instead"
+        return [] if near(have, want, MEASURED) else [wrong], "compared with multiplying the queries instead"
 
     covered.run(what, look)
 

@@ -55,7 +55,7 @@ def cover_lengths(covered: Covered) -> None:
     trial = covered.trial
 
     def ended(what: str, error: Exception) -> None:
-        covered.add(what, [], f"it takes no more: {said(error)}")
+        covered.add(what, [], f"it accepts no more: {said(error)}")
 
     for name, limit in _limits(trial.function):
         what, length = f"lengths beyond {name} = {limit}", 2 * limit + 3
@@ -81,7 +81,7 @@ def _look_beyond(covered: Covered, name: str, limit: int, what: str) -> None:
     elif window:
         _judge_window(covered, name, limit)
     elif not named and not seen[-1, 0] and bool(probed(trial, trial.sizes.query_len, tokens=[0])[:, -1, 0].any()):
-        why = f"of {length} tokens the last no longer sees the first: only its author knows whether it is intended"
+        why = f"of {length} tokens the last no longer sees the first: only its author knows whether that is intended"
         covered.leave_out(what, why)
 
 
@@ -106,7 +106,7 @@ def _judge_window(covered: Covered, name: str, limit: int) -> None:
             continue
         codes = [code for function in _functions(trial.function) if (code := getattr(function, "__code__", None))]
         if not any(name in code.co_names for code in codes):
-            covered.leave_out(name, "its forward never reads it: whoever calls it may cut the windows, or not")
+            covered.leave_out(name, "its forward never reads it: its caller may or may not cut the windows")
             return
         unseen = (~seen.diagonal()).nonzero().flatten().tolist()
         wrong = "window_hides_near_keys" if unseen else "window_without_effect"

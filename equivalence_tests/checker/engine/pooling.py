@@ -40,10 +40,12 @@ def judge_pooling(subject: Subject) -> Report | None:
             continue
         one, two = (next(tensors_in((ran.output,))) for ran in (run, other))
         if one.shape == two.shape and one.dim() == 2 and len(one) == subject.sizes.batch:
-            return _pooled(subject, weighs, "one vector of each sample comes back", near(one, two, SINGLE))
+            return _pooled(subject, weighs, "one vector per sample is returned", near(one, two, SINGLE))
         if [x.numel() for x in (one, two)] == [subject.sizes.batch * length for length in LENGTHS]:
             sums = one.reshape(subject.sizes.batch, -1).sum(-1)
-            return _pooled(subject, weighs, "their weights alone come back", near(sums, torch.ones_like(sums), SINGLE))
+            return _pooled(
+                subject, weighs, "only their weights are returned", near(sums, torch.ones_like(sums), SINGLE)
+            )
     return None
 
 
@@ -73,8 +75,7 @@ def _widths(subject: Subject) -> list[int]:
 def _pooled(subject: Subject, weighs: Operation, gives: str, whole: bool) -> Report:
     report = Report(subject.name, POOLING)
     report.reason = (
-        f"It is a pooling: {_line(weighs)} weighs tokens, and {gives}. torch.nn has none that it could be compared "
-        "with."
+        f"It is a pooling layer: {_line(weighs)} weighs tokens, and {gives}. torch.nn has none to compare it with."
     )
     over = weighs.inputs[0].value.size(weighs.argument(1, "dim", -1))
     if over != LENGTHS[0] and not whole:

@@ -131,7 +131,7 @@ class WithoutWeights(nn.Module):
 def test_features_that_attend_to_features_are_read(right: type[nn.Module]) -> None:
     report = verify(right)
     assert (report.verdict, report.mistakes) == ("unchecked", ()), str(report)
-    assert "No program of torch's own parts" in report.reason
+    assert "It could not be written in torch's own parts" in report.reason
     assert "attends over the channels, not over the tokens" in str(report.notes)
 
 

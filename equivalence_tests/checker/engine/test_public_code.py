@@ -197,7 +197,7 @@ def test_what_a_network_behind_the_attention_does_is_no_change_of_its_output() -
 
 
 def test_queries_of_one_convolution_may_be_normalised() -> None:
-    assert "check broke off" not in verify(NormalisedNeighbours).reason
+    assert "check stopped" not in verify(NormalisedNeighbours).reason
 
 
 def test_a_convolution_over_neighbours_keeps_tokens_in_their_places() -> None:
@@ -922,7 +922,7 @@ class KeepsTheWholeMemory(DecodesWithAMemory):
 def test_scores_may_come_back_and_a_memory_may_be_kept_step_by_step_or_as_a_whole() -> None:
     report = verify(DecodesWithAMemory)
     assert (report.verdict, report.mistakes) == ("equal", ())
-    assert "what comes back beside the output are the scores, not torch's weights" in report.notes
+    assert "what is returned besides the output is the scores, not torch's weights" in report.notes
     assert verify(DecodesBackwards).mistakes == ("cache_differs_from_one_pass",)
     whole = verify(KeepsTheWholeMemory)
     assert (whole.mistakes, [exercise.what for exercise in whole.not_exercised]) == ((), ["use_cache"])

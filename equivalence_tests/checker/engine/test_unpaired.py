@@ -94,11 +94,11 @@ class OfAWiderMemoryOverSamples(OfAWiderMemory):
 @pytest.mark.parametrize(
     ("right", "said"),
     [
-        (LinearAttention, "no weights that sum to one over the tokens are made of that"),
-        (CausalLinearAttention, "no weights that sum to one over the tokens are made of that"),
+        (LinearAttention, "no weights that sum to one over the tokens are made from that"),
+        (CausalLinearAttention, "no weights that sum to one over the tokens are made from that"),
         (AttentionPooling, "It is a pooling"),
         (OfOneQuery, "It is a pooling"),
-        (OfAWiderMemory, "their weights alone come back"),
+        (OfAWiderMemory, "only their weights are returned"),
     ],
 )
 def test_what_has_no_twin_is_said_to_have_none(right: type[nn.Module], said: str) -> None:

@@ -107,7 +107,7 @@ def compare(program: Computes, case: Case, layout: Layout, gradients: bool = Tru
         torch.default_generator.manual_seed(5)
         theirs = layout.outward(layout.output(call.function(*args, **kwargs))).double()
         if bool(theirs.isnan().any()):
-            raise UnreadError("it gives numbers that are none")
+            raise UnreadError("it gives NaN")
         given = {name: layout.inward(x.double()) for name, x in leaves.items()}
         ours = program(given, call.module, parameters, case.may_attend).double()
         if ours.dim() == 3 and ours.size(1) == 1 and theirs.shape == (1, len(ours), ours.size(-1)):

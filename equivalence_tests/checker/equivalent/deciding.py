@@ -56,7 +56,7 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
         differs(report, holding.worst)
         return
     if explained(report, holding.evidence(report.intended), intended):
-        report.coverage += [Exercise(what, False, "it is no part of torch's program") for what in holding.left_over]
+        report.coverage += [Exercise(what, False, "it is not part of torch's program") for what in holding.left_over]
         report.verdict = "partial" if report.not_exercised else "equal"
 
 
@@ -86,7 +86,7 @@ def suspicion(suspected: Sequence[Finding]) -> str:
     """Say what is suspected, in sentences that blame no line."""
     said = " ".join(dict.fromkeys(finding.sentence for finding in suspected))
     names = "; ".join(dict.fromkeys(finding.name for finding in suspected))
-    return f"This is suspected, and could not be proven: {said} If it is intended, say so with --intended {names}."
+    return f"This is suspected but could not be proven: {said} If it is intended, say so with --intended {names}."
 
 
 def differs(report: Report, worst: Difference) -> None:
@@ -95,7 +95,9 @@ def differs(report: Report, worst: Difference) -> None:
     name, written, _ = worst.what.partition(WRITTEN_INTO)
     if written:
         said = f"its argument number {int(name) + 1}" if name.isdigit() else f"its argument {name}"
-        report.reason = f"It writes into {said}: after the call, the caller holds other numbers ({worst.case})."
+        report.reason = (
+            f"It writes into {said}: after the call, the caller's tensor holds other numbers ({worst.case})."
+        )
         return
     size = f" by {worst.size:.2g} of the largest value" if math.isfinite(worst.size) else ""
     report.reason = (

@@ -61,7 +61,7 @@ class EndReader:
         """
         around = Tracer(self.watched, self._is_projection).read(self._final(), len(self.watched.operations))
         if self.projection is None:
-            raise UnreadError("what comes back is not made of the averaged values")
+            raise UnreadError("what is returned is not made from the averaged values")
         return Output(*self.projection, around)
 
     def _final(self) -> Tensor:

@@ -86,7 +86,7 @@ class _Held:
             made_of = {x.name for x in all_of(one.tokens) if isinstance(x, Given)}
             wanted = next((arguments[name] for name in MADE_OF[role] if name in arguments), "")
             if wanted and made_of and wanted not in made_of:
-                yield Step(f"the {role} is made of another argument than {role} is", "", "project")
+                yield Step(f"the {role} is made from an argument other than {wanted}", "", "project")
 
     def written(self, holding: Holding, report: Report) -> Equivalent:
         """Write the program down."""
@@ -260,7 +260,7 @@ def hold(report: Report, situation: Situation) -> None:
         holding = held.holding()
     except UnreadError as why:
         report.verdict, report.unread = "unchecked", str(why)
-        report.reason = f"No program of torch's own parts could be made of it: {why}."
+        report.reason = f"It could not be written in torch's own parts: {why}."
         _state_difference(report, situation)
         return
     report.equivalent = held.written(holding, report)

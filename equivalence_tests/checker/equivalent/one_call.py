@@ -63,7 +63,7 @@ def hold_call(report: Report, found: Examination, judgement: Judgement, intended
     except UnreadError as why:
         report.unread = str(why)
         report.coverage.append(Exercise(WHOLE, False, f"not compared: {why}"))
-        report.verdict, report.reason = "unchecked", f"No program of torch's own parts could be made of it: {why}."
+        report.verdict, report.reason = "unchecked", f"It could not be written in torch's own parts: {why}."
         return
     decide(report, holding, intended)
     report.equivalent = _compared_program(holding, report)

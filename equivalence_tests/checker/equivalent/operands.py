@@ -188,7 +188,7 @@ class OperandReader:
             self.numbers.setdefault(role, _row_numbers(source.codes))  # other tokens than those of an argument
         token = int(self.rows_of(role, token_of(wanted[:1])))
         if token >= len(flat):
-            raise UnreadError("what is projected has other tokens than what is handed over")
+            raise UnreadError("what is projected has different tokens from what is handed over")
         made = operation.outputs[0].tensor.reshape(-1)
         where = places_in(source.codes)
         found = [self._row(made[where[int(place)]], flat[token], tokens, role) for place in place_of(wanted)]

@@ -132,4 +132,4 @@ def hold_part(
 def unread(report: Report, why: str) -> None:
     """Say that there is no equivalent, and so no verdict."""
     report.verdict, report.unread = "unchecked", why
-    report.reason = f"No program of torch's own parts could be made of it: {why}."
+    report.reason = f"It could not be written in torch's own parts: {why}."

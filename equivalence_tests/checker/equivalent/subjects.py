@@ -222,7 +222,7 @@ def _check(report: Report, situation: Situation) -> None:
         report.verdict = "deviates"
     if failed and not report.findings:
         said = {check.__name__: (check.__doc__ or "").partition("\n")[0].rstrip(".") for check in attention_checks()}
-        report.reason = "This should hold, and does not: " + "; ".join(said[check.name] for check in failed) + "."
+        report.reason = "This should be true but is not: " + "; ".join(said[check.name] for check in failed) + "."
 
 
 def _cover(report: Report, situation: Situation) -> None:
@@ -262,14 +262,14 @@ def _what_is_missing(situation: Situation) -> str:
         return "no product of queries and keys weighs values."
     line = code_lines(products[0].operation.frames)[-1]
     product = f"line {line.number}, `{line.text}`, multiplies two tensors made from the input"
-    return f"{product}, but no weights that sum to one over the tokens are made of that and multiplied with values."
+    return f"{product}, but no weights that sum to one over the tokens are made from that and multiplied by values."
 
 
 def _ungrouped(subject: Subject, judgement: Judgement) -> Iterator[Exercise]:
-    """Heads that could share keys, where it ran only with as many heads of keys as of queries."""
+    """Heads that could share keys, where it was run only with as many key heads as query heads."""
     heads, keys = counted_heads(judgement)
     if subject.built and heads == keys and asks_for_groups(type(subject.function)):
-        yield Exercise("heads that share keys", False, "it ran only with as many heads of keys as of queries")
+        yield Exercise("heads that share keys", False, "it was run only with as many key heads as query heads")
 
 
 def _is_torchs(function: Any) -> bool:

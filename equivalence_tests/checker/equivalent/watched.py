@@ -62,7 +62,7 @@ class Watched:
         run = self.call.run(cuts, read=False, gradients=True)
         self.recorder, self.returned = run.recorder, run.output
         if [op.name for op in self.operations] != [op.name for op in self.found.run.operations]:
-            raise UnreadError("it runs otherwise where gradients are asked for")
+            raise UnreadError("it runs differently where gradients are required")
         low = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
         single = any(x.value.dtype in low for op in self.operations for x in op.outputs)
         self.tolerance = SINGLE if single else EXACT

@@ -92,7 +92,7 @@ class WholeWriter:
         one, other = self.recorders
         same = [c.path for c in one.calls] == [c.path for c in other.calls]
         if not same or [op.name for op in one.operations] != [op.name for op in other.operations]:
-            raise UnreadError("it runs otherwise at other sizes")
+            raise UnreadError("it runs differently at other sizes")
         self.owned = {
             id(x): f"{path}.{name}".lstrip(".")
             for path, child in self.module.named_modules()
@@ -174,7 +174,7 @@ class WholeWriter:
     def _scope(self, path: str, given: Mapping[str, Any], again: Mapping[str, Any], maybe: frozenset[str]) -> Scope:
         tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         if any(not isinstance(x, Tensor) and any(True for _ in tensors_in((x,))) for x in given.values()):
-            raise UnreadError(f"{path or 'it'} is given tensors inside of other arguments")
+            raise UnreadError(f"{path or 'it'} is given tensors inside other arguments")
         known = [(name, x.shape, again[name].shape) for name, x in tensors.items()]
         typed = next((name for name, x in tensors.items() if x.is_floating_point() and name not in maybe), "")
         names: dict[int, str] = {}

@@ -178,7 +178,7 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         report.equivalent = found = whole.equivalent()
     except UnreadError as why:
         report.unread = str(why)
-        report.verdict, report.reason = "unchecked", f"No program of torch's own parts could be made of it: {why}."
+        report.verdict, report.reason = "unchecked", f"It could not be written in torch's own parts: {why}."
         return False
     if not found.agrees:
         what, _, case = found.where.partition(", ")

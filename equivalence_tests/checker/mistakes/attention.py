@@ -20,7 +20,7 @@ SCALES = (
         (SCALE_LINE, "q @ k.mT"),
         chosen=True,
         on_purpose_in="T5 leaves the scale out and makes up for it in the initialisation, and so do UDOP, Pop2Piano, "
-        "Pix2Struct and Switch Transformers, which are made from it; non-local blocks have none.",
+        "Pix2Struct and Switch Transformers, which are derived from it; non-local blocks have none.",
     ),
     _scaled(
         "scale_wrong",
@@ -85,14 +85,14 @@ LAYOUTS = (
     ),
     _product(
         "product_pairs_wrong_axes",
-        "The product of queries and keys sums over another axis than the elements of a head.",
+        "The product of queries and keys does not sum over the elements of a head, but over another axis.",
         ("one score sums over several tokens or heads", "scores[i, j] = sum over d of q[i, d] k[j, d]"),
         "Multiply q by k.transpose(-2, -1).",
         (SCALE_LINE, ACROSS_SAMPLES),
     ),
     _product(
         "operands_summed_apart",
-        "An einsum sums each operand by itself and multiplies the sums: the axis that they share has two letters.",
+        "An einsum sums each operand by itself and multiplies the sums: their shared axis has two different letters.",
         ("einsum('{have}')", "einsum('{want}')"),
         "Give the axis to sum over the same letter in both operands.",
         (WEIGHED, "torch.einsum('bhqk,bhvd->bhqd', dropped, v)"),
@@ -107,24 +107,24 @@ LAYOUTS = (
     ),
     _product(
         "attention_over_batch",
-        "Attention runs over the batch: each sample looks at the other samples, no token sees another.",
+        "Attention runs over the batch: each sample looks at the other samples, and no token sees another.",
         ("scores among samples", "scores among tokens"),
-        "The class works sequence first: transpose the input, or pass batch_first=True.",
+        "The class expects the sequence first: transpose the input, or pass batch_first=True.",
         (SPLIT_LINE, "x.transpose(0, 1).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)"),
         (MERGE_LINE, "context.transpose(1, 2).flatten(2).transpose(0, 1)"),
     ),
     _product(
         "heads_paired_wrongly",
-        "Heads of queries meet other heads of keys than their own.",
+        "The heads of the queries are paired with the wrong heads of the keys.",
         ("scores of head h = q[h] k[another]ᵀ", "scores of head h = q[h] k[h]ᵀ"),
-        "Split queries and keys alike.",
+        "Split queries and keys in the same way.",
         (SPLIT_ALL, f"{SPLIT_ALL}\n        k = torch.stack(k.unbind(1)[::-1], 1)"),
     ),
     _context(
         "heads_of_values_paired_wrongly",
-        "The weights of one head are multiplied with the values of another.",
+        "The weights of one head are multiplied by the values of another.",
         ("context of head h = weights[h] v[another]", "context of head h = weights[h] v[h]"),
-        "Split values as queries and keys.",
+        "Split the values in the same way as queries and keys.",
         (SPLIT_ALL, f"{SPLIT_ALL}\n        v = torch.stack(v.unbind(1)[::-1], 1)"),
     ),
     _split(
@@ -139,7 +139,7 @@ LAYOUTS = (
     ),
     _product(
         "key_tokens_missing",
-        "Not every key takes part: some tokens are cut off before queries and keys meet.",
+        "Not every key takes part: some tokens are cut off before queries and keys are multiplied.",
         ("q k[:-1]ᵀ", "q kᵀ, with all keys"),
         "Take all keys and values; hide some with a mask.",
         ("q @ k.mT", "q @ k[:, :, 1:].mT"),
@@ -147,7 +147,7 @@ LAYOUTS = (
     ),
     _context(
         "values_meet_other_keys",
-        "The weights of one key are multiplied with the value of another.",
+        "The weights of one key are multiplied by the value of another.",
         ("context = sum over j of weights[i, j] v[another]", "context = sum over j of weights[i, j] v[j]"),
         "Keep keys and values in the same order.",
         (WEIGHED, "dropped @ torch.cat((v[:, :, 1:], v[:, :, :1]), 2)"),
@@ -161,7 +161,7 @@ LAYOUTS = (
     ),
     _context(
         "context_mixes_tokens",
-        "The product of weights and values mixes tokens, heads or features that belong apart.",
+        "The product of weights and values mixes tokens, heads or features that should stay separate.",
         ("sums over several of them at once", "context[i, d] = sum over j of weights[i, j] v[j, d]"),
         "Bring weights and values to (batch, heads, query, key) and (batch, heads, key, head_dim) first.",
         (WEIGHED, "torch.einsum('bhqk,bhkd->bqd', dropped, v)[:, None].expand(q.shape)"),
@@ -175,24 +175,24 @@ LAYOUTS = (
     ),
     _merge(
         "heads_merged_in_another_order",
-        "The features of the heads are merged in another order than the values have them.",
+        "The features of the heads are merged in a different order from that of the values.",
         "(b, l, d, h) -> (b, l, d * h)",
         "Transpose heads and length only, and keep the elements of a head together.",
         (MERGE_LINE, "context.permute(0, 2, 3, 1).flatten(2)"),
-        on_purpose_in="timm's NesT; such weights are torch's, but for the order of the output projection's columns.",
+        on_purpose_in="timm's NesT; such weights are torch's, except for the order of the output projection's columns.",
     ),
     _merge(
         "heads_missing_or_repeated",
-        "Some heads are left out of the merge, and others are in it twice.",
+        "Some heads are left out of the merge, and others appear twice.",
         ("cat of some heads", "cat of all heads, each once"),
         "Put every head in its own place.",
         (MERGE_LINE, "context[:, :1].expand_as(context).transpose(1, 2).flatten(2)"),
     ),
     _output(
         "output_tokens_moved",
-        "What comes back holds the tokens in another order than the queries.",
+        "The output has its tokens in a different order from the queries.",
         ("output[i] belongs to query j", "output[i] belongs to query i"),
-        "Leave the tokens where they are; where features lie before them, transpose before the view or reshape.",
+        "Leave the tokens where they are; where features come before them, transpose before the view or reshape.",
         (RETURNED, "return self.out_proj(merged).flip(1)"),
     ),
 )
@@ -238,7 +238,7 @@ SOFTMAXES = (
     ),
     _softmax(
         "softmax_twice",
-        "The softmax is taken twice: a softmax of weights makes them nearly alike.",
+        "The softmax is taken twice: a softmax of weights makes them nearly equal.",
         "weights = softmax(softmax(scores))",
         "Leave one of them out.",
         (SOFTMAX_LINE, "scores.softmax(-1).softmax(-1)"),
@@ -259,7 +259,7 @@ SOFTMAXES = (
     ),
     _softmax(
         "softmax_overflows",
-        "The exponentials are taken of the scores as they are: large scores overflow, and the output is nan.",
+        "The exponentials are taken of the raw scores: large ones overflow, and the output is nan.",
         "weights = exp(scores) / sum(exp(scores))",
         "Use softmax, or subtract the largest score of each row before taking the exponentials.",
         (SOFTMAX_LINE, "(scores.exp() / scores.exp().sum(-1, keepdim=True))"),
@@ -299,19 +299,19 @@ ROTARY = (
         "The quarter turn of (a, b) is (-b, a).",
         ("torch.cat((-b, a), -1)", "torch.cat((b, -a), -1)"),
         ran="neg, sub",
-        on_purpose_in="nanochat rotates so: a model trained this way is as good, but weights of other code do not fit.",
+        on_purpose_in="nanochat rotates this way: a model trained so is as good, but weights of other code do not fit.",
     ),
     _rotary(
         "rotary_mixed",
-        "Elements are paired one way and their angles another: that is no rotation.",
+        "Elements are paired one way and their angles another: that is not a rotation.",
         ("halves with the angles of neighbours, or the reverse", "the angles of the elements that are paired"),
-        "Lay out the angles as the elements are paired: cat for halves, repeat_interleave for neighbours.",
+        "Lay out the angles the way the elements are paired: cat for halves, repeat_interleave for neighbours.",
         ("torch.cat((angles, angles), -1)", "angles.repeat_interleave(2, -1)"),
         ran="repeat_interleave, cat, stack",
     ),
     _rotary(
         "rotary_across_heads",
-        "Positions rotate queries and keys before the heads are split: two heads hold one element each of a pair.",
+        "Positions rotate queries and keys before the heads are split: the two elements of a pair end up in two heads.",
         ("scores = split(rotate(q)) split(rotate(k))ᵀ", "scores = rotate(split(q)) rotate(split(k))ᵀ"),
         "Split the heads first, and rotate each by frequencies over the width of one head.",
         ("(q, k, v))\n        q, k = self.rotated(q), self.rotated(k)", "(self.rotated(q), self.rotated(k), v))"),
@@ -320,20 +320,20 @@ ROTARY = (
         "rotations_differ",
         "Positions rotate queries one way and keys another, so that their product depends on more than the distance.",
         "scores = rotate(q) rotate_otherwise(k)ᵀ",
-        "Rotate queries and keys alike.",
+        "Rotate queries and keys in the same way.",
     ),
     _rotary(
         "rotary_without_positions",
-        "Queries and keys are rotated by the same angles at all positions, so that their product knows of none.",
+        "Queries and keys are rotated by the same angles at all positions, so that their product ignores positions.",
         ("scores = rotate(q, angle) rotate(k, angle)ᵀ = q kᵀ", "scores = rotate(q, i) rotate(k, j)ᵀ"),
-        "Count the positions along the axis of the tokens, which is another one before the heads are moved.",
+        "Count the positions along the token axis, which is a different one before the heads are moved.",
         ("torch.arange(x.size(-2), dtype=x.dtype)", "torch.ones(x.size(-2), dtype=x.dtype)"),
     ),
     _rotary(
         "rotary_of_another",
-        "What is added to rotate the {role} is made from the {other}.",
+        "The term added to rotate the {role} is made from the {other}.",
         ("{role} cos + rotate_half({other}) sin", "{role} cos + rotate_half({role}) sin"),
-        "Rotate the {role} by its own elements.",
+        "Rotate the {role} with its own elements.",
         ("rotated(self, x):", "rotated(self, x, y=None):"),
         ("a, b = x.chunk", "a, b = (x if y is None else y).chunk"),
         ("self.rotated(k)", "self.rotated(k, q)"),
@@ -396,7 +396,7 @@ def _not_projected(role: str, plural: str) -> Mistake:
 
 SHARING = {
     ("key", "query"): "Reformer makes queries and keys with one matrix.",
-    ("value", "key"): "Gemma 4 can take its keys for values (attention_k_eq_v); DeepSeek-V4 always does.",
+    ("value", "key"): "Gemma 4 can use its keys as values (attention_k_eq_v); DeepSeek-V4 always does.",
 }
 PLURAL = {"query": "queries", "key": "keys", "value": "values"}
 SWAPS = (
@@ -431,7 +431,7 @@ ROLES = (
         _project(
             f"{kind}_never_used",
             f"The output does not depend on the {kind} {{parameter}}.",
-            ("output, whatever {parameter} is", f"output, by the {kind} too"),
+            ("the same output, whatever {parameter} is", f"an output that depends on the {kind} too"),
             f"Use what is made from the {kind}, or remove it.",
         )
         for kind in ("weight", "argument")
@@ -439,8 +439,8 @@ ROLES = (
     _project(
         "bias_never_used",
         "The output does not depend on the bias {parameter}.",
-        ("output, whatever {parameter} is", "output, by the bias too"),
-        "Call its layer, or add it to what the weight gives; or remove it.",
+        ("the same output, whatever {parameter} is", "an output that depends on the bias too"),
+        "Call its layer, add it to the product with the weight, or remove it.",
         ("self.q_proj(query)", "F.linear(query, self.q_proj.weight)"),
     ),
     _project(
@@ -451,7 +451,7 @@ ROLES = (
     ),
     _project(
         "other_lengths_crash",
-        "It fails where keys and queries differ in number, though they are given apart: {said}.",
+        "It fails where keys and queries differ in number, though they are separate arguments: {said}.",
         ("keys are laid out with the length of the queries", "keys of any length"),
         "Take the length of keys and values from their own shape.",
         ("self.k_proj(key)", "self.k_proj(key).view(query.shape)"),
@@ -461,7 +461,7 @@ ROLES = (
 # ---------------------------------------------------------------------------------------------- residual and norm
 WRAP = "LayerNorm(x + f(x)), or x + f(LayerNorm(x))"  # f is the attention, or another sub-layer
 ENDS = {"post_norm": "return self.norm(x + attended)", "pre_norm": "return x + attended"}
-NORMED_ONCE = "Normalise x once, and make queries, keys and values of that."
+NORMED_ONCE = "Normalise x once, and make queries, keys and values from the result."
 _norm = rows("norm")
 _wrap = rows("wrap", WRAP, "pre_norm", ran="end")
 
@@ -483,7 +483,7 @@ WRAPS = (
         "norm_never_used",
         "A LayerNorm exists but is never called, or its result is not used: {norms}.",
         "x + f(x)",
-        "Call the LayerNorm and use what it gives, or remove it.",
+        "Call the LayerNorm and use its result, or remove it.",
     ),
     _ended(
         "residual_after_norm",
@@ -501,7 +501,7 @@ WRAPS = (
     ),
     _wrap(
         "norm_fresh_in_forward",
-        "The LayerNorm is created anew in every forward: its gain and bias are never trained.",
+        "The LayerNorm is created anew in every forward pass: its gain and bias are never trained.",
         "output = LayerNorm_with_gain_1_and_bias_0(x + f(x))",
         "Make the LayerNorm in __init__ and call it here.",
         (ENDS["post_norm"], "return nn.LayerNorm(x.size(-1))(x + attended)"),
@@ -523,7 +523,7 @@ WRAPS = (
     ),
     _norm(
         "norm_leaves_different_sizes",
-        "What is called a norm leaves tokens of different sizes.",
+        "What is called a norm leaves tokens with different sizes.",
         ("the tokens keep different means or squares", "every token has the same size before the gain"),
         "Take the mean, and the mean of the squares, over the features of one token, with keepdim=True.",
     ),
@@ -564,7 +564,7 @@ def _filled(name: str, what: str, fill: str, cost: int) -> Iterator[Mistake]:
 MASKS = (
     *_filled("fill_zero", "which hides nothing", "0.0", 1),
     *_filled("fill_not_negative", "a number near 0 where a large negative one was meant: hidden keys leak", "1e-9", 1),
-    *_filled("fill_too_small", "which does not quite hide keys", "-10.0", 1),
+    *_filled("fill_too_small", "which does not fully hide keys", "-10.0", 1),
     *_filled("fill_positive", "a large positive number: only hidden keys are looked at", "1e9", 4),
     *_both(
         ("mask_added_as_01", "causal_mask_added_as_01"),
@@ -596,8 +596,8 @@ MASKS = (
         "mask_never_used",
         "The mask{argument} is accepted but never used.",
         "softmax(scores)",
-        "Fill the scores with -inf where it hides a key, before the softmax; a layer or a model hands it on to where "
-        "that is done.",
+        "Fill the scores with -inf where it hides a key, before the softmax; a layer or a model has to pass it on to "
+        "where that is done.",
         (MASK_LINE, "scores.masked_fill(mask, -math.inf)"),
         cost=5,
     ),
@@ -605,7 +605,7 @@ MASKS = (
         "mask_lost_beside_another",
         "Where {other} is given, {argument} no longer hides anything.",
         ("query i sees what {other} allows", "query i sees what both allow"),
-        "Combine the two, as in allowed = mask & causal, or fill the scores that the first has filled already.",
+        "Combine the two, as in allowed = mask & causal, or fill the scores that the first has already filled.",
     ),
     _mask(
         "mask_transposed",
@@ -654,7 +654,7 @@ MASKS = (
     ),
     _mask(
         "mask_hides_other_entries",
-        "The mask hides other keys than it says.",
+        "The mask hides different keys from those that it marks.",
         "masked_fill(other entries, -inf)",
         "Lay the mask out as the scores are: (batch, heads, query, key).",
         (MASK_LINE, APPLIED.format(mask="mask.roll(1, -1)")),
@@ -663,7 +663,7 @@ MASKS = (
         "mask_fails",
         "It fails with every mask: {said}.",
         "{said}",
-        "Put the line right that fails.",
+        "Fix the line that fails.",
         (MASK_LINE, "scores = scores.mask_fill(mask, -math.inf)"),
     ),
     _mask(
@@ -695,9 +695,9 @@ MASKS = (
     ),
     _mask(
         "causal_mask_unasked",
-        "It hides the future, which what it is given does not ask for.",
+        "It hides the future, although nothing that is passed to it asks for that.",
         "query i looks at keys 0 ... i",
-        "Hand is_causal on as it is given.",
+        "Pass is_causal on as it was given.",
     ),
     _causal(
         "causal_mask_never_used",
@@ -732,7 +732,7 @@ CALLS = (
     ),
     _dropout(
         "dropout_never_applied",
-        "There is a dropout layer, and nothing goes through it: training drops nothing.",
+        "There is a dropout layer, but nothing goes through it: training drops nothing.",
         ("weights = softmax(scores)", "weights = dropout(softmax(scores))"),
         "Call the layer on the weights, or leave it out.",
         (DROP_LINE, "weights"),
@@ -746,7 +746,7 @@ CALLS = (
     ),
     _project(
         "layer_made_in_forward",
-        "A layer with weights is created anew in every forward, so that it is never trained.",
+        "A layer with weights is created anew in every forward pass, so that it is never trained.",
         ("forward: nn.Linear(...)(x)", "__init__: self.linear = nn.Linear(...); forward: self.linear(x)"),
         "Make the layer in __init__.",
         ("self.v_proj(value)", "nn.Linear(value.size(-1), value.size(-1), dtype=value.dtype)(value)"),
@@ -774,7 +774,7 @@ INTENDED = (
     ),
     _norm(
         "queries_and_keys_normalised",
-        "Queries and keys are normalised before they meet.",
+        "Queries and keys are normalised before they are multiplied.",
         ("scores = norm(q) norm(k)ᵀ * scale", SCALE),
         "",
         on_purpose_in="ViT-22B, Qwen3, OLMo 2.",
@@ -789,7 +789,7 @@ INTENDED = (
     ),
     _scores(
         "scores_capped",
-        "A tanh holds the scores below {cap:g}.",
+        "A tanh keeps the scores below {cap:g}.",
         "scores = {cap:g} tanh(q kᵀ / sqrt(head_dim) / {cap:g})",
         "Leave the tanh out, or make the cap a setting.",
         on_purpose_in="Gemma 2 caps its scores.",
@@ -800,30 +800,30 @@ INTENDED = (
         ("scores.masked_fill(scores < limit, -inf), then softmax", "softmax(scores)"),
         "Leave the comparison out, so that every key takes part.",
         (SOFTMAX_LINE, "scores.masked_fill(scores < scores.amax(-1, keepdim=True), -math.inf).softmax(-1)"),
-        on_purpose_in="Top-k attention keeps the largest scores alone (Explicit Sparse Transformer).",
+        on_purpose_in="Top-k attention keeps only the largest scores (Explicit Sparse Transformer).",
         named=False,
     ),
     _scores(
         "bias_added",
         "A bias is added to the scores.",
         "scores = q kᵀ / sqrt(head_dim) + bias",
-        "Leave the bias out, or hand it over as a mask.",
+        "Leave the bias out, or pass it as a mask.",
         on_purpose_in="ALiBi, T5 and Swin add a bias by position.",
         named=False,
     ),
     _bias(
         "bias_grows_with_distance",
-        "The bias by position grows with the distance, before the query or behind it: far keys get more weight there.",
+        "The positional bias grows with the distance, before the query or after it: far keys get more weight there.",
         ("scores = q kᵀ / sqrt(head_dim) + what grows with |i - j|", "scores = q kᵀ / sqrt(head_dim) - slope |i - j|"),
-        "Take the distances without their sign, and the slopes with a minus.",
+        "Use absolute distances and negative slopes.",
         (SOFTMAX_LINE, "(scores + (torch.arange(x.size(1)) - torch.arange(x.size(1))[:, None]).abs()).softmax(-1)"),
         of="itself",
     ),
     _bias(
         "bias_without_effect",
-        "A bias is added to the scores that changes nothing: to all keys that a query sees it adds one number.",
-        ("softmax(scores + bias), where bias differs between no two keys that a query sees", "a bias that differs"),
-        "Take the distances of the keys that a query sees: i - j for those before it. Or leave the bias out.",
+        "A bias is added to the scores but changes nothing: it adds one number to all keys that a query sees.",
+        ("softmax(scores + bias), where bias is the same for all keys that a query sees", "a bias that differs"),
+        "Use the distances of the keys that a query sees, i - j for those before it, or leave the bias out.",
         (SOFTMAX_LINE, "(scores + torch.arange(x.size(1), dtype=x.dtype)[:, None]).softmax(-1)"),
         of="itself",
     ),

@@ -14,7 +14,7 @@ _frequency = rows(
 )
 _added, _numbered = rows("positions", "x + pe[:, :len]"), rows("positions", "pos = 0, 1, ...")
 COMPARED = "ne, eq"
-_joined = rows("mask", "may look = (key is no padding) and (j <= i)")
+_joined = rows("mask", "may look = (key is not padding) and (j <= i)")
 _lengths = rows("mask", "may look = j < length", ran="le, lt, ge, gt")
 
 ROWS = (
@@ -34,14 +34,14 @@ ROWS = (
     ),
     _norm(
         "norm_without_eps",
-        "The norm adds no eps, so a token whose features are all alike becomes nan.",
+        "The norm adds no eps, so a token whose features are all equal becomes nan.",
         "gain * (x - mean) / sqrt(var) + bias",
         "Add a small eps under the root, such as 1e-5.",
         ran="sqrt, rsqrt, std, norm, pow, layer_norm, rms_norm, div",
     ),
     _norm(
         "norm_wrong_axes",
-        "The LayerNorm normalises over other axes than the features.",
+        "The LayerNorm normalises over axes other than the features.",
         "mean and var over other axes",
         "Take mean and var over the last axis, with keepdim=True.",
         ran="mean, std, var, std_mean, var_mean, layer_norm, group_norm, batch_norm",
@@ -50,7 +50,7 @@ ROWS = (
         "norm_without_mean",
         "This LayerNorm is an RMSNorm: it does not subtract the mean.",
         "gain * x / sqrt(mean(x²) + eps)",
-        "If an RMSNorm is meant, call it so; else subtract the mean.",
+        "If an RMSNorm is intended, name it so; otherwise subtract the mean.",
         ran="rsqrt, sqrt, mean, norm, div",
         on_purpose_in="RMSNorm does this on purpose (T5, LLaMA).",
     ),
@@ -65,7 +65,7 @@ ROWS = (
         "norm_subtracts_mean",
         "The RMSNorm subtracts the mean.",
         ("gain * (x - mean) / sqrt(var + eps)", "gain * x / sqrt(mean(x²) + eps)"),
-        "Leave the mean alone, or call it LayerNorm.",
+        "Do not subtract the mean, or name it LayerNorm.",
         ran="sub, layer_norm",
     ),
     _norm(
@@ -137,7 +137,7 @@ ROWS = (
     ),
     _gate(
         "activation_of_gate_and_gated",
-        "The activation is applied to what is gated too, not to the gate alone.",
+        "The activation is applied to the gated values too, not to the gate alone.",
         "down(activation(gate(x)) * activation(up(x)))",
         "Apply the activation to the gate alone.",
         ran="last mul",
@@ -165,7 +165,7 @@ ROWS = (
     ),
     _activation(
         "activation_misplaced",
-        "The activation does not stand between the two linear layers, or not only there.",
+        "The activation is not between the two linear layers, or not only there.",
         "{formula}",
         "Apply it once, between the two.",
         ("return self.w_2(F.relu(self.w_1(x)))", "return F.relu(self.w_2(F.relu(self.w_1(x))))"),
@@ -202,7 +202,7 @@ ROWS = (
         "position_exponent_wrong",
         "The exponent of the frequencies is {exponent}, not 2i / d.",
         "pos / 10000^({exponent})",
-        "Divide by 10000^(2i / d), the sine and the cosine of pair i alike; 2i is already the even index.",
+        "Divide by 10000^(2i / d) in both the sine and the cosine of pair i; 2i is already the even index.",
         ("cosines = even", "cosines = (even + 1)"),
     ),
     _frequency(
@@ -211,7 +211,7 @@ ROWS = (
         "pos / 10000^(i / (d / 2 - 1))",
         "Divide by 10000^(2i / d).",
         ("even / d_model", "(even / 2) / (d_model // 2 - 1)"),
-        on_purpose_in="tensor2tensor and fairseq space the frequencies so.",
+        on_purpose_in="tensor2tensor and fairseq space the frequencies this way.",
     ),
     _frequency(
         "position_sine_cosine_swapped",
@@ -239,7 +239,7 @@ ROWS = (
     ),
     _numbered(
         "position_normalised",
-        "The positions are divided by the length: the same token gets another encoding in a longer sequence.",
+        "The positions are divided by the length: the same token gets a different encoding in a longer sequence.",
         "pos = 2π (pos + 1) / len",
         "Use the positions themselves.",
         ran="last div",
@@ -282,8 +282,8 @@ ROWS = (
     ),
     _joined(
         "masks_joined_by_or",
-        "Padding and causal mask are joined so that either may show what the other hides.",
-        "may look = (key is no padding) or (j <= i)",
+        "Padding and causal mask are joined so that a key is seen where either of them shows it.",
+        "may look = (key is not padding) or (j <= i)",
         "Join with & where True = may look, with | where True = may not look.",
         ran="last or, last logical_or, last and, last logical_and, last mul, last add, maximum, minimum",
     ),

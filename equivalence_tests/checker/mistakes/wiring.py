@@ -23,7 +23,7 @@ ROWS = (
         "cross_attention_from_decoder",
         "The cross-attention takes its keys or values from the decoder.",
         (
-            "Attention(query=x, key=x, value=x), or one of key and value the memory",
+            "Attention(query=x, key=x, value=x), or with only one of key and value from the memory",
             "Attention(query=x, key=memory, value=memory)",
         ),
         "Pass the encoder's output as key and value.",
@@ -36,9 +36,9 @@ ROWS = (
     ),
     _layer(
         "sublayer_unused",
-        "What a sub-layer gives is used by nothing.",
+        "The output of a sub-layer is not used.",
         ("x", "x + f(x)"),
-        "Add it to the residual stream; look which variable the next sum takes.",
+        "Add it to the residual stream; check which variable the next sum takes.",
     ),
     _layer(
         "cross_maps_are_self_maps",
@@ -82,7 +82,7 @@ ROWS = (
     ),
     _layer(
         "masks_of_opposite_meaning",
-        "Two masks of the layer are read the other way round from each other.",
+        "Two masks of the layer are read with opposite meanings.",
         ("True in one of them hides a token, True in the other shows it", "True means the same in both"),
         "Invert neither mask on the way, or both, and say in the docstring what True means.",
     ),
@@ -102,9 +102,9 @@ ROWS = (
     ),
     _layer(
         "layers_not_chained",
-        "The layers of a stack do not feed one another.",
+        "The layers of a stack do not feed into one another.",
         ("every layer gets the same input", "x = layer(x) for each layer"),
-        "Hand the output of each layer to the next.",
+        "Pass the output of each layer to the next.",
         ran="call",
     ),
     _layer(
@@ -131,7 +131,7 @@ ROWS = (
         "input_never_read",
         "The output is the same for every input: batch and length may be mixed up.",
         (
-            "the row that is read out sees no other, as where attention runs along the samples",
+            "the row that is read out sees no other row, as when attention runs along the samples",
             "the row that is read out sees its sequence",
         ),
         "Build torch's layers with batch_first=True, or transpose before and after them.",
@@ -140,12 +140,12 @@ ROWS = (
         "layers_share_parameters",
         "The layers of a stack are one and the same: they share all parameters.",
         ("[layer] * num_layers", "[make_layer() for _ in range(num_layers)]"),
-        "Make a layer for each place, or copy.deepcopy it.",
+        "Make a new layer for each place, or copy.deepcopy one.",
         on_purpose_in="ALBERT and the Universal Transformer do so.",
     ),
     _layer(
         "future_is_seen",
-        "Earlier outputs of the decoder change when a later target token does: no causal mask works.",
+        "Earlier outputs of the decoder change when a later target token does: no causal mask takes effect.",
         ("position i reads the targets j > i", "position i reads the targets j <= i"),
         "Give the decoder's self-attention a causal mask.",
         ran="call",
@@ -163,14 +163,14 @@ ROWS = (
         "random_in_eval",
         "In eval, two calls with the same input differ.",
         ("something random, in eval too", "nothing random in eval"),
-        "Ask self.training before anything is dropped or drawn.",
+        "Check self.training before anything is dropped or drawn.",
         ran="dropout",
     ),
     _layer(
         "patches_mixed",
-        "The tokens of the first layer are no patches: each holds numbers of several.",
+        "The tokens of the first layer are not patches: each holds numbers from several.",
         ("patches.reshape(batch, -1, features)", "patches.flatten(2).transpose(1, 2)"),
-        "Flatten height and width, and bring the features to the end by a transpose: a reshape alone leaves the order.",
+        "Flatten height and width, and bring the features to the end by a transpose: a reshape alone keeps the order.",
         ran="last reshape, last flatten",
     ),
     _layer(

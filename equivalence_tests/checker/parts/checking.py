@@ -67,10 +67,10 @@ def examine_part(found: Any, name: str, kind: str, adapter: Adapter, where: str 
         observed += [report] if report is not None else []
     if not observed:
         if kind == "positional_encoding":
-            raise CannotCheckError(f"no call of {name} gave a table of positions, or vectors plus one")
+            raise CannotCheckError(f"no call of {name} returned a table of positions, or vectors plus one")
         answer = f"; it said {errors[0]}" if errors else ""
         raise CannotCheckError(
-            f"no call {name}(x) with x of (batch, len, features) gave a tensor of that shape{answer}"
+            f"no call {name}(x) with x of (batch, len, features) returned a tensor of that shape{answer}"
         )
     return observed[0]
 
@@ -141,7 +141,7 @@ def _explain(report: Report, module: nn.Module, call: Callable[[Tensor], Tensor 
     elif not torch.allclose(before[:1, 1:], after[:1, 1:], rtol=1e-4, atol=1e-6):
         report.verdict = "deviates" if named else "unchecked"
         report.reason = (
-            f"It mixes tokens: what it gives for one changes with another, while a {words} has each by itself."
+            f"It mixes tokens: its output for one changes with another, while a {words} treats each on its own."
         )
     elif named and _leaves_sizes(module, x):
         evidence = "called on random tokens, with all gains one and all biases zero"

@@ -64,9 +64,9 @@ class IntegersFeedForward(nn.Module):
 
 UNCOMPARED: dict[type[nn.Module], str] = {
     OnceFeedForward: "was called, and cannot be called again: RuntimeError: it was called before",
-    InPlaceFeedForward: "It writes into its argument number 1: after the call, the caller holds other numbers",
+    InPlaceFeedForward: "It writes into its argument number 1: after the call, the caller's tensor holds other numbers",
     WithoutGradientsFeedForward: "gradients, of which it gives none",
-    NoEpsForZerosRMSNorm: "it gives numbers that are none",
+    NoEpsForZerosRMSNorm: "it gives NaN",
     IntegersFeedForward: "what multiplies its features is made of parameters, and is none itself",
 }
 

@@ -59,7 +59,7 @@ def written(folder: Path, x: str = "", code: str = CODE) -> str:
 def test_what_only_its_own_file_can_call_is_judged_there(tmp_path: Path) -> None:
     report = verify(written(tmp_path, "torch.randn(2, 4, width)"))
     assert report.verdict == "partial", str(report)
-    assert report.not_exercised[0].detail == "only that of your file was run: odd(thing)"
+    assert report.not_exercised[0].detail == "only the one in your file was run: odd(thing)"
     assert not (tmp_path / "was_run").exists()
 
 

@@ -202,9 +202,9 @@ def _proof(proof: Proof | None, alone: bool) -> str:
     if proof is None:
         return ""
     if proof.error > proof.without * ROUNDED:
-        return f"Not proven: with this put right, the output still differs from torch's by {proof.error:.2g}."
+        return f"Not proven: with this corrected, the output still differs from torch's by {proof.error:.2g}."
     if proof.without < ABOVE_ROUNDING:
-        return "Not proven: the output is the same with this put right and without."
+        return "Not proven: correcting this does not change the output."
     exactly = f"to {proof.error:.0e}" if proof.error else "exactly"
     right, left = ("value on this line", "it") if alone else ("values here and at the other findings", "this one")
     return (

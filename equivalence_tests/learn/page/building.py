@@ -55,7 +55,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "code",
         "Code beside code",
-        "Every file of scratch beside its twin in builtin, line by line. Docstrings unfold, and names are links.",
+        "Every file of scratch next to its twin in builtin, line by line. Docstrings unfold, and names are links.",
         beside.twins,
     ),
     Section(
@@ -67,7 +67,7 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         "traps",
         "Traps",
-        "What people write, beside what to write instead, with what each printed when this page was built.",
+        "What people write and what to write instead, with what each printed when this page was built.",
         trap_cards.trap_data,
     ),
     Section(

@@ -23,11 +23,11 @@ SHOWN = {
     "causal(3, 6)": "",
     'causal(3, 6, align="lower_right")': "",
     "sliding_window(6, window=2)": "",
-    "sliding_window(6, window=3) & causal(6)": "Both have to allow it: a query looks at itself and the two before.",
+    "sliding_window(6, window=3) & causal(6)": "Both must allow it: a query looks at itself and the two before it.",
     "from_lengths(torch.tensor([5, 2, 3]))": "",
     "from_token_ids(torch.tensor([[7, 4, 9, 0], [5, 8, 0, 0]]), pad_id=0)": "",
     "causal(5) & from_lengths(torch.tensor([3]), max_len=5)": "Causal, and the last two tokens are padding.",
-    "causal(6) | from_lengths(torch.tensor([3]), max_len=6)": "One is enough: a prefix that all see, then causal.",
+    "causal(6) | from_lengths(torch.tensor([3]), max_len=6)": "Either is enough: a prefix that all see, then causal.",
 }
 
 

@@ -19,7 +19,7 @@ FOOT = HEIGHT - BOTTOM
 LABEL_HEIGHT = 17
 AS_FAST = 1.05  # within this of the fastest, a difference is not worth a choice
 WORDS = {
-    "builtin": "torch.nn behind the checks of this project",
+    "builtin": "torch.nn behind this project's checks",
     "scratch": "written out by hand",
     "scratch textbook": "written out by hand, with every score held in memory",
     "torch.nn": "torch.nn as it comes",

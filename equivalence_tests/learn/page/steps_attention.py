@@ -42,7 +42,7 @@ FORMULAS = {
         "Each query is multiplied by a matrix, and the result is cut into one piece for each head.",
     ),
     "k": ("key W_k + b_k, in heads", "Each key too, by a matrix of its own."),
-    "v": ("value W_v + b_v, in heads", "And each value. The output is made of these."),
+    "v": ("value W_v + b_v, in heads", "And each value. The output is made from these."),
     "scores": ("q kᵀ / √head_dim", "Every query meets every key: their dot product says how well the two match."),
     "masked_scores": ("scores + score_bias", "Keys that a query may not look at get −∞; all others keep their scores."),
     "weights": ("softmax(masked_scores)", "Softmax makes each row positive, with a sum of 1; a score of −∞ becomes 0."),
@@ -92,8 +92,8 @@ def attention_view() -> View:
     lead = (
         "Each query asks for something, each key says what its token has to offer, and each value is what the token "
         "hands over: the better a query matches a key, the more it takes of that value. Here three queries look at "
-        "five keys, with two heads. A causal mask sets the last query beside the last key and hides what comes later. "
-        "The left side shows the textbook path, which scratch takes when nobody asks for the weights."
+        "five keys, with two heads. A causal mask aligns the last query with the last key and hides what comes later. "
+        "The left side shows the textbook path, which scratch takes when the weights are not asked for."
     )
     return View("attention", "Attention", lead, shown(call_attention), tuple(steps))
 
@@ -213,7 +213,7 @@ def backward_view() -> View:
     steps = tuple(_backward_step(name, gradients, detached(stages), pair[0], tapes) for name in names)
     lead = (
         "The same attention backwards: from a random gradient of the output back to queries, keys and values. "
-        "Beside each gradient is the line of the forward pass that it flows back through."
+        "Next to each gradient is the line of the forward pass that it flows back through."
     )
     call = f"{shown(call_attention)}[0].backward(gradient)"
     return View("backward", "Backward", lead, call, steps, is_code=True)

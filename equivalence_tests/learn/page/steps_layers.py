@@ -38,7 +38,7 @@ LAYER_WORDS = {
     "linear1": "The feed-forward network: each token by itself is projected to the hidden units.",
     "relu": "The activation: negative numbers become 0.",
     "gelu": "The activation: each number times the share of a normal distribution that lies below it.",
-    "self_attn weights": "How much each token takes from each other one: each row adds up to 1.",
+    "self_attn weights": "How much each token takes from every token: each row adds up to 1.",
     "multihead_attn weights": "How much each token takes from each token of the memory.",
     "linear2": "And back to the width of the model.",
 }

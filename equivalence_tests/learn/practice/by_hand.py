@@ -24,7 +24,7 @@ def scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Scale the scores.
 
     A score is the dot product of a query and a key: a sum over head_dim products. Its standard deviation grows with
-    sqrt(head_dim), and softmax of large scores lets one key take all the weight. Divide so that it stays the same.
+    sqrt(head_dim), and softmax of large scores lets one key take all the weight. Divide so that it no longer grows.
 
     q is (batch, heads, query_len, head_dim); k and v are (batch, heads, key_len, head_dim).
     """
@@ -60,7 +60,7 @@ def dropout(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, training: bool) -
     """Drop some of the weights.
 
     In training, each weight is set to 0 with probability dropout_p, and the others are divided by 1 - dropout_p;
-    outside of training nothing is dropped. F.dropout does both: the question is where it goes, and what it is given.
+    outside of training nothing is dropped. F.dropout does both: the question is where to call it, and with what.
     """
     weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)), dim=-1)
     weights = F.dropout(weights, dropout_p, training)
@@ -85,8 +85,8 @@ def heads(x: Tensor, attention: nn.MultiheadAttention) -> tuple[Tensor, Tensor]:
 def blind(q: Tensor, k: Tensor, v: Tensor, may_attend: Tensor) -> Tensor:
     """Give zeros to a query that sees no key.
 
-    may_attend is (query_len, key_len), bool: True = may look. Some queries may look at no key at all. Softmax makes NaN
-    of such a row, and one NaN spreads through a model: the output of these queries is to be 0.
+    may_attend is (query_len, key_len), bool: True = may look. Some queries may look at no key at all. Softmax turns
+    such a row into NaN, and one NaN spreads through a model: the output of these queries must be 0.
     """
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
     weights = torch.softmax(scores.masked_fill(~may_attend, -torch.inf), dim=-1)
@@ -135,9 +135,9 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def online(q: Tensor, k: Tensor, v: Tensor, tile: int) -> Tensor:
     """Compute softmax in one pass, tile by tile.
 
-    Never hold more than tile scores of a row. Keep for each query the largest score so far, the sum of the
-    exponentials, and the weighted sum of the values, both relative to that largest score; correct them whenever a
-    larger score comes. This is what makes flash attention possible. The last tile may be smaller than the others.
+    Never hold more than tile scores of a row at once. For each query, keep the largest score so far, and, relative to
+    it, the sum of the exponentials and the weighted sum of the values; correct both whenever a larger score comes.
+    This is what makes flash attention possible. The last tile may be smaller than the others.
     """
     top = q.new_full((*q.shape[:-1], 1), -torch.inf)
     total, context = torch.zeros_like(top), torch.zeros_like(q)
@@ -206,7 +206,7 @@ EXERCISES = (
         dropout,
         calls.dropping,
         (
-            Mistake(", training)", ")", "It drops outside of training too: pass training on."),
+            Mistake(", training)", ")", "It drops outside training too: pass training on."),
             Mistake(
                 "dropout_p, training",
                 "1 - dropout_p, training",
@@ -264,15 +264,15 @@ EXERCISES = (
             Mistake(
                 "-torch.inf), dim=-1)\n    weights = weights.masked_fill(~may_attend.any(-1, keepdim=True), 0.0)",
                 "-1e9), dim=-1)",
-                "With -1e9 in place of -inf, a query that may look at no key looks at all of them alike.",
+                "With -1e9 in place of -inf, a query that may look at no key looks at all of them equally.",
             ),
             Mistake(
                 "~may_attend.any(-1, keepdim=True), 0.0",
                 "~may_attend.any(-1, keepdim=True), 1.0",
-                "Weights of 1 give such a query the sum of all values; it is to get 0.",
+                "Weights of 1 give such a query the sum of all values; it should get 0.",
             ),
             Mistake(
-                ".any(-1", ".all(-1", "This takes every query that may not look at all keys for one that sees none."
+                ".any(-1", ".all(-1", "This takes every query that may not look at some key for one that sees none."
             ),
             Mistake("~may_attend, -torch.inf", "may_attend, -torch.inf", "It is the other way round: True = may look."),
         ),
@@ -285,7 +285,7 @@ EXERCISES = (
             Mistake(
                 "    x = x + attention(norm1(x))\n    return x + feed_forward(norm2(x))",
                 "    x = norm1(x + attention(x))\n    return norm2(x + feed_forward(x))",
-                "The norms come last here (post-norm, as in the paper); this layer has them first.",
+                "Your norms come last (post-norm, as in the paper); this layer has them first.",
             ),
             Mistake(
                 "x = x + attention(norm1(x))",
@@ -313,14 +313,14 @@ EXERCISES = (
             Mistake(
                 ".tril(k.size(2) - q.size(2))",
                 ".tril()",
-                "With a cache the mask starts at the lower right: the "
-                "first new token already has all of the past to look at.",
+                "With a cache the mask is aligned at the lower right: the "
+                "first new token can already look at all of the past.",
             ),
             Mistake("~may_attend, -torch.inf", "~may_attend, 0.0", "A score of 0 hides nothing: exp(0) = 1."),
             Mistake(
                 "(scores.masked_fill(~may_attend, -torch.inf), dim=-1)",
                 "(scores, dim=-1)",
-                "Several new tokens came at once, and the first ones looked at later ones.",
+                "Several new tokens came at once, and earlier ones looked at later ones.",
             ),
             Mistake(
                 "torch.cat([past[1], v], dim=2)",
@@ -343,7 +343,7 @@ EXERCISES = (
             Mistake(
                 "v.repeat_interleave(shared, dim=1)",
                 "v.repeat(1, shared, 1, 1)",
-                "The values are repeated in another order than the keys.",
+                "The values are repeated in a different order from the keys.",
             ),
             Mistake(
                 "k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)",

@@ -180,7 +180,7 @@ def _named(exercise: Exercise, call: Call, returned: Any) -> Results:
     values = returned if isinstance(returned, tuple) else (returned,)
     if len(values) != len(exercise.outputs):
         wanted = " and ".join(exercise.outputs)
-        return {call.what: f"{len(values)} values were returned, and {len(exercise.outputs)} should be: {wanted}"}
+        return {call.what: f"{len(values)} values were returned, but there should be {len(exercise.outputs)}: {wanted}"}
     words = (x.detach() if isinstance(x, Tensor) else f"{x!r} is not a tensor" for x in values)
     return {f"{call.what}: {name}": x for name, x in zip(exercise.outputs, words, strict=True)}
 

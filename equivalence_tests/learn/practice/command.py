@@ -23,15 +23,15 @@ def practice(
         str | None,
         typer.Argument(
             metavar="EXERCISE|check|solution",
-            help="Name or number of the exercise to begin; check or solution takes the exercise after it, or the next "
-            "one that is not solved.",
+            help="Name or number of the exercise to begin; or check or solution, for the exercise named after it "
+            "or else the next unsolved one.",
             show_default=False,
         ),
     ] = None,
     exercise: Annotated[
         str | None, typer.Argument(metavar="EXERCISE", help="What to check or to show.", show_default=False)
     ] = None,
-    folder: Annotated[Path, typer.Option(file_okay=False, help="Where your files and your progress are.")] = Path(
+    folder: Annotated[Path, typer.Option(file_okay=False, help="The folder of your files and your progress.")] = Path(
         "practice"
     ),
     as_notebook: Annotated[
@@ -39,7 +39,7 @@ def practice(
         typer.Option("--notebook", help="Write all exercises as one notebook, practice.ipynb."),
     ] = False,
 ) -> None:
-    """Learn by writing: twenty exercises, by hand and with torch, with a check that says why it is wrong.
+    """Learn by writing: twenty exercises, by hand and with torch, with a check that says what is wrong and why.
 
     Exit status of a check: 0 solved, 1 not yet.
     """
@@ -76,7 +76,9 @@ def _begin(place: Folder, exercise: Exercise) -> None:
     page.print(_listing(place))
     written = place.begin(exercise)
     file = place.file_of(exercise)
-    page.print(f"\n{file}: {'written' if written else 'begun already, and left as it is'}. Fill in the blank, then run")
+    page.print(
+        f"\n{file}: {'written' if written else 'already begun, and left unchanged'}. Fill in the blank, then run"
+    )
     page.print(f"  sidebyside practice check {exercise.name}")
 
 

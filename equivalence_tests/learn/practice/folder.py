@@ -56,7 +56,7 @@ class Folder:
             return [exercise.name for exercise in EXERCISES if exercise.name in names]
         except (ValueError, KeyError, TypeError):
             raise FolderError(
-                f'{self.progress} must hold {{"solved": [names]}}: mend or delete it; your code is in the other files'
+                f'{self.progress} must hold {{"solved": [names]}}: repair or delete it; your code is in the other files'
             ) from None
 
     def following(self) -> Exercise | None:
@@ -111,7 +111,7 @@ class Folder:
             raise FolderError(f"{file}{place} cannot be imported: {type(error).__name__}: {error}") from None
         function = getattr(module, exercise.name, None)
         if not callable(function):
-            raise FolderError(f"{file} must define the function {exercise.name}, and does not")
+            raise FolderError(f"{file} must define the function {exercise.name}, but does not")
         return function
 
 

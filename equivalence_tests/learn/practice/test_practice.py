@@ -123,7 +123,7 @@ def test_scores_that_overflow_are_tried() -> None:
     [
         ("return nothing", "NameError: name 'nothing' is not defined"),
         ("return None", "None is not a tensor"),
-        ("return q, k", "2 values were returned, and 1 should be: output"),
+        ("return q, k", "2 values were returned, but there should be 1: output"),
         ("return q[0]", "output has shape (3, 5, 11) instead of shape (2, 3, 5, 11)"),
         ("...", "The blank is not filled in"),
         ("scores = ...\n    return scores", "The blank is not filled in"),

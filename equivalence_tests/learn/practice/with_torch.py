@@ -49,7 +49,7 @@ def dropout_builtin(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, training:
     """Drop some of the weights, with scaled_dot_product_attention.
 
     In training each weight is dropped with probability dropout_p, and outside of training none is. Unlike a module, a
-    function does not know which of the two it is.
+    function does not know whether it is called in training.
     """
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p if training else 0.0)
 
@@ -82,7 +82,7 @@ def layer_builtin(width: int, num_heads: int, ff_dim: int, num_layers: int) -> n
 
     Build (do not run) num_layers layers that take (batch, len, width), have the norms first, use GELU, drop nothing
     even in training, and are followed by one more LayerNorm: an encoder whose norms come first needs it, because
-    nothing has normalised the stream at its end.
+    nothing else normalises the stream at its end.
     """
     layer = nn.TransformerEncoderLayer(
         width, num_heads, ff_dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
@@ -116,8 +116,8 @@ def online_builtin(q: Tensor, k: Tensor, v: Tensor, split: int) -> Tensor:
     """Merge two halves, with flex_attention.
 
     Attend to the first split keys, and then to the rest, with two calls of flex_attention, and merge the two results
-    into what one call over all keys gives. Beside the output each call can return lse, the logarithm of the sum of the
-    exponentials of a row's scores: return_aux=AuxRequest(lse=True). This is how attention is split over machines.
+    into what one call over all keys gives. Besides the output, each call can return lse, the logarithm of the sum of
+    the exponentials of a row's scores: return_aux=AuxRequest(lse=True). This is how attention is split across machines.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -138,7 +138,7 @@ EXERCISES = (
             Mistake(
                 "scale=1.0",
                 "scale=math.sqrt(q.size(-1))",
-                "scale takes the place of 1 / sqrt(head_dim); it is not multiplied with it.",
+                "scale replaces 1 / sqrt(head_dim); the two are not multiplied.",
             ),
             Mistake(
                 "(q, k, v, scale=1.0)",
@@ -146,9 +146,7 @@ EXERCISES = (
                 "The queries were scaled already, and the function scales them again.",
                 "sdpa_scaled_twice",
             ),
-            Mistake(
-                "scale=1.0", "scale=0.0", "scale is a factor: 0 makes all scores equal. No scale is a factor of 1."
-            ),
+            Mistake("scale=1.0", "scale=0.0", "scale is a factor: 0 makes all scores equal, 1 leaves them unscaled."),
             Mistake("scale=1.0", "is_causal=True, scale=1.0", "is_causal hides later keys, which nobody asked for."),
         ),
         (SDPA,),
@@ -195,7 +193,7 @@ EXERCISES = (
             Mistake(
                 "attn_mask=may_attend",
                 "is_causal=True",
-                "is_causal starts at the upper left: the first of the last queries sees one key only.",
+                "is_causal is aligned at the upper left: the first of these queries sees only one key.",
                 "sdpa_top_left",
             ),
             Mistake(", attn_mask=may_attend", "", "Nothing is hidden."),
@@ -260,7 +258,7 @@ EXERCISES = (
             Mistake(
                 "output.transpose(0, 1), weights",
                 "output, weights",
-                "The output is (len, batch, embed_dim) still: transpose it back.",
+                "The output is still (len, batch, embed_dim): transpose it back.",
             ),
             Mistake(
                 "output.transpose(0, 1), weights",
@@ -327,14 +325,14 @@ EXERCISES = (
             Mistake(
                 "attn_mask=may_attend",
                 "is_causal=True",
-                "is_causal starts at the upper left: a single new token sees only the very first key.",
+                "is_causal is aligned at the upper left: a single new token sees only the very first key.",
                 "sdpa_top_left",
             ),
             Mistake(
                 "attn_mask=may_attend",
                 "is_causal=past is None",
                 "That is right for the prompt and for single tokens; "
-                "of several new tokens the first ones look at later ones.",
+                "of several new tokens, earlier ones look at later ones.",
             ),
             Mistake(", attn_mask=may_attend", "", "Nothing is hidden: the tokens of the prompt look at later ones."),
             Mistake(
@@ -371,7 +369,7 @@ EXERCISES = (
             Mistake(
                 "(q, k, v, enable_gqa=True)",
                 "(q, k, v.repeat_interleave(3, dim=1).roll(1, dims=1), enable_gqa=True)",
-                "The values are shared by other heads than the keys.",
+                "The values are shared by different heads from the keys.",
             ),
             Mistake(
                 "enable_gqa=True",
@@ -388,12 +386,12 @@ EXERCISES = (
             Mistake(
                 "torch.sigmoid(of_first.lse - of_rest.lse)[..., None]",
                 "0.5",
-                "The plain mean: the halves weigh as much as the exponentials they hold.",
+                "This is the plain mean: each half should weigh as much as the exponentials it holds.",
             ),
             Mistake(
                 "torch.sigmoid(of_first.lse - of_rest.lse)[..., None]",
                 "split / k.size(2)",
-                "The halves are not weighted by their numbers of keys, but by the exponentials they hold.",
+                "Weight the halves by the exponentials they hold, not by their numbers of keys.",
             ),
             Mistake("of_first.lse - of_rest.lse", "of_rest.lse - of_first.lse", "The two shares are swapped."),
             Mistake(

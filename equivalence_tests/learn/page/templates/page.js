@@ -54,10 +54,10 @@ function wordsOf(name, tensor, x, chosen) {
   return depth === 2 ? ["query", "key"] : ["sample", "query", "key"];
 }
 const NOTES = {
-  dtype: "In float64: torch rounds every step to the dtype.",
+  dtype: "Computed in float64: torch rounds every step to the dtype.",
   dropout: "What is dropped is drawn anew on this page: torch draws other weights.",
   dropout_p: "What is dropped is drawn anew on this page: torch draws other weights.",
-  device: "On meta torch computes shapes only: these numbers are those of the CPU.",
+  device: "On meta, torch computes only shapes: these numbers are those of the CPU.",
 };
 function computed(name, chosen) {
   const data = boards[name], error = Boards.errorOf(name, data, chosen);
@@ -88,7 +88,7 @@ all(".board").forEach(board => {
     const traps = new Set(within.flatMap(([, state]) => all(".named a", state).map(x => x.textContent)));
     const links = [...traps].map(x => make("a", { href: `#trap-${x}`, textContent: x }));
     const title = make("p", { className: "whose", textContent: fields.filter(x => chosen[x.dataset.argument]).map(x => `${one("legend", x).textContent}: ${one("input:checked + span", x).textContent}`).join(", ") });
-    live.replaceChildren(title, ...computed(name, chosen), ...(links.length ? [make("p", { className: "named" }, "Traps of these together: ", ...links.flatMap(x => [x, " "]))] : []));
+    live.replaceChildren(title, ...computed(name, chosen), ...(links.length ? [make("p", { className: "named" }, "Traps of this combination: ", ...links.flatMap(x => [x, " "]))] : []));
     live.dataset.key = key;
   };
   const show = () => { quietly = true; location.hash = prefix + keyOf(chosenNow()); };

@@ -106,7 +106,7 @@ function fillBench(bench, view) {
   const mask = make("div", { className: "editor" });
   drawMask(mask, inputs.mayAttend.map(row => row.map(Number)), rows => { inputs.mayAttend = rows.map(row => row.map(Boolean)); changed(); });
   bench.replaceChildren(
-    make("p", { className: "rule", textContent: "Change what goes in: type over a number, draw the mask with the mouse, split into other heads. Every step below follows." }),
+    make("p", { className: "rule", textContent: "Change the input: type over a number, draw the mask with the mouse, change the number of heads. Every step below follows." }),
     make("div", { className: "tables" }, editable(inputs.query, "query", "query", changed), editable(inputs.memory, "memory", "key", changed),
       make("div", {}, make("p", { className: "whose", textContent: "may_attend" }), mask)),
     make("p", { className: "rule" }, make("label", {}, "num_heads ", heads), " ", reset));
