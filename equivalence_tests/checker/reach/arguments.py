@@ -111,6 +111,7 @@ AMBIGUOUS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
     (r"^(query|key|value)_?(dim|size)$", lambda s: [s.embed_dim, s.head_dim]),
     (r"d_?hid|^(n_?|dim_?)?hid(den)?(_?dim|_?size)?$", lambda s: [s.embed_dim, s.ff_dim]),
     (r"ffn?_\w*out", lambda s: [s.embed_dim, s.ff_dim]),
+    (r"^(d|dim)_?out$", lambda s: [s.num_heads * (s.head_dim + 2), s.embed_dim]),  # a scale may take the wrong width
     (r"hidden_?units", lambda s: [s.ff_dim, s.embed_dim]),
     (r"shape", lambda s: [s.embed_dim, [s.embed_dim]]),
     (r"window", lambda s: [MAX_LEN, (2, 3), 4]),  # the length of a window, or the side of one

@@ -410,3 +410,19 @@ def test_constructors_that_fail_late_are_called_less_often() -> None:
     with pytest.raises(CannotCheckError, match="want something else"):
         next(build(InVain))
     assert 10 < InVain.built < 60
+
+
+class ScaledByTheWidthOfItsInput(nn.Module):
+    """Right only where input and output are equally wide."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(d_in, d_out, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).mT / x.size(-1) ** 0.5
+        return scores.softmax(-1) @ self.value(x)
+
+
+def test_an_output_may_be_wider_than_the_input() -> None:
+    assert verify(ScaledByTheWidthOfItsInput).mistakes == ("scale_wrong",)
