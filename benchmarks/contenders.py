@@ -144,7 +144,7 @@ CONTENDERS = {
             "torch.nn",
             "plain torch.nn; for the function, F.scaled_dot_product_attention",
             lambda case: workload(case, TORCH),
-            call="torch.nn.{name}",
+            call="{home}.{name}",
             takes_part=lambda case: case.component not in TOKEN_LEVEL,
             otherwise="torch.nn has no model from tokens to logits",
         ),
@@ -228,8 +228,8 @@ def call_of(name: str, case: Case) -> str:
     >>> call_of("torch.nn", Case("self_attention")), call_of("torch.nn", Case("attention"))
     ('torch.nn.MultiheadAttention', 'torch.nn.functional.scaled_dot_product_attention')
     """
-    call = CONTENDERS[name].call.format(name=NAMES[case.component])
-    return call.replace("torch.nn.scaled", "torch.nn.functional.scaled")
+    home = "torch.nn.functional" if case.component == "attention" else "torch.nn"
+    return CONTENDERS[name].call.format(home=home, name=NAMES[case.component])
 
 
 def absence(name: str, case: Case) -> str:

@@ -153,17 +153,7 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
     guess = kind or guess_kind(found)
     if adapter.call is None and guess != "layers":  # of a model the methods that build its masks are checked too
         check_forward(found)
-
-    def examined_as(one: str) -> Report:
-        try:
-            if one == "attention":
-                return examine_attention(found, name, adapter, progress)
-            if one == "layers":
-                return examine_layers(found, name, adapter)
-            return examine_part(found, name, one, adapter)
-        except CannotCheckError as error:
-            return Report(name, reason=str(error))
-
+    examined_as = functools.partial(_examined_as, found=found, name=name, adapter=adapter, progress=progress)
     makes_it = inspect.isroutine(found) and guess == "layers"  # what a factory makes says more than its own name
     as_named = guess in ("layers", "mask_builder") or (guess == "attention" and adapter.call is not None)
     if not kind and (makes_it or not as_named):
@@ -189,6 +179,17 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         if report.verdict == "equal" or (other == FALLBACKS[-1] and report.verdict == "deviates"):
             return report
     return first if kind or adapter.build or adapter.call else _as_it_is_called(found, name, adapter, first)
+
+
+def _examined_as(one: str, found: Any, name: str, adapter: Adapter, progress: Callable[[str], None]) -> Report:
+    try:
+        if one == "attention":
+            return examine_attention(found, name, adapter, progress)
+        if one == "layers":
+            return examine_layers(found, name, adapter)
+        return examine_part(found, name, one, adapter)
+    except CannotCheckError as error:
+        return Report(name, reason=str(error))
 
 
 def _as_it_is_called(found: Any, name: str, adapter: Adapter, unread: Report) -> Report:

@@ -19,7 +19,8 @@ from equivalence_tests.checker.engine.codes import (
 )
 from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, tensors_of
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
+from equivalence_tests.checker.reach.tracing import tensors_of
 
 
 @dataclass(eq=False)

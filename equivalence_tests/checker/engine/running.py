@@ -168,8 +168,10 @@ def named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[s
 
 def _copied(x: Any) -> Any:
     """A cache that is handed over would grow from run to run."""
+    if callable(x):
+        return x
     copied = ask(partial(copy.deepcopy, x))  # somebody's object may refuse
-    return x if callable(x) or copied.error is not None else copied.value
+    return x if copied.error is not None else copied.value
 
 
 def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
-from equivalence_tests.checker.engine.watching import Operation, storage_of, tensors_of
+from equivalence_tests.checker.engine.watching import Operation, storage_of
+from equivalence_tests.checker.reach.tracing import tensors_of
 
 
 def idle_modules(run: Run, module: nn.Module) -> set[str]:

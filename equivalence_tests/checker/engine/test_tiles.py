@@ -178,9 +178,7 @@ def test_a_number_whose_name_says_nothing_is_seen_to_be_the_room_for_a_tile() ->
 def test_tiles_that_do_not_add_up_are_found_beyond_the_first(wrong: object) -> None:
     report = verify(wrong)
     assert report.mistakes == ("tiles_do_not_add_up",), str(report)
-    for finding in report.findings:  # what is only suspected blames no line
-        assert finding.line is not None
-        assert " e @ v" in finding.line.text
+    assert (report.verdict, report.findings) == ("unchecked", [])  # what is only suspected blames no line
 
 
 def test_heads_with_projections_of_their_own_are_no_tiles() -> None:

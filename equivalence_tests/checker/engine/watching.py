@@ -5,8 +5,8 @@ copied only where an operation is about to write into them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from equivalence_tests.checker.engine.vocabulary import ASKS, CASTS, CREATES, GETTERS, UNFILLED, plain, writes
+from equivalence_tests.checker.reach.tracing import tensors_of
 from equivalence_tests.checker.reporting.lines import Frames, frames_here, local_here
 
 Patch = Callable[["Recorder", "Operation"], Tensor]
@@ -352,15 +353,6 @@ OPENED = {
     "baddbmm": _Opening(_is_flat, _product_and_sum),
     "addmm": _Opening(_is_flat, _product_and_sum),
 }
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """List the tensors in nested containers and dataclasses, in order."""
-    for item in tree_flatten(value)[0]:
-        if isinstance(item, Tensor):
-            yield item
-        elif is_dataclass(item) and not isinstance(item, type):
-            yield from tensors_of([getattr(item, one.name) for one in fields(item)])
 
 
 def _emptied(name: str, result: Any) -> Any:

@@ -12,12 +12,12 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.engine.watching import tensors_of as watched_tensors
 from equivalence_tests.checker.equivalent.comparing import Case, Computes, Difference, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import differs
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.errors import said
+from equivalence_tests.checker.reach.tracing import tensors_of as watched_tensors
 from equivalence_tests.checker.reporting.equivalents import Equivalent, like
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import raised_at

@@ -141,18 +141,24 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
         conclude(report, situation.found, 0, departures, subject.adapter.intended)
     report.conventions = [*reading_of(situation, report), *report.conventions]
     report.notes += [*notes_of(situation), *([said] if said and not report.intended else [])]
-    if report.verdict == "equal":
-        _cover(report, situation)
-    elif report.verdict == "deviates" and not situation.blocked and subject.adapter.call is None:
-        report.findings += exercised_cache(situation.trial)[1]  # held against its own full pass, right or wrong
-    if report.verdict in ("equal", "partial") and situation.found.judgements:
-        _check(report, situation)
-    if report.verdict in ("equal", "partial") and situation.found.judgements:
-        hold(report, situation)
-    if report.verdict == "deviates" and situation.found.judgements and subject.adapter.call is None:
-        accuse(report, situation)
+    _beyond_the_call(report, situation)
     report.seconds = time.process_time() - started
     return report
+
+
+def _beyond_the_call(report: Report, situation: Situation) -> None:
+    """Go on from what one call showed: other inputs, then the whole against its equivalent."""
+    called_plainly, judged = situation.subject.adapter.call is None, bool(situation.found.judgements)
+    if report.verdict == "equal":
+        _cover(report, situation)
+    elif report.verdict == "deviates" and not situation.blocked and called_plainly:
+        report.findings += exercised_cache(situation.trial)[1]  # held against its own full pass, right or wrong
+    if report.verdict in ("equal", "partial") and judged:
+        _check(report, situation)
+    if report.verdict in ("equal", "partial") and judged:
+        hold(report, situation)
+    if report.verdict == "deviates" and judged and called_plainly:
+        accuse(report, situation)
 
 
 def _callers_scale(situation: Situation) -> str:

@@ -275,15 +275,17 @@ class Follower:
         elif name in ("softmax", "log_softmax") and self.labels.kind(data[0]) == "linear":
             self._function("softmax", name, data, operation)
         elif name == "cat" and len(data) == 1 and all(id(x) in self.learnt or id(x) in self.values for x in inputs):
-            self.sums.used(data[0], name)
-            label = self.labels.add("tokens", "what is put before the tokens", data)
-            self._give(
-                [operation.outputs[0].tensor], Value(((label, 1.0),), places_of(operation.outputs[0].value.shape))
-            )
+            self._put_before(operation, data)
         elif not operation.outputs[0].value.is_floating_point():
             self._of_ids(operation, data)
         else:
             self._strange(operation, data)
+
+    def _put_before(self, operation: Operation, data: list[Value]) -> None:
+        self.sums.used(data[0], operation.name)
+        label = self.labels.add("tokens", "what is put before the tokens", data)
+        out = operation.outputs[0]
+        self._give([out.tensor], Value(((label, 1.0),), places_of(out.value.shape)))
 
     def _of_ids(self, operation: Operation, data: list[Value]) -> None:
         """What is made of ids are masks, or other ids, as where targets are shifted behind a first one."""

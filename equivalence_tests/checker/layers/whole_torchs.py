@@ -227,8 +227,8 @@ class TorchsLayer:
     def _arguments(self, attentions: int) -> Iterator[str]:
         """Write what torch's layer is given."""
         names = [name for name, _ in self._tokens()]
-        own = next(n for n in names if any(m.words == n for m in self._streams()))
-        if len(names) != attentions or own not in names:
+        own = next((n for n in names if any(m.words == n for m in self._streams())), "")
+        if len(names) != attentions or not own:
             raise UnreadError("it does not take what torch's layer takes")
         yield own
         yield from (name for name in names if name != own)

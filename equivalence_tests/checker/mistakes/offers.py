@@ -31,7 +31,7 @@ ROWS = (
         "The window of {limit} tokens ({argument}) is the wrong way round: it hides a query's own token.",
         "a query that sees no key, or only far ones",
         "a query sees the keys less than {limit} tokens away",
-        "Hide the keys that are {limit} or more tokens away, and no others.",
+        "Hide only the keys that are {limit} or more tokens away.",
     ),
     Mistake(
         "fails_with_what_it_offers",

@@ -161,7 +161,9 @@ class OfFewerKeys(nn.Module):
 def test_height_and_width_fit_the_tokens_and_a_norm_of_other_keys_is_none_of_the_input() -> None:
     report = verify(OfFewerKeys)
     assert report.verdict == "equal", str(report)
-    assert "norm_of_input" not in {finding.name for finding in report.intended}
+    beside = ["the sub-module norm, a LayerNorm", "the sub-module fewer, a Conv2d"]
+    assert [finding.reason for finding in report.intended] == beside
+    assert ("includes", "attention alone", "attention alone") in report.conventions
 
 
 class AlongRows(nn.Module):

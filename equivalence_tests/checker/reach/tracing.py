@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from equivalence_tests.checker.reporting.lines import Frames, frames_here, inside
 
@@ -24,19 +24,26 @@ class ModuleCall:
     frames: Frames
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """List the floating tensors in nested tuples, lists, dictionaries and dataclasses."""
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """List the tensors in nested containers and dataclasses, in order."""
     if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        yield value
+        return
+    if isinstance(value, dict):
+        held = list(value.values())
     elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
+        held = list(value)
     elif is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in([getattr(value, one.name) for one in fields(value)])
+        held = [getattr(value, one.name) for one in fields(value)]
+    else:  # a container that its library has registered with torch, or something that holds none
+        held = [leaf for leaf in tree_leaves(value) if leaf is not value]
+    for item in held:
+        yield from tensors_of(item)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """List the floating tensors in nested containers and dataclasses, in order."""
+    return (x for x in tensors_of(value) if x.is_floating_point())
 
 
 def trace(module: nn.Module, call: Callable[[], Any]) -> list[ModuleCall]:

@@ -25,7 +25,7 @@ class AttentionFunctionWithoutMask(Trap):
     )
     why = (
         "Each name has two registries, one for the function and one for the masks that it takes. A name missing from "
-        "the second one gets None. By hand, an attention applies the mask that it is given, and no other."
+        "the second one gets None. By hand, an attention applies only the mask that it is given."
     )
     places = (Place(MultiheadAttention.forward, "resolve_masks("),)
     instead = (

@@ -30,7 +30,8 @@ from equivalence_tests.checker.engine.vocabulary import (
     SOFTMAXES,
     words,
 )
-from equivalence_tests.checker.engine.watching import Operation, Slot, tensors_of
+from equivalence_tests.checker.engine.watching import Operation, Slot
+from equivalence_tests.checker.reach.tracing import tensors_of
 
 VIEWS = words("view reshape unflatten flatten")
 USUAL = words(

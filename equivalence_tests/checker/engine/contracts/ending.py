@@ -11,7 +11,8 @@ from equivalence_tests.checker.engine.contracts.departure import Departure, chan
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import matrix_of
-from equivalence_tests.checker.engine.watching import Operation, tensors_of
+from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.reach.tracing import tensors_of
 
 # What a tensor is a sum of, each with its factor: "out" (of the attention), "input", "inside" (an operand, the merged
 # heads, or the input once more through a matrix of the attention), "norm(...)" of one of these, or "other".
