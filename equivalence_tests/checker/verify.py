@@ -17,6 +17,7 @@ from equivalence_tests.checker.layers.walking import examine_layers, joined
 from equivalence_tests.checker.own_call import examine_call
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import guess_kind, kind_of, there_and_back
+from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
@@ -131,6 +132,7 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
     """Check with the global state preserved; whatever breaks off is a report too."""
     threads = torch.get_num_threads()
     with preserved_global_state() as printed:
+        ABSENCES.forget()
         try:
             torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
             reports = checked()
@@ -142,8 +144,9 @@ def _guarded(checked: Callable[[], list[Report]], name: str) -> list[Report]:
             reports = [Report(name, reason=f"The check stopped with {said(error)}{raised_at(error)}")]
         finally:
             torch.set_num_threads(threads)
-    if printed.getvalue().strip():
-        for report in reports:
+    for report in reports:
+        ABSENCES.tell(report)
+        if printed.getvalue().strip():
             report.notes.append("the code prints while it runs; the output was kept out of this report")
     return reports
 

@@ -1,0 +1,150 @@
+"""Import the user's code: a file by itself or as a part of its package, a module, or the cells of a notebook.
+
+No more is run than importing runs; of a file that does not come to its end, only what it defines.
+"""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from equivalence_tests.checker.reach.absent import ABSENCES
+from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reach.notebooks import import_notebook
+from equivalence_tests.checker.reporting.lines import raised_at
+
+OURS = Path(__file__).resolve().parents[3]
+OUR_NAMES = ("scratch", "builtin", "equivalence_tests", "benchmarks")
+PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")  # one of them stands at its root
+DEEPEST = 6  # folders between a file and the root of its project
+# What a script does beside defining; none of it is run where a part of it cannot be.
+DOES = (ast.Expr, ast.For, ast.While, ast.With, ast.Assert, ast.Raise, ast.Delete)
+IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+def imported(place: str, run_all: bool) -> ModuleType:
+    """Import what stands before the colon of a target: "file.py", "notebook.ipynb" or "module.path".
+
+    Args:
+        place: Where it is.
+        run_all: Run every cell of a notebook, not only its imports and definitions.
+
+    Raises:
+        CannotCheckError: If there is no such file or module, or if importing it fails.
+    """
+    if not place.endswith((".py", ".ipynb")) and Path(place).is_file():
+        raise CannotCheckError(f"{place} is neither a Python file (.py) nor a notebook (.ipynb)")
+    path = Path(place).resolve()
+    if place.endswith((".py", ".ipynb")) and not path.is_file():
+        raise CannotCheckError(f"there is no file {Path(place)}")
+
+    def run() -> ModuleType:
+        if place.endswith(".ipynb"):
+            return import_notebook(path, run_all)
+        return _import_file(path) if place.endswith(".py") else importlib.import_module(place)
+
+    try:
+        with _users_modules_first(path):
+            return ABSENCES.imported(run)
+    except CannotCheckError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise CannotCheckError(f"importing {place} failed: {said(error)}{raised_at(error)}") from error
+
+
+@contextlib.contextmanager
+def _users_modules_first(path: Path) -> Iterator[None]:
+    """Let the user's folders come first: what they call ``scratch`` or ``benchmarks`` is theirs, not ours.
+
+    The folders above a file, up to the root of its project, and the ``src`` in them come last.
+    """
+    above = _folders_above(path) if path.is_file() else []
+    folders = list(dict.fromkeys([*above[:1], Path.cwd()]))
+    last = [str(one) for folder in above for one in (folder, folder / "src")]
+    places = [folder for folder in folders if folder != OURS]
+    theirs = [name for name in OUR_NAMES if any(_defines(folder, name) for folder in places)]
+    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in theirs}
+    for name in ours:
+        del sys.modules[name]
+    sys.path[:] = [*map(str, folders), *sys.path, *last]
+    for name in theirs:
+        spec = PathFinder.find_spec(name, list(map(str, places)))
+        if spec is not None and spec.origin is None:  # a folder without __init__.py would come after ours
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        yield
+    finally:
+        for folder in (*map(str, folders), *reversed(last)):
+            with contextlib.suppress(ValueError):  # the code may have changed it
+                sys.path.remove(folder)
+        if ours:
+            for name in [name for name in sys.modules if name.partition(".")[0] in theirs]:
+                del sys.modules[name]
+            sys.modules.update(ours)
+
+
+def _folders_above(path: Path) -> list[Path]:
+    """List the folder of a file and those above it, up to the root of its project; only the first if there is none."""
+    folders = list(path.parents)[:DEEPEST]
+    roots = (n for n, one in enumerate(folders) if one == Path.cwd() or any((one / name).exists() for name in PROJECT))
+    return folders[: next(roots, 0) + 1]
+
+
+def _defines(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file by itself; one that imports relative to its package, as a part of that, or of one further up."""
+    try:
+        return _in_full_or_part(f"_checked_{path.stem}", path)
+    except ImportError as error:
+        if "relative import" not in str(error):
+            raise
+    packages = list(itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), path.parents))
+    for root in path.parents[max(len(packages), 1) : DEEPEST]:  # a package need not have an __init__.py
+        sys.path.insert(0, str(root))
+        try:
+            return _in_full_or_part(".".join(path.relative_to(root).with_suffix("").parts), path)
+        except ImportError as error:
+            if "beyond top-level" not in str(error):
+                raise
+        finally:
+            sys.path.remove(str(root))
+    raise ImportError(f"the package of {path} was not found")
+
+
+def _in_full_or_part(name: str, path: Path) -> ModuleType:
+    """Import a file under this name; where it breaks off, run what it defines."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # it ends in .py
+    assert spec.loader is not None
+    try:
+        if "." in name:
+            return importlib.import_module(name)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError):
+        sys.modules.pop(name, None)
+        raise
+    except (Exception, SystemExit) as error:
+        ABSENCES.broke_off = f"{said(error)}{raised_at(error)}"
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        exec(compile(_definitions(path), str(path), "exec"), vars(module))
+    return module
+
+
+def _definitions(path: Path) -> ast.Module:
+    """The imports of a file, and what it defines or assigns, each of which may fail by itself."""
+    tree = ast.parse(path.read_bytes())
+    guard = ast.parse("try: ...\nexcept (Exception, SystemExit): ...").body[0]
+    assert isinstance(guard, ast.Try)
+    kept = (node for node in tree.body if not isinstance(node, DOES))
+    tree.body = [node if isinstance(node, IMPORTS) else ast.Try([node], guard.handlers, [], []) for node in kept]
+    return ast.fix_missing_locations(tree)

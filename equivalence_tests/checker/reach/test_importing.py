@@ -1,0 +1,91 @@
+"""Files import as their authors run them: without packages that nothing uses, from ``src``, and if they are scripts."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from equivalence_tests import verify
+from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.loading import load
+
+TRAINS = """
+import absent_logs.online as logs
+from absent_tensors import Kernel, rearrange, registered
+from absent_tensors.shapes import Shape
+
+log = logs.start(project="attention")
+text = open("corpus-that-is-not-there.txt").read()
+letters = sorted(text)
+block_size = 16
+
+
+@registered
+class Settings(Kernel):
+    shape: Shape["b", "l"] | None = None
+
+
+def attend(query, key, value):
+    return (query @ key.mT / query.size(-1) ** 0.5).softmax(-1) @ value
+
+
+def attend_heads(query, key, value):
+    query, key, value = (rearrange(x, "b l (h d) -> b h l d", h=3) for x in (query, key, value))
+    return rearrange(attend(query, key, value), "b h l d -> b l (h d)")
+
+
+for step in range(block_size):
+    raise KeyError("it trains")
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("project") / "train.py"
+    path.write_text(TRAINS)
+    return path
+
+
+def test_what_uses_no_absent_package_and_no_file_is_checked(script: Path) -> None:
+    report = verify(f"{script}:attend")
+    assert report, str(report)
+    told = "\n".join(report.notes)
+    assert "not installed, and not used by what was checked: absent_logs, absent_tensors" in told
+    assert "only its definitions were run: FileNotFoundError" in told
+    assert "train.py:7" in told
+    assert load(f"{script}:block_size") == 16
+
+
+def test_a_package_that_is_used_is_named_and_nothing_else(script: Path) -> None:
+    report = verify(f"{script}:attend_heads")
+    assert report.verdict == "unchecked"
+    assert report.reason == f"It uses absent_tensors, which is not installed ({script}:22): pip install absent-tensors"
+
+
+def test_a_file_that_asks_for_an_absent_package_by_itself_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "fast.py").write_text("try:\n    import absent_fast as fast\nexcept ImportError:\n    fast = None\n")
+    assert load(f"{tmp_path / 'fast.py'}:fast") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("absent_fast")
+
+
+@pytest.mark.parametrize(
+    "line", ["from shapes_of_ours.sizes import width", "from ..sizes import width", "from ...tools.more import width"]
+)
+def test_modules_are_found_from_the_root_of_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    inner = tmp_path / "src" / "shapes_of_ours" / "layers"
+    inner.mkdir(parents=True)
+    (tmp_path / "src" / "tools").mkdir()
+    (tmp_path / "src" / "tools" / "more.py").write_text("width = 7")
+    (inner.parent / "sizes.py").write_text("width = 7")
+    (inner / "attention.py").write_text(line)
+    monkeypatch.chdir(tmp_path)
+    assert load("src/shapes_of_ours/layers/attention.py:width") == 7
+
+
+def test_what_cannot_be_imported_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "torn.py").write_text("import math\nfrom math import cosine")
+    with pytest.raises(CannotCheckError, match=r"importing .*torn.py failed: ImportError: .*cosine.*torn.py:2"):
+        load(f"{tmp_path / 'torn.py'}:cosine")
