@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from equivalence_tests.checker.reach.arguments import (
     AMBIGUOUS,
-    CONFIG,
     COUNTS_KEY_HEADS,
     DROPOUT,
     OF_A_NUMBER,
@@ -32,6 +31,7 @@ from equivalence_tests.checker.reach.arguments import (
     first_match,
     value_for,
 )
+from equivalence_tests.checker.reach.configs import ImitatedConfig, configs_for, is_config
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of
@@ -51,57 +51,7 @@ FEW = 9  # no width of a model is as small
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
 FIXED, WIDEST = 2, 1024  # how many widths that a class always has are tried, and the greatest
-MOST_GUESSES = 60
-# Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
-ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
-
-SECTION = re.compile(
-    r"^(transformer|attention|attn|encoder|decoder|model|network|arch\w*)(_(config|cfg|args|params))?$"
-)
-ENTRY_OF_A_PART = re.compile(r"^(self|cross|masked|multi_?head)_?(attention|attn)$")
-
-
-class ImitatedConfig:
-    """Answers config.n_embd, config["n_embd"], config.num_attention_heads, ... with sizes, by what the name says.
-
-    Args:
-        sizes: What it answers.
-        optional: Names to which it answers None where they say no size.
-        nested: Whether it answers itself to names that say nothing, as a section, and knows what is often absent.
-    """
-
-    def __init__(self, sizes: Sizes, optional: Collection[str] = (), nested: bool = False) -> None:
-        self._sizes, self._optional, self._nested = sizes, optional, nested
-
-    def __getattr__(self, name: str) -> Any:
-        if SECTION.search(name.lower()):
-            return self
-        absent = name.startswith("_") or (ABSENT.search(name.lower()) and not self._nested)
-        known, value = (False, None) if absent else value_for(name, self._sizes)
-        if not known and name in self._optional:
-            return None
-        if absent:
-            raise AttributeError(name)
-        if not known and self._nested:
-            return self
-        if not known:
-            raise AttributeError(f"nothing is known about the config's {name!r}")
-        return value
-
-    def __getitem__(self, name: str) -> Any:
-        if ENTRY_OF_A_PART.search(name.lower()):  # as an attribute such a name is a switch
-            return self
-        try:
-            return getattr(self, name)
-        except AttributeError as error:
-            raise KeyError(str(error)) from error
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Answer like a dictionary."""
-        return getattr(self, name, default)
-
-    def __contains__(self, name: str) -> bool:
-        return hasattr(self, name)
+MOST_GUESSES, MOST_CONFIGS = 60, 3
 
 
 def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
@@ -368,13 +318,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     name, asked = parameter.name.lower(), parameter.annotation
     known, value = value_for(name, sizes)
     made = [] if OF_A_NUMBER.search(name) else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
-    is_config = hasattr(asked, "__dataclass_fields__")
-    if CONFIG.search(name) or is_config:
-        of_annotation = is_config or (isinstance(asked, type) and asked is not parameter.empty)
-        made += [built(asked, sizes) if of_annotation else None, ImitatedConfig(sizes, _may_be_none(target))]
-        made += [] if of_annotation else _configs_beside(target)
-        made.append(ImitatedConfig(sizes, _may_be_none(target), nested=True))
-        return [one for one in made if one is not None]
+    if is_config(target, parameter):
+        return [one for one in (*made, *_configs(target, parameter, sizes)) if one is not None]
     if asked in _classes_beside(target):
         return [made for made in (built(asked, sizes),) if made is not None]
     if parameter.name in (scales := callers_scales(target)):
@@ -406,18 +351,38 @@ def _classes_beside(target: Any) -> list[type]:
     return [x for x in held if isinstance(x, type) and x.__module__ == file]
 
 
+def _configs(target: Any, parameter: inspect.Parameter, sizes: Sizes) -> Iterator[Any]:
+    """Make the config that is asked for, or that lies beside: in these sizes, imitated, and as its own defaults say."""
+    beside = configs_for(target, parameter)[:MOST_CONFIGS]
+    yield from (_resized(one, sizes) for one in beside)
+    yield ImitatedConfig(sizes, _may_be_none(target))
+    yield from (one.copy() if isinstance(one, dict) else _first_that_builds(one, [{}], []) for one in beside)
+    yield ImitatedConfig(sizes, _may_be_none(target), nested=True)
+
+
+def _resized(config: Any, sizes: Sizes) -> Any:
+    """Make a config with these sizes where its own names say which are meant, and its own values else."""
+    if isinstance(config, dict):
+        return {name: _sized(name, value, sizes) for name, value in config.items()}
+    made = built(config, sizes)
+    if made is not None and not parameters_of(config):
+        for name, value in vars(config).items():
+            if type(value) in (int, float):
+                setattr(made, name, _sized(name, value, sizes))
+    return made
+
+
+def _sized(name: str, value: Any, sizes: Sizes) -> Any:
+    known = name.isidentifier() and _override(
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value), sizes
+    )
+    return known[0] if known else value
+
+
 def _may_be_none(target: Any) -> set[str]:
     """Name what a constructor of the same file takes None for."""
     taken = (p for one in _classes_beside(target) if issubclass(one, nn.Module) for p in parameters_of(one))
     return {p.name for p in taken if p.default is None or re.search(r"\bNone\b|Optional", str(p.annotation))}
-
-
-def _configs_beside(target: Any) -> list[Any]:
-    """Make the configs that stand in the same file, with their own defaults."""
-    fields = (
-        (one, one.__dataclass_fields__) for one in _classes_beside(target) if hasattr(one, "__dataclass_fields__")
-    )
-    return [made for one, names in fields if names and (made := _first_that_builds(one, [{}], [])) is not None]
 
 
 def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:

@@ -9,14 +9,15 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.notebooks import import_notebook
+from equivalence_tests.checker.reach.notebooks import DEFINITIONS, import_notebook, is_constant
 from equivalence_tests.checker.reporting.lines import raised_at
 
 OURS = Path(__file__).resolve().parents[3]
@@ -56,6 +57,15 @@ def imported(place: str, run_all: bool) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         raise CannotCheckError(f"importing {place} failed: {said(error)}{raised_at(error)}") from error
+
+
+def definitions_of(path: Path) -> dict[str, Any]:
+    """Run the imports, definitions and plain values of a file, and give what it calls them; nothing if that fails."""
+    module = sys.modules[f"_beside_{path.stem}"] = ModuleType(f"_beside_{path.stem}")  # where a dataclass looks
+    with contextlib.suppress(Exception, SystemExit), _users_modules_first(path):
+        tree = _partial(path, lambda node: isinstance(node, DEFINITIONS) or is_constant(node))
+        ABSENCES.imported(lambda: exec(compile(tree, str(path), "exec"), vars(module)))
+    return {name: x for name, x in vars(module).items() if getattr(x, "__module__", module.__name__) == module.__name__}
 
 
 @contextlib.contextmanager
@@ -136,15 +146,18 @@ def _in_full_or_part(name: str, path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         ABSENCES.broke_off = f"{said(error)}{raised_at(error)}"
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        exec(compile(_definitions(path), str(path), "exec"), vars(module))
+        exec(compile(_partial(path, lambda node: not isinstance(node, DOES)), str(path), "exec"), vars(module))
     return module
 
 
-def _definitions(path: Path) -> ast.Module:
-    """The imports of a file, and what it defines or assigns, each of which may fail by itself."""
+def _partial(path: Path, runs: Callable[[ast.stmt], bool]) -> ast.Module:
+    """Take these statements of a file alone; each but the imports may fail by itself."""
     tree = ast.parse(path.read_bytes())
     guard = ast.parse("try: ...\nexcept (Exception, SystemExit): ...").body[0]
     assert isinstance(guard, ast.Try)
-    kept = (node for node in tree.body if not isinstance(node, DOES))
-    tree.body = [node if isinstance(node, IMPORTS) else ast.Try([node], guard.handlers, [], []) for node in kept]
+    tree.body = [
+        node if isinstance(node, IMPORTS) else ast.Try([node], guard.handlers, [], [])
+        for node in tree.body
+        if runs(node)
+    ]
     return ast.fix_missing_locations(tree)

@@ -76,11 +76,11 @@ def _statements(code: str, name: str, run_all: bool) -> Iterator[tuple[CodeType,
     except SyntaxError as error:
         raise CannotCheckError(f"{name} is not Python: {error.msg}, line {error.lineno}") from error
     for node in body:
-        if run_all or isinstance(node, DEFINITIONS) or _is_constant(node):
+        if run_all or isinstance(node, DEFINITIONS) or is_constant(node):
             yield compile(ast.Module([node], []), name, "exec"), not run_all and not isinstance(node, DEFINITIONS)
 
 
-def _is_constant(node: ast.stmt) -> bool:
+def is_constant(node: ast.stmt) -> bool:
     """Whether a statement gives a plain value a name: ``d_model = 2 * 64``."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return False

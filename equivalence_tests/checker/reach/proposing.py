@@ -29,8 +29,8 @@ def parameters_of(target: Any) -> list[inspect.Parameter]:
     return [p for p in signature.parameters.values() if p.kind not in variadic]
 
 
-def _nodes_of(target: Any) -> list[ast.AST]:
-    """What a class and those of the same file that it is made from say; nothing where that cannot be read."""
+def nodes_of(target: Any) -> list[ast.AST]:
+    """Give what a class and those of the same file that it is made from say; nothing where that cannot be read."""
     own = [one for one in getattr(target, "__mro__", ()) if one.__module__ == target.__module__]
     try:
         trees = [ast.parse(textwrap.dedent(inspect.getsource(one))) for one in own]
@@ -42,7 +42,7 @@ def _nodes_of(target: Any) -> list[ast.AST]:
 def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
     """Give the optional Booleans of a constructor negated, and its strings the values that its class looks for."""
     compared: dict[str, list[object]] = {}
-    for node in _nodes_of(target):
+    for node in nodes_of(target):
         match node:
             case ast.Compare(left=ast.Name(id=name) | ast.Attribute(attr=name), comparators=[with_]):
                 one_of = with_.elts if isinstance(with_, ast.Tuple | ast.List | ast.Set) else [with_]
@@ -70,7 +70,7 @@ def scales_of(target: Any) -> dict[str, float]:
         For each name the power of a width that makes it the scale of torch's formula: 0.5 of a divisor, -0.5 of a
         factor.
     """
-    nodes = _nodes_of(target)
+    nodes = nodes_of(target)
     powers: dict[ast.AST, float] = {}
     for node in nodes:
         if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):

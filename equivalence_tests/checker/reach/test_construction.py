@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.construction import build, exact_lengths
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.loading import load
 from equivalence_tests.checker.verify import verify
 
 WIDTH = 27
@@ -422,6 +424,45 @@ class ScaledByTheWidthOfItsInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = self.query(x) @ self.key(x).mT / x.size(-1) ** 0.5
         return scores.softmax(-1) @ self.value(x)
+
+
+RANKED = """
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.down, self.up = nn.Linear({width}, {rank}), nn.Linear({rank}, 3 * {width})
+"""
+DATACLASS = """
+from dataclasses import dataclass
+
+
+@dataclass
+class Model:
+    emb_dim: int = 768
+    zebra_rank: int = 17
+
+
+for step in range(3):
+    raise KeyError("configs are read, and what trains is not run")
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "rank", "beside"),
+    [
+        ("cfg.emb_dim", "cfg.zebra_rank", DATACLASS),
+        ("cfg.emb_dim", "cfg.zebra_rank", "class Config:\n    emb_dim, zebra_rank = 768, 17"),
+        ('cfg["emb_dim"]', 'cfg["zebra_rank"]', "CONFIG = {'emb_dim': 768, 'zebra_rank': 17, 'layers': 12}"),
+    ],
+)
+def test_a_config_that_lies_beside_is_used_in_small_sizes(tmp_path: Path, width: str, rank: str, beside: str) -> None:
+    (tmp_path / "config.py").write_text(beside)
+    (tmp_path / "model.py").write_text(RANKED.format(width=width, rank=rank))
+    built, sizes = next(build(load(f"{tmp_path / 'model.py'}:Attention")))
+    assert (built.down.in_features, built.down.out_features) == (sizes.embed_dim, 17)
 
 
 def test_an_output_may_be_wider_than_the_input() -> None:

@@ -1,0 +1,158 @@
+"""The config that a constructor wants: of the same file, of what it imports, or of a file beside it; else imitated."""
+
+import ast
+import contextlib
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from equivalence_tests.checker.reach.arguments import CONFIG, Sizes, value_for
+from equivalence_tests.checker.reach.importing import definitions_of
+from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of
+
+# Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
+ABSENT = re.compile(r"^__|prun|quant|_attn_implementation|rope|rotary|type|dtype|alibi|relative|lora|window")
+
+SECTION = re.compile(
+    r"^(transformer|attention|attn|encoder|decoder|model|network|arch\w*)(_(config|cfg|args|params))?$"
+)
+ENTRY_OF_A_PART = re.compile(r"^(self|cross|masked|multi_?head)_?(attention|attn)$")
+
+
+class ImitatedConfig:
+    """Answers config.n_embd, config["n_embd"], config.num_attention_heads, ... with sizes, by what the name says.
+
+    Args:
+        sizes: What it answers.
+        optional: Names to which it answers None where they say no size.
+        nested: Whether it answers itself to names that say nothing, as a section, and knows what is often absent.
+    """
+
+    def __init__(self, sizes: Sizes, optional: Collection[str] = (), nested: bool = False) -> None:
+        self._sizes, self._optional, self._nested = sizes, optional, nested
+
+    def __getattr__(self, name: str) -> Any:
+        if SECTION.search(name.lower()):
+            return self
+        absent = name.startswith("_") or (ABSENT.search(name.lower()) and not self._nested)
+        known, value = (False, None) if absent else value_for(name, self._sizes)
+        if not known and name in self._optional:
+            return None
+        if absent:
+            raise AttributeError(name)
+        if not known and self._nested:
+            return self
+        if not known:
+            raise AttributeError(f"nothing is known about the config's {name!r}")
+        return value
+
+    def __getitem__(self, name: str) -> Any:
+        if ENTRY_OF_A_PART.search(name.lower()):  # as an attribute such a name is a switch
+            return self
+        try:
+            return getattr(self, name)
+        except AttributeError as error:
+            raise KeyError(str(error)) from error
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Answer like a dictionary."""
+        return getattr(self, name, default)
+
+    def __contains__(self, name: str) -> bool:
+        return hasattr(self, name)
+
+
+FILES, LONGEST = 40, 100_000  # how many files beside are looked at, and up to how many characters
+METHODS = {"get", "items", "keys", "values", "copy", "pop", "update", "to_dict", "setdefault"}
+
+
+def is_config(target: Any, parameter: inspect.Parameter) -> bool:
+    """Whether an argument of a constructor holds several others: by its name, its class, or what is read of it."""
+    named = CONFIG.search(parameter.name.lower()) or hasattr(parameter.annotation, "__dataclass_fields__")
+    return bool(named) or sum(value_for(name, Sizes())[0] for name in names_read(target, parameter.name)) > 1
+
+
+@functools.lru_cache(maxsize=8)
+def names_read(target: Any, argument: str) -> frozenset[str]:
+    """Name the attributes and the entries that a class reads of an argument of its constructor.
+
+    >>> class Attention:
+    ...     def __init__(self, conf):
+    ...         self.heads, self.width = conf.n_head, conf["n_embd"]
+    >>> sorted(names_read(Attention, "conf"))  # doctest: +SKIP
+    ['n_embd', 'n_head']
+    """
+    read = set()
+    for node in nodes_of(target):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name) if owner == argument:
+                read.add(name)
+            case ast.Subscript(
+                value=ast.Name(id=owner) | ast.Attribute(attr=owner), slice=ast.Constant(value=str(name))
+            ) if owner == argument:
+                read.add(name)
+    return frozenset(read - METHODS)
+
+
+@functools.lru_cache(maxsize=8)
+def configs_for(target: Any, parameter: inspect.Parameter) -> list[Any]:
+    """Find what an argument may want that holds all that is read of it.
+
+    Args:
+        target: The class that is to be built.
+        parameter: The argument of its constructor.
+
+    Returns:
+        Classes and dictionaries: what it is annotated with, else those of the file and of what it imports, else those
+        of the files beside it.
+    """
+    asked, module = parameter.annotation, sys.modules.get(getattr(target, "__module__", ""))
+    if isinstance(asked, type) and asked is not parameter.empty and asked.__module__ != "builtins":
+        return [asked]
+    read = names_read(target, parameter.name)
+    if found := list(_fitting(vars(module) if module else {}, read)):
+        return found
+    beside = (definitions_of(file) for file in (_files_beside(module) if read else ()) if _speaks_of(file, read))
+    return [one for names in beside for one in _fitting(names, read)]
+
+
+def _fitting(names: Mapping[str, Any], read: Collection[str]) -> Iterator[Any]:
+    """Those of these values that hold all that is read; where nothing is, those that are called configs."""
+    for name, value in list(names.items()):
+        held = _held_by(value)
+        if held and held.issuperset(read) and (read or CONFIG.search(name.lower())):
+            yield value
+
+
+def _held_by(value: Any) -> set[str]:
+    """Name what a dictionary or an instance of a class of settings holds; nothing for anything else."""
+    if isinstance(value, dict):
+        return {name for name in value if isinstance(name, str)}
+    if not isinstance(value, type) or issubclass(value, nn.Module) or value.__module__.partition(".")[0] == "torch":
+        return set()
+    own = [name for one in value.__mro__[:-1] for name in (*vars(one), *getattr(one, "__annotations__", ()))]
+    return {name for name in (*own, *(p.name for p in parameters_of(value))) if not name.startswith("__")}
+
+
+def _files_beside(module: ModuleType | None) -> list[Path]:
+    """The files of the same folder and of the one above it, and of folders of configs in them."""
+    own = Path(getattr(module, "__file__", None) or "")
+    folders = [own.parent, own.parent.parent] if own.is_file() else []
+    patterns = [(folder, pattern) for folder in folders for pattern in ("*.py", "*conf*/*.py")]
+    found = dict.fromkeys(file for folder, pattern in patterns for file in sorted(folder.glob(pattern)))
+    return [file for file in found if file != own][:FILES]
+
+
+def _speaks_of(file: Path, read: Collection[str]) -> bool:
+    """Whether a file names all that is read, and settings."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = file.read_text(encoding="utf-8")
+        return len(text) < LONGEST and all(name in text for name in read) and bool(CONFIG.search(text.lower()))
+    return False
