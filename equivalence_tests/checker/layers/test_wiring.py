@@ -249,7 +249,7 @@ class SeriesModel(nn.Module):
         self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(d_model, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.place(self.proj(x)))[:, -1])
+        return self.head(self.encoder(self.place(self.proj(x)))[:, [-1]])  # keeps the axis
 
     def place(self, x: Tensor) -> Tensor:
         """The stage that defects replace."""

@@ -338,7 +338,7 @@ class Follower:
                 self._give([slot.tensor], Value(value.terms, x))
             elif not slot.value.is_floating_point():
                 self.values[id(slot.tensor)] = Value(value.terms, x)  # some of the ids
-            elif x.dim() < value.places.dim() and operation.name in ("getitem", "select"):
+            elif (x.dim() < value.places.dim() or x.size(1) == 1) and operation.name in ("getitem", "select"):
                 self._pooled("a token", value, operation)
             elif self.labels.kind(value) == "linear" and whole in (x.numel(), value.places.numel()):
                 label = self.labels.add("piece", f"{x.flatten()[0]} of {value.only}", [value])
