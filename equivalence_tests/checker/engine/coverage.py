@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from equivalence_tests.checker.engine.covered import Covered, Judge
 from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_lengths, is_tile
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.same import MEASURED, near
-from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
@@ -29,7 +28,7 @@ from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.state import attempt, held_by
 from equivalence_tests.checker.reach.subject import Subject
-from equivalence_tests.checker.reporting.findings import Finding
+from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines
 
 OTHER_SCALE = 0.7
@@ -39,6 +38,14 @@ CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNOREC
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
 SHOWS = re.compile(r"return|need|output|average|verbose", re.IGNORECASE)
+# Arguments that number tokens: where each stands, where all of them begin, or to which of several sequences it belongs.
+POSITIONS = re.compile(r"^(input_|token_)?pos(ition)?s?(_?(ids?|idx|indices))?$", re.IGNORECASE)
+OFFSET = re.compile(r"(^|_)offset$|^start_?pos(ition)?$", re.IGNORECASE)
+PACKED = re.compile(
+    r"(seg(ment)?|doc(ument)?|seq(uence)?|sample|pack(ed)?|example)s?_?(ids?|idx|indices)$", re.IGNORECASE
+)
+NUMBERED, LATER = 6, 3  # tokens, and where they begin with an offset
+Beside = Callable[[Inputs], dict[str, Any]]
 # Stages in which no option asks for anything but torch's formula.
 NEVER_ASKED = ("split", "product", "context", "merge", "mask", "rotary")
 
@@ -287,3 +294,63 @@ def _context(name: str, covered: Covered) -> None:
         covered.leave_out(what, f"a tensor of {context.size(1)} tokens of width {context.size(2)}: {said(error)}")
 
     covered.run(name, lambda: covered.judged(trial.inputs(), {name: context}), failed)
+
+
+def numbers_exercised(trial: Trial, name: str, beside: Beside = lambda _: {}) -> Exercise | None:
+    """Call the code with numbers for an argument that numbers tokens, and say whether it does what its name says.
+
+    Args:
+        trial: A way to call it that was judged, without the argument.
+        name: The argument.
+        beside: Gives other arguments for these inputs, such as the tables that positions are looked up in.
+
+    Returns:
+        What was seen; None if its name promises none of these, or if it takes something else.
+    """
+    if not trial.plan.self_attention or trial.plan.positional:
+        return None
+    inputs, counted = trial.inputs(NUMBERED, NUMBERED), torch.arange(NUMBERED)
+    tables = beside(inputs)
+
+    def output(given: Any) -> Tensor | None:
+        return attempt(partial(trial.output, inputs, {**tables, name: given}))
+
+    plain = attempt(partial(trial.output, inputs, tables))
+    if plain is None:
+        return None
+    if OFFSET.search(name):  # where all tokens stand later by the same number, their distances are as before
+        later = output(LATER)
+        if later is None or not near(later, plain, MEASURED):
+            return None
+        same = "the same as 0, to the last bit" if torch.equal(later, plain) else ""
+        return Exercise(name, not same, f"{LATER} gives {same or 'what 0 gives, as the first position'}")
+    rows = (counted.expand(len(inputs.query), -1).clone(), counted)  # for each sample, or one for all
+    tried: Iterator[Exercise | None] = iter(())
+    if POSITIONS.search(name):
+        tried = (_positions(name, plain, output(row), output(row.flip(-1))) for row in rows)
+    elif PACKED.search(name):
+        tried = (_packed(trial, name, row // (NUMBERED // 2)) for row in rows)
+    return next((one for one in tried if one is not None), None)
+
+
+def _positions(name: str, plain: Tensor, given: Tensor | None, others: Tensor | None) -> Exercise | None:
+    """Positions 0, 1, 2, ... must give what no positions give, and others something else."""
+    if given is None or others is None:
+        return None
+    if not near(given, plain, MEASURED):
+        return Exercise(name, False, "0, 1, 2, ... give something else than no positions do")
+    if torch.equal(others, plain):
+        return Exercise(name, False, "other positions than 0, 1, 2, ... give the same")
+    return Exercise(name, True, "0, 1, 2, ... give what comes out without it")
+
+
+def _packed(trial: Trial, name: str, ids: Tensor) -> Exercise | None:
+    """With ids of two packed sequences each token sees those of its own."""
+    seen = attempt(partial(probed, trial, NUMBERED, {name: ids}))
+    if seen is None:
+        return None
+    plain, row = probed(trial, NUMBERED), ids.view(-1, NUMBERED)[0]
+    if torch.equal(seen, plain & (row[:, None] == row)):
+        return Exercise(name, True, "of two sequences in one, each token sees those of its own")
+    effect = "has no effect on what is seen" if torch.equal(seen, plain) else "does not keep two sequences apart"
+    return Exercise(name, False, f"it {effect}")

@@ -1,29 +1,32 @@
-"""Masks that are handed over: the first form in which nothing departs, else the one in which least does."""
+"""Masks that are handed over, alone in the first form in which nothing departs, else in the nearest, and in pairs."""
 
+import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.causality import switch_off
 from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
-from equivalence_tests.checker.engine.ran import unused_fill
+from equivalence_tests.checker.engine.probing import switch_off
+from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.same import HIDING, identical, near
 from equivalence_tests.checker.engine.situations import Situation, new_departures, situation_of, weighed_scores
+from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
+from equivalence_tests.checker.reach.plans import causal_switches
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import ask, attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -39,6 +42,9 @@ UNUSED_OF_QUERIES = "it says which queries are padding, and is never used; what 
 OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)$")  # what leaves "y" of "y_mask"
 # What the code answers if it is wrong in itself, and not only called with what it does not take.
 CODE_ERRORS = (AttributeError, NameError)
+TOKENS = 5
+TOGETHER = f"tokens changed one at a time, {TOKENS} tokens: given alone, each of the two hides its keys"
+HIDE_KEYS = ("keys", "lengths", "shared", "full")  # patterns of masks
 
 
 def masked_departures(situation: Situation, report: Report) -> list[Departure]:
@@ -56,9 +62,12 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
         return []
     if found is None and not adapted and not (masks.tried or masks.idle or masks.broken):
         found = masks.read(replace(form, held=True) for form in mask_forms())
-    even = _even(situation) if found is None and not masks.takes_all else None
-    if even is not None:
-        return masked_departures(even, report)
+    sizes, takes_all = situation.trial.sizes, any(form.pattern == "full" for form in masks.taken)
+    if found is None and not takes_all and sizes.query_len != sizes.key_len:  # it may take no other masks
+        trial = replace(situation.trial, sizes=replace(sizes, key_len=sizes.query_len))
+        even = attempt(partial(situation_of, situation.subject, trial))
+        if even is not None and not even.blocked:
+            return masked_departures(even, report)
     found = masks.nearest() if found is None else found
     of_queries = bool(OF_QUERIES.search(masks.parameter))
     is_mask = role_of_parameter(masks.parameter) == "mask" and not of_queries
@@ -70,24 +79,13 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     return [one for one in found if one.name != "mask_never_used"]
 
 
-def _even(situation: Situation) -> Situation | None:
-    """The same call with as many keys as queries, for code that takes no other masks."""
-    sizes = situation.trial.sizes
-    if sizes.query_len == sizes.key_len:
-        return None
-    trial = replace(situation.trial, sizes=replace(sizes, key_len=sizes.query_len))
-    even = attempt(partial(situation_of, situation.subject, trial))
-    return None if even is None or even.blocked else even
-
-
 def mask_form_of(situation: Situation) -> MaskForm | None:
     """Give the form of mask that the code understands, or the nearest one that it takes; None if it takes none."""
     if not situation.plan.mask_parameter:
         return None
     masks = _Masks(situation, Report(""))
     masks.read(mask_forms())
-    taken = [form for _, form, _ in sorted(masks.tried, key=lambda item: item[0])]
-    return situation.understood or next(iter([*taken, *masks.idle]), None)
+    return situation.understood or next(iter(masks.taken), None)
 
 
 @dataclass
@@ -116,9 +114,9 @@ class _Masks:
         return self.situation.plan.mask_parameter
 
     @property
-    def takes_all(self) -> bool:
-        """Whether a form was taken in which every entry counts."""
-        return any(form.pattern == "full" for form in [*self.idle, *(form for _, form, _ in self.tried)])
+    def taken(self) -> list[MaskForm]:
+        """The forms that the code takes, the nearest to right first."""
+        return [*(form for _, form, _ in sorted(self.tried, key=lambda item: item[0])), *self.idle]
 
     def read(self, forms: Iterable[MaskForm]) -> list[Departure] | None:
         """Try forms until nothing departs; None if something does in each."""
@@ -136,7 +134,7 @@ class _Masks:
                 self.idle.append(form)
             elif bool(output.isnan().all()):
                 self.broken.append(attempt)
-            elif self._new(form, attempt) is not None:
+            elif self._is_right(form, attempt):
                 return self._understood(form)
         return None
 
@@ -179,24 +177,18 @@ class _Masks:
         batch, queries = self.situation.inputs.query.shape[:2]
         return draw_masks(form.pattern, batch, queries, self.situation.inputs.key.size(1), 4)
 
-    def _new(self, form: MaskForm, attempt: Situation) -> bool | None:
-        """Note what departs in a form; True if nothing does."""
+    def _is_right(self, form: MaskForm, attempt: Situation) -> bool:
+        """Note what departs in a form; whether nothing does."""
         new = _beyond(self.situation, attempt)
-        if new or attempt.blocked:
-            instead = self._attempt(form, replaces_own=True) if self._hides_by_itself else None
+        hides_by_itself = any(bool(hidden.any()) for j in self.situation.found.judgements for hidden in j.hidden)
+        if hides_by_itself and (new or attempt.blocked):
+            instead = self._attempt(form, replaces_own=True)
             if instead is not None and not instead.blocked and not _beyond(self.situation, instead):
-                note = "a mask that you pass replaces the built-in causal mask"
-                self.report.notes.append(note)
+                self.report.notes.append("a mask that you pass replaces the built-in causal mask")
                 return True
-        if not new and not attempt.blocked and self._is_natural(form, attempt):
-            return True
         if new:
             self.tried.append((_score(form, new, attempt.blocked), form, new))
-        return None
-
-    @property
-    def _hides_by_itself(self) -> bool:
-        return any(bool(hidden.any()) for j in self.situation.found.judgements for hidden in j.hidden)
+        return not new and not attempt.blocked and self._is_natural(form, attempt)
 
     def _is_natural(self, form: MaskForm, attempt: Situation) -> bool:
         """A mask that is added as zeros leaves visible scores alone; "-10 * (1 - mask)" was meant for ones."""
@@ -211,45 +203,31 @@ class _Masks:
     def _attempt(self, form: MaskForm, replaces_own: bool = False) -> Situation | None:
         situation, may = self.situation, self._may(form)
         known = _allowed(may, None if replaces_own else situation.found)
-
-        def watched() -> Situation:
-            attempt = situation_of(situation.subject, situation.trial, form, may, expecting=known)
-            _refuse_further_axes(attempt)
-            return attempt
-
-        return self._asked(watched)
+        watch = partial(situation_of, situation.subject, situation.trial, form, may, expecting=known)
+        return self._asked(lambda: _without_further_axes(watch()))
 
     def _understood(self, form: MaskForm) -> list[Departure]:
         """A form in which all samples or queries are alike hides what a general form shows."""
-        general = [
-            new
-            for _, other, new in self.tried
-            if other.pattern == "full" and new and all(departure.mistake.by_query for departure in new)
-        ]
+        full = (new for _, other, new in self.tried if other.pattern == "full")
+        general = [new for new in full if all(departure.mistake.by_query for departure in new)]
         self.situation.understood = form
         self._note_convention(form)
         if form.pattern != "full" and general:
             return general[0]
         self.report.coverage.append(Exercise(self.parameter, True, str(form)))
-        if form.pattern == "keys" and any(self._takes_its_first_row(form, other) for _, other, _ in self.tried):
+        alike = [other for _, other, _ in self.tried if (other.pattern, other.encoding) == ("full", form.encoding)]
+        whole = ((self._output(other), self._output(form, other)) for other in alike if form.pattern == "keys")
+        if any(one is not None and first is not None and identical(one, first) for one, first in whole):
             why = "all queries get its first row: right only if nobody hands over a mask that differs by query"
             self.report.coverage.append(Exercise(f"{self.parameter} with a row for each query", False, why))
         return []
-
-    def _takes_its_first_row(self, keys: MaskForm, full: MaskForm) -> bool:
-        """Whether a mask that has a row for each query is taken, and does what its first row does alone."""
-        if full.pattern != "full" or full.encoding != keys.encoding:
-            return False
-        whole, first = self._output(full), self._output(keys, full)
-        return whole is not None and first is not None and identical(whole, first)
 
     def _note_convention(self, form: MaskForm) -> None:
         theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"
         torchs = f"{theirs}: True = may not look, or added"
         if form.pattern == "queries":
             torchs = "none: what comes out for padding is nobody's"
-        row = (f"mask ({self.parameter})", str(form), torchs)
-        self.report.conventions.append(row)
+        self.report.conventions.append((f"mask ({self.parameter})", str(form), torchs))
 
     def nearest(self) -> list[Departure]:
         """What departs in the form that is nearest to right; without one, what that says."""
@@ -279,13 +257,11 @@ class _Masks:
         if why:
             self.report.coverage.append(Exercise(self.parameter, False, why))
             return []
-        judgement = self.situation.judgement
-        first = judgement.attention.first if judgement is not None else None
         claim = f"The output is the same, bit for bit, whatever {self.parameter} hides."
         facts = {"argument": f" {self.parameter}", "claim": claim}
         attempt = self._attempt(self.idle[0])
         unused = unused_fill(attempt.found.run.operations) if attempt is not None else None
-        return [Departure("mask_never_used", "mask", unused or first, facts)]
+        return [Departure("mask_never_used", "mask", unused or self.situation.first, facts)]
 
 
 def _allowed(may: Tensor, plain: Examination | None) -> Expecting:
@@ -305,7 +281,7 @@ def _allowed(may: Tensor, plain: Examination | None) -> Expecting:
     return expecting
 
 
-def _refuse_further_axes(attempt: Situation) -> None:
+def _without_further_axes(attempt: Situation) -> Situation:
     """Raise where a mask has more axes than the scores that it meets, so that these get more."""
     for judgement in attempt.found.judgements:
         run = judgement.attention.run
@@ -314,6 +290,7 @@ def _refuse_further_axes(attempt: Situation) -> None:
                 taken = [own.dim() for _, own in run.names.taken(step) if part.number in sources_in(own)]
                 if step.name in ELEMENTWISE and max(taken, default=codes.dim()) < codes.dim():
                     raise CannotCheckError(f"the mask has more axes than the scores: {tuple(codes.shape)}")
+    return attempt
 
 
 def _own(plain: Examination | None, attention: Attention, count: int) -> Tensor | None:
@@ -362,3 +339,60 @@ def _score(form: MaskForm, new: list[Departure], blocked: bool) -> tuple[float, 
     worst = max((departure.mistake.cost for departure in new), default=0)
     kind = 0 if form.encoding in ("look", "block") else 2 if form.encoding == "additive" else 1
     return (float(blocked), float(worst + len(new)), float(form.pattern != "full"), float(kind))
+
+
+class _Hiding(NamedTuple):
+    """An argument that hides keys: its name, what it is given, and who may look at whom then, (b, q, k) bool."""
+
+    name: str
+    given: Any
+    may: Tensor
+
+
+def hidden_together(situations: Sequence[Situation]) -> list[Departure]:
+    """Give the masks that were understood, and a causal switch, two at a time.
+
+    Args:
+        situations: The same code, called with each of its masks.
+
+    Returns:
+        What one of two hides alone, and no longer beside the other.
+    """
+    first, plan = situations[0], situations[0].plan
+    trial = replace(first.trial, plan=replace(plan, roles=tuple(x for x in plan.roles if x[1] != "mask")))
+    if plan.positional or first.subject.adapter.call is not None:
+        return []
+    for pair in itertools.combinations(_hiding(situations, trial), 2):
+        lost = ask(partial(_lost, trial, *pair)).value  # the code may refuse the two together
+        if lost is not None:
+            facts = {"argument": lost.name, "other": pair[lost is pair[0]].name, "claim": TOGETHER}
+            extra = {one.name: one.given for one in pair}
+            unused = unused_fill(operations_of(partial(trial.output, trial.inputs(TOKENS, TOKENS), extra)))
+            return [Departure("mask_lost_beside_another", "mask", unused or first.first, facts)]
+    return []
+
+
+def _hiding(situations: Sequence[Situation], trial: Trial) -> Iterator[_Hiding]:
+    """List the arguments that hide keys, each with another pattern."""
+    sizes, causal = trial.sizes, torch.ones(TOKENS, TOKENS).tril().bool()
+    for place, one in enumerate(situations):
+        form = one.understood
+        if form is not None and form.pattern in HIDE_KEYS and not form.held:
+            may = draw_masks(form.pattern, sizes.batch, TOKENS, TOKENS, seed=3 + place)
+            yield _Hiding(one.plan.mask_parameter, form.build(may, sizes.num_heads, trial.dtype), may)
+    for name in causal_switches(trial) if trial.plan.self_attention else ():
+        yield _Hiding(name, True, causal.expand(sizes.batch, -1, -1))
+
+
+def _lost(trial: Trial, *pair: _Hiding) -> _Hiding | None:
+    """Say which of two is lost beside the other; None where both are kept, or one does nothing alone."""
+    first, second = pair
+    if second.given is True and bool((first.may != first.may[:, :1]).any()):  # it may stand for a causal mask
+        return None
+    asked = (first.may & second.may).any(-1, keepdim=True)
+    asked = asked & ~torch.eye(TOKENS, dtype=torch.bool)  # a query's own token is always there
+    alone = ((one.may, probed(trial, TOKENS, {one.name: one.given})) for one in pair)
+    if any(not torch.equal(seen & asked, may & asked) for may, seen in alone):
+        return None
+    both = probed(trial, TOKENS, {one.name: one.given for one in pair}) & asked
+    return next((one for one in (second, first) if bool((both & ~one.may).any())), None)

@@ -1,12 +1,14 @@
 """Further calls that show what one call hides: large inputs, other lengths, training, a second tensor."""
 
-from collections.abc import Iterator
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.meaning import Evidence
@@ -27,17 +29,22 @@ from equivalence_tests.checker.engine.vocabulary import WEIGHS
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
-from equivalence_tests.checker.reach.state import ask, attempt
+from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.state import ask, attempt, held_by
 from equivalence_tests.checker.reach.tracing import layers_made
 from equivalence_tests.checker.reporting.lines import frames_of, is_refusal
 
 LOUD, LOUDEST = 30.0, 1000.0
+# What speaks for a causal mask, what turns one off, and what leaves it to the caller.
+CLAIM = re.compile(r"causal|masked|auto_?regressive", re.IGNORECASE)
+SWITCH = re.compile(r"mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)
+LEFT_TO_THE_CALLER = re.compile(r"mask|causal|bias|tril|triu|future|decoder|auto_?regressive", re.IGNORECASE)
 
 
 def loud(situation: Situation) -> list[Departure]:
     """Large inputs show what holds scores down."""
     louder = attempt(partial(situation_of, situation.subject, situation.trial, size=LOUD))
-    return [d for d in louder.departures if "changed_by" in d.name] if louder is not None else []
+    return [] if louder is None else [d for d in louder.departures if "changed_by" in d.name]
 
 
 def overflowing(situation: Situation) -> list[Departure]:
@@ -46,8 +53,7 @@ def overflowing(situation: Situation) -> list[Departure]:
     ran = attempt(lambda: operations_of(lambda: returned.extend(situation.trial.tensors(louder))))
     if ran is None or not any(map(_has_overflown, returned)):  # 1 / (1 + exp(-x)) does no harm
         return []
-    spoilt = (op for op in ran if any(_has_overflown(slot.value) for slot in op.outputs))
-    first = next(spoilt, None)
+    first = next((op for op in ran if any(_has_overflown(slot.value) for slot in op.outputs)), None)
     if first is None or first.name != "exp":
         return []
     claim = f"With inputs {LOUDEST:g} times as large the exponential is infinite here, and NaN comes back."
@@ -200,3 +206,43 @@ def never_causal(situation: Situation) -> list[Departure]:
         return []
     place = unused_fill(situation.found.run.operations) or judgement.attention.first
     return [Departure("causal_mask_never_used", "mask", place, {"claim": claim})]
+
+
+def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
+    """Say what shows that a causal mask is intended; "" if nothing does, or if whoever calls it decides.
+
+    Evidence is a triangle that the instance keeps or that forward makes, or the name of the class. A mask argument, or
+    a switch that is off, leaves the causal mask to the caller.
+
+    Args:
+        module: The module; that it is not causal is known.
+        call: Calls it.
+    """
+    arguments = inspect.signature(type(module)).parameters.values()
+    asked = any(SWITCH.search(p.name) and p.default is not True for p in arguments)
+    if asked or switch_off(module, SWITCH) or any(LEFT_TO_THE_CALLER.search(p.name) for p in parameters_of(module)):
+        return ""
+    kept = next((name for name, x in held_by(module).items() if isinstance(x, Tensor) and _is_triangle(x)), "")
+    if kept:
+        return f"self.{kept} is a triangle"
+    cut = (slot.value for op in operations_of(call) if op.name in ("tril", "triu") for slot in op.outputs)
+    if any(map(_is_triangle, cut)):
+        return "forward makes a triangle"
+    name = type(module).__name__
+    return f"it is called {name}" if CLAIM.search(name) else ""
+
+
+def switch_off(module: nn.Module | None, named: re.Pattern[str]) -> str:
+    """Name the attribute that is False and has such a name; "" if there is none."""
+    held = held_by(module).items()
+    return next((name for name, value in held if value is False and named.search(name.rpartition(".")[2])), "")
+
+
+def _is_triangle(x: Tensor) -> bool:
+    """Whether the last two axes hold one value on and on one side of the diagonal, and another beyond."""
+    if x.dim() < 2 or x.size(-1) != x.size(-2) or x.size(-1) < 3:
+        return False
+    square = x.reshape(-1, *x.shape[-2:])[0]
+    seen = square == square[-1, 0]
+    two_values = bool((seen | (square == square[0, -1])).all())
+    return two_values and pattern_of(seen, ahead_of(len(seen))) in ("causal", *OFF_BY_ONE)

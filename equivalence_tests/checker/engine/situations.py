@@ -18,6 +18,7 @@ from equivalence_tests.checker.engine.judging import examine, padding_of
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.same import MEASURED, constant_ratio
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs, Trial, from_layout
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
@@ -63,6 +64,11 @@ class Situation:
     def judgement(self) -> Judgement | None:
         """Of the first attention."""
         return self.found.judgements[0] if self.found.judgements else None
+
+    @property
+    def first(self) -> Operation | None:
+        """The product of its queries and keys."""
+        return None if self.judgement is None else self.judgement.attention.first
 
     @property
     def blocked(self) -> bool:

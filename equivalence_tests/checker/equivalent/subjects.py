@@ -14,7 +14,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.mask_trials import masked_departures
+from equivalence_tests.checker.engine.mask_trials import hidden_together, masked_departures
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.pooling import judge_pooling
 from equivalence_tests.checker.engine.probing import (
@@ -30,7 +30,6 @@ from equivalence_tests.checker.engine.probing import (
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
-from equivalence_tests.checker.engine.together import hidden_together
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, hold
 from equivalence_tests.checker.equivalent.unwatched import compare_output

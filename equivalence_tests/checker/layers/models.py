@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.causality import causal_claim
 from equivalence_tests.checker.engine.names import Run
+from equivalence_tests.checker.engine.probing import causal_claim
 from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of

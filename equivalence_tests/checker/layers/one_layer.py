@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from equivalence_tests.checker.engine.caches import exercised_cache
+from equivalence_tests.checker.engine.coverage import numbers_exercised
 from equivalence_tests.checker.engine.mask_trials import has_nothing_to_hide
 from equivalence_tests.checker.engine.reading import LAYOUTS, LENGTH_FIRST
-from equivalence_tests.checker.engine.token_numbers import numbers_exercised
 from equivalence_tests.checker.layers.walk import Walk, mark_of, masks_of, same_numbers
 from equivalence_tests.checker.layers.wiring import Wiring, read_wiring
 from equivalence_tests.checker.mistakes import found_mistake
