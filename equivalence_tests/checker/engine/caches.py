@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.departing import Against
 from equivalence_tests.checker.engine.same import MEASURED, near
-from equivalence_tests.checker.engine.taking_part import unread_arguments
+from equivalence_tests.checker.engine.taking_part import NEVER_READ, unread_arguments
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import found_mistake
@@ -28,7 +28,6 @@ from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
 
 TOKENS = 6
-NEVER_READ = "no line of its forward reads it"
 ROUNDS = 6  # operations of one step that may depart beside one another
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
@@ -235,8 +234,8 @@ class _Decoder:
             handed = handed if protocol.fed_back is None else returned[protocol.fed_back]
             if isinstance(protocol.fed_back, slice) and not _are_keys_and_values(handed):
                 raise CannotCheckError("what is returned besides the output is not keys and values")
-            if not _holds(handed) and _sizes(function) == before:
-                raise CannotCheckError("nothing that is returned or stored holds keys and values for the next step")
+            if not (_holds(handed) if protocol.names[0] else _sizes(function) != before):
+                raise CannotCheckError("no way to build one was found; pass one with --inputs")
             earlier, size = size, sum(x.numel() for x in tensors_in((handed, _kept(function))))
             if _takes_a_memory(trial) and size <= earlier:
                 raise CannotCheckError(

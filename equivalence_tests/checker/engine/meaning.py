@@ -33,6 +33,7 @@ SIZES = re.compile(
 SCALES = re.compile(r"(attention|attn|query|qk|score|softmax)\w*(multiplier|scal\w*)|scal(e|ing)")
 SCORING = re.compile(r"scal|query|attn|attention")
 DIVISORS = re.compile(r"temperature|divisor|denominator")
+POSITIONAL = re.compile(r"(^|_)pos|position|sinusoid", re.IGNORECASE)
 CHANGED = ("context", "output", "operand")
 JOINS = words("cat hstack")
 CUTS = ("changed_by_getitem", "changed_by_narrow")  # of the column of a sink, after the softmax
@@ -106,10 +107,9 @@ class Evidence(Conventions):
     def _as_named(self, departure: Departure) -> str:
         """What the class in which it stands, or one around that, is named after; a scale that is stated says more."""
         first = self.judgement.attention.first
-        if departure.name == "scale_missing" and self._stated_scale():
-            return ""
-        around = modules_around(self.module, (departure.operation or first).place)
-        return departure.mistake.as_named([type(module).__name__ for module in around])
+        around = [type(module).__name__ for module in modules_around(self.module, (departure.operation or first).place)]
+        stated = self._stated_scale() or any("scaled" in name.lower() for name in around)
+        return "" if departure.name == "scale_missing" and stated else departure.mistake.as_named(around)
 
     def _is_of_this_run(self, operation: Operation) -> bool:
         """Whether it ran in the call that is judged, and not in another one, with a mask or a second tensor."""
@@ -156,11 +156,25 @@ class Evidence(Conventions):
             return f"the argument {argument} {how} and has no other use"
         if departure.stage == "operand" and kinds == ["add"] and (names := self._own_parameters(operation)):
             return f"a part of its own adds what it makes with {names[0]}"
+        if departure.stage == "operand" and kinds == ["add"] and (table := self._positions_beside(operation)):
+            return f"{table} gives what is added, and takes nothing of the input"
         if not kinds or departure.stage == "operand":
             return self._activation(operation)
         takes_part = self._parameter_in(departure, operation)
         how = "added" if kinds == ["add"] else "multiplied"
         return f"the parameter {takes_part[0]} takes part in what is {how}" if takes_part is not None else ""
+
+    def _positions_beside(self, operation: Operation) -> str:
+        """What is called after positions and gives what is added without any input: a function, a part or a buffer."""
+        graph = self.judgement.attention.run.graph
+        for slot, bits in self._names.beside(operation):
+            held = self.recorder.named(bits)
+            made = graph.ancestors(slot, operation.index, lambda maker: maker.inputs)
+            names = [name for one in made for name in (one.place, *(function for _, _, function in one.frames))]
+            called = filter(POSITIONAL.search, [*(name.removeprefix("buffer:") for name in held), *names])
+            if all(name.startswith("buffer:") for name in held) and (found := next(called, "")):
+                return found
+        return ""
 
     def _factor_asked_for(self, operation: Operation) -> str:
         """The argument or setting of which a line makes the number that multiplies; "" if there is none."""

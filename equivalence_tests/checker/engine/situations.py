@@ -16,8 +16,9 @@ from equivalence_tests.checker.engine.contracts.projecting import projection_dep
 from equivalence_tests.checker.engine.judgement import Expecting, Judgement
 from equivalence_tests.checker.engine.judging import examine, padding_of
 from equivalence_tests.checker.engine.running import Call, Examination
-from equivalence_tests.checker.engine.same import MEASURED, constant_ratio
-from equivalence_tests.checker.engine.vocabulary import SOFTMAXES
+from equivalence_tests.checker.engine.same import HIDING, MEASURED, near
+from equivalence_tests.checker.engine.taking_part import argument_name
+from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.calling import CallPlan, Inputs, Trial, from_layout
 from equivalence_tests.checker.reach.masking import MaskForm
@@ -119,26 +120,22 @@ def _alternatives(trials: list[Trial]) -> list[Trial]:
 
 def _rank(situation: Situation) -> tuple[bool, bool, bool, int]:
     judged = bool(situation.found.judgements)
-    return not judged, situation.blocked, _is_shifted(situation), len(situation.departures)
+    shifted = situation.plan.neutral is not None and shifts_scores(situation)
+    return not judged, situation.blocked, shifted, len(situation.departures)
 
 
-def _is_shifted(situation: Situation) -> bool:
-    """Whether a mask that was meant to hide nothing changes scores: True that is added counts as 1."""
-    if situation.plan.neutral is None:
-        return False
-    return any(
-        product.shape != weighed.shape or constant_ratio(weighed, product) is None
-        for product, weighed in weighed_scores(situation)
-    )
-
-
-def weighed_scores(situation: Situation) -> Iterator[tuple[Tensor, Tensor]]:
-    """The products of queries and keys, and what goes into the softmax of each."""
-    for judgement in situation.found.judgements:
-        for part in judgement.attention.parts:
-            chain = [operation for operation, _, _ in part.steps(judgement.attention.run)]
-            for operation in [operation for operation in chain if operation.name in SOFTMAXES][:1]:
-                yield part.product.operation.outputs[0].value, operation.inputs[0].value
+def shifts_scores(situation: Situation) -> bool:
+    """Whether the mask changes the scores of keys that it lets be seen: True that is added counts as 1."""
+    run, function, mask = situation.found.run, situation.trial.function, situation.plan.mask_parameter
+    parts = (part for judgement in situation.found.judgements for part in judgement.attention.parts)
+    for operation, _, given in (step for part in parts for step in part.steps(run)):
+        given_too = [name for _, bits in run.names.beside(operation) for name in run.recorder.named(bits)]
+        masked = any(name.startswith("arg:") and argument_name(name, function) == mask for name in given_too)
+        for slot, _ in run.names.taken(operation) if masked and operation.name in ELEMENTWISE else ():
+            seen = given > -HIDING
+            if not near(given[seen], slot.value.expand_as(given)[seen], 1e-12):
+                return True
+    return False
 
 
 def situation_of(

@@ -17,6 +17,8 @@ from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS
 from equivalence_tests.checker.engine.watching import Operation, storage_of
 from equivalence_tests.checker.reach.tracing import tensors_of
 
+NEVER_READ = "no line of its forward reads it"
+
 
 def idle_modules(run: Run, module: nn.Module) -> set[str]:
     """Name the modules inside of whose parameters nothing is made that comes back."""

@@ -125,7 +125,7 @@ def test_a_padding_mask_that_lies_along_the_queries_is_named() -> None:
 
 
 class TakesTwoMasks(Attends):
-    """Of two masks one is not looked at."""
+    """Of two masks no line reads one."""
 
     def forward(
         self, x: Tensor, context: Tensor, attention_mask: Tensor | None = None, context_mask: Tensor | None = None
@@ -134,10 +134,21 @@ class TakesTwoMasks(Attends):
         return self.attend(x, context, 0.0 if context_mask is None else context_mask)
 
 
-def test_a_mask_that_is_not_looked_at_is_called_by_its_name() -> None:
+class DropsOneOfTwoMasks(TakesTwoMasks):
+    def forward(
+        self, x: Tensor, context: Tensor, attention_mask: Tensor | None = None, context_mask: Tensor | None = None
+    ) -> Tensor:
+        if attention_mask is not None:
+            context.masked_fill(attention_mask.any(), 0.0)
+        return super().forward(x, context, None, context_mask)
+
+
+def test_a_mask_that_no_line_reads_is_listed_beside_one_that_acts_and_one_that_is_read_in_vain_is_a_mistake() -> None:
     report = verify(lambda: TakesTwoMasks(12, 12, 3))
-    assert report.mistakes == ("mask_never_used",)
-    assert report.findings[0].sentence == "The mask attention_mask is accepted but never used."
+    assert (report.verdict, [one.what for one in report.not_exercised]) == ("partial", ["attention_mask"]), str(report)
+    dropped = verify(lambda: DropsOneOfTwoMasks(12, 12, 3))
+    assert dropped.mistakes == ("mask_never_used",)
+    assert dropped.findings[0].sentence == "The mask attention_mask is accepted but never used."
 
 
 class DropsWhatItFills(Attends):
@@ -1210,3 +1221,102 @@ def test_tables_of_angles_that_may_be_left_out_are_given_too() -> None:
     assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
     assert {one.what for one in report.coverage if one.exercised} >= {"cos", "sin", "position_ids"}
     assert verify(TurnsKeysBackByTables).mistakes == ("rotations_differ",)
+
+
+class AddsTwoScores(nn.Module):
+    """Right: scores by content and by place, each with its scale, and a mask that is added to their sum."""
+
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.queries, self.keys, self.values, self.places, self.seen = (nn.Linear(d_model, d_model) for _ in range(5))
+
+    def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
+        split = [one(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for one in self.children()]
+        q, k, v, p, s = split
+        scores = q @ k.mT / math.sqrt(q.size(-1)) + p @ s.mT / math.sqrt(p.size(-1)) + attn_mask
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_mask_that_is_added_to_the_sum_of_two_products_is_not_read_as_true_and_false() -> None:
+    report = verify(AddsTwoScores)
+    assert report.mistakes == ()
+    assert [here for what, here, _ in report.conventions if "mask" in what and "added" in here]
+
+
+class DotAttention(nn.Module):
+    """Right: as Luong has it, without a scale."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT).softmax(-1) @ value
+
+
+class ScaledDotAttention(DotAttention):
+    """Says that it scales."""
+
+
+def made_of_positions(length: int, width: int) -> Tensor:
+    return (torch.arange(length)[:, None] / 10 ** torch.linspace(0, 3, width)).sin()
+
+
+class ShiftsItsKeys(Attends):
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = self.split(self.to_q(x)), self.split(self.to_k(context)), self.split(self.to_v(context))
+        return self.to_out((self.attention(q, k, v)).transpose(1, 2).flatten(2))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k + made_of_positions(*k.shape[2:]), v)
+
+
+class ShiftsItsKeysByNumbers(ShiftsItsKeys):
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k + torch.linspace(0, 1, k.size(2))[:, None], v)
+
+
+def test_names_say_what_is_meant_a_score_without_scale_and_positions_that_are_added_to_keys() -> None:
+    assert verify(DotAttention).verdict == "equal"
+    assert verify(ScaledDotAttention).mistakes == ("scale_missing",)
+    positions = verify(ShiftsItsKeys)
+    assert (positions.mistakes, [one.name for one in positions.intended]) == ((), ["key_changed_by_add"])
+    assert verify(ShiftsItsKeysByNumbers).mistakes == ("key_changed_by_add",)
+
+
+class GivesTheLastRowAndWhatItKept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x = self.embed(ids)
+        return self.head(x[:, -1:]), [x]
+
+
+def test_the_last_row_of_a_model_is_what_it_gives_and_not_the_cache_beside_it() -> None:
+    run = run_model(GivesTheLastRowAndWhatItKept(), Sizes(), [], [])
+    assert run is not None
+    assert run.call(run.source, None).shape == (2, 1, 31)
+
+
+class LooksItsCacheUpByMode(Attends):
+    """Right: keeps keys for whoever asks, and takes a dictionary of caches, which nobody can guess."""
+
+    def forward(self, x: Tensor, layer_cache: dict[str, Tensor] | None = None) -> Tensor:  # type: ignore[override]
+        self.kept = x if layer_cache is None else torch.cat([layer_cache["self"], x], 1)
+        return self.attend(x, self.kept)
+
+
+def test_a_cache_that_no_guess_fits_is_not_run_and_no_mistake() -> None:
+    report = verify(lambda: LooksItsCacheUpByMode(12, 12, 3))
+    assert (report.verdict, [one.what for one in report.not_exercised]) == ("partial", ["layer_cache"]), str(report)
+
+
+class ForgetsItsDropout(Attends):
+    def __init__(self, dim: int, context_dim: int, num_heads: int) -> None:
+        super().__init__(dim, context_dim, num_heads)
+        self.dropout = nn.Dropout(0.1)
+
+
+def test_a_dropout_layer_that_is_not_used_is_a_note() -> None:
+    report = verify(ForgetsItsDropout)
+    assert report.verdict == "equal"
+    assert any("dropout" in note for note in report.notes)

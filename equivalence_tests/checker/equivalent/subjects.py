@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from equivalence_tests.checker.engine.caches import NEVER_READ, exercised_cache
+from equivalence_tests.checker.engine.caches import exercised_cache
 from equivalence_tests.checker.engine.checks import Checked, attention_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
-from equivalence_tests.checker.engine.mask_trials import hidden_together, masked_departures
+from equivalence_tests.checker.engine.mask_trials import hidden_together, of_all_masks
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.pooling import judge_pooling
 from equivalence_tests.checker.engine.probing import (
@@ -30,6 +30,7 @@ from equivalence_tests.checker.engine.probing import (
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
+from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, hold
 from equivalence_tests.checker.equivalent.unwatched import compare_output
@@ -209,8 +210,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     add(crossing(situation))
     situation.other_masks = [replace(situation, trial=trial) for trial in other_masks(situation.trial)]
     masked = [situation, *situation.other_masks]
-    for one in masked:
-        add(masked_departures(one, report))
+    add(of_all_masks(masked, report))
     if not more:
         add(hidden_together(masked))
     return more

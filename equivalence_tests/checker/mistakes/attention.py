@@ -20,7 +20,8 @@ SCALES = (
         (SCALE_LINE, "q @ k.mT"),
         chosen=True,
         on_purpose_in="T5 leaves the scale out and makes up for it in the initialisation, and so do UDOP, Pop2Piano, "
-        "Pix2Struct and Switch Transformers, which are derived from it; non-local blocks have none.",
+        "Pix2Struct and Switch Transformers, which are derived from it; non-local blocks have none, nor have Luong's "
+        "DotAttention and BilinearAttention.",
     ),
     _scaled(
         "scale_wrong",
@@ -728,13 +729,6 @@ CALLS = (
         ("softmax(dropout(scores))", "dropout(softmax(scores))"),
         "Drop the weights, after the softmax.",
         (SOFTMAX_LINE, "self.dropout(scores).softmax(-1)"),
-        (DROP_LINE, "weights"),
-    ),
-    _dropout(
-        "dropout_never_applied",
-        "There is a dropout layer, but nothing goes through it: training drops nothing.",
-        ("weights = softmax(scores)", "weights = dropout(softmax(scores))"),
-        "Call the layer on the weights, or leave it out.",
         (DROP_LINE, "weights"),
     ),
     _dropout(
