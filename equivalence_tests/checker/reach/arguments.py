@@ -123,7 +123,7 @@ PARTS = (
     (r"^(encoder|decoder)?_?(layer|block)$", r"^(?!.*norm).*(?<!sub)(layer|block)$"),
 )
 OF_A_NUMBER = re.compile(
-    r"^(n|num|max)_|_(heads?|dims?|size|width|layers|dropout|drop|rate|prob|len|length|bias|type|window)$"
+    r"^(n|num|max|is|use|has|with)_|_(heads?|dims?|size|width|layers|dropout|drop|rate|prob|len|length|bias|type|window)$"
 )
 CONFIG = re.compile(r"config|cfg|(^|_)args$|params|hparams|options|^opts?$|settings|hyper")
 # What an argument of a forward is given.

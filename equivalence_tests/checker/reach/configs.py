@@ -1,20 +1,17 @@
 """The config that a constructor wants: of the same file, of what it imports, or of a file beside it; else imitated."""
 
 import ast
-import contextlib
 import functools
 import inspect
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from equivalence_tests.checker.reach.arguments import CONFIG, Sizes, value_for
-from equivalence_tests.checker.reach.importing import definitions_of
+from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import nodes_of, parameters_of
 
 # Attributes with these names would be read as "present" by hasattr; an imitated config does not have them.
@@ -69,7 +66,6 @@ class ImitatedConfig:
         return hasattr(self, name)
 
 
-FILES, LONGEST = 40, 100_000  # how many files beside are looked at, and up to how many characters
 METHODS = {"get", "items", "keys", "values", "copy", "pop", "update", "to_dict", "setdefault"}
 
 
@@ -119,8 +115,8 @@ def configs_for(target: Any, parameter: inspect.Parameter) -> list[Any]:
     read = names_read(target, parameter.name)
     if found := list(_fitting(vars(module) if module else {}, read)):
         return found
-    beside = (definitions_of(file) for file in (_files_beside(module) if read else ()) if _speaks_of(file, read))
-    return [one for names in beside for one in _fitting(names, read)]
+    beside = definitions_beside(target, lambda text: bool(CONFIG.search(text.lower())) and all(n in text for n in read))
+    return [one for names in (beside if read else ()) for one in _fitting(names, read)]
 
 
 def _fitting(names: Mapping[str, Any], read: Collection[str]) -> Iterator[Any]:
@@ -139,20 +135,3 @@ def _held_by(value: Any) -> set[str]:
         return set()
     own = [name for one in value.__mro__[:-1] for name in (*vars(one), *getattr(one, "__annotations__", ()))]
     return {name for name in (*own, *(p.name for p in parameters_of(value))) if not name.startswith("__")}
-
-
-def _files_beside(module: ModuleType | None) -> list[Path]:
-    """The files of the same folder and of the one above it, and of folders of configs in them."""
-    own = Path(getattr(module, "__file__", None) or "")
-    folders = [own.parent, own.parent.parent] if own.is_file() else []
-    patterns = [(folder, pattern) for folder in folders for pattern in ("*.py", "*conf*/*.py")]
-    found = dict.fromkeys(file for folder, pattern in patterns for file in sorted(folder.glob(pattern)))
-    return [file for file in found if file != own][:FILES]
-
-
-def _speaks_of(file: Path, read: Collection[str]) -> bool:
-    """Whether a file names all that is read, and settings."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        text = file.read_text(encoding="utf-8")
-        return len(text) < LONGEST and all(name in text for name in read) and bool(CONFIG.search(text.lower()))
-    return False

@@ -34,6 +34,7 @@ from equivalence_tests.checker.reach.arguments import (
 from equivalence_tests.checker.reach.configs import ImitatedConfig, configs_for, is_config
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.examples import examples_of
+from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
 from equivalence_tests.checker.reporting.lines import raised_in
@@ -317,7 +318,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     """List what a required argument may want: a part, a config, or what its name says; every guess if it says none."""
     name, asked = parameter.name.lower(), parameter.annotation
     known, value = value_for(name, sizes)
-    made = [] if OF_A_NUMBER.search(name) else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
+    plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name)
+    made = [] if plain else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
     if is_config(target, parameter):
         return [one for one in (*made, *_configs(target, parameter, sizes)) if one is not None]
     if asked in _classes_beside(target):
@@ -386,13 +388,27 @@ def _may_be_none(target: Any) -> set[str]:
 
 
 def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:
-    """List the classes of the same file of which an argument may want an instance, named most like it first."""
-    pattern = first_match(argument, PARTS, "")
-    own = (x for x in _classes_beside(target) if pattern and issubclass(x, nn.Module))
-    fitting = (x for x in own if x is not target and re.search(pattern, x.__name__.lower()))
-    name = getattr(target, "__name__", "")
+    """List the classes of the same file, else of what it imports, else of a file beside it, that an argument may want.
+
+    Those that are named most like the target come first.
+    """
+    pattern, name = first_match(argument, PARTS, ""), getattr(target, "__name__", "")
+    if not pattern:
+        return []
+
+    def fitting(held: Iterable[Any]) -> list[type[nn.Module]]:
+        parts = (x for x in held if isinstance(x, type) and issubclass(x, nn.Module) and x is not target)
+        return [x for x in parts if re.search(pattern, x.__name__.lower()) and not x.__module__.startswith("torch.")]
+
+    def speaks_of_one(text: str) -> bool:
+        return any(re.search(pattern, found.lower()) for found in re.findall(r"^class (\w+)", text, re.MULTILINE))
+
+    module = sys.modules.get(getattr(target, "__module__", ""))
+    parts = fitting(_classes_beside(target)) or fitting(vars(module).values() if module else ())
+    beside = (fitting(names.values()) for names in definitions_beside(target, speaks_of_one))
+    parts = parts or next(filter(None, beside), [])
     beginnings = [name[:length] for length in range(1, len(name) + 1)]
-    return sorted(fitting, key=lambda x: -sum(map(x.__name__.startswith, beginnings)))
+    return sorted(parts, key=lambda x: -sum(map(x.__name__.startswith, beginnings)))
 
 
 def _call_text(target: Any, arguments: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ No more is run than importing runs; of a file that does not come to its end, onl
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -24,6 +25,7 @@ OURS = Path(__file__).resolve().parents[3]
 OUR_NAMES = ("scratch", "builtin", "equivalence_tests", "benchmarks")
 PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")  # one of them stands at its root
 DEEPEST = 6  # folders between a file and the root of its project
+FILES, LONGEST = 40, 100_000  # how many files beside are looked at, and up to how many characters
 # What a script does beside defining; none of it is run where a part of it cannot be.
 DOES = (ast.Expr, ast.For, ast.While, ast.With, ast.Assert, ast.Raise, ast.Delete)
 IMPORTS = (ast.Import, ast.ImportFrom)
@@ -59,11 +61,31 @@ def imported(place: str, run_all: bool) -> ModuleType:
         raise CannotCheckError(f"importing {place} failed: {said(error)}{raised_at(error)}") from error
 
 
-def definitions_of(path: Path) -> dict[str, Any]:
+def definitions_beside(target: Any, speaks_of_it: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+    """Give what the files beside that of a class or a function define: of its folder, the one above, and of configs.
+
+    Args:
+        target: The class or the function.
+        speaks_of_it: Whether the text of a file is about what is looked for; no other file is run.
+    """
+    own = Path(getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None) or "")
+    folders = [own.parent, own.parent.parent] if own.is_file() else []
+    patterns = ((folder, pattern) for folder in folders for pattern in ("*.py", "*conf*/*.py"))
+    files = dict.fromkeys(file for folder, pattern in patterns for file in sorted(folder.glob(pattern)))
+    others = (file for file in files if file != own and not file.name.startswith("test_"))
+    for file in itertools.islice(others, FILES):
+        text = file.read_bytes().decode(errors="replace")
+        if len(text) < LONGEST and speaks_of_it(text):
+            yield _definitions_of(file, text)
+
+
+@functools.lru_cache(maxsize=FILES)
+def _definitions_of(path: Path, text: str) -> dict[str, Any]:
     """Run the imports, definitions and plain values of a file, and give what it calls them; nothing if that fails."""
     module = sys.modules[f"_beside_{path.stem}"] = ModuleType(f"_beside_{path.stem}")  # where a dataclass looks
+    module.__file__ = str(path)
     with contextlib.suppress(Exception, SystemExit), _users_modules_first(path):
-        tree = _partial(path, lambda node: isinstance(node, DEFINITIONS) or is_constant(node))
+        tree = _partial(text, lambda node: isinstance(node, DEFINITIONS) or is_constant(node))
         ABSENCES.imported(lambda: exec(compile(tree, str(path), "exec"), vars(module)))
     return {name: x for name, x in vars(module).items() if getattr(x, "__module__", module.__name__) == module.__name__}
 
@@ -146,13 +168,16 @@ def _in_full_or_part(name: str, path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         ABSENCES.broke_off = f"{said(error)}{raised_at(error)}"
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        exec(compile(_partial(path, lambda node: not isinstance(node, DOES)), str(path), "exec"), vars(module))
+        exec(
+            compile(_partial(path.read_bytes(), lambda node: not isinstance(node, DOES)), str(path), "exec"),
+            vars(module),
+        )
     return module
 
 
-def _partial(path: Path, runs: Callable[[ast.stmt], bool]) -> ast.Module:
+def _partial(text: str | bytes, runs: Callable[[ast.stmt], bool]) -> ast.Module:
     """Take these statements of a file alone; each but the imports may fail by itself."""
-    tree = ast.parse(path.read_bytes())
+    tree = ast.parse(text)
     guard = ast.parse("try: ...\nexcept (Exception, SystemExit): ...").body[0]
     assert isinstance(guard, ast.Try)
     tree.body = [

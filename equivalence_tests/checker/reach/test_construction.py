@@ -465,5 +465,14 @@ def test_a_config_that_lies_beside_is_used_in_small_sizes(tmp_path: Path, width:
     assert (built.down.in_features, built.down.out_features) == (sizes.embed_dim, 17)
 
 
+def test_a_part_that_lies_in_a_file_beside_is_handed_over(tmp_path: Path) -> None:
+    (tmp_path / "heads.py").write_text(RANKED.format(width="cfg.emb_dim", rank="cfg.n_heads"))
+    layer = (
+        "class Layer(nn.Module):\n    def __init__(self, attn):\n        super().__init__()\n        self.attn = attn"
+    )
+    (tmp_path / "layer.py").write_text(f"from torch import nn\n\n\n{layer}\n        attn.down\n")
+    assert type(next(build(load(f"{tmp_path / 'layer.py'}:Layer")))[0].attn).__name__ == "Attention"
+
+
 def test_an_output_may_be_wider_than_the_input() -> None:
     assert verify(ScaledByTheWidthOfItsInput).mistakes == ("scale_wrong",)
