@@ -49,19 +49,19 @@ class Absences:
     Attributes:
         names: What could not be imported.
         used: The first line that used each of them.
-        broke_off: What the file broke off with, where only what it defines was run; "" if it came to its end.
+        in_part: Why only the definitions of the file were run; "" if all of it was.
         importing: Whether the code is being imported: what it only names or decorates with then is no use.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.used: dict[str, str] = {}
-        self.broke_off = ""
+        self.in_part = ""
         self.importing = False
 
     def forget(self) -> None:
         """Begin anew, for another check."""
-        self.names, self.used, self.broke_off = [], {}, ""
+        self.names, self.used, self.in_part = [], {}, ""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module that is absent, or inside of one."""
@@ -114,10 +114,8 @@ class Absences:
             report.verdict = "partial" if report.verdict == "equal" else report.verdict
         if unused := [name for name in self.names if name.partition(".")[0] not in self.used]:
             report.notes.append(f"not installed, and not used by what was checked: {', '.join(unused)}")
-        if self.broke_off:
-            report.notes.append(
-                f"importing the file broke off, so that only its definitions were run: {self.broke_off}"
-            )
+        if self.in_part:
+            report.notes.append(f"only the definitions of the file were run: {self.in_part}")
 
 
 def _pip(package: str) -> str:

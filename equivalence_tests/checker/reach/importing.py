@@ -153,26 +153,39 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _in_full_or_part(name: str, path: Path) -> ModuleType:
-    """Import a file under this name; where it breaks off, run what it defines."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # it ends in .py
-    assert spec.loader is not None
+    """Import a file under this name; where it trains or breaks off, run what it defines."""
+    if step := _training_step(path):
+        return _in_part(name, path, f"it trains ({path.name}:{step})")
     try:
         if "." in name:
             return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None  # it ends in .py
+        assert spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (ImportError, SyntaxError):
         sys.modules.pop(name, None)
         raise
     except (Exception, SystemExit) as error:
-        ABSENCES.broke_off = f"{said(error)}{raised_at(error)}"
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        exec(
-            compile(_partial(path.read_bytes(), lambda node: not isinstance(node, DOES)), str(path), "exec"),
-            vars(module),
-        )
+        return _in_part(name, path, f"{said(error)}{raised_at(error)}")
     return module
+
+
+def _in_part(name: str, path: Path, reason: str) -> ModuleType:
+    ABSENCES.in_part = reason
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
+    tree = _partial(path.read_bytes(), lambda node: not isinstance(node, DOES))
+    exec(compile(tree, str(path), "exec"), vars(module))
+    return module
+
+
+def _training_step(path: Path) -> int:
+    """The line in which a file would train while it is imported; 0 if it does not."""
+    does = (node for node in ast.parse(path.read_bytes()).body if isinstance(node, DOES))
+    calls = (call for node in does for call in ast.walk(node) if isinstance(call, ast.Call))
+    return next((call.lineno for call in calls if getattr(call.func, "attr", "") == "backward"), 0)
 
 
 def _partial(text: str | bytes, runs: Callable[[ast.stmt], bool]) -> ast.Module:

@@ -51,7 +51,7 @@ def test_what_uses_no_absent_package_and_no_file_is_checked(script: Path) -> Non
     assert report, str(report)
     told = "\n".join(report.notes)
     assert "not installed, and not used by what was checked: absent_logs, absent_tensors" in told
-    assert "only its definitions were run: FileNotFoundError" in told
+    assert "only the definitions of the file were run: FileNotFoundError" in told
     assert "train.py:7" in told
     assert load(f"{script}:block_size") == 16
 
@@ -83,6 +83,11 @@ def test_modules_are_found_from_the_root_of_the_project(
     (inner / "attention.py").write_text(line)
     monkeypatch.chdir(tmp_path)
     assert load("src/shapes_of_ours/layers/attention.py:width") == 7
+
+
+def test_a_script_that_trains_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text("steps = 3\n\nfor _ in iter(int, 1):\n    loss.backward()\n")
+    assert load(f"{tmp_path / 'fit.py'}:steps") == 3
 
 
 def test_what_cannot_be_imported_is_told_with_its_line(tmp_path: Path) -> None:
