@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equivalence_tests import Adapter, verify
 from equivalence_tests.checker.zoo.layers import ParallelLayer
-from equivalence_tests.checker.zoo.parts import TanhGeluFeedForward
+from equivalence_tests.checker.zoo.parts import LinearFeedForward
 
 
 class Unscaled(nn.Module):
@@ -50,10 +50,6 @@ class T5OverQueries(T5Attention):
         return super().scores(q, k).softmax(-2)
 
 
-class GPT2FeedForward(TanhGeluFeedForward):
-    """The approximation by tanh."""
-
-
 class GPTJBlock(ParallelLayer):
     """Both sub-layers beside one another."""
 
@@ -74,7 +70,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize(
     ("target", "name"),
-    [(Unscaled, "scale_missing"), (TanhGeluFeedForward, "gelu_approximated"), (Layer, "scale_missing")],
+    [(Unscaled, "scale_missing"), (LinearFeedForward, "activation_missing"), (Layer, "scale_missing")],
 )
 def test_what_is_intended_is_listed_once(target: type[nn.Module], name: str) -> None:
     assert verify(target).mistakes == (name,)
@@ -87,7 +83,7 @@ def test_what_is_intended_is_listed_once(target: type[nn.Module], name: str) -> 
 
 @pytest.mark.parametrize(
     ("target", "name"),
-    [(T5Attention, "scale_missing"), (GPT2FeedForward, "gelu_approximated"), (GPTJBlock, "sublayers_side_by_side")],
+    [(T5Attention, "scale_missing"), (GPTJBlock, "sublayers_side_by_side")],
 )
 def test_the_name_of_a_model_that_does_so_says_that_it_is_intended(target: type[nn.Module], name: str) -> None:
     report = verify(target)

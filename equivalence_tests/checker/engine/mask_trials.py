@@ -14,7 +14,6 @@ from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
-from equivalence_tests.checker.engine.probing import switch_off
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.same import identical
@@ -29,7 +28,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.masking import MaskForm, draw_masks, mask_forms, query_mask_forms
 from equivalence_tests.checker.reach.plans import causal_switches
 from equivalence_tests.checker.reach.proposing import parameters_of
-from equivalence_tests.checker.reach.state import ask, attempt
+from equivalence_tests.checker.reach.state import ask, attempt, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import frames_of
@@ -190,8 +189,7 @@ class _Masks:
     def _is_right(self, form: MaskForm, attempt: Situation) -> bool:
         """Note what departs in a form; whether nothing does."""
         new = _beyond(self.situation, attempt)
-        hides_by_itself = any(bool(hidden.any()) for j in self.situation.found.judgements for hidden in j.hidden)
-        if hides_by_itself and (new or attempt.blocked):
+        if self.situation.hides_by_itself and (new or attempt.blocked):
             instead = self._attempt(form, replaces_own=True)
             if instead is not None and not instead.blocked and not _beyond(self.situation, instead):
                 self.report.notes.append("a mask that you pass replaces the built-in causal mask")

@@ -21,6 +21,7 @@ from equivalence_tests.checker.engine.taking_part import waiting_parameters
 from equivalence_tests.checker.engine.vocabulary import MULTIPLIES, words
 from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.state import switch_off
 from equivalence_tests.checker.reporting.findings import Exercise
 
 HIDDEN = "the keys that it hides by itself"
@@ -31,6 +32,7 @@ SIZES = re.compile(
 )
 # Values of a configuration that are the scale of the scores, whatever the value.
 SCALES = re.compile(r"(attention|attn|query|qk|score|softmax)\w*(multiplier|scal\w*)|scal(e|ing)")
+SWITCH_OF_SCALE = re.compile(rf"^({SCALES.pattern})$")
 SCORING = re.compile(r"scal|query|attn|attention")
 DIVISORS = re.compile(r"temperature|divisor|denominator")
 POSITIONAL = re.compile(r"(^|_)pos|position|sinusoid", re.IGNORECASE)
@@ -287,7 +289,8 @@ class Evidence(Conventions):
                 kept = self._setting(abs(turns[0]), _is_no_size, own=True)
                 if abs(total / turns[0] / turns[1] - 1) < LOOSE and (kept or self._takes_tables(operands[0])):
                     return f"the angles of the rotation carry a scale {f'that {kept}' if kept else 'of their own'}"
-        return self._configured(departure.facts["factor"])
+        off = switch_off(self.module, SWITCH_OF_SCALE) if departure.name == "scale_missing" else ""
+        return f"{off} is False" if off else self._configured(departure.facts["factor"])
 
     def _needs_no_scale(self, departure: Departure, operands: list[Operand]) -> bool:
         """Whether gains that are learnt stand for the scale, and the module does not say that there is one."""

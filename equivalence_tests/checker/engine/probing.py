@@ -30,7 +30,7 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
 from equivalence_tests.checker.reach.proposing import parameters_of
-from equivalence_tests.checker.reach.state import ask, attempt, held_by
+from equivalence_tests.checker.reach.state import ask, attempt, held_by, switch_off
 from equivalence_tests.checker.reach.tracing import layers_made
 from equivalence_tests.checker.reporting.lines import frames_of, is_refusal
 
@@ -127,7 +127,8 @@ def query_by_query(situation: Situation) -> list[Departure] | None:
 def other_length_departures(situation: Situation) -> list[Departure]:
     """Keys may be more or fewer than queries wherever they are given apart."""
     lengths, trial = situation.trial.sizes, situation.trial
-    if situation.plan.self_attention or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
+    own = situation.plan.self_attention or situation.hides_by_itself  # a causal mask of its own has one length
+    if own or lengths.query_len != lengths.key_len or situation.subject.adapter.call:
         return []
     error = ask(lambda: trial.returned(trial.inputs(key_len=lengths.query_len + 2))).error
     if error is None or is_refusal(error) or _rows_are_samples(situation):
@@ -230,12 +231,6 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
         return "forward makes a triangle"
     name = type(module).__name__
     return f"it is called {name}" if CLAIM.search(name) else ""
-
-
-def switch_off(module: nn.Module | None, named: re.Pattern[str]) -> str:
-    """Name the attribute that is False and has such a name; "" if there is none."""
-    held = held_by(module).items()
-    return next((name for name, value in held if value is False and named.search(name.rpartition(".")[2])), "")
 
 
 def _is_triangle(x: Tensor) -> bool:

@@ -20,7 +20,7 @@ from equivalence_tests.checker.engine.same import HIDING, MEASURED, near
 from equivalence_tests.checker.engine.taking_part import argument_name
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.calling import CallPlan, Inputs, Trial, from_layout
+from equivalence_tests.checker.reach.calling import HEADS, CallPlan, Inputs, Trial, from_layout
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.subject import Subject
@@ -72,6 +72,11 @@ class Situation:
         return None if self.judgement is None else self.judgement.attention.first
 
     @property
+    def hides_by_itself(self) -> bool:
+        """Whether keys are hidden though no mask is given."""
+        return any(bool(hidden.any()) for judgement in self.found.judgements for hidden in judgement.hidden)
+
+    @property
     def blocked(self) -> bool:
         """Whether something kept the rest from being read."""
         return not self.found.judgements or any(j.blocked() for j in self.found.judgements)
@@ -114,7 +119,9 @@ def _alternatives(trials: list[Trial]) -> list[Trial]:
     if any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in modules):
         length_first = [trial for trial in trials if trial.plan.layout == "l b e" and trial.plan.roles == plan.roles]
         plan = next((one.plan for one in (trials[0], *length_first) if one.keeps_samples_apart), plan)
-    alike = [trial for trial in trials if replace(trial.plan, neutral=plan.neutral) == plan]
+    layouts = HEADS if plan.layout in HEADS else (plan.layout,)  # which of them is meant, no name says
+    laid = [trial for trial in trials if trial.plan.layout in layouts]
+    alike = [trial for trial in laid if replace(trial.plan, neutral=plan.neutral, layout=plan.layout) == plan]
     return [trial for trial in alike if replace(trial.sizes, num_heads=sizes.num_heads) == sizes]
 
 

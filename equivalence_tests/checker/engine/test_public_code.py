@@ -1320,3 +1320,23 @@ def test_a_dropout_layer_that_is_not_used_is_a_note() -> None:
     report = verify(ForgetsItsDropout)
     assert report.verdict == "equal"
     assert any("dropout" in note for note in report.notes)
+
+
+class HidesTheFutureOfItsHeads(nn.Module):
+    """Right: takes heads that are split already, length first or heads first, as the einsum says alone."""
+
+    def __init__(self, scale: bool = False) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        scores = torch.einsum("blhe,bshe->bhls", queries, keys)
+        if self.scale:
+            scores = scores / math.sqrt(queries.size(-1))
+        future = torch.ones(queries.size(1), queries.size(1)).triu(1).bool()
+        return torch.einsum("bhls,bshd->blhd", scores.masked_fill(future, -torch.inf).softmax(-1), values)
+
+
+def test_heads_behind_the_length_of_a_causal_attention_are_read_so_and_a_scale_may_be_an_option() -> None:
+    report = verify(HidesTheFutureOfItsHeads)
+    assert (report.mistakes, [one.reason for one in report.intended]) == ((), ["scale is False"]), str(report)

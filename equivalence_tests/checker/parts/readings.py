@@ -8,7 +8,6 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.ran import frames_where, operations_of
 from equivalence_tests.checker.engine.same import FLOAT32_INSIDE, distance
-from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
 from equivalence_tests.checker.reporting.findings import CheckResult
@@ -16,6 +15,11 @@ from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
 EXACT = 1e-10
+# What nobody writes by mistake.
+INTENDED = {
+    "activation_exchanged": "torch's layers take any function for it",
+    "gelu_approximated": "its formula is the approximation",
+}
 # How many readings are measured on every observation where the least difference is asked for.
 MEASURED = 5
 Observation = tuple[Tensor, Tensor]
@@ -137,7 +141,7 @@ def _matched(
             stack=code_lines(frames_where(named_mistake(name).ran, ran)),
             evidence=_evidence(name, tried, chosen),
             where=where,
-            reason=_asked_for(name, ran) or named_mistake(name).as_named([owner]),
+            reason=INTENDED.get(name, "") or named_mistake(name).as_named([owner]),
         )
         for name in chosen.mistakes
     ]
@@ -149,14 +153,6 @@ def _matched(
     detail = known if difference is None else f"greatest difference {difference:.1g} of the largest value"
     report.checks = [CheckResult("check_values", "failed" if report.findings else "passed", detail)]
     return report
-
-
-def _asked_for(name: str, ran: Sequence[Operation]) -> str:
-    """Give the argument that asks torch for what deviates, or could; "" if none does."""
-    if name == "activation_exchanged":
-        return "torch's layers take any function for it"
-    asked = any(operation.arguments[1].get("approximate") == "tanh" for operation in ran)
-    return 'approximate="tanh" asks torch for it' if name == "gelu_approximated" and asked else ""
 
 
 def _evidence(name: str, tried: _Tried, chosen: PartReading) -> str:

@@ -439,7 +439,7 @@ def test_what_torch_has_an_argument_for_is_told_and_not_blamed() -> None:
     report = verify(TorchsTanhFeedForward)
     assert report.verdict == "equal", str(report)
     assert [(finding.name, finding.reason) for finding in report.intended] == [
-        ("gelu_approximated", 'approximate="tanh" asks torch for it')
+        ("gelu_approximated", "its formula is the approximation")
     ]
     report = verify(nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)))
     assert (report.verdict, report.mistakes) == ("equal", ()), str(report)

@@ -257,3 +257,9 @@ def held_by(function: Any) -> dict[str, Any]:
     children = function.named_modules() if isinstance(function, nn.Module) else ()
     held = ((path, (*vars(child).items(), *child.named_buffers(recurse=False))) for path, child in children)
     return {f"{path}.{name}".strip("."): value for path, pairs in held for name, value in pairs}
+
+
+def switch_off(module: nn.Module | None, named: re.Pattern[str]) -> str:
+    """Name the attribute that is False and has such a name; "" if there is none."""
+    held = held_by(module).items()
+    return next((name for name, value in held if value is False and named.search(name.rpartition(".")[2])), "")
