@@ -1,6 +1,5 @@
 """What the code offers beyond the call that was judged: every argument, length and switch is run, or listed."""
 
-import contextlib
 import inspect
 import itertools
 import re
@@ -20,9 +19,9 @@ from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
-from equivalence_tests.checker.reach.arguments import Sizes, role_of_parameter
+from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
-from equivalence_tests.checker.reach.construction import build, inner_widths, prepare
+from equivalence_tests.checker.reach.construction import MOST_BUILDS, built_with, inner_widths, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
@@ -33,7 +32,6 @@ from equivalence_tests.checker.reporting.lines import code_lines
 
 OTHER_SCALE = 0.7
 LENGTH = 5
-MOST_BUILDS = 12
 CAUSAL = re.compile(r"causal|autoregressive|look_?ahead|mask_future", re.IGNORECASE)
 SCALE = re.compile(r"^((softmax|sm|attn)_)?scale$")
 DROPS = re.compile(r"drop|^p$", re.IGNORECASE)
@@ -175,7 +173,7 @@ def cover_options(covered: Covered, subject: Subject) -> None:
 def _other_width(name: str, covered: Covered, subject: Subject) -> None:
     """Build a class with another width inside than outside: where both are alike, one may stand for the other."""
     width, trial, sizes = subject.sizes.num_heads * (subject.sizes.head_dim + 2), covered.trial, subject.sizes
-    for other, made in _built(type(subject.function), **{name: width}):
+    for other, made in built_with(type(subject.function), **{name: width}):
         if made.embed_dim == sizes.embed_dim:
             prepare(other, subject.dtype)
             covered.trial, what = replace(trial, function=other), f"{name} = {width} with {sizes.embed_dim} features"
@@ -184,16 +182,10 @@ def _other_width(name: str, covered: Covered, subject: Subject) -> None:
     covered.trial = trial
 
 
-def _built(target: Any, **given: Any) -> Iterator[tuple[nn.Module, Sizes]]:
-    """Build a class with more arguments, in the first ways; none where it cannot be."""
-    with contextlib.suppress(CannotCheckError):
-        yield from itertools.islice(build(target, **given), MOST_BUILDS)
-
-
 def built_alike(target: Any, subject: Subject, **given: Any) -> nn.Module | None:
     """Build a class with more arguments, as the subject was where that can be: what both have is of the same shape."""
     shapes, made = {name: x.shape for name, x in _held_tensors(subject).items()}, list[nn.Module]()
-    for other, _ in _built(target, **given):
+    for other, _ in built_with(target, **given):
         made.append(other)
         if all(x.shape == shapes.get(name, x.shape) for name, x in other.state_dict().items()):
             return other

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,10 @@ from equivalence_tests.checker.engine.visibility import (
 )
 from equivalence_tests.checker.engine.vocabulary import WEIGHS
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.reach.construction import built_with, prepare
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
-from equivalence_tests.checker.reach.proposing import parameters_of
+from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.state import ask, attempt, held_by, switch_off
 from equivalence_tests.checker.reach.tracing import layers_made
 from equivalence_tests.checker.reporting.lines import frames_of, is_refusal
@@ -180,7 +182,20 @@ def crossing(situation: Situation) -> list[Departure]:
     if not situation.plan.self_attention or situation.subject.adapter.call is not None:
         return []
     trial = crossed(situation.trial)
-    return situation_of(situation.subject, trial).departures if trial is not None else []
+    found = situation_of(situation.subject, trial).departures if trial is not None else []
+    unused = [one for one in found if one.name == "memory_unused"]
+    return [one for one in found if one not in unused] if unused and _crosses_by_an_option(situation) else found
+
+
+def _crosses_by_an_option(situation: Situation) -> bool:
+    """Whether a second tensor is used once the constructor is told to: built as it is, the class takes none."""
+    for name, value in other_options(type(situation.subject.module)):
+        for other, _ in built_with(type(situation.subject.module), **{name: value}):
+            trial = crossed(replace(situation.trial, function=prepare(other, situation.trial.dtype)))
+            departures = situation_of(situation.subject, trial).departures if trial is not None else [None]
+            if not any(one is None or one.name == "memory_unused" for one in departures):
+                return True
+    return False
 
 
 def made_in_forward(situation: Situation) -> list[Departure]:

@@ -47,7 +47,7 @@ SHORT, LONGEST = 3, 256  # tables of other lengths are not tried
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
 ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
 
-ALTERNATIVES = 3
+ALTERNATIVES, MOST_BUILDS = 3, 12
 FEW = 9  # no width of a model is as small
 LARGE = 2**22  # such as a bias between the places of two windows of 64 x 64
 HUGE, MOST_IN_VAIN = 2**26, 2**29  # entries of one tensor, and of all that constructors made before they failed
@@ -88,6 +88,12 @@ def build(target: Any, **given: Any) -> Iterator[tuple[Any, Sizes]]:
         yield instance, SIZES[0]
     if not builds:
         raise CannotCheckError(f"{errors[0] if errors else getattr(target, '__name__', target)}\n{_advice(errors)}")
+
+
+def built_with(target: Any, **given: Any) -> Iterator[tuple[nn.Module, Sizes]]:
+    """Build a class with these arguments, in the first ways; give nothing where it cannot be built so."""
+    with contextlib.suppress(CannotCheckError):
+        yield from itertools.islice(build(target, **given), MOST_BUILDS)
 
 
 def _as_it_stands(target: Any, errors: list[str]) -> Iterator[Any]:

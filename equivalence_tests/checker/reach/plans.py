@@ -171,6 +171,8 @@ def _named_roles(roles: Mapping[str, str], required: set[str]) -> Iterator[dict[
         yield kept
     elif required.isdisjoint(memory):
         yield {name: role for name, role in kept.items() if role not in ("memory", "key", "value")}
+        if memory:  # a constructor may have asked for cross-attention
+            yield {name: "query" if role == "input" else role for name, role in kept.items()}
     else:
         yield {name: "query" if role == "input" else role for name, role in kept.items()}
         if all(LETTER.search(name) for name in memory):  # where lengths must be equal, (x, y) may be (memory, target)

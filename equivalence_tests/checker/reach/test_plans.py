@@ -211,3 +211,37 @@ class Guided(nn.Module):
 
 def test_what_no_name_calls_a_mask_is_not_said_to_be_one_without_effect() -> None:
     assert "mask_never_used" not in verify(Guided).mistakes
+
+
+class CrossesIfTold(nn.Module):
+    """Its constructor is told whether it takes a second tensor, which its forward may leave out."""
+
+    def __init__(self, dim: int, n_heads: int, from_memory: bool = False) -> None:
+        super().__init__()
+        self.n_heads, self.from_memory = n_heads, from_memory
+        self.q, self.kv, self.out = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, enc: Tensor | None = None) -> Tensor:
+        assert enc is not None or not self.from_memory
+        q, (k, v) = self.q(x), self.kv(enc if enc is not None and self.from_memory else x).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for t in (q, k, v))
+        return self.out(((q @ k.mT / q.size(-1) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class CrossesAlways(CrossesIfTold):
+    def __init__(self, dim: int, n_heads: int) -> None:
+        super().__init__(dim, n_heads, True)
+
+
+class NeverCrosses(CrossesIfTold):
+    def __init__(self, dim: int, n_heads: int, bias: bool = False) -> None:
+        super().__init__(dim, n_heads)
+
+
+@pytest.mark.parametrize(
+    ("target", "verdict"), [(CrossesIfTold, "partial"), (CrossesAlways, "equal"), (NeverCrosses, "unchecked")]
+)
+def test_a_second_tensor_is_handed_over_where_the_constructor_asked_for_one(
+    target: type[nn.Module], verdict: str
+) -> None:
+    assert verify(target).verdict == verdict, str(verify(target))
