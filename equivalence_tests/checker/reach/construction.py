@@ -336,6 +336,8 @@ def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list
     guesses += [False, None, ImitatedConfig(sizes)]
     if ambiguous := first_match(name, AMBIGUOUS, None):
         guesses = ambiguous(sizes)
+    elif isinstance(value, str) and re.search("Callable|Module", str(asked)):  # an activation, by name or as it is
+        guesses = [nn.ReLU(), value]
     elif known:
         guesses = [value] if value != sizes.embed_dim else [value, (value,)]
     return [*(one for one in made if one is not None), *guesses]

@@ -94,11 +94,12 @@ def _definitions_of(path: Path, text: str) -> dict[str, Any]:
 def _users_modules_first(path: Path) -> Iterator[None]:
     """Let the user's folders come first: what they call ``scratch`` or ``benchmarks`` is theirs, not ours.
 
-    The folders above a file, up to the root of its project, and the ``src`` in them come last.
+    The folder that holds the package of a file comes before its own, the folders above it and their ``src`` come last.
     """
     above = _folders_above(path) if path.is_file() else []
-    folders = list(dict.fromkeys([*above[:1], Path.cwd()]))
-    last = [str(one) for folder in above for one in (folder, folder / "src")]
+    holder = [next(folder for folder in path.parents if not (folder / "__init__.py").is_file())] if above else []
+    folders = list(dict.fromkeys([*holder, *above[:1], Path.cwd()]))
+    last = [str(one) for folder in reversed(above) for one in (folder, folder / "src") if one not in folders]
     places = [folder for folder in folders if folder != OURS]
     theirs = [name for name in OUR_NAMES if any(_defines(folder, name) for folder in places)]
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in theirs}
@@ -112,7 +113,7 @@ def _users_modules_first(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for folder in (*map(str, folders), *reversed(last)):
+        for folder in (*map(str, folders), *last):
             with contextlib.suppress(ValueError):  # the code may have changed it
                 sys.path.remove(folder)
         if ours:

@@ -79,6 +79,8 @@ def test_modules_are_found_from_the_root_of_the_project(
     inner.mkdir(parents=True)
     (tmp_path / "src" / "tools").mkdir()
     (tmp_path / "src" / "tools" / "more.py").write_text("width = 7")
+    for file in (inner.parent / "__init__.py", inner / "__init__.py", inner / "shapes_of_ours.py"):
+        file.touch()
     (inner.parent / "sizes.py").write_text("width = 7")
     (inner / "attention.py").write_text(line)
     monkeypatch.chdir(tmp_path)
