@@ -55,9 +55,9 @@ def check_intended(intended: Mapping[str, str]) -> Mapping[str, str]:
 
 def _checks() -> list[str]:
     """Name the checks, which torch is loaded for."""
-    from equivalence_tests.checker.engine.checks import attention_checks
+    from equivalence_tests.checker.engine.checks import all_checks
 
-    return [VALUES, *(check.__name__ for check in attention_checks())]
+    return [VALUES, *all_checks()]
 
 
 def accepted(report: Report, intended: Mapping[str, str]) -> Report:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from equivalence_tests.checker.engine.checks import attention_checks
+from equivalence_tests.checker.engine.checks import all_checks
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.report import Report
@@ -39,7 +39,7 @@ def parametrize_with_checks(
     for target in targets:
         label = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
         made = cache(partial(verify, target, adapter=adapter, intended=expected_failures))
-        for name in ("diagnosis", *(check.__name__ for check in attention_checks())):
+        for name in ("diagnosis", *all_checks()):
             items.append(partial(_ask, name, made))
             ids.append(f"{label}-{name}")
     return pytest.mark.parametrize("check", items, ids=ids)

@@ -1,4 +1,4 @@
-"""The small checks of an attention whose formula was found right: gradients, precision, training, independence.
+"""The small checks of an attention whose formula was found right: precision, training, the same numbers in each call.
 
 Each is a function ``check_*(checked)`` that returns what it saw, raises ``FailedError`` with what is wrong, or
 ``SkippedError`` with why it does not apply.
@@ -15,22 +15,25 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.intervening import reference
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, in_dtype
-from equivalence_tests.checker.engine.same import MEASURED, TABLE, distance
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
 from equivalence_tests.checker.mistakes import MISTAKES, found_mistake
-from equivalence_tests.checker.reach.calling import CallPlan, Inputs
+from equivalence_tests.checker.reach.calling import Inputs
 from equivalence_tests.checker.reach.construction import retype
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.state import ask, default_dtype, keeping_state
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.findings import CheckResult
+from equivalence_tests.checker.reporting.findings import NOT_JUDGED, CheckResult
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.instruments.differences import compare_errors
 
 Check = Callable[["Checked"], str]
 KEPT = frozenset(name for name, mistake in MISTAKES.items() if mistake.kept)
-NO_GRADIENT = "the output carries no gradient: it is detached, or computed under no_grad"
+# What the comparison with torch's program answers: the check, and what should be true.
+ANSWERED = {
+    "check_gradients": "The gradients of the arguments are those of torch's program",
+    "check_returned_weights": "The returned weights are the ones that were used, for each head or averaged",
+}
 
 
 class FailedError(Exception):
@@ -54,24 +57,12 @@ class Checked:
     report: Report
 
     @property
-    def plan(self) -> CallPlan:
-        """How the code is called."""
-        return self.situation.plan
-
-    @property
     def module(self) -> nn.Module:
         """The module; skips the check where there is none."""
         module = self.situation.subject.module
         if module is None:
             raise SkippedError("no module")
         return module
-
-    @property
-    def exact(self) -> bool:
-        """Whether everything is computed in float64."""
-        outputs = (slot.value for operation in self.situation.found.run.operations for slot in operation.outputs)
-        coarse = any(x.is_floating_point() and x.dtype != torch.float64 for x in outputs)  # tables of angles too
-        return self.situation.subject.dtype == torch.float64 and not coarse
 
     def inputs(self, seed: int) -> Inputs:
         """Draw inputs."""
@@ -94,8 +85,23 @@ class Checked:
 
 
 def attention_checks() -> list[Check]:
-    """List the checks in the order of the report, which is their order in this file."""
+    """List the checks that make calls of their own, in the order of the report, which is their order in this file."""
     return [check for name, check in globals().items() if name.startswith("check_")]
+
+
+def all_checks() -> dict[str, str]:
+    """Give for each check what should be true."""
+    said = {check.__name__: (check.__doc__ or "").partition("\n")[0].rstrip(".") for check in attention_checks()}
+    return ANSWERED | said
+
+
+def judge_checks(report: Report) -> None:
+    """Let a check that fails decide the verdict; what fails without a name is reported as it is."""
+    failed = [check.name for check in report.checks if check.outcome == "failed" and check.name not in NOT_JUDGED]
+    report.verdict = "deviates" if failed else report.verdict
+    if failed and not report.findings:
+        said = all_checks()
+        report.reason = f"This should be true but is not: {'; '.join(said[name] for name in failed)}."
 
 
 def run_check(check: Check, checked: Checked) -> CheckResult:
@@ -115,26 +121,6 @@ def run_check(check: Check, checked: Checked) -> CheckResult:
 
 def _first(run: Run) -> Tensor:
     return next(tensors_in((run.output,)))
-
-
-def check_gradients(checked: Checked) -> str:
-    """The gradients of the inputs agree with finite differences of the output."""
-    if not checked.exact:
-        raise SkippedError("computed in float32, whose rounding hides slopes")
-    inputs = checked.inputs(41)
-    roles = [id(x) for x in (inputs.query, inputs.key, inputs.value)]
-    leaves = {id(x): x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)}
-
-    def output(*tensors: Tensor) -> Tensor:
-        given = dict(zip(leaves, tensors, strict=True))
-        return checked.situation.trial.output(Inputs(*(given[role] for role in roles)))
-
-    if not output(*leaves.values()).requires_grad:
-        raise FailedError(NO_GRADIENT)
-    fit = partial(torch.autograd.gradcheck, fast_mode=True, check_undefined_grad=False, raise_exception=False)
-    if not fit(output, tuple(leaves.values()), rtol=1e-5):
-        raise FailedError("the gradients of the inputs are not the slopes of the output")
-    return ""
 
 
 def check_float32_error(checked: Checked) -> str:
@@ -165,55 +151,6 @@ def check_float32_error(checked: Checked) -> str:
     return f"error {ratio.candidate_error:.1g} against {ratio.builtin_error:.1g} of the built-in"
 
 
-def check_returned_weights(checked: Checked) -> str:
-    """The returned weights are the ones that were used, for each head or averaged."""
-    plan, run = checked.plan, checked.situation.found.run
-    if plan.weights < 0:
-        raise SkippedError("no weights are returned")
-    seen = list(tensors_in((run.output,)))[plan.weights].double()
-    used = _used_weights(checked.situation)
-    words = _as_map(seen, used)
-    if words:
-        return words
-    if len(checked.situation.found.judgements) > 1:
-        raise SkippedError("several attentions run, and what is returned is not the map of the first")
-    if torch.allclose(seen.sum(-1), torch.ones_like(seen.sum(-1)), atol=MEASURED):
-        raise FailedError("the maps that are returned are not the weights that were used", "weights_not_those_used")
-    if _as_map(seen.softmax(-1), used):
-        checked.report.notes.append("what is returned besides the output is the scores, not torch's weights")
-        raise SkippedError("the scores are returned, from before the softmax")
-    raise SkippedError("what is returned with the output is neither weights nor scores")
-
-
-def _used_weights(situation: Situation) -> Tensor:
-    """The weights of all heads, (batch, heads, query, key)."""
-    judgement = situation.judgement
-    assert judgement is not None  # one was judged
-    inputs, parts = situation.inputs, judgement.attention.parts
-    batch, queries, keys = len(inputs.query), inputs.query.size(1), inputs.key.size(1)
-    places = torch.cat([part.places_of_heads[part.table.head] for part in parts])
-    head = places.unique(return_inverse=True)[1]
-    query, key = (torch.cat([getattr(part.table, name) for part in parts]) for name in ("query", "key"))
-    weights = torch.cat([model.weights for model in judgement.models])
-    found = torch.full((batch, int(head.max()) + 1, queries, keys), torch.nan, dtype=torch.float64)
-    found[query // queries, head, query % queries, key % keys] = weights
-    return found
-
-
-def _as_map(seen: Tensor, expected: Tensor) -> str:
-    """Say in which form the weights of all heads come back; "" if they do not."""
-    forms = {
-        "one map for each head": expected,
-        "averaged over heads": expected.mean(1),
-        "heads folded": expected.flatten(0, 1),
-        "heads folded, before the batch": expected.transpose(0, 1).flatten(0, 1),
-    } | {f"the map of head {head} alone": expected[:, head] for head in range(expected.size(1))}
-    for words, form in forms.items():
-        if seen.numel() == form.numel() and distance(seen.reshape(form.shape), form) <= TABLE:
-            return words
-    return ""
-
-
 def check_eval_is_deterministic(checked: Checked) -> str:
     """Two calls in eval give the same numbers."""
     inputs = checked.inputs(111)
@@ -228,7 +165,7 @@ def check_arguments_are_left_alone(checked: Checked) -> str:
     if checked.situation.subject.adapter.call is not None:
         raise SkippedError("an adapter stands between")
     args, kwargs = checked.situation.trial.arguments(checked.inputs(161))
-    given = dict(zip((name for name, _ in checked.plan.roles), args, strict=False)) | kwargs
+    given = dict(zip((name for name, _ in checked.situation.plan.roles), args, strict=False)) | kwargs
     before = copy.deepcopy(given)
     with torch.no_grad(), keeping_state(checked.situation.trial.function):
         checked.situation.trial.function(*args, **kwargs)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.same import MEASURED, TABLE, near
 from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import first_alike
@@ -18,14 +19,17 @@ HIDES = -1e4  # a score below hides its key, whether it is -inf or a large numbe
 AXES = 4
 
 
-def left_over(program: Program, case: Case, layout: Layout, tolerance: float) -> list[str]:
-    """List the tensors that come back and are none of the program's, in any order of their axes.
+def left_over(program: Program, case: Case, layout: Layout, tolerance: float) -> dict[str, bool]:
+    """Find the tensors that come back and are none of the program's, in any order of their axes.
 
     Args:
         program: What was read.
         case: A call.
         layout: Of its arguments and its output.
         tolerance: What differs by less, relative to the largest value, is rounding.
+
+    Returns:
+        For each, by its place, whether it looks like a map of weights, and is none that was used.
     """
     call = case.call
     args, kwargs, _ = call.fresh()
@@ -34,19 +38,25 @@ def left_over(program: Program, case: Case, layout: Layout, tolerance: float) ->
         output = layout.output(returned)
         rest = {f"output {place}": x for place, x in enumerate(tensors_in((returned,)), 1) if x is not output}
         if not rest:
-            return []
+            return {}
         given = {name: layout.inward(x.double()) for name, x in call.tensors if id(x) in call.seeds}
         values = Values(given, call.module, Parameters.of(call.module))
         own = [x.double().clamp_min(HIDES) for x in _stages(program, values, layout.outward(output))]
     known = [*own, *(x.double() for _, x in call.tensors if x.is_floating_point())]
-    return [name for name, x in rest.items() if not any(_same(x.double(), one, tolerance) for one in known)]
+    found = {n: x.double() for n, x in rest.items() if not any(_same(x.double(), y, tolerance) for y in known)}
+    return {name: _is_map(x, own[1]) and not any(_same(x, y, TABLE) for y in known) for name, x in found.items()}
+
+
+def _is_map(x: Tensor, weights: Tensor) -> bool:
+    """Whether it holds numbers for each query and key that sum to one over the keys, as weights do."""
+    return x.shape[-2:] == weights.shape[-2:] and near(x.sum(-1), torch.ones_like(x.sum(-1)), MEASURED)
 
 
 def _stages(program: Program, values: Values, output: Tensor) -> Iterator[Tensor]:
     """All that the program computes, with one head alone where several share it, and averaged over heads."""
     scores = program.scores(values)
     weights = scores.softmax(-1)
-    yield from (output, scores, weights, weights.mean(1), weights.sum(1), program.averaged(values))
+    yield from (scores, weights, weights.mean(1), weights.sum(1), *weights.unbind(1), output, program.averaged(values))
     yield program.products(values)
     for _, one in program.roles:
         heads = one.projected(values), one(values)

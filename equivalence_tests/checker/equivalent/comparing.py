@@ -14,6 +14,8 @@ from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.state import keeping_state
 
 WRITTEN_INTO = ", which the call writes into"
+NO_GRADIENTS, OF_ARGUMENT = "gradients, of which it gives none", "the argument "
+OF_ARGUMENTS = (NO_GRADIENTS, f"gradient of {OF_ARGUMENT}")  # differences that no parameter explains
 # What a program gives for the arguments that hold numbers, with the weights of a module, beside a mask.
 Computes = Callable[[dict[str, Tensor], nn.Module | None, Parameters, Tensor | None], Tensor]
 
@@ -47,7 +49,7 @@ class Difference:
 
     Args:
         case: Which call.
-        what: "output", "gradient of x", ...
+        what: "output", "gradient of the argument x", "gradient of out.weight", ...
         size: The greatest difference, relative to the largest value.
     """
 
@@ -119,9 +121,10 @@ def compare(program: Computes, case: Case, layout: Layout, gradients: bool = Tru
         if not torch.equal(before, after):
             yield Difference(case.words, f"{name}{WRITTEN_INTO}", torch.inf)
     if gradients and ours.requires_grad and not theirs.requires_grad:
-        yield Difference(case.words, "gradients, of which it gives none", torch.inf)
+        yield Difference(case.words, NO_GRADIENTS, torch.inf)
     if gradients and theirs.requires_grad and ours.shape == theirs.shape:
-        yield from _of_gradients(case, ours, theirs, {**leaves, **parameters.named})
+        arguments = {f"{OF_ARGUMENT}{name}": x for name, x in leaves.items()}
+        yield from _of_gradients(case, ours, theirs, {**arguments, **parameters.named})
 
 
 def _of_gradients(case: Case, ours: Tensor, theirs: Tensor, named: dict[str, Tensor]) -> Iterator[Difference]:

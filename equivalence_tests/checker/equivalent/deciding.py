@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from equivalence_tests.checker.equivalent.comparing import WRITTEN_INTO, Difference
 from equivalence_tests.checker.equivalent.parameters import Parameters
@@ -24,7 +24,7 @@ class Holding:
         steps: What torch's formula does not have.
         worst: The greatest difference that was seen.
         tolerance: What differs by less, relative to the largest value, is rounding.
-        left_over: What comes back beside the output and is no part of the program.
+        left_over: What comes back beside the output and is no part of the program, and whether it is a map of weights.
     """
 
     program: Program
@@ -32,7 +32,7 @@ class Holding:
     steps: tuple[Step, ...]
     worst: Difference
     tolerance: float
-    left_over: tuple[str, ...] = ()
+    left_over: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def agrees(self) -> bool:

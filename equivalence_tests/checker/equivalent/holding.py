@@ -10,10 +10,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from equivalence_tests.checker.engine.checks import judge_checks
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, named_inputs, situation_of
 from equivalence_tests.checker.equivalent.beside import left_over
-from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, difference_of, kept_parameters
+from equivalence_tests.checker.equivalent.comparing import (
+    OF_ARGUMENTS,
+    Case,
+    Difference,
+    compare,
+    difference_of,
+    kept_parameters,
+)
 from equivalence_tests.checker.equivalent.deciding import Holding, decide, suspicion
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
@@ -25,11 +33,12 @@ from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, Layout
 from equivalence_tests.checker.equivalent.writing import Signature, Writer
+from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
-from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Finding
+from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckResult, Finding
 from equivalence_tests.checker.reporting.report import Report
 
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
@@ -69,8 +78,8 @@ class _Held:
         worst = self._worst(reading, layout)
         steps = (*self.program.steps(module, parameters), *self._of_heads(), *self._of_arguments())
         first = case_of(situation.trial, None, "", seed=21)
-        rest = left_over(self.program, first, layout, reading.tolerance) if worst.size <= reading.tolerance else ()
-        return Holding(self.program, parameters, steps, worst, reading.tolerance, tuple(rest))
+        rest = left_over(self.program, first, layout, reading.tolerance) if worst.size <= reading.tolerance else {}
+        return Holding(self.program, parameters, steps, worst, reading.tolerance, rest)
 
     def _of_heads(self) -> Iterator[Step]:
         """As many heads as each should have features, and the other way round."""
@@ -152,7 +161,7 @@ class _Held:
             self.compared.append(case.words)
             worst = max([worst, *differences], key=lambda one: one.size)
             if worst.size > reading.tolerance:
-                break
+                return next(one for one in differences if one.size > reading.tolerance)  # the output comes first
         return worst
 
     def _read_again(self, case: Case, layout: Layout) -> list[Difference]:
@@ -265,6 +274,20 @@ def hold(report: Report, situation: Situation) -> None:
         return
     report.equivalent = held.written(holding, report)
     decide(report, holding, situation.subject.adapter.intended)
+    for failed in _failing(holding):
+        report.checks.append(failed)
+        report.findings += [found_mistake("weights_not_those_used", stage="checks")] if holding.agrees else []
+        report.equivalent = report.equivalent if holding.agrees else None
+    judge_checks(report)
+
+
+def _failing(holding: Holding) -> Iterator[CheckResult]:
+    """List the checks that fail where the output is that of the program, and something else is not."""
+    what, size = holding.worst.what, holding.worst.size
+    if what.startswith(OF_ARGUMENTS) and size > ABOVE_ROUNDING:
+        yield CheckResult("check_gradients", "failed", f"{what}, differ by {size:.2g} of the largest value")
+    elif holding.agrees and any(holding.left_over.values()):
+        yield CheckResult("check_returned_weights", "failed", "the maps that are returned are not the weights used")
 
 
 def accuse(report: Report, situation: Situation) -> None:

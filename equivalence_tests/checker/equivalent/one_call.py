@@ -222,8 +222,8 @@ def _holding(apart: _Apart) -> Holding:
         )
         agrees = worst.size <= reading.tolerance
         first = Case(apart.found.call, None, "")
-        rest = left_over(reading.program, first, apart.layout, reading.tolerance) if agrees else ()
-    return Holding(reading.program, parameters, steps, worst, reading.tolerance, tuple(rest))
+        rest = left_over(reading.program, first, apart.layout, reading.tolerance) if agrees else {}
+    return Holding(reading.program, parameters, steps, worst, reading.tolerance, rest)
 
 
 def _with_lengths(step: Step, reading: Reading, call: Call) -> Step:

@@ -67,7 +67,6 @@ class CallPlan:
         neutral: The mask that hides nothing, where one is required.
         angles: The form of the angles, where they are an argument.
         output: Index of the output among the tensors that come back.
-        weights: Index of the attention weights among them; -1 if they do not come back.
         key_heads: How many heads keys and values are handed over with, where heads are; 0 for as many as queries.
     """
 
@@ -78,7 +77,6 @@ class CallPlan:
     neutral: MaskForm | None = None
     angles: AngleForm | None = None
     output: int = 0
-    weights: int = -1
     key_heads: int = 0
 
     @property

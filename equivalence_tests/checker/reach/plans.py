@@ -264,7 +264,7 @@ def _fails_before_the_mask(trial: Trial, errors: list[str]) -> bool:
 
 
 def _tried(trial: Trial, errors: list[str]) -> Trial | None:
-    """Say which of what comes back is the output, and which the weights; None where it does not run."""
+    """Say which of what comes back is the output; None where it does not run."""
     inputs = trial.inputs(seed=1)
     tensors = attempt(lambda: trial.tensors(inputs), errors)
     if tensors is None:
@@ -274,9 +274,7 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
         errors.append(f"no output of the query's length came back, but {[tuple(x.shape) for x in tensors]}")
         return None
     output = min(found, key=lambda index: _like_weights(tensors[index], inputs))
-    ending = (inputs.query.size(1), inputs.key.size(1))
-    weights = [index for index, x in enumerate(tensors) if index != output and x.shape[-2:] == ending]
-    return replace(trial, plan=replace(trial.plan, output=output, weights=(*weights, -1)[0]))
+    return replace(trial, plan=replace(trial.plan, output=output))
 
 
 def _is_output(x: Tensor, trial: Trial, inputs: Inputs) -> bool:
