@@ -22,7 +22,7 @@ from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.construction import MOST_BUILDS, built_with, inner_widths, prepare
-from equivalence_tests.checker.reach.errors import CannotCheckError, said
+from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.state import attempt, held_by
@@ -177,7 +177,7 @@ def _other_width(name: str, covered: Covered, subject: Subject) -> None:
         if made.embed_dim == sizes.embed_dim:
             prepare(other, subject.dtype)
             covered.trial, what = replace(trial, function=other), f"{name} = {width} with {sizes.embed_dim} features"
-            covered.run(what, lambda: covered.judged(trial.inputs(), {}), covered.add_refusal)
+            covered.run(what, lambda: covered.judged(trial.inputs(), {}), covered.leave_out)
             break
     covered.trial = trial
 
@@ -228,7 +228,7 @@ def _option(what: str, covered: Covered, subject: Subject) -> None:
         findings, _ = covered.judged(inputs, {})
         return _asked_for(findings, f"built with {what}")
 
-    covered.run(what, look, covered.add_refusal)
+    covered.run(what, look, covered.leave_out)
 
 
 def _causal_setting(covered: Covered) -> None:
@@ -282,10 +282,9 @@ def _context(name: str, covered: Covered) -> None:
         covered.leave_out(name, f"tensors are laid out as ({', '.join(trial.plan.layout.split())})")
         return
 
-    def failed(what: str, error: Exception) -> None:  # it may want another width
-        covered.leave_out(what, f"a tensor of {context.size(1)} tokens of width {context.size(2)}: {said(error)}")
-
-    covered.run(name, lambda: covered.judged(trial.inputs(), {name: context}), failed)
+    given = f"a tensor of {context.size(1)} tokens of width {context.size(2)}: "  # it may want another width
+    look = partial(covered.judged, trial.inputs(), {name: context})
+    covered.run(name, look, lambda what, said: covered.leave_out(what, given + said))
 
 
 def numbers_exercised(trial: Trial, name: str, beside: Beside = lambda _: {}) -> Exercise | None:

@@ -13,9 +13,10 @@ from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, is_refusal
 from equivalence_tests.checker.reporting.report import Report
 
+Failed = Callable[[str, str], None]
 Judge = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Sequence[Report]]
-Failed = Callable[[str, Exception], None]
 Look = Callable[[], tuple[Sequence[Finding], str]]
+NO_MISTAKES = (ImportError, NotImplementedError, MemoryError)  # what code may raise that is right
 
 
 @dataclass
@@ -52,39 +53,31 @@ class Covered:
         """Note that there is no verdict on something."""
         self.exercises.append(Exercise(what, False, why))
 
-    def add_refusal(self, what: str, error: Exception) -> None:
-        """Note that the code raised, which is no mistake."""
-        self.leave_out(what, said(error))
-
-    def add_failure(self, what: str, error: Exception) -> None:
-        """Note that the code raised: a mistake, unless it says itself that it does not do this."""
-        stack = code_lines(frames_of(error))
-        if is_refusal(error) or not stack or isinstance(error, (ImportError, NotImplementedError, MemoryError)):
-            self.add_refusal(what, error)
-        else:
-            facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"
-            self.add(what, [found_mistake("fails_with_what_it_offers", facts, stack=stack, evidence=evidence)])
-
     def run(self, what: str, look: Look, failed: Failed | None = None) -> bool:
         """Look at one more call.
 
         Args:
             what: Is exercised by it.
             look: Calls it, and gives what deviates, and how that was seen.
-            failed: What to do where the code raises; None for a mistake.
+            failed: What to do with what the code says where it may raise; None where that is a mistake, unless it says
+                itself that it does not do this.
 
         Returns:
             Whether it ran.
         """
         answer = ask(look)
-        if answer.value is not None:
-            self.add(what, *answer.value)
-        elif isinstance(answer.error, CannotCheckError):
-            self.leave_out(what, str(answer.error))
-        elif answer.error is not None:
-            (failed or self.add_failure)(what, answer.error)
-            return False
-        return True
+        if answer.error is None:
+            self.add(what, *(answer.value or ((), "")))
+            return True
+        error, stack = answer.error, code_lines(frames_of(answer.error))
+        if isinstance(error, CannotCheckError):
+            self.leave_out(what, str(error))
+        elif failed is not None or is_refusal(error) or not stack or isinstance(error, NO_MISTAKES):
+            (failed or self.leave_out)(what, said(error))
+        else:
+            facts, evidence = {"what": what, "said": said(error)}, "the same call without it works"
+            self.add(what, [found_mistake("fails_with_what_it_offers", facts, stack=stack, evidence=evidence)])
+        return isinstance(error, CannotCheckError)
 
     def reports(self, inputs: Inputs, extra: Mapping[str, Any]) -> Sequence[Report]:
         """Judge the attentions of one more call."""

@@ -15,7 +15,6 @@ from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.situations import named_inputs
 from equivalence_tests.checker.engine.visibility import probed, seen_in
 from equivalence_tests.checker.mistakes import found_mistake
-from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.lines import code_lines
@@ -54,8 +53,8 @@ def cover_lengths(covered: Covered) -> None:
     """Run it past every number that looks like a block or a window: what lies in a second one is new."""
     trial = covered.trial
 
-    def ended(what: str, error: Exception) -> None:
-        covered.add(what, [], f"it accepts no more: {said(error)}")
+    def ended(what: str, said: str) -> None:
+        covered.add(what, (), f"it accepts no more: {said}")
 
     for name, limit in _limits(trial.function):
         what, length = f"lengths beyond {name} = {limit}", 2 * limit + 3
