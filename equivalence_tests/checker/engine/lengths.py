@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.covered import Covered
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.ran import operations_of
-from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import MEASURED, near
-from equivalence_tests.checker.engine.situations import named_inputs
+from equivalence_tests.checker.engine.situations import call_of
 from equivalence_tests.checker.engine.visibility import probed, seen_in
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.proposing import parameters_of
@@ -96,10 +95,7 @@ def _note_blocks(covered: Covered, name: str, limit: int) -> None:
 def _judge_window(covered: Covered, name: str, limit: int) -> None:
     """A window hides what is further away than it is wide, and no more: the last query does not see the first key."""
     trial, length = covered.trial, 2 * limit + 3
-    inputs = trial.inputs(length)
-    args, kwargs = trial.arguments(inputs)
-    found = examine(Call(trial.function, args, kwargs, seeds=named_inputs(trial, inputs, None, args, kwargs)[0]))
-    for judgement in found.judgements:
+    for judgement in examine(call_of(trial, trial.inputs(length))[0]).judgements:
         seen = seen_in(judgement, length)  # of the first sample
         if bool(seen.any()) and not seen[-1, 0]:
             continue

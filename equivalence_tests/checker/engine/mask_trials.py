@@ -15,9 +15,15 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.judgement import Expectation, Expecting
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
-from equivalence_tests.checker.engine.running import Call, Examination
+from equivalence_tests.checker.engine.running import Examination
 from equivalence_tests.checker.engine.same import identical
-from equivalence_tests.checker.engine.situations import Situation, new_departures, shifts_scores, situation_of
+from equivalence_tests.checker.engine.situations import (
+    Situation,
+    call_of,
+    new_departures,
+    shifts_scores,
+    situation_of,
+)
 from equivalence_tests.checker.engine.taking_part import NEVER_READ, unread_arguments
 from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
@@ -175,12 +181,7 @@ class _Masks:
         """What comes back with a mask in this form, or what this form keeps of another; None if it is not taken."""
         situation, trial = self.situation, self.situation.trial
         given = replace(inputs or situation.inputs, may_attend=self._may(of or form))
-
-        def called() -> Tensor:
-            args, kwargs = trial.arguments(given, mask=form)
-            return _output(Call(trial.called, args, kwargs, situation.subject.module).run(read=False), situation)
-
-        return self._asked(called)
+        return self._asked(lambda: _output(call_of(trial, given, form)[0].run(read=False), situation))
 
     def _may(self, form: MaskForm) -> Tensor:
         batch, queries = self.situation.inputs.query.shape[:2]

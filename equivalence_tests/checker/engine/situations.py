@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,9 @@ from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.plans import Errors, trials_of
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reach.tracing import tensors_in
+
+# Which of queries, keys and values are made of an argument, by its role.
+OF_TOKENS = {"query": "q", "key": "k", "value": "v", "memory": "kv", "input": "qkv"}
 
 
 @dataclass(eq=False)
@@ -155,9 +157,7 @@ def situation_of(
 ) -> Situation:
     """Call it in one way, and look at what runs."""
     inputs = replace(trial.inputs(seed=1).scaled(size), may_attend=may)
-    args, kwargs = trial.arguments(inputs, mask=form)
-    seeds, roles = named_inputs(trial, inputs, form, args, kwargs)
-    call = Call(trial.called, args, kwargs, subject.module, seeds)
+    call, roles = call_of(trial, inputs, form)
     found = examine(call, expecting)
     situation = Situation(subject, trial, inputs, call, found)
     situation.extra = list(_outside(situation, roles, expecting))
@@ -176,23 +176,21 @@ def _named_by_heads(departure: Departure, situation: Situation) -> Departure:
     return replace(departure, name="heads_never_split", stage="split") if unsplit else departure
 
 
-def named_inputs(
-    trial: Trial, inputs: Inputs, form: MaskForm | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[int, Tensor], dict[int, str]]:
-    """Give names to the elements of the arguments, and say what each argument is."""
-    codes = {id(x): numbered(x.shape) for x in (inputs.query, inputs.key, inputs.value)}
-    query, key, value = (codes[id(x)] for x in (inputs.query, inputs.key, inputs.value))
+def call_of(trial: Trial, inputs: Inputs, form: MaskForm | None = None) -> tuple[Call, dict[int, str]]:
+    """Make a call, with names for the elements of its arguments, and say what each argument is."""
+    given = (inputs.query, inputs.key, inputs.value)
+    args, kwargs = trial.arguments(inputs, mask=form)
+    codes = {id(x): numbered(x.shape) for x in given}
+    query, key, value = (codes[id(x)] for x in given)
     named = Inputs(query, key, value, inputs.may_attend)
     name_args, name_kwargs = replace(trial, dtype=torch.float64).arguments(named, mask=form)
-    seeds, roles = {}, {}
-    roles_of = dict(trial.plan.roles)
-    pairs = [*zip(roles_of.values(), args, name_args, strict=False)] if args else []
-    pairs += [(roles_of[name], kwargs[name], name_kwargs[name]) for name in kwargs]
-    for role, x, names in pairs:
-        if role in ("query", "key", "value", "memory", "input") and isinstance(x, Tensor):
-            seeds[id(x)] = names
-            roles[id(x)] = {"memory": "kv", "input": "qkv"}.get(role, role[0])
-    return seeds, roles
+    roles = dict(trial.plan.roles)
+    pairs = [*zip(roles.values(), args, name_args, strict=False)] if args else []
+    pairs += [(roles[name], kwargs[name], name_kwargs[name]) for name in kwargs]
+    tokens = [one for one in pairs if one[0] in OF_TOKENS and isinstance(one[1], Tensor)]
+    module = trial.function if isinstance(trial.function, nn.Module) else None
+    call = Call(trial.called, args, kwargs, module, {id(x): names for _, x, names in tokens})
+    return call, {id(x): OF_TOKENS[role] for role, x, _ in tokens}
 
 
 def _outside(situation: Situation, roles: dict[int, str], expecting: Expecting | None) -> Iterator[Departure]:

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.checks import judge_checks
-from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.engine.situations import Situation, named_inputs, situation_of
+from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of
 from equivalence_tests.checker.equivalent.beside import left_over
 from equivalence_tests.checker.equivalent.comparing import (
     OF_ARGUMENTS,
@@ -251,10 +250,7 @@ def case_of(
         inputs = replace(inputs, may_attend=may)
         if trial.plan.self_attention and form.pattern in ("keys", "lengths"):
             rows = may[:, 0]  # what comes back for padding means nothing
-    args, kwargs = trial.arguments(inputs, mask=form)
-    seeds, _ = named_inputs(trial, inputs, form, args, kwargs)
-    module = trial.function if isinstance(trial.function, nn.Module) else None
-    return Case(Call(trial.called, args, kwargs, module, seeds), may, words, redrawn, rows, lengths)
+    return Case(call_of(trial, inputs, form)[0], may, words, redrawn, rows, lengths)
 
 
 def hold(report: Report, situation: Situation) -> None:
