@@ -1,12 +1,13 @@
 """Decoding with a cache, step by step and in two chunks, held against the same tokens in one pass."""
 
 import copy
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,24 +33,20 @@ ROUNDS = 6  # operations of one step that may depart beside one another
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
+Hiding = Callable[[int, int], dict[str, Any]]  # gives the arguments of a step that hide the future, by its ends
 SWITCHES = re.compile(
     r"^(use|return|with|save)_?(kv|cache|past|present)\w*$|^is_?decod\w*$|^incremental$", re.IGNORECASE
 )
 
 
-@dataclass(frozen=True)
-class Protocol:
-    """One way in which code may keep keys and values from step to step.
+class _Protocol(NamedTuple):
+    """One way in which code may keep keys and values from step to step: the arguments that it uses, and what these get.
 
-    Args:
-        names: The arguments that it uses.
-        detail: What is handed over, in words.
-        first: Gives what is handed over at the first step.
-        fed_back: Which of the things that come back is handed over at the next step; None where an object is written.
+    That is what ``first`` gives, and then one of the things that come back; the same object where none is fed back.
     """
 
     names: tuple[str, ...]
-    detail: str
+    detail: str  # in words
     first: Callable[[], Any]
     fed_back: int | slice | None = None
 
@@ -101,61 +98,45 @@ def _limits_not_reached(trial: Trial) -> Iterator[Exercise]:
 def _attends_to_itself(trial: Trial) -> bool:
     """Whether one tensor may be queries, keys and values: it is, or there is an argument for each, or for a memory."""
     given = {role for _, role in trial.plan.roles}
-    return trial.plan.self_attention or ("query" in given and (_takes_a_memory(trial) or {"key", "value"} <= given))
+    return trial.plan.self_attention or ("query" in given and ("memory" in given or {"key", "value"} <= given))
 
 
-def _takes_a_memory(trial: Trial) -> bool:
-    """Whether keys and values come from a tensor of their own, which may be kept as a whole and not step by step."""
-    return any(role == "memory" for _, role in trial.plan.roles)
+def _causal_ways(trial: Trial) -> Iterator[Hiding]:
+    """Whatever hides the future in a pass over all tokens: the code itself, a switch, or a mask in some form."""
+    mask, sizes = trial.plan.mask_parameter, trial.sizes
 
+    def masked(form: MaskForm, start: int, stop: int) -> dict[str, Any]:
+        may = torch.ones(stop, stop).tril().bool()[start:].expand(sizes.batch, -1, -1)
+        return {mask: form.build(may, sizes.num_heads, trial.dtype)}
 
-@dataclass(frozen=True)
-class _Causal:
-    """How a full pass is made to hide the future: by itself, by a switch, or by a mask in some form.
+    def given(extra: dict[str, Any], *_: int) -> dict[str, Any]:
+        return extra
 
-    Args:
-        name: The argument; "" where the code does it by itself.
-        form: Of the mask; None where the argument is a switch.
-    """
-
-    name: str = ""
-    form: MaskForm | None = None
-
-    def extra(self, trial: Trial, start: int, stop: int) -> dict[str, Any]:
-        """Give the argument for a step from ``start`` to ``stop``."""
-        if self.form is None:
-            return {self.name: True} if self.name else {}
-        may = torch.ones(stop, stop).tril().bool()[start:].expand(trial.sizes.batch, -1, -1)
-        return {self.name: self.form.build(may, trial.sizes.num_heads, trial.dtype)}
-
-
-def _causal_ways(trial: Trial) -> Iterator[_Causal]:
-    """Whatever hides the future in a pass over all tokens."""
-    mask = trial.plan.mask_parameter
-    forms = [form for form in mask_forms() if form.pattern in ("shared", "full")] if mask else []
-    for way in (_Causal(), *map(_Causal, causal_switches(trial)), *(_Causal(mask, form) for form in forms)):
+    alone = [partial(given, {}), *(partial(given, {name: True}) for name in causal_switches(trial))]
+    forms = [form for form in mask_forms() if mask and form.pattern in ("shared", "full")]
+    for way in (*alone, *(partial(masked, form) for form in forms)):
         if ask(partial(_hides_the_future, trial, way)).value:  # it may be no form of its mask
             yield way
 
 
-def _hides_the_future(trial: Trial, way: _Causal) -> bool:
-    extra, last = way.extra(trial, 0, TOKENS), TOKENS - 1
+def _hides_the_future(trial: Trial, way: Hiding) -> bool:
+    extra, last = way(0, TOKENS), TOKENS - 1
     if bool(probed(trial, TOKENS, extra, [last])[:, :-1].any()):  # most ways show the future: two calls say so
         return False
     return pattern_of(probed(trial, TOKENS, extra).any(0), ahead_of(TOKENS)) == "causal"
 
 
-def _protocols(trial: Trial, names: list[str]) -> Iterator[Protocol]:
+def _protocols(trial: Trial, names: list[str]) -> Iterator[_Protocol]:
     """List what may be handed over from step to step, the likeliest first."""
     parameters = {p.name: p for p in parameters_of(trial.function)}
     places = [name for name in names if POSITION.search(name)]
     holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
     for holder in holders:
         for back in (1, 2, 3, slice(1, 3)):  # the last: keys and values come back beside the output
-            yield Protocol((holder, *names), f"what comes back is handed to {holder}", lambda: None, back)
+            yield _Protocol((holder, *names), f"what comes back is handed to {holder}", lambda: None, back)
         for detail, make in _objects(parameters[holder]):
-            yield Protocol((holder, *names), f"{detail} is handed to {holder}", make)
-    yield Protocol(("", *names), "the module keeps it", lambda: None)
+            yield _Protocol((holder, *names), f"{detail} is handed to {holder}", make)
+    yield _Protocol(("", *names), "the module keeps it", lambda: None)
 
 
 def _is_switch(parameter: inspect.Parameter) -> bool:
@@ -168,26 +149,13 @@ def _objects(parameter: inspect.Parameter) -> Iterator[tuple[str, Callable[[], A
         if inspect.isclass(annotation) and annotation not in (type(None), Tensor, tuple, list, dict, bool, int):
             yield f"a {annotation.__name__}", annotation
     if "Cache" in str(parameter.annotation):
-        yield "a DynamicCache", _dynamic_cache
+        yield "a DynamicCache", lambda: importlib.import_module("transformers").DynamicCache()
     yield "a dict", dict
     yield "a list", list
 
 
-def _dynamic_cache() -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache()
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What one step gave.
-
-    Args:
-        output: As (batch, tokens, features).
-        returned: The same as it came back.
-        run: What ran in it.
-    """
+class _Step(NamedTuple):
+    """What one step gave, as (batch, tokens, features) and as it came back, and what ran in it."""
 
     output: Tensor
     returned: Tensor
@@ -196,24 +164,17 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Decoder:
-    """Decodes with a cache, and without.
-
-    Args:
-        trial: How the code is called.
-        protocol: What is handed over.
-        causal: What hides the future.
-        tokens: All of them, (batch, tokens, features).
-    """
+    """Decodes tokens, (batch, tokens, features), with a cache, and without."""
 
     trial: Trial
-    protocol: Protocol
-    causal: _Causal
+    protocol: _Protocol
+    hiding: Hiding
     tokens: Tensor
 
     def whole(self, length: int) -> Tensor:
         """Give the outputs of the first tokens, in one pass."""
         x = self.tokens[:, :length]
-        return self.trial.output(Inputs(x, x, x), self.causal.extra(self.trial, 0, length))
+        return self.trial.output(Inputs(x, x, x), self.hiding(0, length))
 
     def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[_Step]:
         """Decode on a copy of the module, so that what it keeps does no harm.
@@ -228,7 +189,7 @@ class _Decoder:
         patches = {index: lambda _, __, rows=rows: rows for index, rows in (right or {}).items()}
         for length in lengths:
             stop, x = start + length, self.tokens[:, start : start + length]
-            extra = _extra(trial, protocol, start, length, handed) | self.causal.extra(trial, start, stop)
+            extra = _extra(trial, protocol, start, length, handed) | self.hiding(start, stop)
             with Recorder(patches=patches if stop == sum(lengths) else None) as recorder:
                 returned = trial.returned(Inputs(x, x, x), extra, changing=True)
             handed = handed if protocol.fed_back is None else returned[protocol.fed_back]
@@ -237,10 +198,8 @@ class _Decoder:
             if not (_holds(handed) if protocol.names[0] else _sizes(function) != before):
                 raise CannotCheckError("no way to build one was found; pass one with --inputs")
             earlier, size = size, sum(x.numel() for x in tensors_in((handed, _kept(function))))
-            if _takes_a_memory(trial) and size <= earlier:
-                raise CannotCheckError(
-                    "what is kept does not grow from step to step, as that of a second tensor may not"
-                )
+            if size <= earlier and "memory" in dict(trial.plan.roles).values():  # it may be kept as a whole
+                raise CannotCheckError("what is kept of a second tensor does not grow from step to step")
             yield _Step(trial.output_in(returned), list(tensors_in((returned,)))[trial.plan.output], recorder)
             start = stop
 
@@ -341,7 +300,7 @@ def _angles(trial: Trial, start: int, stop: int) -> dict[str, Any]:
     return {n: tuple(map(of_the_step, x)) if isinstance(x, tuple) else of_the_step(x) for n, x in made.items()}
 
 
-def _extra(trial: Trial, protocol: Protocol, start: int, length: int, handed: Any) -> dict[str, Any]:
+def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: Any) -> dict[str, Any]:
     """What a step is called with beside its tokens: the cache, its switches, and where the step begins."""
     parameters = {p.name: p for p in parameters_of(trial.function)}
     holder, *names = protocol.names
