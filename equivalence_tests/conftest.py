@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from rich.console import Console
 
 from equivalence_tests.twins.properties import Ledger, Tally
@@ -25,6 +25,10 @@ COMMON: dict[str, Any] = {
 }
 settings.register_profile("default", max_examples=EXAMPLES, **COMMON)
 settings.register_profile("ci", max_examples=EXAMPLES, derandomize=True, **COMMON)
+# The same examples for every mutant, and no search for the smallest one that fails.
+settings.register_profile(
+    "mutants", max_examples=EXAMPLES, derandomize=True, phases=[Phase.explicit, Phase.generate], **COMMON
+)
 settings.register_profile("thorough", max_examples=10 * EXAMPLES, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

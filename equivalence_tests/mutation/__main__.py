@@ -4,7 +4,6 @@ import os
 import random
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from equivalence_tests.mutation.breaking import Mutant, mutants_of
-from equivalence_tests.mutation.running import ROOT, TESTS, Verdict, run_mutants, time_of_whole_code
+from equivalence_tests.mutation.running import ROOT, TESTS, Verdict, run_mutants
 
 LISTED = Path(__file__).parent / "equivalent.toml"
 
@@ -31,7 +30,7 @@ class Outcome:
 
     def settle(self, mutant: Mutant, verdict: Verdict, reason: str | None) -> str:
         """Count one mutant, and say what is wrong with the verdict, if anything is."""
-        place = f"scratch/{self.file}:{mutant.line}  {mutant.name}"
+        place = f"scratch/{self.file}:{mutant.lines[0]}  {mutant.name}"
         self.counts["equivalent" if reason and verdict == "survived" else verdict] += 1
         if reason and verdict != "survived":
             self.complaints += 1
@@ -56,25 +55,29 @@ def equivalent_mutants() -> dict[str, dict[str, str]]:
     return listed
 
 
-def break_file(name: str, reasons: Mapping[str, str], jobs: int, sample: int | None, progress: Progress) -> Outcome:
-    """Test every mutant of one file of ``scratch``, or some that are drawn at random."""
-    file, outcome = ROOT / "scratch" / name, Outcome(name)
+def chosen_mutants(name: str, sample: int | None) -> list[Mutant]:
+    """Break one file of ``scratch`` in every way, or in some that are drawn at random."""
+    file = ROOT / "scratch" / name
     mutants = mutants_of(file.read_text(encoding="utf-8"), str(file))
-    gone = reasons.keys() - {mutant.name for mutant in mutants}
-    for mutant_name in sorted(gone):
-        outcome.complaints += 1
-        progress.console.print(f"listed as equivalent, but gone: {mutant_name}", markup=False, soft_wrap=True)
-    if sample is not None:
-        mutants = random.Random(0).sample(mutants, min(sample, len(mutants)))
-    bar = progress.add_task(name, total=len(mutants), survived=0)
-    # Another process may be slowed down by its neighbours; only an endless loop takes this long.
-    timeout_seconds = 30 + 5 * round(time_of_whole_code(file))
-    for mutant, verdict in run_mutants(file, mutants, jobs, timeout_seconds):
-        complaint = outcome.settle(mutant, verdict, reasons.get(mutant.name))
+    return mutants if sample is None else random.Random(0).sample(mutants, min(sample, len(mutants)))
+
+
+def break_files(names: list[str], jobs: int, sample: int | None, progress: Progress) -> list[Outcome]:
+    """Test the mutants of some files of ``scratch``, and print those that no test notices."""
+    mutants = {ROOT / "scratch" / name: chosen_mutants(name, sample) for name in names}
+    outcomes, listed = {file: Outcome(name) for name, file in zip(names, mutants, strict=True)}, equivalent_mutants()
+    bars = {file: progress.add_task(outcomes[file].file, total=len(mutants[file]), survived=0) for file in mutants}
+    for file, mutant, verdict in run_mutants(mutants, jobs):
+        outcome = outcomes[file]
+        complaint = outcome.settle(mutant, verdict, listed.get(outcome.file, {}).pop(mutant.name, None))
         if complaint:
             progress.console.print(complaint, markup=False, soft_wrap=True)
-        progress.update(bar, advance=1, survived=outcome.counts["survived"])
-    return outcome
+        progress.update(bars[file], advance=1, survived=outcome.counts["survived"])
+    for outcome in outcomes.values() if sample is None else ():
+        for name in listed.get(outcome.file, {}):
+            outcome.complaints += 1
+            progress.console.print(f"listed as equivalent, but gone: {name}", markup=False, soft_wrap=True)
+    return list(outcomes.values())
 
 
 def score_table(outcomes: list[Outcome]) -> Table:
@@ -103,8 +106,8 @@ def main(
     unknown = [name for name in names if name not in TESTS]
     if unknown:
         raise typer.BadParameter(f"FILE must be one of {', '.join(TESTS)}, got {', '.join(unknown)}")
-    os.environ["HYPOTHESIS_PROFILE"] = "ci"  # the same examples for every mutant
-    console, listed = Console(highlight=False), equivalent_mutants()
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"
+    console = Console(highlight=False)
     columns = (
         TextColumn("{task.description:15}"),
         BarColumn(20),
@@ -112,7 +115,7 @@ def main(
         TextColumn("{task.fields[survived]} survived"),
     )
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
-        outcomes = [break_file(name, listed.get(name, {}), jobs, sample, progress) for name in names]
+        outcomes = break_files(names, jobs, sample, progress)
     console.print(score_table(outcomes))
     raise typer.Exit(1 if any(outcome.complaints for outcome in outcomes) else 0)
 

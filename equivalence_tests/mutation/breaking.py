@@ -47,12 +47,12 @@ class Mutant:
 
     Args:
         name: The function, the line as it reads, and what is done to it: a name that outlives edits elsewhere.
-        line: The number of the line, from 1.
+        lines: The numbers, from 1, of the broken line and of the statement around it, without the block inside.
         code: The broken file, compiled, with the line numbers of the whole one.
     """
 
     name: str
-    line: int
+    lines: tuple[int, ...]
     code: CodeType
 
 
@@ -61,6 +61,7 @@ class _Slot:
     """Where a node hangs in the tree."""
 
     scope: str
+    statement: ast.stmt
     owner: ast.AST
     field: str
     index: int | None
@@ -89,29 +90,38 @@ def mutants_of(source: str, path: str) -> list[Mutant]:
     """
     tree, lines, seen = ast.parse(source), source.splitlines(), Counter[str]()
     found = []
-    for slot in list(_slots(tree, "module")):
+    for slot in list(_slots(tree, "module", tree.body[0])):
         for what, replacement in _breaks(slot):
             name = f"{slot.scope} | {lines[slot.node.lineno - 1].strip()} | {what}"
             seen[name] += 1
             slot.put(ast.fix_missing_locations(ast.copy_location(replacement, slot.node)))
             code = compile(tree, path, "exec", dont_inherit=True)
             slot.put(slot.node)
-            found.append(Mutant(name if seen[name] == 1 else f"{name} ({seen[name]})", slot.node.lineno, code))
-    return sorted(found, key=lambda mutant: mutant.line)
+            name = name if seen[name] == 1 else f"{name} ({seen[name]})"
+            found.append(Mutant(name, (slot.node.lineno, *_header(slot.statement)), code))
+    return sorted(found, key=lambda mutant: mutant.lines[0])
 
 
-def _slots(owner: ast.AST, scope: str) -> Iterator[_Slot]:
+def _header(statement: ast.stmt) -> range:
+    """Give the lines of a statement as far as the first that stands inside it."""
+    inside = [x.lineno for x in ast.walk(statement) if isinstance(x, ast.stmt) and x is not statement]
+    end = min(inside) if inside else (statement.end_lineno or statement.lineno) + 1
+    return range(statement.lineno, max(end, statement.lineno + 1))
+
+
+def _slots(owner: ast.AST, scope: str, statement: ast.stmt) -> Iterator[_Slot]:
     """Walk the tree, outermost first, past what is left alone."""
     for field, value in ast.iter_fields(owner):
         for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if not isinstance(node, ast.AST) or field in LEFT_ALONE or _is_left_alone(node):
                 continue
+            around = node if isinstance(node, ast.stmt) else statement
             if hasattr(node, "lineno"):
-                yield _Slot(scope, owner, field, index, node)
+                yield _Slot(scope, around, owner, field, index, node)
             inside = scope
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 inside = f"{scope}.{node.name}".removeprefix("module.")
-            yield from _slots(node, inside)
+            yield from _slots(node, inside, around)
 
 
 def _is_left_alone(node: ast.AST) -> bool:

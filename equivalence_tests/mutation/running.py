@@ -1,8 +1,11 @@
-"""Run the tests that look at a file against each of its mutants, each in a process of its own.
+"""Run against each mutant the tests that reach its lines, each mutant in a process of its own.
 
-torch is imported once: every mutant is a fork of this process, in which one module is imported from the broken code.
+torch is imported, the tests are collected, and each of them runs in whole code once. Every mutant is a fork of this
+process, in which broken functions take the place of the whole ones. Where the broken line runs while its file is
+imported, everything is imported and collected anew.
 """
 
+import gc
 import importlib.abc
 import importlib.util
 import multiprocessing
@@ -10,47 +13,60 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.machinery import ModuleSpec
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from operator import itemgetter
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Literal
 
 import pytest
 import torch._dynamo  # noqa: F401  slow to import: once here, not in every fork
+from torch._guards import TracingContext
 
 import scratch
 from equivalence_tests.mutation.breaking import Mutant
 
-__all__ = ["ROOT", "TESTS", "Verdict", "run_mutants", "tests_of", "time_of_whole_code"]
+__all__ = ["ROOT", "TESTS", "Verdict", "run_mutants", "tests_of"]
 
 ROOT = Path(scratch.__file__).parents[1]
 PROJECT = ("scratch", "builtin", "equivalence_tests")
+# A mutant is run against the cheapest tests that reach it, as many as take so long in whole code.
+ENOUGH_SECONDS = 10
+FAILED = 10  # as an exit status; 1 is that of an error outside the tests
 Verdict = Literal["killed", "timed out", "survived"]
+Lines = set[tuple[str, int]]  # the path of a file, and the number of a line
 
-ATTENTION = ["property_edges", "layers", "functional", "property_invariants", "attention", "errors", "properties"]
-LAYERS = ["layers", "property_edges", "transformer", "errors", "parity", "decoding", "properties", "seq2seq"]
+ATTENTION = ["property_edges", "layers", "functional", "property_invariants", "attention", "errors"]
+LAYERS = ["layers", "property_edges", "transformer", "errors", "parity", "decoding"]
 REFUSED = ["errors", "property_edges"]
 SIGNATURES = "parity::TestTwins::test_signatures_are_equal_annotations_included"
-# The tests that look at a file, quick ones first; the examples in its docstrings go before them. Where the tests are
-# slow, one class or function of them is named.
+# The tests that look at a file, beside the examples in its docstrings. Where they are slow, some of them are named.
 TESTS = {
     "functional.py": ATTENTION,
     "paths.py": ["functional", "tiling", "recording", "flex", *ATTENTION],
-    "rounding.py": ATTENTION,
+    "rounding.py": [
+        *ATTENTION,
+        "transforms::TestExport::test_the_function_exports_with_a_size_that_only_the_data_tell",
+    ],
     "documentation.py": ["parity::TestTwins", "parity::TestDocstrings"],
     "sdpa.py": [*ATTENTION, "tiling::TestFunction"],
     "tiling.py": ["tiling"],
-    "masks.py": ["masks", "property_edges", "errors", "functional", "attention", "properties", "seq2seq"],
+    "masks.py": ["masks", "property_edges", "errors", "functional", "attention"],
     "attention.py": ["attention", "decoding", *ATTENTION, "tiling::TestModule", "parity"],
     "layers.py": LAYERS,
     "transformer.py": ["transformer", *LAYERS],
     "positional.py": ["positional", "property_edges", "errors", "parity", "seq2seq"],
     "seq2seq.py": ["errors", "property_edges", "parity", "seq2seq", "decoding"],
-    "decoding.py": ["decoding", "property_edges", "decoder_only", "errors", "seq2seq"],
-    "caches.py": ["decoding", "property_edges", "grouped", "errors", "seq2seq"],
+    "decoding.py": ["decoding", "property_edges", "decoder_only", "errors"],
+    "caches.py": ["decoding", "property_edges", "grouped", "errors"],
     "recording.py": ["recording", "errors", "property_edges"],
     "norms.py": ["norms", SIGNATURES],
     "rotary.py": ["rotary", SIGNATURES],
@@ -115,63 +131,196 @@ def tests_of(file: Path) -> list[str]:
     ]
 
 
-def time_of_whole_code(file: Path) -> float:
-    """Give the seconds that the tests of a file take while nothing is broken.
+def run_mutants(mutants: Mapping[Path, Sequence[Mutant]], jobs: int) -> Iterator[tuple[Path, Mutant, Verdict]]:
+    """Test every mutant of some files, several at a time, and give each verdict as it falls.
 
     Raises:
-        RuntimeError: If a test fails already.
+        RuntimeError: If the tests cannot be collected, or one fails while nothing is broken.
     """
-    before = time.monotonic()
-    process = _FORK.Process(target=_test, args=(file, None, 0))
-    process.start()
-    process.join()
-    if process.exitcode != 0:
-        raise RuntimeError(f"{file.name}: tests fail before anything is broken: pytest {' '.join(tests_of(file))}")
-    return time.monotonic() - before
-
-
-def run_mutants(
-    file: Path, mutants: Sequence[Mutant], jobs: int, timeout_seconds: int
-) -> Iterator[tuple[Mutant, Verdict]]:
-    """Test every mutant of a file, several at a time, and give each verdict as it falls."""
-    waiting = list(reversed(mutants))
-    running: dict[Any, tuple[BaseProcess, Mutant]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            mutant = waiting.pop()
-            broken = _FORK.Process(target=_test, args=(file, mutant.code, timeout_seconds))
-            broken.start()
-            running[broken.sentinel] = broken, mutant
-        for sentinel in multiprocessing.connection.wait(list(running)):
-            process, mutant = running.pop(sentinel)
-            process.join()
-            yield mutant, _verdict(process.exitcode)
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    bench = _FORK.Process(target=_Bench(mutants, jobs, writer).run)
+    bench.start()
+    writer.close()
+    for said in _received(reader):
+        if isinstance(said, str):
+            raise RuntimeError(said)
+        file, index, exit_code = said
+        yield file, mutants[file][index], _verdict(exit_code)
+    bench.join()
+    if bench.exitcode != 0:
+        raise RuntimeError(f"tests cannot be collected: pytest {' '.join(map(str, mutants))}")
 
 
 _FORK = multiprocessing.get_context("fork")
 
 
-def _verdict(exit_code: int | None) -> Verdict:
-    if exit_code == -signal.SIGALRM:
+def _received(reader: Connection) -> Iterator[Any]:
+    with suppress(EOFError):
+        while True:
+            yield reader.recv()
+
+
+class _Bench:
+    """Collects the tests of some files once, runs each once in whole code, and forks a process for each mutant."""
+
+    def __init__(self, mutants: Mapping[Path, Sequence[Mutant]], jobs: int, writer: Connection) -> None:
+        self.mutants, self.jobs, self.writer = mutants, jobs, writer
+        self.reach = _Reach(mutants)
+        self.imported = Lines()  # run while the files are imported
+        self.functions: list[FunctionType] = []
+        self.found: list[tuple[float, str, Lines]] = []  # for each test its seconds, its name, and the lines it reaches
+
+    def run(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+        os.chdir(ROOT)
+        sys.settrace(self.reach.enter)
+        sys.exit(_collect([test for file in self.mutants for test in tests_of(file)], self.break_all))
+
+    def break_all(self, items: list[pytest.Item]) -> None:
+        sys.settrace(None)
+        self.imported = self.reach.lines
+        gc.unfreeze()  # what conftest.py has hidden
+        functions = (x for x in gc.get_objects() if type(x) is FunctionType)
+        self.functions = [x for x in functions if x.__code__.co_filename in self.reach.files]
+        gc.freeze()
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        whole = _FORK.Process(target=self.reach.measure, args=(items, writer))
+        whole.start()
+        writer.close()
+        self.found = sorted(_received(reader), key=itemgetter(0))
+        whole.join()
+        if whole.exitcode == 0:
+            self.test_each(items)
+        else:
+            self.writer.send(f"a test fails before anything is broken: {items[len(self.found)].nodeid}")
+
+    def test_each(self, items: list[pytest.Item]) -> None:
+        waiting = [(file, index) for file, mutants in self.mutants.items() for index in range(len(mutants))]
+        running: dict[Any, tuple[BaseProcess, Path, int]] = {}
+        while waiting or running:
+            while waiting and len(running) < self.jobs:
+                file, index = waiting.pop(0)
+                broken = _FORK.Process(target=self.test, args=(file, self.mutants[file][index], items))
+                broken.start()
+                running[broken.sentinel] = broken, file, index
+            for sentinel in multiprocessing.connection.wait(list(running)):
+                process, file, index = running.pop(sentinel)
+                process.join()
+                self.writer.send((file, index, process.exitcode))
+
+    def test(self, file: Path, mutant: Mutant, items: list[pytest.Item]) -> None:
+        """Run the tests that reach a mutant, cheapest first, in this process; the first that fails ends it."""
+        lines = {(str(file), line) for line in mutant.lines}
+        imported = bool(lines & self.imported)
+        tests, names, seconds = tests_of(file), list[str](), 0.0
+        for cost, name, reached in self.found:
+            if seconds < ENOUGH_SECONDS and (imported or lines & reached) and name.startswith(tuple(tests)):
+                names.append(name)
+                seconds += cost
+        signal.setitimer(signal.ITIMER_PROF, 30 + 5 * seconds)  # of its own work, however busy the machine is
+        signal.alarm(3600)  # for a process that waits for ever
+        if not imported and self.exchange(file, mutant.code):
+            _run(names, items)
+            return
+        sys.meta_path.insert(0, _Broken(".".join(file.relative_to(ROOT).with_suffix("").parts), file, mutant.code))
+        sys.exit(_collect(tests, partial(_run, names)))
+
+    def exchange(self, file: Path, code: CodeType) -> bool:
+        """Give the functions of a file their broken code, if it is plain which belongs to which."""
+        broken = list(_codes_in(code))
+        places = Counter(_place(x) for x in broken)
+        code_at = {_place(x): x for x in broken}
+        functions = [x for x in self.functions if x.__code__.co_filename == str(file)]
+        if any(places[_place(x.__code__)] != 1 for x in functions):
+            return False
+        changed = [(x, code_at[_place(x.__code__)]) for x in functions if x.__code__ != code_at[_place(x.__code__)]]
+        if any(len(x.__code__.co_freevars) != len(code.co_freevars) for x, code in changed):
+            return False  # without its super(), for one
+        for function, code in changed:
+            function.__code__ = code
+        return bool(changed)
+
+
+def _place(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner
+            yield from _codes_in(inner)
+
+
+def _verdict(exit_code: int) -> Verdict:
+    if exit_code == 1:
+        raise RuntimeError("the process of a mutant ended by an error of its own, not by a test")
+    if exit_code in (-signal.SIGPROF, -signal.SIGALRM):
         return "timed out"
     return "survived" if exit_code == 0 else "killed"
 
 
-def _test(file: Path, code: CodeType | None, timeout_seconds: int) -> None:
-    """Run the tests in this process, which ends here; the first that fails is enough."""
-    signal.alarm(timeout_seconds)
-    os.chdir(ROOT)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+def _collect(tests: Sequence[str], loop: Callable[[list[pytest.Item]], None]) -> int:
+    """Import the project anew, collect tests, and hand them to a loop in place of pytest's own."""
     for name in [name for name in sys.modules if name.partition(".")[0] in PROJECT]:
         del sys.modules[name]
-    if code is not None:
-        sys.meta_path.insert(0, _Broken(".".join(file.relative_to(ROOT).with_suffix("").parts), file, code))
-    for tests in tests_of(file):  # one after another: what the first of them notices waits for no other
-        status = pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", tests])
-        if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            sys.exit(status)
-    sys.exit()
+    return pytest.main(["-q", "--assert=plain", "-p", "no:cacheprovider", *dict.fromkeys(tests)], plugins=[_Loop(loop)])
+
+
+class _Loop:
+    """A plugin of pytest, with which the first failure ends the process."""
+
+    def __init__(self, loop: Callable[[list[pytest.Item]], None]) -> None:
+        self.loop = loop
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.loop(session.items)
+        return True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            os._exit(FAILED)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            os._exit(FAILED)
+
+
+def _run(names: Iterable[str], items: Iterable[pytest.Item]) -> None:
+    items_by_name = {item.nodeid: item for item in items}
+    for item in filter(None, map(items_by_name.get, names)):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+
+
+class _Reach:
+    """Notes which lines of some files are run, and which torch follows while it compiles."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.files, self.lines = {str(file) for file in files}, Lines()
+
+    def measure(self, items: list[pytest.Item], writer: Connection) -> None:
+        """Run each test, and tell its seconds, its name and the lines that it reaches."""
+        compiled = TracingContext.set_current_loc
+
+        def follow(*place: Any, **more: Any) -> None:
+            self.lines.add(place[:2])
+            compiled(*place, **more)
+
+        TracingContext.set_current_loc = follow  # type: ignore[method-assign]
+        threading.settrace(self.enter)
+        sys.settrace(self.enter)
+        for item in items:
+            self.lines, before = Lines(), time.process_time()
+            _run([item.nodeid], [item])
+            writer.send((time.process_time() - before, item.nodeid, self.lines))
+
+    def enter(self, frame: FrameType, event: str, arg: object) -> Any:  # noqa: ARG002
+        return self.line if frame.f_code.co_filename in self.files else None
+
+    def line(self, frame: FrameType, event: str, arg: object) -> Any:  # noqa: ARG002
+        self.lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return self.line
 
 
 class _Broken(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):

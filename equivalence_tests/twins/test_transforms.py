@@ -192,17 +192,18 @@ class TestExport:
             arguments = call_of(component, query_len, key_len)
             assert_equal({"output": first(program.module()(**arguments))}, {"output": first(module(**arguments))})
 
-    @pytest.mark.parametrize("is_causal", [True, False])
-    def test_the_function_exports_with_a_length_that_only_the_data_tell(self, is_causal: bool) -> None:
+    @pytest.mark.parametrize(("dim", "is_causal"), [(1, True), (2, False)], ids=["length", "number of heads"])
+    def test_the_function_exports_with_a_size_that_only_the_data_tell(self, dim: int, is_causal: bool) -> None:
         class Truncated(nn.Module):
             def forward(self, x: Tensor, length: Tensor) -> Tensor:
                 n = length.item()
                 torch._check(n >= 0)
-                torch._check(n <= x.size(-2))
-                shorter = x.narrow(-2, 0, n)  # type: ignore[arg-type]
+                torch._check(n <= x.size(dim))
+                # Laid out anew, heads after tokens: the strides depend on the number of heads.
+                shorter = (2 * x.narrow(dim, 0, n)).transpose(1, 2)  # type: ignore[arg-type]
                 return scratch.scaled_dot_product_attention(shorter, shorter, shorter, is_causal=is_causal)
 
-        x = random_tensor(2, 3, 7, 11)
+        x = random_tensor(2, 7, 5, 11)
         program = torch.export.export(Truncated(), (x, torch.tensor(5)))
         for n in (5, 3, 0):
             expected = Truncated()(x, torch.tensor(n))
