@@ -22,7 +22,7 @@ from equivalence_tests.checker.engine.codes import (
 )
 from equivalence_tests.checker.engine.names import Identities, Product, Source
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, WEIGHS
-from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.engine.watching import Operation, Slot
 
 Key = tuple[str, int, int]
 Exchange = tuple[Tensor, Tensor]  # names of one source, and what stands in their places; both as of source 1
@@ -96,7 +96,12 @@ def _meeting_by_features(found: Identities) -> Iterator[Tensor]:
 
 def _is_weighed(found: Identities, product: Product) -> bool:
     """Whether a softmax takes what a product gives before another product does."""
-    return any(later.name in WEIGHS for later in found.graph.descendants(product.operation, ends=CONTRACTIONS))
+    weighing = (operation for operation in found.operations if operation.name in WEIGHS)
+    return any(product.operation in found.graph.ancestors(op.inputs[0], op.index, _until_a_product) for op in weighing)
+
+
+def _until_a_product(operation: Operation) -> list[Slot]:
+    return [] if operation.name in CONTRACTIONS else operation.inputs
 
 
 def _root(found: Identities, codes: Tensor) -> Source | None:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -78,20 +78,6 @@ class Graph:
                 seen.add(operation.index)
                 yield operation
                 left += [(taken, operation.index) for taken in passing(operation)]
-
-    def descendants(self, operation: Operation, ends: Collection[str]) -> Iterator[Operation]:
-        """List the operations that take what one gave, or what such operations gave in turn.
-
-        Args:
-            operation: Whose result is followed.
-            ends: Functions behind which nothing is followed.
-        """
-        made = {storage_of(slot.tensor) for slot in operation.outputs}
-        for later in self.operations[operation.index + 1 :]:
-            if any(storage_of(slot.tensor) in made for slot in later.inputs):
-                yield later
-                if later.name not in ends:
-                    made |= {storage_of(slot.tensor) for slot in later.outputs}
 
     def live(self, tensors: Iterable[Tensor]) -> set[int]:
         """Give the indices of the operations on which some tensors depend."""

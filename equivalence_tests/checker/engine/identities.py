@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.channels import Exchange, Key, exchanges_in
 from equivalence_tests.checker.engine.codes import UNKNOWN, known, sources_in, token_of
+from equivalence_tests.checker.engine.graph import elements_of
 from equivalence_tests.checker.engine.meetings import POOLS, Meetings
 from equivalence_tests.checker.engine.names import Identities
 from equivalence_tests.checker.engine.vocabulary import (
@@ -83,7 +84,7 @@ class _Follower(Meetings):
 
     def follow(self, operation: Operation) -> None:
         """Name the outputs of an operation, and keep the names of its inputs and outputs as they are at this point."""
-        before = [self._snapshot(slot) for slot in operation.inputs]
+        before = [self.codes.get(slot.key) for slot in operation.inputs]
         self.found.before.append(before)
         for slot in (*operation.inputs, *operation.outputs):
             self._met(slot.tensor)
@@ -98,7 +99,7 @@ class _Follower(Meetings):
             elif codes.shape == slot.value.shape:
                 self.codes[slot.key] = codes
         self._spread(operation)
-        self.found.after.append([self._snapshot(slot) for slot in operation.outputs])
+        self.found.after.append([self.codes.get(slot.key) for slot in operation.outputs])
 
     def _named(self, operation: Operation, before: list[Tensor | None]) -> list[Tensor | None]:
         name = operation.name
@@ -135,15 +136,10 @@ class _Follower(Meetings):
             if isweight:
                 self.weights.add(slot.key)
 
-    def _snapshot(self, slot: Slot) -> Tensor | None:
-        codes = self.codes.get(slot.key)
-        shared = codes is not None and len(self.siblings.get(storage_of(slot.tensor), ())) > 1
-        return codes.clone() if codes is not None and shared else codes
-
     # ------------------------------------------------------------------------------------------ data that moves
     def _moved(self, operation: Operation) -> list[Tensor | None]:
-        if operation.inplace and operation.inputs[0].key not in self.codes:
-            self._name_memory(operation.inputs[0].tensor)
+        if operation.inplace:
+            self._lay_in_memory(operation.inputs[0].tensor)
         own = self.codes.get(operation.inputs[0].key) if operation.inplace else None
         if own is not None and self._rank(own) == 0 and isinstance(operation.argument(2, "value"), int | float):
             return [own]  # what hides a score stands in its place
@@ -180,13 +176,17 @@ class _Follower(Meetings):
             return torch.full(slot.value.shape, UNKNOWN, dtype=kind)
         return slot.value
 
-    def _name_memory(self, tensor: Tensor) -> None:
-        """Give a tensor and all views of its storage one shared buffer of names, all unknown yet."""
+    def _lay_in_memory(self, tensor: Tensor) -> None:
+        """Give a tensor and all views of its storage one new buffer of names, before something is written into it."""
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        memory = torch.full((count,), UNKNOWN, dtype=torch.float64)
-        for key, other in self.siblings.get(storage_of(tensor), {}).items():
-            if key not in self.codes and other.dtype == tensor.dtype:
-                self.codes[key] = memory.as_strided(other.shape, other.stride(), other.storage_offset())
+        kind = torch.complex128 if tensor.is_complex() else torch.float64
+        memory = torch.full((count,), UNKNOWN, dtype=kind)
+        views = {key: x for key, x in self.siblings[storage_of(tensor)].items() if x.dtype == tensor.dtype}
+        for key, x in views.items():
+            if key in self.codes:
+                memory[elements_of(x)] = self.codes[key].reshape(-1)
+        for key, x in views.items():
+            self.codes[key] = memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
     def _second_names(self, operation: Operation) -> Tensor | None:
         if operation.inplace or not any(slot.key in self.others for slot in operation.inputs):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
+from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
+from equivalence_tests.checker.reach.tracing import tensors_of
 
 
 def replayed(recorder: Recorder, start: Mapping[int, Tensor], after: int, wanted: Slot, until: int) -> Tensor | None:
@@ -22,7 +23,7 @@ def replayed(recorder: Recorder, start: Mapping[int, Tensor], after: int, wanted
     Returns:
         Its new numbers; None if it does not depend on what was changed.
     """
-    replay = _Replay(recorder, {key: value.clone() for key, value in start.items()})
+    replay = _Replay(recorder, start)
     with torch.no_grad():
         for operation in recorder.operations[after + 1 : until + 1]:
             replay.run(operation)
@@ -30,64 +31,38 @@ def replayed(recorder: Recorder, start: Mapping[int, Tensor], after: int, wanted
 
 
 class _Replay:
-    """Holds what differs from the recording."""
+    """Holds what differs from the recording; to a patch it looks like a recorder with these numbers."""
 
-    def __init__(self, recorder: Recorder, values: dict[int, Tensor]) -> None:
-        self.recorder, self.values, self.given = recorder, values, set(values)
+    def __init__(self, recorder: Recorder, start: Mapping[int, Tensor]) -> None:
+        self.recorder, self.given = recorder, frozenset(start)
+        self.values = {key: value.clone() for key, value in start.items()}
 
     def run(self, operation: Operation) -> None:
         """Run an operation again if anything that it takes has changed; what was given stays as it was given."""
         taken = {slot.key for slot in operation.inputs}  # out= may name what is read
         if not operation.inplace and any(slot.key in self.given - taken for slot in operation.outputs):
             return
-        if not any(slot.key in self.values for slot in operation.inputs):
-            for slot in operation.outputs:
-                if not operation.inplace:
-                    self.values.pop(slot.key, None)
+        if not taken & self.values.keys():
+            for slot in () if operation.inplace else operation.outputs:
+                self.values.pop(slot.key, None)
             return
-        if operation.inplace and operation.inputs[0].key not in self.values:
-            self._renew_memory(operation, operation.inputs[0])
+        if operation.inplace:  # what is written into gets memory of its own
+            self.values.setdefault(operation.inputs[0].key, operation.inputs[0].value.clone())
         result = operation.call([self.values.get(slot.key, slot.value) for slot in operation.inputs])
         if operation.patch is not None:
-            self._patch(operation)
-            return
-        if operation.inplace:
-            return
-        given = [x for x in (result if isinstance(result, tuple | list) else [result]) if isinstance(x, Tensor)]
-        for slot, value in zip(operation.outputs, given, strict=False):
-            self.values[slot.key] = value
-
-    def _patch(self, operation: Operation) -> None:
-        """What was put in the place of a result is put there again, made from what is different now."""
-        assert operation.patch is not None  # asked for only then
-        want = operation.patch(_Seen(self), self.seen(operation))  # type: ignore[arg-type]
-        slot = operation.outputs[0]
-        self.values[slot.key] = want.to(slot.value.dtype).reshape(slot.value.shape)
-
-    def seen(self, operation: Operation) -> Operation:
-        """An operation with what it takes and gives now."""
-        inputs = [Slot(slot.tensor, self.values.get(slot.key, slot.value)) for slot in operation.inputs]
-        outputs = [Slot(slot.tensor, self.values.get(slot.key, slot.value)) for slot in operation.outputs]
-        return replace(operation, inputs=inputs, outputs=outputs)
-
-    def _renew_memory(self, operation: Operation, slot: Slot) -> None:
-        """What is written into gets memory of its own."""
-        self.values[slot.key] = slot.value.clone()
-        for other in operation.inputs[1:]:
-            if storage_of(other.tensor) == storage_of(slot.tensor) and other.key not in self.values:
-                self.values[other.key] = other.value.clone()
-
-
-class _Seen:
-    """Looks like a recorder to a patch, with the numbers of the replay."""
-
-    def __init__(self, replay: _Replay) -> None:
-        self._replay = replay
+            want, slot = operation.patch(self, self._renewed(operation)), operation.outputs[0]  # type: ignore[arg-type]
+            self.values[slot.key] = want.to(slot.value.dtype).reshape(slot.value.shape)
+        elif not operation.inplace:
+            for slot, value in zip(operation.outputs, tensors_of(result), strict=False):
+                self.values[slot.key] = value
 
     @property
-    def operations(self) -> "_Seen":
-        """All operations, by their index."""
-        return self
+    def operations(self) -> list[Operation]:
+        """All operations, with what they take and give now."""
+        return [self._renewed(operation) for operation in self.recorder.operations]
 
-    def __getitem__(self, index: int) -> Operation:
-        return self._replay.seen(self._replay.recorder.operations[index])
+    def _renewed(self, operation: Operation) -> Operation:
+        def renewed(slots: list[Slot]) -> list[Slot]:
+            return [Slot(slot.tensor, self.values.get(slot.key, slot.value)) for slot in slots]
+
+        return replace(operation, inputs=renewed(operation.inputs), outputs=renewed(operation.outputs))

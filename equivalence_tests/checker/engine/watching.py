@@ -192,9 +192,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "multi_head_attention_forward":
             return self._opened(func, args, kwargs)
-        opened = OPENED.get(name)
-        if opened is not None and opened.fits(self, args, kwargs):
-            return opened.run(self, *args, **kwargs)
+        if name in OPENED and "out" not in kwargs:
+            return OPENED[name](self, *args, **{MATRICES.get(key, key): value for key, value in kwargs.items()})
         return self.record(func, name, args, kwargs)
 
     def _opened(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -273,14 +272,6 @@ class Recorder(TorchFunctionMode):
                 slot.value = slot.value.clone()
 
 
-@dataclass(frozen=True)
-class _Opening:
-    """A fused function that is run as the stages that it stands for."""
-
-    fits: Callable[[Recorder, tuple[Any, ...], dict[str, Any]], bool]
-    run: Callable[..., Any]
-
-
 def _fused_attention(
     recorder: Recorder,
     query: Tensor,
@@ -320,14 +311,14 @@ def _fused_attention(
 def _product_and_sum(
     recorder: Recorder,
     input: Tensor,  # noqa: A002 -- torch's name
-    batch1: Tensor,
-    batch2: Tensor,
+    first: Tensor,
+    second: Tensor,
     *,
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
     """Sum as torch.baddbmm: beta * added + alpha * first @ second."""
-    product = recorder.record(torch.matmul, "matmul", (batch1, batch2), {})
+    product = recorder.record(torch.matmul, "matmul", (first, second), {})
     if alpha != 1:
         product = recorder.record(torch.mul, "mul", (product, alpha), {})
     if beta == 0:
@@ -337,22 +328,13 @@ def _product_and_sum(
     return recorder.record(torch.add, "add", (product, input), {})
 
 
-def _is_flat(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    matrices = {"mat1": "batch1", "mat2": "batch2"}
-    for name in [name for name in kwargs if name in matrices]:
-        kwargs[matrices[name]] = kwargs.pop(name)
-    return not set(kwargs) - {"beta", "alpha", "batch1", "batch2"}
-
-
-def _gives_itself(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return all(isinstance(x, Tensor) and x.dim() >= 2 for x in args[:3])
-
-
-OPENED = {
-    "scaled_dot_product_attention": _Opening(_gives_itself, _fused_attention),
-    "baddbmm": _Opening(_is_flat, _product_and_sum),
-    "addmm": _Opening(_is_flat, _product_and_sum),
+# Fused functions, each run as the stages that it stands for, and what their matrices are called.
+OPENED: Mapping[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": _fused_attention,
+    "baddbmm": _product_and_sum,
+    "addmm": _product_and_sum,
 }
+MATRICES = {"batch1": "first", "batch2": "second", "mat1": "first", "mat2": "second"}
 
 
 def _emptied(name: str, result: Any) -> Any:

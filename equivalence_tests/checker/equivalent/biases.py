@@ -1,15 +1,18 @@
 """What is added to the scores, and what is hidden: a causal mask, a window, slopes, a table that is learnt."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import place_of, token_of
-from equivalence_tests.checker.equivalent.operands import OperandReader
+from equivalence_tests.checker.engine.codes import token_of
+from equivalence_tests.checker.engine.names import Part
+from equivalence_tests.checker.equivalent.operands import OperandReader, Slice
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.watched import places_in
 
 CLOSE = 1e-6
 
@@ -118,19 +121,6 @@ class Bias:
         return any(torch.allclose(self.slopes, one, rtol=1e-5) for one in (powers, paper)) and float(self.slopes[0]) < 1
 
 
-@dataclass
-class ScoreTable:
-    """What is added to each score, and where each score is, by head, query and key.
-
-    Args:
-        bias: (b, h, q, k) up to a constant of each row; -inf where a key is hidden; of one sample where all agree.
-        where: For each head, query and key: the part, and the place in its product.
-    """
-
-    bias: Tensor
-    where: dict[tuple[int, int, int], tuple[int, int]]
-
-
 def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     """Read what is added to the scores.
 
@@ -141,48 +131,38 @@ def read_bias(reader: OperandReader, lengths: tuple[int, int]) -> Bias:
     Raises:
         UnreadError: If it follows no rule that is known.
     """
-    table = _score_table(reader, lengths)
-    if len(table.bias) > 1:
-        return Bias(given=table.bias)
-    table.bias = table.bias[0]
-    hidden = table.bias.isinf()
+    judgement = reader.watched.judgement
+    models = dict(zip((part.number for part in judgement.attention.parts), judgement.models, strict=False))
+    if any(one.part.number not in models for one in reader.slices):
+        raise UnreadError("what is added to the scores cannot be read")
+
+    def added(one: Slice) -> Tensor:
+        return _without_constant(one.part.product.contraction.result(models[one.part.number].bias)[one.number])
+
+    every = _laid_out(reader, lengths, added)
+    every = torch.where(every.isnan(), -torch.inf, every)
+    if not all(torch.allclose(every[0], one, atol=CLOSE) for one in every):
+        return Bias(given=every)
+    bias, hidden = every[0], every[0].isinf()
     gap = torch.arange(lengths[0])[:, None] - torch.arange(lengths[1])
     visible = _visible(hidden, gap)
-    rest = _above_lowest(table.bias, hidden)
-    if float(rest.abs().max()) < CLOSE:
+    if float(_above_lowest(bias, hidden).abs().max()) < CLOSE:
         return Bias(visible)
-    slopes = _slopes(table.bias, hidden, gap)
-    if slopes is not None:
-        return Bias(visible, slopes)
-    places, factor = _learnt(reader, table)
-    return Bias(visible, None, places, factor)
+    slopes = _slopes(bias, hidden, gap)
+    return Bias(visible, slopes) if slopes is not None else Bias(visible, None, *_learnt(reader, lengths, ~hidden))
 
 
-def _score_table(reader: OperandReader, lengths: tuple[int, int]) -> ScoreTable:
-    watched = reader.watched
-    models = dict(
-        zip((part.number for part in watched.judgement.attention.parts), watched.judgement.models, strict=False)
-    )
-    batch = next(iter(watched.given.values())).size(0)
-    bias = torch.full((batch, len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
-    table = ScoreTable(bias, {})
+def _laid_out(reader: OperandReader, lengths: tuple[int, int], of: Callable[[Slice], Tensor]) -> Tensor:
+    """Lay numbers of the scores of each slice, (q, k), out by sample, head, query and key; NaN where there are none."""
+    batch = next(iter(reader.watched.given.values())).size(0)
+    laid = torch.full((batch, len(reader.heads), *lengths), torch.nan, dtype=torch.float64)
     for one in reader.slices:
-        if one.part.number not in models:
-            raise UnreadError("what is added to the scores cannot be read")
-        got = one.part.product.contraction.result(models[one.part.number].bias)[one.number]
-        token = reader.rows_of("query", token_of(one.part.product.left[one.number][:, 0]))
-        sample, query = int(token[0]) // lengths[0], token % lengths[0]
-        key = reader.rows_of("key", token_of(one.part.product.right[one.number][:, 0])) % lengths[1]
-        head = reader.heads.index(one.head)
-        bias[sample, head][query[:, None], key] = _without_constant(got)
-        places = one.part.product.contraction.out[one.number]
-        for i, q in enumerate(query.tolist()):
-            for j, k in enumerate(key.tolist()):
-                table.where.setdefault((head, q, k), (one.part.number, int(places[i, j])))
-    bias = torch.where(bias.isnan(), -torch.inf, bias)
-    alike = all(torch.allclose(bias[:1], one, atol=CLOSE) for one in bias)
-    table.bias = bias[:1] if alike else bias
-    return table
+        product = one.part.product
+        token = reader.rows_of("query", token_of(product.left[one.number][:, 0]))
+        key = reader.rows_of("key", token_of(product.right[one.number][:, 0])) % lengths[1]
+        own = laid[int(token[0]) // lengths[0], reader.heads.index(one.head)]
+        own[(token % lengths[0])[:, None], key] = of(one).double()
+    return laid
 
 
 def _without_constant(bias: Tensor) -> Tensor:
@@ -228,35 +208,39 @@ def _slopes(bias: Tensor, hidden: Tensor, gap: Tensor) -> Tensor | None:
     return slopes if close else None
 
 
-def _learnt(reader: OperandReader, table: ScoreTable) -> tuple[Tensor, float]:
-    """Find for each score which parameter element is added, and what it is multiplied by."""
-    watched = reader.watched
-    places = torch.full(table.bias.shape, -1)
-    factors: set[float] = set()
-    inputs = {part.number: _into_softmax(reader, part.number) for part in watched.judgement.attention.parts}
-    own = reader.own_places
-    seen = {at: there for at, there in table.where.items() if not bool(table.bias[at].isinf())}
-    for (head, query, key), (part, place) in seen.items():
-        tensor, where = inputs[part]
-        found, numbers = watched.parameters.gradient(tensor[where[place]])
+def _learnt(reader: OperandReader, lengths: tuple[int, int], seen: Tensor) -> tuple[Tensor, float]:
+    """Find for each score which parameter element is added, (h, q, k), and what it is multiplied by."""
+    own, taken = reader.own_places, {one.part.number: one.part for one in reader.slices}
+    inputs = {number: _into_softmax(reader, part) for number, part in taken.items()}
+    starts = dict(zip(inputs, itertools.accumulate(map(len, inputs.values()), initial=0), strict=False))
+    elements = torch.cat([*inputs.values()])
+
+    def numbered(one: Slice) -> Tensor:
+        return one.part.product.contraction.out[one.number] + starts[one.part.number]
+
+    laid = _laid_out(reader, lengths, numbered)
+    first = torch.where(laid.isnan(), torch.inf, laid).amin(0)
+    places, factors = torch.full(seen.shape, -1), set[float]()
+    for at in map(tuple, seen.nonzero().tolist()):
+        found, numbers = reader.watched.parameters.gradient(elements[int(first[at])])
         kept = ~torch.isin(found, own)
         if int(kept.sum()) != 1:
             raise UnreadError("what is added to the scores is no element of a table")
-        places[head, query, key] = int(found[kept])
+        places[at] = int(found[kept])
         factors.add(round(float(numbers[kept]), 9))
     if len(factors) != 1:
         raise UnreadError("the elements of a table are multiplied by different numbers")
     return places, factors.pop()
 
 
-def _into_softmax(reader: OperandReader, number: int) -> tuple[Tensor, Mapping[int, int]]:
-    """Give what a softmax takes, and where in it each score of a part lies."""
+def _into_softmax(reader: OperandReader, part: Part) -> Tensor:
+    """Give the scores of a part as a softmax takes them, in the order of its product."""
     watched = reader.watched
-    part = next(one for one in watched.judgement.attention.parts if one.number == number)
-    for operation, _, _ in part.steps(watched.found.run):
-        if operation.name == "softmax":
-            codes = watched.found.run.names.before[operation.index][0]
-            if codes is not None:
-                where = {int(x): i for i, x in enumerate(place_of(codes.reshape(-1)).tolist())}
-                return watched.operations[operation.index].inputs[0].tensor.reshape(-1), where
+    taken = (operation.index for operation, _, _ in part.steps(watched.found.run) if operation.name == "softmax")
+    for index in taken:
+        codes = watched.found.run.names.before[index][0]
+        if codes is not None:
+            where = places_in(codes)
+            order = [where[place] for place in range(part.product.contraction.out.numel())]
+            return watched.operations[index].inputs[0].tensor.reshape(-1)[order]
     raise UnreadError("what is added to the scores cannot be followed to a softmax")

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import feature_of, place_of, source_of, sources_in, token_of
-from equivalence_tests.checker.engine.names import Context, Part
+from equivalence_tests.checker.engine.names import Context, Part, Source
+from equivalence_tests.checker.engine.watching import storage_of
 from equivalence_tests.checker.equivalent.expressions import Expression, Given, Joined, Learnt, Values, all_of
-from equivalence_tests.checker.equivalent.parameters import Row
+from equivalence_tests.checker.equivalent.parameters import Affine
 from equivalence_tests.checker.equivalent.rotation import Change, Met, change_between
 from equivalence_tests.checker.equivalent.tracing import Tracer
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -38,33 +39,23 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Projection:
-    """heads of factor * (weight · tokens + bias): where each of their elements is among the parameters.
+class Projection(Affine):
+    """Heads of queries, keys or values: weight (heads, head_dim, features) and bias (heads, head_dim).
 
     Args:
         tokens: What is projected.
-        weight: (heads, head_dim, features), places of parameter elements; features of the tokens themselves where
-            ``bias`` is None: nothing is projected then.
-        bias: (heads, head_dim); -1 for none.
-        factor: What all of it is multiplied by.
         change: What is done to each head until the product.
     """
 
-    tokens: Expression
-    weight: Tensor
-    bias: Tensor | None
-    factor: float = 1.0
-    change: Change = field(default_factory=Change)
+    tokens: Expression = field(kw_only=True)
+    change: Change = field(default_factory=Change, kw_only=True)
 
     def projected(self, values: Values) -> Tensor:
         """Give the heads, (b, h, l, d), as they are projected."""
         x = self.tokens(values)
         batch = next(iter(values.given.values())).size(0)
         x = x if (x.dim(), x.size(0)) == (3, batch) else x.expand(batch, *x.shape[-2:])  # learnt, in each sample
-        if self.bias is None:
-            return self.factor * x[..., self.weight.flatten()].unflatten(-1, self.weight.shape[:2]).transpose(1, 2)
-        weight, bias = (values.parameters.taken(index) for index in (self.weight, self.bias))
-        return self.factor * (torch.einsum("ble,hde->bhld", x, weight) + bias[:, None])
+        return self.of(x, values.parameters).unflatten(-1, self.weight.shape[:2]).transpose(1, 2)
 
     def __call__(self, values: Values) -> Tensor:
         """Give the heads as they meet."""
@@ -74,14 +65,6 @@ class Projection:
     def number(self) -> float:
         """What the heads are multiplied by; a norm takes away what stands before it."""
         return self.change.factor * (self.factor if self.change.norm is None else 1.0)
-
-    @property
-    def places(self) -> Tensor:
-        """The parameter elements that it uses."""
-        if self.bias is None:
-            return torch.zeros(0, dtype=torch.long)
-        every = torch.cat([self.weight.reshape(-1), self.bias.reshape(-1)])
-        return every[every >= 0]
 
 
 class OperandReader:
@@ -105,19 +88,17 @@ class OperandReader:
         Args:
             role: "query", "key" or "value".
         """
-        first = [next(one for one in self.slices if one.head == head) for head in self.heads]
-        rows = [self._rows(one, role) for one in first]
-        tokens = rows[0][0]
-        if any(one[0] != tokens or one[2] != rows[0][2] for one in rows):
+        heads = [self._head(next(one for one in self.slices if one.head == head), role) for head in self.heads]
+        first = heads[0]
+        if any(one.tokens != first.tokens or (one.bias is None) != (first.bias is None) for one in heads):
             raise UnreadError(f"the {role}s of different heads are projected from different tokens")
-        plain = rows[0][2]
-        weight = torch.stack([one[1][0] for one in rows])
-        bias = None if plain else torch.stack([one[1][1] for one in rows])
-        factors = torch.cat([one[1][2] for one in rows])
-        if float((factors / factors[0] - 1).abs().max()) > 10 * self.watched.tolerance:
+        if any(abs(one.factor / first.factor - 1) > 10 * self.watched.tolerance for one in heads):
             raise UnreadError(f"the rows of the {role} projection are multiplied by different numbers")
-        found = Projection(tokens, weight, bias, float(factors[0]))
-        self.found[role] = self._finished(found, role)
+        biases = [one.bias for one in heads if one.bias is not None]
+        found = replace(
+            first, weight=torch.stack([one.weight for one in heads]), bias=torch.stack(biases) if biases else None
+        )
+        self.found[role] = replace(found, change=self._change(found, role))
         return self.found[role]
 
     @property
@@ -129,15 +110,14 @@ class OperandReader:
         gains = [torch.arange(parameters.named[name].numel()) + parameters.start[name] for name in named]
         return torch.cat([torch.zeros(0, dtype=torch.long), *(one.places for one in self.found.values()), *gains])
 
-    def _finished(self, found: Projection, role: str) -> Projection:
-        """Add what is done to each head between projection and product."""
+    def _change(self, found: Projection, role: str) -> Change:
+        """Read what is done to each head between projection and product."""
         with torch.no_grad():
             projected = found.projected(self.values)
             met = self._all_met(role)
             if int(met.rows.max()) >= projected.size(0) * projected.size(2):
                 raise UnreadError(f"there are other tokens among the {role}s than those that are handed over")
-            change = change_between(projected, met, self.watched)
-        return replace(found, change=change)
+            return change_between(projected, met, self.watched)
 
     def rows_of(self, role: str, tokens: Tensor) -> Tensor:
         """Say which rows of all that is projected some tokens are.
@@ -164,22 +144,18 @@ class OperandReader:
             raise UnreadError(f"a row of the {role}s holds features of different tokens")
         return token[:, 0], tensor[places].double()
 
-    def _rows(self, one: Slice, role: str) -> tuple[Expression, tuple[Tensor, Tensor, Tensor], bool]:
-        """Read the projection of one head: its tokens, (weight, bias, factors), and whether it is none at all."""
+    def _head(self, one: Slice, role: str) -> Projection:
+        """Read the projection of one head: weight (head_dim, features) and bias (head_dim)."""
         codes = _side(one, role)[0]
         sources = self.watched.sources(sources_in(codes[:1]))
         if len(sources) != 1:
             raise UnreadError(f"the {role}s of one head come from {len(sources)} projections")
-        source = sources[0]
+        source, wanted = sources[0], codes[0]
         taken = self.watched.taken_by(source)
-        wanted = codes[0]
+        if taken is None and (name := self._argument(source)):
+            return Projection(feature_of(wanted), None, tokens=Given(name))
         if taken is None:
-            name = self.watched.arguments.get(id(self._argument(source.slot.value)), "")
-            return (
-                Given(name or self._name_of(source.number)),
-                (feature_of(wanted), torch.tensor(0), torch.ones(1)),
-                True,
-            )
+            raise UnreadError("an operand is no argument and made by no projection")
         tensor, operation = taken
         tokens = Tracer(self.watched).read(tensor, operation.index)
         flat, every = self._flat(tokens), list(all_of(tokens))
@@ -189,34 +165,26 @@ class OperandReader:
         token = int(self.rows_of(role, token_of(wanted[:1])))
         if token >= len(flat):
             raise UnreadError("what is projected has different tokens from what is handed over")
-        made = operation.outputs[0].tensor.reshape(-1)
-        where = places_in(source.codes)
-        found = [self._row(made[where[int(place)]], flat[token], tokens, role) for place in place_of(wanted)]
-        weight = torch.stack([row.weight for row in found])
-        bias = torch.tensor([row.bias for row in found])
-        return tokens, (weight, bias, torch.tensor([row.factor for row in found])), False
+        made, where = operation.outputs[0].tensor.reshape(-1), places_in(source.codes)
+        elements = made[[where[int(place)] for place in place_of(wanted)]]
+        learnt = {one.name for one in every if isinstance(one, Learnt)}
+        found = self.watched.parameters.projection(elements, flat[token], self.watched.tolerance, learnt)
+        if found is None:
+            raise UnreadError(f"the {role} is no linear projection of what is handed over")
+        return Projection(found.weight, found.bias, found.factor, tokens=tokens)
 
-    def _argument(self, value: Tensor) -> Tensor:
-        return next((s.tensor for s in self.watched.recorder.given if s.value.data_ptr() == value.data_ptr()), value)
-
-    def _name_of(self, number: int) -> str:
-        """Name the argument with this number: sources are numbered in the order of the arguments."""
-        names = list(self.watched.given)
-        if number > len(names):
-            raise UnreadError("an operand is no argument and made by no projection")
-        return names[number - 1]
+    def _argument(self, source: Source) -> str:
+        """Name the argument that some tokens are."""
+        recorder = self.watched.found.run.recorder
+        given = zip(recorder.names, recorder.given, strict=True)
+        memory = storage_of(source.slot.tensor)
+        found = (name.partition(":")[2] for name, slot in given if storage_of(slot.tensor) == memory)
+        return next((name for name in found if name in self.watched.given), "")
 
     def _flat(self, tokens: Expression) -> Tensor:
         """The tokens of all samples, (tokens, features)."""
         with torch.no_grad():
             return tokens(self.values).flatten(0, -2).double()
-
-    def _row(self, element: Tensor, features: Tensor, tokens: Expression, role: str) -> Row:
-        without = {one.name for one in all_of(tokens) if isinstance(one, Learnt)}
-        row = self.watched.parameters.row(element, features, self.watched.tolerance, without)
-        if row is None:
-            raise UnreadError(f"the {role} is no linear projection of what is handed over")
-        return row
 
 
 def first_alike(weight: Tensor) -> Tensor:

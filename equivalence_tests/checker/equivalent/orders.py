@@ -25,7 +25,7 @@ def order_steps(query: Projection, key: Projection, value: Projection, output: O
     columns = _columns(output, *value.weight.shape[:2])[heads]
     if not _alike(columns, rows["value"]):
         yield Step("the heads are put side by side in another order than they were split in", "", "merge")
-    if output.weight is not None and output.bias is not None:
+    if output.bias is not None:
         order = output.weight[:, 0]
         biased = bool((output.bias >= 0).all())
         if bool((order.diff() < 0).any()) or (biased and bool((output.bias.diff() < 0).any())):
@@ -39,10 +39,8 @@ def _rows(one: Projection) -> Tensor:
 
 def _columns(output: Output, heads: int, width: int) -> Tensor:
     """Where each averaged value meets the output projection, or lies in the output, (heads, head_dim)."""
-    if output.weight is not None:
-        return output.weight[0].unflatten(0, (heads, width))
-    assert output.order is not None  # what is not projected is in some order
-    return output.order.argsort().unflatten(0, (heads, width))
+    columns = output.weight.argsort() if output.bias is None else output.weight[0]
+    return columns.unflatten(0, (heads, width))
 
 
 def _alike(columns: Tensor, rows: Tensor) -> bool:

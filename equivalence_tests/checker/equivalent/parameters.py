@@ -1,25 +1,41 @@
 """All parameters laid end to end, and which of their elements make a number: measured by its gradient."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of a projection: ``factor * (sum of weight * input + bias)``.
+class Affine:
+    """A projection, ``factor * (weight · x + bias)``, by the places of its numbers in ``Parameters.end_to_end``.
 
     Args:
-        weight: Which parameter element multiplies each feature of the input, by its place in ``Parameters.end_to_end``.
-        bias: Which one is added; -1 for none.
-        factor: What all of them are multiplied by.
+        weight: (..., features); where ``bias`` is None, nothing is projected: (...), which features are taken.
+        bias: (...); -1 for none.
+        factor: What all of it is multiplied by.
     """
 
     weight: Tensor
-    bias: int
-    factor: float
+    bias: Tensor | None
+    factor: float = 1.0
+
+    def of(self, x: Tensor, parameters: "Parameters") -> Tensor:
+        """Project tokens, (..., features), all that it makes side by side."""
+        if self.bias is None:
+            return self.factor * x[..., self.weight.flatten()]
+        weight, bias = parameters.taken(self.weight), parameters.taken(self.bias)
+        return self.factor * F.linear(x, weight.flatten(0, -2), bias.flatten())
+
+    @property
+    def places(self) -> Tensor:
+        """The parameter elements that it uses."""
+        if self.bias is None:
+            return torch.zeros(0, dtype=torch.long)
+        every = torch.cat([self.weight.flatten(), self.bias.flatten()])
+        return every[every >= 0]
 
 
 class Parameters:
@@ -87,34 +103,41 @@ class Parameters:
                 numbers.append(gradient.reshape(-1)[there].double())
         return torch.cat(places), torch.cat(numbers)
 
-    def row(self, element: Tensor, features: Tensor, tolerance: float, without: Collection[str] = ()) -> Row | None:
-        """Read one element of a projection's output.
+    def projection(
+        self, elements: Tensor, features: Tensor, tolerance: float, without: Collection[str] = ()
+    ) -> Affine | None:
+        """Read which projection makes some elements of one token.
 
         d element / d weight is the input of the projection, and d element / d bias is 1, each times the factor: that
-        says which parameter element multiplies which feature.
+        says which parameter element multiplies which feature. A sum in which each element counts as often as its
+        number says says whose each is.
 
         Args:
-            element: The number, of a run with gradients.
-            features: The input of the projection at its token, (e,).
+            elements: The numbers, of a run with gradients.
+            features: The input of the projection at that token, (e,).
             tolerance: What differs by less, relative to the largest feature, is rounding.
             without: Names of parameters that belong to something else.
 
         Returns:
-            The row; None if no such row makes the number.
+            One row for each element; None if no such rows make the numbers.
         """
-        places, numbers = self.gradient(element, without)
-        for found in _rows(places, numbers, features, tolerance):
-            row = replace(found, factor=snapped(found.factor, 1.0, tolerance))
-            if self._gives(row, features, element, tolerance):
-                return row
-        return None
+        counts = torch.arange(1, len(elements) + 1)
+        (places, numbers), (_, counted) = (self.gradient((elements * x).sum(), without) for x in (1, counts))
+        width = len(numbers) // len(elements)
+        if len(counted) != len(numbers) or width - len(features) not in (0, 1):
+            return None
+        row, order = (counted / numbers).round().sort(stable=True)
+        if not torch.equal(row.long(), counts.repeat_interleave(width)):
+            return None
+        places, numbers = places[order].view(-1, width), numbers[order].view(-1, width)
+        both = (_paired(places, numbers, features, sign, tolerance) for sign in (1.0, -1.0))
+        return next((one for one in both if one is not None and self._gives(one, features, elements, tolerance)), None)
 
-    def _gives(self, row: Row, features: Tensor, element: Tensor, tolerance: float) -> bool:
+    def _gives(self, found: Affine, features: Tensor, elements: Tensor, tolerance: float) -> bool:
+        assert found.bias is not None  # it projects
         with torch.no_grad():
-            taken = self.taken(torch.cat([row.weight, torch.tensor([row.bias])]))
-            terms = row.factor * taken * torch.cat([features, features.new_ones(1)])
-            difference, size = float(terms.sum() - element), float(terms.abs().sum())
-        return abs(difference) <= 10 * tolerance * max(size, 1e-30)
+            size = abs(found.factor) * (self.taken(found.weight).abs() @ features.abs() + self.taken(found.bias).abs())
+            return bool(((found.of(features, self) - elements).abs() <= 10 * tolerance * size.clamp_min(1e-30)).all())
 
 
 def snapped(measured: float, exact: float, tolerance: float) -> float:
@@ -122,29 +145,29 @@ def snapped(measured: float, exact: float, tolerance: float) -> float:
     return exact if abs(measured - exact) <= 1e-2 * tolerance * abs(exact) else measured
 
 
-def _rows(places: Tensor, numbers: Tensor, features: Tensor, tolerance: float) -> list[Row]:
-    """Pair gradients with features by value: numbers = factor * features in some order, and factor for a bias."""
-    count = len(features)
-    if len(numbers) not in (count, count + 1) or not bool(features.any()):
-        return []
-    biased = len(numbers) > count
-    size = float((numbers.square().sum() / (features.square().sum() + biased)).sqrt())
-    left = dict.fromkeys(int((numbers - s).abs().argmin()) for s in (size, -size)) if biased else [-1]
-    found = []
-    for bias in left:
-        kept = torch.arange(len(numbers)) != bias
-        row = _row(places[kept], numbers[kept], features, tolerance)
-        if row is not None and (bias < 0 or abs(float(numbers[bias]) / row.factor - 1) < 10 * tolerance):
-            found.append(Row(row.weight, -1 if bias < 0 else int(places[bias]), row.factor))
-    return found
+def _paired(places: Tensor, numbers: Tensor, features: Tensor, sign: float, tolerance: float) -> Affine | None:
+    """Pair gradients with features by value: numbers = factor * features in some order, and factor for a bias.
 
-
-def _row(places: Tensor, numbers: Tensor, features: Tensor, tolerance: float) -> Row | None:
-    sign = 1.0 if float(numbers.sum() * features.sum()) >= 0 else -1.0
-    factor = sign * float(numbers.norm() / features.norm())
-    have, want = (numbers / factor).sort(), features.sort()
-    if not torch.allclose(have.values, want.values, rtol=10 * tolerance, atol=tolerance * float(features.abs().max())):
+    Args:
+        places: The parameter elements of each row, (rows, features), or one more.
+        numbers: Their gradients.
+        features: What each row is multiplied with.
+        sign: Of the factor.
+        tolerance: What differs by less, relative to the largest feature, is rounding.
+    """
+    biased, bias = numbers.size(1) > len(features), torch.full((len(numbers),), -1)
+    factor = sign * float((numbers[0].square().sum() / (features.square().sum() + biased)).sqrt())
+    numbers = numbers / factor
+    if biased:
+        at = (numbers - 1).abs().argmin(1, keepdim=True)
+        rest = torch.ones_like(numbers, dtype=torch.bool).scatter(1, at, False)
+        if bool(((numbers - 1).abs().amin(1) >= 10 * tolerance).any()):
+            return None
+        bias, places, numbers = places.gather(1, at)[:, 0], *(x[rest].view(len(x), -1) for x in (places, numbers))
+    have, want = numbers.sort(), features.sort()
+    close = 10 * tolerance * want.values.abs() + tolerance * features.abs().max()
+    if bool(((have.values - want.values).abs() > close).any()):
         return None
-    weight = torch.empty(len(features), dtype=torch.long)
-    weight[want.indices] = places[have.indices]
-    return Row(weight, -1, factor)
+    weight = torch.empty_like(places)
+    weight[:, want.indices] = places.gather(1, have.indices)
+    return Affine(weight, bias, snapped(factor, 1.0, tolerance))

@@ -117,17 +117,17 @@ def _rows(module: nn.Module, path: str) -> Rows:
 def _projection(rows: Rows | None, tokens: Expression, heads: int, width: int) -> Projection:
     """Cut the rows into heads; each of fewer heads serves several queries. Without rows, cut the tokens."""
     if rows is None:
-        return Projection(tokens, torch.arange(heads * width).view(heads, width), None)
+        return Projection(torch.arange(heads * width).view(heads, width), None, tokens=tokens)
     shared = heads * width // len(rows[0])
     weight, bias = (x.unflatten(0, (-1, width)).repeat_interleave(shared, 0) for x in rows)
-    return Projection(tokens, weight, bias)
+    return Projection(weight, bias, tokens=tokens)
 
 
 def _output(module: nn.Module | None, path: str, width: int, around: Expression) -> Output:
     if module is None or not path:
-        return Output(None, None, torch.arange(width), 1.0, around)
+        return Output(torch.arange(width), None, around=around)
     weight, bias = _rows(module, path)
-    return Output(weight, bias, None, 1.0, around)
+    return Output(weight, bias, around=around)
 
 
 def _sublayers(module: nn.Module | None, first: Given, features: int) -> Iterator[tuple[str, Expression, set[str]]]:

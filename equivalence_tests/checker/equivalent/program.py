@@ -72,7 +72,7 @@ class Program:
         """
         values = Values(given, module, parameters)
         averaged = self.averaged(values, may_attend).transpose(1, 2).flatten(2)
-        values.output = self.projected(averaged, parameters)
+        values.output = self.output.of(averaged, parameters)
         return self.output.around(values)
 
     def averaged(self, values: Values, may_attend: Tensor | None = None) -> Tensor:
@@ -105,13 +105,6 @@ class Program:
             bias = hidden if bias is None else bias + hidden
         return None if bias is None else bias.to(query.dtype)
 
-    def projected(self, averaged: Tensor, parameters: Parameters) -> Tensor:
-        """Give the output projection of averaged values, (b, q, heads * d)."""
-        output = self.output
-        if output.weight is None or output.bias is None:
-            return output.factor * averaged[..., output.order]
-        return output.factor * F.linear(averaged, parameters.taken(output.weight), parameters.taken(output.bias))
-
     @property
     def roles(self) -> tuple[tuple[str, Projection], ...]:
         """The three projections by name."""
@@ -128,7 +121,7 @@ class Program:
         )
         heads, width, features = self.query.weight.shape if self.query.bias is not None else (0, 0, 0)
         whole = plain and self.value.weight.size(1) == width and features == heads * width
-        out = self.output.weight is not None and self.output.weight.shape == (features, features)
+        out = self.output.bias is not None and self.output.weight.shape == (features, features)
         factors = self.scale_of_scores * width**0.5, self.value.number, self.output.factor
         as_they_are = all(abs(factor - 1) <= ROUNDING for factor in factors)
         bias = not self.cap and not self.mask_replaces and (self.bias.is_none or self.bias.is_causal)
@@ -186,7 +179,7 @@ class Program:
         tokens = [one.tokens for _, one in self.roles]
         called = [x.path for one in (around, *tokens) for x in all_of(one) if isinstance(x, Called)]
         normed = [path for path in called if module is not None and _is_norm(module.get_submodule(path))]
-        projecting = None if self.output.weight is not None or module is None else _projecting(around, module)
+        projecting = None if self.output.bias is not None or module is None else _projecting(around, module)
         for step in evidence.steps(around, "output"):
             if step.evidence and step.words == f"{projecting} is called":
                 continue

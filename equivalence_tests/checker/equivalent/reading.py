@@ -19,7 +19,7 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import SINGLE, Layout, Watched
 
 NOT_READ = (RuntimeError, IndexError, KeyError, ValueError, TypeError)  # of shapes that no part of the reading expects
-NOTHING = Output(None, None, None, 1.0, Attended())
+NOTHING = Output(torch.zeros(0, dtype=torch.long), None, around=Attended())
 
 
 @dataclass(frozen=True)

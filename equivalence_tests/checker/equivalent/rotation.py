@@ -182,27 +182,29 @@ def change_between(projected: Tensor, met: Met, watched: Watched) -> Change:
     """
     if projected.size(-1) != met.numbers.size(-1):
         raise UnreadError("heads have another width where they meet than behind their projection")
-    factor = _factor(met.of(projected), met.numbers, watched.tolerance)
-    if factor is not None:
-        return Change(factor=factor)
-    positions, found = met.rows % projected.size(2), list[tuple[float, Change]]()
+    found = []
     for norm in (None, *_norms(projected, watched)):
-        x = met.of(projected if norm is None else norm(projected, watched.parameters))
-        rotated = _rotation(x, met.numbers, positions)
-        factor = _factor(x, met.numbers, watched.tolerance)
-        if factor is not None:
-            found.append((float((factor * x - met.numbers).abs().max()), Change(norm, None, factor)))
-        elif rotated is not None:
-            expected = rotated[0].by(x, rotated[0].angles_of(int(positions.max()) + 1)[positions])
-            gap = (rotated[1] * expected - met.numbers).abs().max()
-            found.append((float(gap), Change(norm, rotated[0], snapped(rotated[1], 1.0, watched.tolerance))))
-            if norm is None:
-                break
+        if (one := _behind(norm, projected, met, watched)) is not None:
+            found.append(one)
+        if norm is None and found:
+            break
     if not found:
         raise UnreadError("what is done to a head between its projection and the product is no norm or rotation")
-    best = min(gap for gap, _ in found)
-    close = max(10 * best, 1e-12 * float(met.numbers.abs().max()))
-    return next(change for gap, change in found if gap <= close)
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _behind(norm: HeadNorm | None, projected: Tensor, met: Met, watched: Watched) -> tuple[float, Change] | None:
+    """Find what follows a norm, and how far that is from what meets; None if it is no number and no rotation."""
+    x = met.of(projected if norm is None else norm(projected, watched.parameters))
+    rotation, factor = None, _factor(x, met.numbers, watched.tolerance)
+    if factor is None:
+        positions = met.rows % projected.size(2)
+        rotation, factor = _rotation(x, met.numbers, positions) or (None, 0.0)
+        if rotation is None:
+            return None
+        x = rotation.by(x, rotation.angles_of(int(positions.max()) + 1)[positions])
+    gap = float((factor * x - met.numbers).abs().max())
+    return gap, Change(norm, rotation, snapped(factor, 1.0, watched.tolerance))
 
 
 def _norms(projected: Tensor, watched: Watched) -> Iterator[HeadNorm]:
@@ -240,54 +242,43 @@ def _rotation(x: Tensor, have: Tensor, positions: Tensor) -> tuple[Rotation, flo
     scale = float((have.square().sum() / x.square().sum()).sqrt())
     if not math.isfinite(scale) or scale == 0:
         return None
-    still = ((x * scale - have).abs().amax(0) <= LOOSE * float(have.abs().max())).tolist()
-    turning = [place for place, stays in enumerate(still) if not stays]
-    if not turning:
-        return None
-    for start, width in dict.fromkeys([(turning[0], turning[-1] + 1 - turning[0]), (0, x.size(-1))]):
+    turning = ((x * scale - have).abs().amax(0) > LOOSE * float(have.abs().max())).nonzero()[:, 0].tolist()
+    ends = [(turning[0], turning[-1] + 1 - turning[0]), (0, x.size(-1))] if turning else []
+    for start, width in dict.fromkeys(ends):
         for apart in (1, width // 2) if width % 2 == 0 else ():
-            found = _of_pairs(Rotation(start, width, apart, torch.zeros(0)), x, have / scale, positions)
-            if found is not None:
-                return found, scale
+            form = Rotation(start, width, apart, torch.zeros(width // 2, dtype=torch.float64))
+            angles = _angles(form, x, have / scale, positions)
+            if angles is not None:
+                return _with_angles(form, angles), scale
     return None
 
 
-def _of_pairs(form: Rotation, x: Tensor, have: Tensor, positions: Tensor) -> Rotation | None:
-    """Measure the angles of all pairs; None if the pairs are others."""
+def _angles(form: Rotation, x: Tensor, have: Tensor, positions: Tensor) -> Tensor | None:
+    """Measure the angles of all pairs at each position; None if the pairs are others."""
     part = slice(form.start, form.start + form.width)
     before, after = (torch.complex(*paired(rows[:, part].contiguous(), form.apart)) for rows in (x, have))
     ratio = after / before
     if not torch.allclose(ratio.abs(), torch.ones(()).double(), rtol=1e-6):
         return None
-    count = int(positions.max()) + 1
-    mean = torch.zeros(count, ratio.size(1), dtype=ratio.dtype).index_add(0, positions, ratio)
-    seen = torch.bincount(positions, minlength=count)
+    seen = torch.bincount(positions)
+    mean = torch.zeros(len(seen), ratio.size(1), dtype=ratio.dtype).index_add(0, positions, ratio)
     mean = mean / seen.clamp_min(1)[:, None]
-    if bool((seen == 0).any()) or float((mean[positions] - ratio).abs().max()) > LOOSE:
-        return None
-    return _with_angles(form, mean.angle())
+    uneven = float((mean[positions] - ratio).abs().max()) > LOOSE
+    return None if bool((seen == 0).any()) or uneven else mean.angle()
 
 
 def _with_angles(form: Rotation, angles: Tensor) -> Rotation:
-    """Write the angles as multiples of the position, where they are."""
-    even = replace(form, steps=torch.zeros(angles.size(1), dtype=torch.float64))
-    if len(angles) > 1:
-        steps = torch.remainder(angles[1] - angles[0] + math.pi, 2 * math.pi) - math.pi
-        for first in (0, 1):
-            even = replace(form, steps=steps, first=first)
-            gap = (torch.polar(torch.ones_like(angles), angles) - _on_circle(even.angles_of(len(angles)))).abs().max()
-            if float(gap) < LOOSE:
-                return _exact(replace(even, single=float(gap) > MEASURED))
-    return replace(form, steps=even.steps, angles=angles, single=True)
-
-
-def _exact(rotation: Rotation) -> Rotation:
-    """Take the powers of the base in the place of measured steps."""
-    base = rotation.base
-    if not base:
-        return rotation
-    exact = base ** (-2 * torch.arange(len(rotation.steps), dtype=torch.float64) / rotation.width)
-    return replace(rotation, steps=exact, single=not torch.allclose(exact, rotation.steps, rtol=0, atol=MEASURED))
+    """Write the angles as multiples of the position, where they are; the multiples as powers of a base."""
+    steps = torch.remainder(angles.diff(dim=0)[:1] + math.pi, 2 * math.pi).sub(math.pi).flatten()
+    for first in (0, 1) if len(steps) else ():
+        even = replace(form, steps=steps, first=first)
+        gap = float((_on_circle(angles) - _on_circle(even.angles_of(len(angles)))).abs().max())
+        if gap < LOOSE and even.base:
+            exact = even.base ** (-2 * torch.arange(len(steps), dtype=torch.float64) / form.width)
+            return replace(even, steps=exact, single=not torch.allclose(exact, steps, rtol=0, atol=MEASURED))
+        if gap < LOOSE:
+            return replace(even, single=gap > MEASURED)
+    return replace(form, angles=angles, single=True)
 
 
 def _on_circle(angles: Tensor) -> Tensor:

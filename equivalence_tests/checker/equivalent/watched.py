@@ -105,15 +105,11 @@ class Watched:
 
     def sources(self, numbers: list[int]) -> list[Source]:
         """Give what made the names, with what only normed or multiplied it followed back to its projection."""
-        every = self.found.run.names.sources
-        found = [every[number] for number in numbers]
-        while any(source.kind in ("normed", "gain") and source.parents for source in found):
-            found = [
-                every[number]
-                for source in found
-                for number in (source.parents if source.kind in ("normed", "gain") else (source.number,))
-            ]
-        return list({source.number: source for source in found}.values())
+        found: dict[int, Source] = {}
+        for source in (self.found.run.names.sources[number] for number in numbers):
+            inside = self.sources([*source.parents]) if source.kind in ("normed", "gain") else []
+            found |= {one.number: one for one in inside or [source]}
+        return list(found.values())
 
     def taken_by(self, source: Source) -> tuple[Tensor, Operation] | None:
         """Give the tokens that a projection takes, and the operation; None for what is an argument itself."""

@@ -194,7 +194,6 @@ class Writer(Conversion):
         self._three("in_proj_weight", [one.weight.flatten(0, 1) for _, one in program.roles])
         if bias:
             self._three("in_proj_bias", [one.bias.flatten() for _, one in program.roles if one.bias is not None])
-        assert out.weight is not None  # the same
         self._convert("out_proj.weight", out.weight)
         if bias:
             self._convert("out_proj.bias", out.bias)
@@ -362,10 +361,9 @@ class Writer(Conversion):
     def _projected(self) -> str:
         output = self.program.output
         factor = f"{output.factor!r} * " if abs(output.factor - 1) > ROUNDING else ""
-        if output.weight is None or output.bias is None:
-            assert output.order is not None  # what is not projected is in some order
-            plain = torch.equal(output.order, torch.arange(len(output.order)))
-            return f"{factor}merged" + ("" if plain else f"[..., {output.order.tolist()}]")
+        if output.bias is None:
+            plain = torch.equal(output.weight, torch.arange(len(output.weight)))
+            return f"{factor}merged" + ("" if plain else f"[..., {output.weight.tolist()}]")
         self._linear("out_proj", output.weight, output.bias)
         return f"{factor}self.out_proj(merged)"
 
