@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from equivalence_tests.__main__ import app
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.layers.whole_calls import called_by_hooks
+from equivalence_tests.checker.layers.whole_operations import Sized, nested
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.parts.kinds import atoms_of
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -139,6 +141,33 @@ class TakesATable(nn.Module):
         x = x + self.positions[: x.size(1)]
         x = self.norm1(x + self.attn(x, x, x, need_weights=False)[0])
         return self.norm2(x + self.mlp(x))
+
+
+class AddsABiasOfItsOwn(nn.Module):
+    """Predicts words with a matrix that has its bias beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, 30, bias=False)
+        self.bias, self.shift = nn.Parameter(torch.randn(30)), nn.Parameter(torch.randn(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x)) + self.bias
+
+
+class ShiftsWhatItsNormGives(AddsABiasOfItsOwn):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x) + self.shift) + self.bias
+
+
+def test_a_bias_that_is_a_parameter_beside_its_matrix_is_a_bias_and_one_of_something_else_is_none() -> None:
+    given = {"x": torch.randn(2, 9, 12, dtype=torch.float64)}
+    assert steps_of(AddsABiasOfItsOwn().double(), given) == []
+    assert [step.evidence for step in steps_of(ShiftsWhatItsNormGives().double(), given)] == [""]
+
+
+def test_a_number_of_numpy_is_written_as_a_number() -> None:
+    assert nested(Sized([], "x", "").written(np.float64(0.5), np.float64(0.5))) == "0.5"
 
 
 def test_complex_tables_stay_complex() -> None:

@@ -82,7 +82,7 @@ def _constant(x: Any) -> Text:
     if isinstance(x, bool | int | str) or x is None:
         return Text(repr(x))
     if isinstance(x, float):
-        return Text(repr(x) if abs(x) != float("inf") else f'float("{x}")')
+        return Text(repr(float(x)) if abs(x) != float("inf") else f'float("{x}")')  # numpy has floats of its own
     if isinstance(x, torch.dtype | torch.memory_format | torch.layout):
         return Text(str(x))
     raise UnreadError(f"an argument of the kind {type(x).__name__} cannot be written down")

@@ -238,8 +238,7 @@ class Follower:
             places = value.places[..., None] + torch.arange(output.size(-1))
         else:
             rows = index.double()
-            steps = rows.diff(dim=-1)
-            counted = bool((rows == rows[..., :1]).all()) or bool((steps == 1).all())
+            counted = bool((rows == rows[..., :1]).all()) or bool((rows.diff(dim=-1) == 1).all())
             if not counted:
                 self.sums.say(f"the places that {path} is asked for are not counted from the first", "scores")
             label, places = self.labels.add("table", f"{path} {rows.flatten()[:1].tolist()}"), torch.zeros(())
@@ -357,19 +356,19 @@ class Follower:
     def _added(self, operation: Operation, sign: float) -> None:
         one, other = (self._operand(slot.tensor) for slot in operation.inputs)
         if one is None or other is None or operation.name == "rsub":
-            data = [x for x in (one, other) if x is not None]
-            self._strange(operation, data)
+            self._strange(operation, [x for x in (one, other) if x is not None])
+            return
+        learnt = [slot.tensor.dim() for slot in operation.inputs if id(slot.tensor) in self.learnt]
+        projected = next((x for x in (one, other) if self.labels.kind(x) == "linear"), None)
+        if learnt == [1] and projected is not None:  # its bias, which is a parameter of its own
+            self._give([operation.outputs[0].tensor], projected)
             return
         for value in (one, other):
             self.labels.summed.setdefault(value.only, operation.frames)
         both = [x for x in (one, other) if x.places.dim()]
-        if len(both) > 1 and not (
-            both[0].places.shape == both[1].places.shape and torch.equal(both[0].places, both[1].places)
-        ):
+        if len(both) > 1 and not torch.equal(both[0].places, both[1].places):
             self.sums.say("what is added lies in another order", "project")
-        largest = max(both, key=lambda x: x.places.numel()).places
-        if largest.shape != operation.outputs[0].value.shape:
-            largest = largest.expand(operation.outputs[0].value.shape)
+        largest = max(both, key=lambda x: x.places.numel()).places.expand(operation.outputs[0].value.shape)
         self._give([operation.outputs[0].tensor], Value(summed(one.terms, other.terms, sign), largest))
 
     def _operand(self, x: Tensor) -> Value | None:
@@ -400,11 +399,10 @@ class Follower:
         gains = [x for x in tensors if id(x) in self.learnt]
         if operation.name == "mul" and len(data) == 1 and gains:
             self._part("gain", self._names(gains[0]), data, [out], operation.frames)
-            return
-        if operation.name == "mul" and len(data) == 2 and self.labels.gates(data):
+        elif operation.name == "mul" and len(data) == 2 and self.labels.gates(data):
             self._function("product", "product", data, operation)
-            return
-        self._strange(operation, data)
+        else:
+            self._strange(operation, data)
 
     def _acted(self, name: str, value: Value, output: Tensor | list[Tensor]) -> None:
         if self.labels.kind(value) not in ("linear", "piece") and not self.labels.is_normed_matrix(value):
