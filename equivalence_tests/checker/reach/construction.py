@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 import sys
+import typing
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -35,7 +36,7 @@ from equivalence_tests.checker.reach.configs import ImitatedConfig, configs_for,
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.importing import definitions_beside
-from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of
+from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, used_as
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
 from equivalence_tests.checker.reporting.lines import raised_in
 from equivalence_tests.instruments.weights import randomize_parameters
@@ -241,7 +242,7 @@ def argument_lists(target: Any, sizes: Sizes) -> Iterator[list[dict[str, Any]]]:
     """
     parameters = parameters_of(target)
     required = [p for p in parameters if p.default is p.empty]
-    extras = {p.name: value for p in parameters if p not in required for value in _override(p, sizes)}
+    extras = {p.name: value for p in parameters if p not in required for value in _override(p, sizes, target)}
     by_name = {p.name: value_for(p.name, sizes)[1] for p in parameters if p.default is None}
     unset = {name: value for name, value in by_name.items() if type(value) is int}
     for values in itertools.islice(ranked([_candidates(p, sizes, target) for p in required]), MOST_GUESSES):
@@ -304,12 +305,20 @@ def prepare(module: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     return module
 
 
-def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
+def _value(target: Any, name: str, sizes: Sizes) -> tuple[bool, Any]:
+    """Say what an argument probably wants, by its name, or by what the constructor does with it."""
+    known, value = value_for(name, sizes)
+    use = used_as(target).get(name, "") if not known or value == sizes.embed_dim else ""
+    used = {"drops": DROPOUT, "divides": sizes.head_dim, "repeats": sizes.num_layers}
+    return (True, used[use]) if use else (known, value)
+
+
+def _override(parameter: inspect.Parameter, sizes: Sizes, target: Any = None) -> list[Any]:
     """Give sizes to optional arguments too, where the name says so; flags and other switches keep their default."""
     default = parameter.default
     if parameter.name == "device" and default is not None:
         return ["cpu"]  # some default to a GPU
-    known, value = value_for(parameter.name, sizes)
+    known, value = _value(target, parameter.name, sizes)
     if re.search(COUNTS_KEY_HEADS, parameter.name.lower()) and (default is None or type(default) is int):
         return [value]
     wanted_number = isinstance(default, int | float) and not isinstance(default, bool)
@@ -323,11 +332,13 @@ def _override(parameter: inspect.Parameter, sizes: Sizes) -> list[Any]:
 def _candidates(parameter: inspect.Parameter, sizes: Sizes, target: Any) -> list[Any]:
     """List what a required argument may want: a part, a config, or what its name says; every guess if it says none."""
     name, asked = parameter.name.lower(), parameter.annotation
-    known, value = value_for(name, sizes)
+    known, value = _value(target, parameter.name, sizes)
     plain = asked in (bool, int, float, str) or OF_A_NUMBER.search(name)
+    if typing.get_origin(asked) is type or name.endswith(("_cls", "_class")):
+        return [*_parts_beside(target, name)[:2], nn.LayerNorm]
     made = [] if plain else [built(found, sizes) for found in _parts_beside(target, name)[:2]]
     if is_config(target, parameter):
-        return [one for one in (*made, *_configs(target, parameter, sizes)) if one is not None]
+        return [one for one in (*made, *_configs(target, parameter, sizes), value) if one is not None]
     if asked in _classes_beside(target):
         return [made for made in (built(asked, sizes),) if made is not None]
     if parameter.name in (scales := callers_scales(target)):

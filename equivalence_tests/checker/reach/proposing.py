@@ -1,7 +1,10 @@
 """What somebody's callable may want: its parameters, what their names say, and every choice, the likeliest first."""
 
 import ast
+import functools
 import inspect
+import itertools
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -54,6 +57,41 @@ def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
         elif isinstance(default, str):
             values = dict.fromkeys(x for x in compared.get(parameter.name, []) if isinstance(x, str))
             yield from ((parameter.name, value) for value in values if value != default)
+
+
+@functools.lru_cache(maxsize=64)
+def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
+    """Say what a constructor does with its arguments, or a class of its module that it hands them to.
+
+    Returns:
+        For each name "drops", if it is a rate of dropout, "divides", if a width is divided by it, or "repeats".
+    """
+    names = vars(sys.modules.get(getattr(target, "__module__", ""), object))
+    used: dict[str, str] = {}
+    for node in nodes_of(target):
+        match node:
+            case ast.BinOp(op=ast.FloorDiv() | ast.Mod(), right=ast.Name(id=name) | ast.Attribute(attr=name)):
+                used[name] = "divides"
+            case ast.Call(func=ast.Name(id="range"), args=[*_, ast.Name(id=name)]):
+                used.setdefault(name, "repeats")
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called)):
+                made = names.get(called)
+                further = isinstance(made, type) and made not in (*inside, target)
+                meant = used_as(made, (*inside, target)) if further else {}
+                for argument, value in _handed_over(node, made if further else None):
+                    drops = "drop" in argument or (argument in ("", "p") and "drop" in called.lower())
+                    name = getattr(value, "id", getattr(value, "attr", ""))
+                    used |= {name: "drops" if drops else meant.get(argument, "")} if drops or argument in meant else {}
+    return used
+
+
+def _handed_over(call: ast.Call, made: Any) -> list[tuple[str, ast.expr]]:
+    """Give what a call hands over, each with the name of the argument, or "" where that is not known."""
+    order = [p.name for p in parameters_of(made)] if made is not None else []
+    given = [
+        (name, value) for name, value in zip(itertools.chain(order, itertools.repeat("")), call.args, strict=False)
+    ]
+    return [*given, *((keyword.arg or "", keyword.value) for keyword in call.keywords)]
 
 
 def _signature(target: Any, eval_str: bool) -> inspect.Signature | None:

@@ -414,6 +414,37 @@ def test_constructors_that_fail_late_are_called_less_often() -> None:
     assert 10 < InVain.built < 60
 
 
+class DropsInEval(nn.Module):
+    """Drops while its own argument says that it trains, at a rate of another name that is 0 by default."""
+
+    def __init__(self, n_patch: int, n_embd: int, h_size: int, d_rate: float = 0.0) -> None:
+        super().__init__()
+        assert n_embd % h_size == 0
+        self.h_size, self.d_rate = h_size, d_rate
+        self.packed, self.out, self.drop = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd), nn.Dropout(d_rate)
+
+    def forward(self, x: Tensor, training: bool = True) -> Tensor:
+        self.training = training
+        q, k, v = (t.unflatten(-1, (-1, self.h_size)).transpose(1, 2) for t in self.packed(x).chunk(3, -1))
+        rate = self.d_rate if self.training else 0.0
+        return self.out(functional.scaled_dot_product_attention(q, k, v, dropout_p=rate).transpose(1, 2).flatten(2))
+
+
+class InDepth(nn.Module):
+    """Hands its rate and its size on, and repeats what it holds."""
+
+    def __init__(self, n_embd: int, h_size: int, enc_depth: int, d_rate: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DropsInEval(9, n_embd, h_size, d_rate=d_rate) for _ in range(enc_depth))
+
+
+def test_what_no_name_says_is_read_off_what_the_constructor_does_with_it() -> None:
+    built, sizes = next(build(InDepth))
+    assert len(built.layers) == sizes.num_layers
+    assert (built.layers[0].h_size, built.layers[0].d_rate) == (sizes.head_dim, 0.25)
+    assert "dropout_in_eval" in verify(DropsInEval).mistakes
+
+
 class ScaledByTheWidthOfItsInput(nn.Module):
     """Right only where input and output are equally wide."""
 
