@@ -12,16 +12,15 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.equivalent.calls import diagnose_call
-from equivalence_tests.checker.equivalent.comparing import Difference, difference_of
-from equivalence_tests.checker.equivalent.deciding import differs
-from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, first_output
+from equivalence_tests.checker.equivalent.comparing import Case
+from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import guess_kind, is_torchs
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.subject import Adapter
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reporting.findings import PARTS, Exercise
+from equivalence_tests.checker.reporting.findings import PARTS
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 
@@ -84,21 +83,14 @@ def _part(
 ) -> Report:
     """Check a norm, a feed-forward or an encoding of positions, and compare what it gives for the user's own inputs."""
     report = examine_part(module, name, guess_kind(module), Adapter(intended=intended))
-    if report.verdict != "equal" or report.equivalent is None:
+    known = report.equivalent
+    if report.verdict != "equal" or known is None:
         return report
-    (ours_args, ours_kwargs), (args, kwargs) = (in_dtype((args, kwargs), None) for _ in range(2))
-    theirs = first_output(module(*args, **kwargs))
-    try:
-        ours = first_output(report.equivalent.of(module)(*ours_args, **ours_kwargs))
-    except Exception as error:  # arguments that the equivalent does not have
-        report.coverage.append(Exercise("your own inputs", False, f"not compared: {said(error)}"))
-        report.verdict = "partial"
-        return report
-    size = difference_of(ours.double(), theirs.double())
-    report.equivalent = replace(report.equivalent, compared=(*report.equivalent.compared, "your own inputs"))
-    if size > max(SINGLE if theirs.dtype != torch.float64 else EXACT, report.equivalent.difference):
-        report.equivalent = replace(report.equivalent, difference=size, where="output, your own inputs", agrees=False)
-        differs(report, Difference("your own inputs", "output", size))
+    case = Case(Call(module, *in_dtype((args, kwargs), None)), None, "your own inputs")
+    exact = any(x.dtype == torch.float64 for x in tensors_in((args, kwargs)))
+    hold_part(report, WrittenPart(known), [case], tolerance=max(EXACT if exact else SINGLE, known.difference))
+    if report.equivalent is not None:
+        report.equivalent = replace(report.equivalent, compared=(*known.compared, *report.equivalent.compared))
     return report
 
 
