@@ -1,7 +1,7 @@
 """Lengths beyond every number that looks like a block or a window, and tiles that are shorter than they are."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,12 +33,13 @@ def is_tile(name: str, default: int, covered: Covered) -> bool:
     def ran(given: dict[str, int]) -> tuple[Tensor, int]:
         return trial.output(inputs, given), len(operations_of(partial(trial.output, inputs, given)))
 
-    whole, smaller = attempt(partial(ran, {})), [default >> shift for shift in range(1, default.bit_length())]
+    whole = attempt(partial(ran, {}))
+    if whole is None:
+        return False
+    smaller = [default >> shift for shift in range(1, default.bit_length())]
     runs = ((number, attempt(partial(ran, {name: number}))) for number in smaller)
-    more = [(number, run[0]) for number, run in runs if run is not None and whole is not None and run[1] > whole[1]]
-    wrong = next(
-        (number for number, output in more if whole is not None and not near(output, whole[0], MEASURED)), None
-    )
+    more = [(number, run[0]) for number, run in runs if run is not None and run[1] > whole[1]]
+    wrong = next((number for number, output in more if not near(output, whole[0], MEASURED)), None)
     if wrong is None and more:
         covered.add(name, (), f"down to {more[-1][0]}: more is run, and the same comes out")
     judged = attempt(partial(covered.judged, inputs, {name: wrong})) if wrong is not None else None
@@ -105,13 +106,11 @@ def _judge_window(covered: Covered, name: str, limit: int) -> None:
             return
         unseen = (~seen.diagonal()).nonzero().flatten().tolist()
         wrong = "window_hides_near_keys" if unseen else "window_without_effect"
-        evidence = f"query {length - 1} of {length} tokens gives key 0 a weight"
-        evidence = f"query {unseen[0]} of {length} tokens does not see its own" if unseen else evidence
-        facts, stack = (
-            {"limit": limit, "argument": name, "length": length},
-            code_lines(judgement.attention.first.frames),
+        what = (
+            f"{unseen[0]} of {length} tokens does not see its own" if unseen else f"{length - 1} gives key 0 a weight"
         )
-        covered.findings.append(found_mistake(wrong, facts, evidence=evidence, stack=stack))
+        facts, lines = {"limit": limit, "argument": name, "length": length}, judgement.attention.first.frames
+        covered.findings.append(found_mistake(wrong, facts, evidence=f"query {what}", stack=code_lines(lines)))
         return
 
 
@@ -124,15 +123,16 @@ def _ends_at(function: Callable[..., Any], limit: int) -> bool:
 
 
 def _limits(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
-    """Whole numbers that an instance, its class or its file holds, or that are defaults of its forward."""
-    code: Any = function.forward if isinstance(function, nn.Module) else function
+    """Whole numbers that an instance, its class or its file holds, that are defaults of its forward, or in its code."""
+    forward: Any = function.forward if isinstance(function, nn.Module) else function
     owners = [vars(owner) for child in _own_modules(function) for owner in (*reversed(type(child).__mro__), child)]
-    found = {name: x for held in (getattr(code, "__globals__", {}), *owners) for name, x in whole_numbers(held).items()}
-    found = {name: value for name, value in found.items() if LIMITED.search(name)}
+    held = [(name, x) for owner in (getattr(forward, "__globals__", {}), *owners) for name, x in owner.items()]
+    found = {name: x for name, x in held if type(x) is int and LIMITED.search(name)}
     defaults = {p.name: p.default for p in parameters_of(function) if type(p.default) is int}
     found |= {name: x for name, x in defaults.items() if LIMITED.search(name) or x < LONGEST}  # a size in bytes is none
     yield from ((name, value) for name, value in sorted(found.items()) if value > 1)
-    written = {x for one in _functions(function) for x in _written(one) if type(x) is int}
+    codes = [(getattr(one, "__code__", None), getattr(one, "__defaults__", None)) for one in _functions(function)]
+    written = {x for code, own in codes for x in (*getattr(code, "co_consts", ()), *(own or ())) if type(x) is int}
     yield from (("a number in its code", x) for x in sorted(written - {*found.values()}) if x in TILES)
 
 
@@ -149,16 +149,3 @@ def _functions(function: Callable[..., Any]) -> Iterator[Any]:
     for child in _own_modules(function):
         for owner in (one for one in type(child).__mro__ if one is not nn.Module):
             yield from (method for name, method in vars(owner).items() if name != "__init__")
-
-
-def _written(function: Any) -> tuple[Any, ...]:
-    """What is written into a function, and its defaults."""
-    return (
-        *getattr(getattr(function, "__code__", None), "co_consts", ()),
-        *(getattr(function, "__defaults__", ()) or ()),
-    )
-
-
-def whole_numbers(held: Mapping[str, Any]) -> dict[str, int]:
-    """Give those values that are whole numbers."""
-    return {name: value for name, value in held.items() if type(value) is int}

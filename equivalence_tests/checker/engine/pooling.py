@@ -31,21 +31,19 @@ def judge_pooling(subject: Subject) -> Report | None:
 
     It is called with equal tokens, few and many: it deviates if its softmax does not run over the tokens.
     """
-    for few, many in zip(*(_arguments(subject, length) for length in LENGTHS), strict=True):
-        call, longer = (Call(subject.function, given, module=subject.module) for given in (few, many))
-        run = attempt(partial(call.run, read=False))
-        weighs = next((op for op in run.operations if op.name in SOFTMAXES), None) if run is not None else None
-        other = attempt(partial(longer.run, read=False)) if weighs is not None else None
-        if run is None or weighs is None or other is None:
+    for pair in zip(*(_arguments(subject, length) for length in LENGTHS), strict=True):
+        calls = (Call(subject.function, given, module=subject.module) for given in pair)
+        runs = [run for call in calls if (run := attempt(partial(call.run, read=False))) is not None]
+        weighs = next((op for run in runs[:1] for op in run.operations if op.name in SOFTMAXES), None)
+        if weighs is None or len(runs) < len(LENGTHS):
             continue
-        one, two = (next(tensors_in((ran.output,))) for ran in (run, other))
+        one, two = (next(tensors_in((run.output,))) for run in runs)
         if one.shape == two.shape and one.dim() == 2 and len(one) == subject.sizes.batch:
             return _pooled(subject, weighs, "one vector per sample is returned", near(one, two, SINGLE))
         if [x.numel() for x in (one, two)] == [subject.sizes.batch * length for length in LENGTHS]:
             sums = one.reshape(subject.sizes.batch, -1).sum(-1)
-            return _pooled(
-                subject, weighs, "only their weights are returned", near(sums, torch.ones_like(sums), SINGLE)
-            )
+            whole = near(sums, torch.ones_like(sums), SINGLE)
+            return _pooled(subject, weighs, "only their weights are returned", whole)
     return None
 
 
@@ -73,11 +71,9 @@ def _widths(subject: Subject) -> list[int]:
 
 
 def _pooled(subject: Subject, weighs: Operation, gives: str, whole: bool) -> Report:
-    report = Report(subject.name, POOLING)
-    report.reason = (
-        f"It is a pooling layer: {_line(weighs)} weighs tokens, and {gives}. torch.nn has none to compare it with."
-    )
-    over = weighs.inputs[0].value.size(weighs.argument(1, "dim", -1))
+    line, over = code_lines(weighs.frames)[-1], weighs.inputs[0].value.size(weighs.argument(1, "dim", -1))
+    said = f"It is a pooling layer: line {line.number} (`{line.text}`) weighs tokens, and {gives}."
+    report = Report(subject.name, POOLING, reason=f"{said} torch.nn has none to compare it with.")
     if over != LENGTHS[0] and not whole:
         report.verdict = "deviates"
         report.reason += (
@@ -85,8 +81,3 @@ def _pooled(subject: Subject, weighs: Operation, gives: str, whole: bool) -> Rep
             "and more tokens that are all equal give another vector."
         )
     return report
-
-
-def _line(operation: Operation) -> str:
-    line = code_lines(operation.frames)[-1]
-    return f"line {line.number} (`{line.text}`)"
