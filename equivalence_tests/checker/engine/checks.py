@@ -1,12 +1,12 @@
-"""The small checks of an attention whose formula was found right: precision, training, the same numbers in each call.
+"""The small checks of an attention whose formula was found right: precision, the same numbers in each call.
 
-Each is a function ``check_*(checked)`` that returns what it saw, raises ``FailedError`` with what is wrong, or
-``SkippedError`` with why it does not apply.
+Each is a function ``check_*`` of a call whose attention is right, and what was found out so far. It returns what it
+saw, raises ``FailedError`` with what is wrong, or ``SkippedError`` with why it does not apply.
 """
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,8 +17,7 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, in_dtype
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.watching import Patch
-from equivalence_tests.checker.mistakes import MISTAKES, found_mistake
-from equivalence_tests.checker.reach.calling import Inputs
+from equivalence_tests.checker.mistakes import MISTAKES
 from equivalence_tests.checker.reach.construction import retype
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.state import ask, default_dtype, keeping_state
@@ -27,7 +26,7 @@ from equivalence_tests.checker.reporting.findings import NOT_JUDGED, CheckResult
 from equivalence_tests.checker.reporting.report import Report
 from equivalence_tests.instruments.differences import compare_errors
 
-Check = Callable[["Checked"], str]
+Check = Callable[[Situation, Report], str]
 KEPT = frozenset(name for name, mistake in MISTAKES.items() if mistake.kept)
 # What the comparison with torch's program answers: the check, and what should be true.
 ANSWERED = {
@@ -37,51 +36,11 @@ ANSWERED = {
 
 
 class FailedError(Exception):
-    """The check found something wrong; the message says what, and the second argument names the mistake, if any."""
+    """The check found something wrong; the message says what."""
 
 
 class SkippedError(Exception):
     """The check does not apply; the message says why."""
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What the checks look at.
-
-    Args:
-        situation: A call whose attention is right.
-        report: What was found out so far.
-    """
-
-    situation: Situation
-    report: Report
-
-    @property
-    def module(self) -> nn.Module:
-        """The module; skips the check where there is none."""
-        module = self.situation.subject.module
-        if module is None:
-            raise SkippedError("no module")
-        return module
-
-    def inputs(self, seed: int) -> Inputs:
-        """Draw inputs."""
-        return self.situation.trial.inputs(seed=seed)
-
-    def output(self, inputs: Inputs) -> Tensor:
-        """Call, and give the output as (batch, query_len, embed_dim)."""
-        with torch.no_grad():
-            return self.situation.trial.output(inputs).double()
-
-    def formula(self, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:
-        """Patches that put torch's softmax(scores) @ values in place; skips the check where a deviation is intended."""
-        others = [finding.name for finding in self.report.intended if finding.name not in KEPT]
-        judgements = self.situation.found.judgements
-        if others or any(judgement.attention.tiled for judgement in judgements):
-            raise SkippedError(f"the formula is a different one: {', '.join(others) or 'tiles'}")
-        if not all(model.has_choice for judgement in judgements for model in judgement.models):
-            raise SkippedError("no query had more than one key to choose from")
-        return {index: patch for judgement in judgements for index, patch in reference(judgement, dtype).items()}
 
 
 def attention_checks() -> list[Check]:
@@ -104,17 +63,16 @@ def judge_checks(report: Report) -> None:
         report.reason = f"This should be true but is not: {'; '.join(said[name] for name in failed)}."
 
 
-def run_check(check: Check, checked: Checked) -> CheckResult:
-    """Run one check: any exception of the user's code fails it, and a failure with a named mistake adds a finding."""
-    name, answer = check.__name__, ask(partial(check, checked))
+def run_check(check: Check, situation: Situation, report: Report) -> CheckResult:
+    """Run one check: any exception of the user's code fails it."""
+    name, answer = check.__name__, ask(partial(check, situation, report))
     match answer.error:
         case None:
             return CheckResult(name, "passed", answer.value or "")
         case SkippedError() | NotImplementedError() as error:  # of the user's code, which says so itself
             return CheckResult(name, "skipped", str(error) or "it raises NotImplementedError")
-        case FailedError(args=(detail, *mistakes)):
-            checked.report.findings += [found_mistake(mistake, stage="checks") for mistake in mistakes]
-            return CheckResult(name, "failed", detail)
+        case FailedError() as error:
+            return CheckResult(name, "failed", str(error))
         case error:
             return CheckResult(name, "failed", f"raised {said(error)}")
 
@@ -123,13 +81,24 @@ def _first(run: Run) -> Tensor:
     return next(tensors_in((run.output,)))
 
 
-def check_float32_error(checked: Checked) -> str:
+def _formula(situation: Situation, report: Report, dtype: torch.dtype) -> dict[int, Patch]:
+    """Patches that put torch's softmax(scores) @ values in place; skips the check where a deviation is intended."""
+    others = [finding.name for finding in report.intended if finding.name not in KEPT]
+    judgements = situation.found.judgements
+    if others or any(judgement.attention.tiled for judgement in judgements):
+        raise SkippedError(f"the formula is a different one: {', '.join(others) or 'tiles'}")
+    if not all(model.has_choice for judgement in judgements for model in judgement.models):
+        raise SkippedError("no query had more than one key to choose from")
+    return {index: patch for judgement in judgements for index, patch in reference(judgement, dtype).items()}
+
+
+def check_float32_error(situation: Situation, report: Report) -> str:
     """In float32 the error is at most twice that of the built-in, plus a few units in the last place."""
-    subject, double = checked.situation.subject, checked.situation.call
+    subject, double = situation.subject, situation.call
     if subject.dtype != torch.float64 or not isinstance(subject.function, nn.Module):
         raise SkippedError("computed in float32 throughout" if subject.module else "no module")
-    exact, single = checked.formula(), checked.formula(torch.float32)
-    module = copy.deepcopy(checked.module)
+    exact, single = (_formula(situation, report, dtype) for dtype in (torch.float64, torch.float32))
+    module = copy.deepcopy(subject.function)
     retype(module, torch.float32)
     args, kwargs = in_dtype((double.args, double.kwargs), torch.float32)
     call = Call(module, args, kwargs)
@@ -141,7 +110,7 @@ def check_float32_error(checked: Checked) -> str:
         if mine is None:
             assert answer.error is not None  # a run gives something
             raise SkippedError(f"in float32 it raises {said(answer.error)}") from answer.error
-        if [op.name for op in mine.operations] != [op.name for op in checked.situation.found.run.operations]:
+        if [op.name for op in mine.operations] != [op.name for op in situation.found.run.operations]:
             raise SkippedError("in float32 it takes other steps")
         builtin = call.run(single, read=False)
     right = _first(widened.run(exact, read=False)).double()
@@ -151,41 +120,27 @@ def check_float32_error(checked: Checked) -> str:
     return f"error {ratio.candidate_error:.1g} against {ratio.builtin_error:.1g} of the built-in"
 
 
-def check_eval_is_deterministic(checked: Checked) -> str:
+def check_eval_is_deterministic(situation: Situation, _: Report) -> str:
     """Two calls in eval give the same numbers."""
-    inputs = checked.inputs(111)
-    first, second = checked.output(inputs), checked.output(inputs)
+    trial = situation.trial
+    with torch.no_grad():
+        first, second = (trial.output(trial.inputs(seed=111)).double() for _ in range(2))
     if not torch.equal(first.nan_to_num(), second.nan_to_num()):
         raise FailedError("two calls in eval differ")
     return ""
 
 
-def check_arguments_are_left_alone(checked: Checked) -> str:
+def check_arguments_are_left_alone(situation: Situation, _: Report) -> str:
     """The tensors that are passed in are unchanged afterwards."""
-    if checked.situation.subject.adapter.call is not None:
+    if situation.subject.adapter.call is not None:
         raise SkippedError("an adapter stands between")
-    args, kwargs = checked.situation.trial.arguments(checked.inputs(161))
-    given = dict(zip((name for name, _ in checked.situation.plan.roles), args, strict=False)) | kwargs
+    trial = situation.trial
+    args, kwargs = trial.arguments(trial.inputs(seed=161))
+    given = dict(zip((name for name, _ in trial.plan.roles), args, strict=False)) | kwargs
     before = copy.deepcopy(given)
-    with torch.no_grad(), keeping_state(checked.situation.trial.function):
-        checked.situation.trial.function(*args, **kwargs)
+    with torch.no_grad(), keeping_state(trial.function):
+        trial.function(*args, **kwargs)
     changed = [name for name, x in given.items() if isinstance(x, Tensor) and not torch.equal(x, before[name])]
     if changed:
         raise FailedError(f"{', '.join(changed)} is written into: the caller's own tensor changes")
-    return ""
-
-
-def check_dropout_in_training(checked: Checked) -> str:
-    """In training, dropout changes the output."""
-    module = checked.module
-    if not any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
-        raise SkippedError("no dropout layer with a probability above 0")
-    module.train()
-    try:
-        first, second = (checked.output(checked.inputs(131)) for _ in range(2))
-    finally:
-        module.eval()
-    if torch.equal(first, second):
-        checked.report.notes.append("there is a dropout layer, and nothing goes through it: training drops nothing")
-        raise SkippedError("two calls in training are equal: the dropout layer is not used")
     return ""

@@ -33,8 +33,9 @@ from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.plans import crossed
 from equivalence_tests.checker.reach.proposing import other_options, parameters_of
 from equivalence_tests.checker.reach.state import ask, attempt, held_by, switch_off
-from equivalence_tests.checker.reach.tracing import layers_made
+from equivalence_tests.checker.reach.tracing import layers_made, tensors_in
 from equivalence_tests.checker.reporting.lines import frames_of, is_refusal
+from equivalence_tests.checker.reporting.report import Report
 
 LOUD, LOUDEST = 30.0, 1000.0
 # What speaks for a causal mask, what turns one off, and what leaves it to the caller.
@@ -139,8 +140,8 @@ def other_length_departures(situation: Situation) -> list[Departure]:
     return [Departure("other_lengths_crash", "project", None, facts, frames=frames_of(error))]
 
 
-def in_training(situation: Situation) -> list[Departure]:
-    """Dropout drops the weights, not the scores, and scales up what it leaves."""
+def in_training(situation: Situation, report: Report) -> list[Departure]:
+    """Dropout drops the weights, not the scores, and scales up what it leaves; a layer that drops nothing is noted."""
     module, judgement = situation.subject.module, situation.judgement
     if module is None or judgement is None or judgement.blocked():
         return []
@@ -149,6 +150,9 @@ def in_training(situation: Situation) -> list[Departure]:
     module.eval()
     if run is None:
         return []
+    idle = torch.equal(*(next(tensors_in((one.output,))) for one in (run, situation.found.run)))
+    if idle and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules()):
+        report.notes.append("there is a dropout layer, and nothing goes through it: training drops nothing")
     found = (_dropout(situation.found.run, run, part.number) for part in judgement.attention.parts)
     return [one for one in found if one is not None][:1]
 

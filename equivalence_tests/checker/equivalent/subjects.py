@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from equivalence_tests.checker.engine.caches import exercised_cache
-from equivalence_tests.checker.engine.checks import Checked, attention_checks, judge_checks, run_check
+from equivalence_tests.checker.engine.checks import attention_checks, judge_checks, run_check
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.coverage import cover, cover_options
 from equivalence_tests.checker.engine.judgement import Judgement
@@ -203,7 +203,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
         add(other_length_departures(situation))
     add(loud(situation))
     add(overflowing(situation))
-    add(in_training(situation))
+    add(in_training(situation, report))
     add(made_in_forward(situation))
     if not any(departure.stage == "mask" for departure in more):
         add(never_causal(situation))
@@ -218,8 +218,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
 
 def _check(report: Report, situation: Situation) -> None:
     """Ask the small questions that no stage answers, and that the comparison with torch's program does not either."""
-    checked = Checked(situation, report)
-    report.checks = [run_check(check, checked) for check in attention_checks()]
+    report.checks = [run_check(check, situation, report) for check in attention_checks()]
     failed = [check for check in report.checks if check.outcome == "failed" and check.name in NOT_JUDGED]
     report.notes += [f"{check.name}: {check.detail}" for check in failed]
     judge_checks(report)
