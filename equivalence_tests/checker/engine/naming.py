@@ -1,24 +1,62 @@
 """Turn what departs into words: a name, a sentence, formulas, a fix, and the lines that ran."""
 
+import inspect
+import linecache
+import re
+
+from torch import Tensor, nn
+
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.same import MEASURED, constant_ratio
+from equivalence_tests.checker.engine.visibility import OFF_BY_ONE, triangle_of
 from equivalence_tests.checker.mistakes import Mistake, found_mistake, named_mistake
 from equivalence_tests.checker.reporting.findings import Example, Finding, Proof
-from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.lines import Frames, code_lines
+
+# How a line looks that makes what a module keeps, and that is wrong at a stage.
+MADE = {"scale": r"self\.{}\b[^=\n]*=[^=]", "mask": r"\btri[lu]\("}
 
 
-def finding_of(departure: Departure, proof: Proof | None = None) -> Finding:
-    """Say what a departure is."""
+def finding_of(departure: Departure, proof: Proof | None = None, module: nn.Module | None = None) -> Finding:
+    """Say what a departure is; of the module, where one is given, the line that made what is wrong comes first."""
     mistake = _changed(departure, proof) if "changed_by_" in departure.name else named_mistake(departure.name)
     return found_mistake(
         mistake,
         departure.facts,
         stage=departure.stage,
-        stack=code_lines(departure.lines),
+        stack=code_lines((*_made_by(departure, module), *departure.lines)),
         example=Example(departure.quantity, departure.have, departure.want) if departure.have else None,
         proof=proof,
         evidence=departure.facts.get("claim", "") or _idle(departure),
         reason=departure.evidence,
     )
+
+
+def _made_by(departure: Departure, module: nn.Module | None) -> Frames:
+    """The line that makes the number or the mask which a module keeps, and which is used as it is and wrong."""
+    if module is None or departure.operation is None or departure.stage not in MADE:
+        return ()
+    owner, line = module.get_submodule(departure.operation.place), linecache.getline(*departure.lines[0][:2])
+    wrong = (name for name in re.findall(r"self\.(\w+)", line) if _is_wrong(departure, getattr(owner, name, None)))
+    pattern = next((MADE[departure.stage].format(name) for name in wrong), "")
+    try:
+        made = type(owner).__init__
+        path, (lines, start) = inspect.getsourcefile(made) or "", inspect.getsourcelines(made)
+    except (OSError, TypeError):
+        return ()
+    found = [n for n, text in enumerate(lines, start) if pattern and re.search(pattern, text)]
+    return ((path, found[0], "__init__"),) if len(found) == 1 else ()
+
+
+def _is_wrong(departure: Departure, kept: object) -> bool:
+    """Whether what a module keeps is the whole factor of a line, or a causal mask that is off by one."""
+    operation = departure.operation
+    if isinstance(kept, Tensor) or operation is None:
+        return isinstance(kept, Tensor) and departure.stage == "mask" and triangle_of(kept) in OFF_BY_ONE
+    if not isinstance(kept, float) or not kept or departure.stage != "scale":
+        return False
+    ratio = constant_ratio(operation.outputs[0].value, operation.inputs[0].value)
+    return ratio is not None and any(abs(number / ratio - 1) < MEASURED for number in (kept, 1 / kept))
 
 
 def _idle(departure: Departure) -> str:

@@ -24,6 +24,7 @@ from equivalence_tests.checker.engine.visibility import (
     pattern_of,
     probed,
     seen_in,
+    triangle_of,
     width_of_blocks,
 )
 from equivalence_tests.checker.engine.vocabulary import WEIGHS
@@ -242,21 +243,11 @@ def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     asked = any(SWITCH.search(p.name) and p.default is not True for p in arguments)
     if asked or switch_off(module, SWITCH) or any(LEFT_TO_THE_CALLER.search(p.name) for p in parameters_of(module)):
         return ""
-    kept = next((name for name, x in held_by(module).items() if isinstance(x, Tensor) and _is_triangle(x)), "")
+    kept = next((name for name, x in held_by(module).items() if isinstance(x, Tensor) and triangle_of(x)), "")
     if kept:
         return f"self.{kept} is a triangle"
     cut = (slot.value for op in operations_of(call) if op.name in ("tril", "triu") for slot in op.outputs)
-    if any(map(_is_triangle, cut)):
+    if any(map(triangle_of, cut)):
         return "forward makes a triangle"
     name = type(module).__name__
     return f"it is called {name}" if CLAIM.search(name) else ""
-
-
-def _is_triangle(x: Tensor) -> bool:
-    """Whether the last two axes hold one value on and on one side of the diagonal, and another beyond."""
-    if x.dim() < 2 or x.size(-1) != x.size(-2) or x.size(-1) < 3:
-        return False
-    square = x.reshape(-1, *x.shape[-2:])[0]
-    seen = square == square[-1, 0]
-    two_values = bool((seen | (square == square[0, -1])).all())
-    return two_values and pattern_of(seen, ahead_of(len(seen))) in ("causal", *OFF_BY_ONE)

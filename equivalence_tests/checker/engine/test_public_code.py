@@ -1339,3 +1339,48 @@ class HidesTheFutureOfItsHeads(nn.Module):
 def test_heads_behind_the_length_of_a_causal_attention_are_read_so_and_a_scale_may_be_an_option() -> None:
     report = verify(HidesTheFutureOfItsHeads)
     assert (report.mistakes, [one.reason for one in report.intended]) == ((), ["scale is False"]), str(report)
+
+
+class KeepsItsScaleAndItsMask(nn.Module):
+    """Right; what the two classes below keep is wrong, and used as it is."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
+        self.to_qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.register_buffer("hidden", torch.ones(64, 64).bool().triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.to_qkv(x).chunk(3, -1))
+        scores = q @ k.mT * self.scale
+        scores = scores.masked_fill(self.hidden[: x.size(1), : x.size(1)], -1e9)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class ScalesByTheWholeWidth(KeepsItsScaleAndItsMask):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.scale = dim**-0.5
+
+
+class HidesTheDiagonal(KeepsItsScaleAndItsMask):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, num_heads)
+        self.register_buffer("hidden", torch.ones(64, 64).bool().triu())
+
+
+@pytest.mark.parametrize(
+    ("target", "line", "used"),
+    [
+        (ScalesByTheWholeWidth, "self.scale = dim**-0.5", "q @ k.mT * self.scale"),
+        (HidesTheDiagonal, 'self.register_buffer("hidden"', "scores.masked_fill"),
+    ],
+)
+def test_the_line_that_makes_what_a_module_keeps_comes_before_the_line_that_uses_it(
+    target: type[nn.Module], line: str, used: str
+) -> None:
+    report = verify(target)
+    (finding,) = report.findings
+    assert (finding.stack[-1].text.startswith(line), used in finding.stack[-2].text) == (True, True), str(report)
+    assert "used at" in str(report)

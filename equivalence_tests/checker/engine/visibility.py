@@ -38,6 +38,17 @@ def pattern_of(sees: Tensor, ahead: Tensor) -> str:
     return next((name for name, forms in known.items() if any(torch.equal(sees, form) for form in forms)), "")
 
 
+def triangle_of(x: Tensor) -> str:
+    """Name the causal mask that the last two axes hold, right or off by one: one value on one side, another beyond."""
+    if x.dim() < 2 or x.size(-1) != x.size(-2) or x.size(-1) < 3:
+        return ""
+    square = x.reshape(-1, *x.shape[-2:])[0]
+    seen = square == square[-1, 0]
+    two_values = bool((seen | (square == square[0, -1])).all())
+    name = pattern_of(seen, ahead_of(len(seen))) if two_values else ""
+    return name if name in ("causal", *OFF_BY_ONE) else ""
+
+
 def seen_in(judgement: Judgement, tokens: int) -> Tensor:
     """Say which of the first tokens gives weight to which in any head, (tokens, tokens) bool, [query, key]."""
     sees = torch.zeros(tokens, tokens, dtype=torch.bool)

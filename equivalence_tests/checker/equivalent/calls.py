@@ -119,7 +119,7 @@ def conclude(
     departures = [one if one.evidence else replace(one, evidence=intended.get(one.name, "")) for one in departures]
     wrong = [departure for departure in departures if not departure.evidence]
     proven = _proven(wrong, found, place) if proofs else {}
-    report.findings = [finding_of(departure, proven.get(id(departure))) for departure in wrong]
+    report.findings = [finding_of(one, proven.get(id(one)), found.call.module) for one in wrong]
     report.intended = [finding_of(departure) for departure in departures if departure.evidence]
     report.verdict = "deviates" if wrong else "equal"
 

@@ -179,7 +179,9 @@ def _lines(stack: Sequence[CodeLine]) -> Text:
     nearest, outermost = callers[::-1][:NEAREST], callers[:-NEAREST][:1]
     between = len(callers) - len(nearest) - len(outermost)
     more = [f"\n... {between} more call{'s' * (between > 1)}"] if between else []
-    return text.append("".join([*map(_called_from, nearest), *more, *map(_called_from, outermost)]), style="dim")
+    shown = "".join([*map(_called_from, nearest), *more, *map(_called_from, outermost)])
+    made_before = guilty.function == "__init__" != callers[-1].function if callers else False
+    return text.append(shown.replace("called from", "used at", 1) if made_before else shown, style="dim")
 
 
 def _called_from(line: CodeLine) -> str:
