@@ -55,7 +55,8 @@ def _is_wrong(departure: Departure, kept: object) -> bool:
         return isinstance(kept, Tensor) and departure.stage == "mask" and triangle_of(kept) in OFF_BY_ONE
     if not isinstance(kept, float) or not kept or departure.stage != "scale":
         return False
-    ratio = constant_ratio(operation.outputs[0].value, operation.inputs[0].value)
+    taken, given = operation.inputs[0].value, operation.outputs[0].value
+    ratio = constant_ratio(given, taken) if taken.shape == given.shape else None
     return ratio is not None and any(abs(number / ratio - 1) < MEASURED for number in (kept, 1 / kept))
 
 
