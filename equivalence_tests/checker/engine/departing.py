@@ -74,17 +74,13 @@ class Against:
         """Give the output that the operation should have had, of its shape; None if the whole run has none.
 
         That is what the same line gave in the whole run; else one of the whole inputs, as where new keys are to be
-        concatenated to a cache; else what the last operation of the same name gave.
+        concatenated to a cache.
         """
         shape, own = operation.outputs[0].value.shape, (operation.name, operation.frames)
-        alike = [other for other in self.whole.operations if other.name == operation.name]
-        same_line = [other for other in alike if other.frames == operation.frames]
+        same_line = [other for other in self.whole.operations if (other.name, other.frames) == own]
         place = sum((other.name, other.frames) == own for other in run.operations[: operation.index])
-        here, elsewhere = (
-            [rows for other in others for rows in self._rows(other.outputs[0].value, shape)]
-            for others in (same_line[place : place + 1], reversed(alike))
-        )
-        return next(iter([*here, *(whole for whole in taken if whole.shape == shape), *elsewhere]), None)
+        here = [rows for one in same_line[place : place + 1] for rows in self._rows(one.outputs[0].value, shape)]
+        return next(iter([*here, *(whole for whole in taken if whole.shape == shape)]), None)
 
     def _rows(self, whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
         """Yield the last tokens of a tensor, for each way in which its axes may hold tokens, alone or flattened."""

@@ -30,6 +30,7 @@ from equivalence_tests.checker.engine.vocabulary import (
     words,
 )
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
+from equivalence_tests.checker.reach.tracing import tensors_of
 
 JOINS = words("cat stack hstack vstack column_stack")
 PRODUCTS = words("matmul bmm einsum")
@@ -107,7 +108,7 @@ class _Follower(Meetings):
         if name in INDEXED or name in REORDERS or name in CREATES or not operation.outputs:
             return nothing
         if name in CONTRACTIONS:
-            return [self._contracted(operation, before)]
+            return [self._contracted(operation)]
         for read in (self._summed, self._rotated_by_matrices) if name == "sum" else ():
             if (found := read(operation, before)) is not None:
                 return [found]
@@ -138,20 +139,28 @@ class _Follower(Meetings):
 
     # ------------------------------------------------------------------------------------------ data that moves
     def _moved(self, operation: Operation) -> list[Tensor | None]:
+        target, doubled = operation.inputs[0], any(slot.key in self.others for slot in operation.inputs)
         if operation.inplace:
-            self._lay_in_memory(operation.inputs[0].tensor)
-        own = self.codes.get(operation.inputs[0].key) if operation.inplace else None
-        if own is not None and self._rank(own) == 0 and isinstance(operation.argument(2, "value"), int | float):
-            return [own]  # what hides a score stands in its place
+            self._lay_in_memory(target.tensor)
+            hides = isinstance(operation.argument(2, "value"), int | float)
+            if hides and self._rank(self.codes[target.key]) == 0:
+                return [self.codes[target.key]]  # what hides a score stands in its place
+        names = {**self.codes, **self.others} if doubled else {}
+        if doubled and operation.inplace:
+            names[target.key] = self.codes[target.key].clone()
         try:
             moved = self._run_on(operation, self.codes)
         except (RuntimeError, TypeError, ValueError, IndexError):
             return [None] * len(operation.outputs)
+        if not doubled:
+            return list(moved)
+        second = self._run_on(operation, names)
         if operation.inplace:
-            self._write_without_doubles(operation, moved[0])
-        second = self._second_names(operation)
-        if second is not None and len(moved) == 1:
-            return [self._without_doubles(operation, moved[0], second)]
+            moved[0].copy_(self._without_doubles(operation, moved[0], second[0]))
+        elif operation.name in JOINS:
+            return [self._without_doubles(operation, moved[0], second[0])]
+        else:
+            self.others.update({slot.key: codes for slot, codes in zip(operation.outputs, second, strict=False)})
         return list(moved)
 
     def _run_on(self, operation: Operation, names: Mapping[int, Tensor]) -> list[Tensor]:
@@ -159,13 +168,9 @@ class _Follower(Meetings):
         given = [self._stand_in(slot, names) for slot in operation.inputs]
         if operation.name == "pad":
             return [torch.nn.functional.pad(given[0], operation.argument(1, "pad"), value=UNKNOWN)]
-        if operation.inplace:
-            target = self.codes[operation.inputs[0].key]
-            with torch.no_grad():
-                operation.call([target, *given[1:]])
-            return [target]
-        result = operation.call(given)
-        return [x for x in (result if isinstance(result, tuple | list) else [result]) if isinstance(x, Tensor)]
+        with torch.no_grad():
+            result = operation.call(given)
+        return given[:1] if operation.inplace else list(tensors_of(result))
 
     def _stand_in(self, slot: Slot, names: Mapping[int, Tensor]) -> Tensor:
         codes = names.get(slot.key)
@@ -188,48 +193,18 @@ class _Follower(Meetings):
         for key, x in views.items():
             self.codes[key] = memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
-    def _second_names(self, operation: Operation) -> Tensor | None:
-        if operation.inplace or not any(slot.key in self.others for slot in operation.inputs):
-            return None
-        second = self._run_on(operation, {**self.codes, **self.others})
-        for slot, codes in zip(operation.outputs, second, strict=False):
-            if operation.name not in JOINS:
-                self.others[slot.key] = codes
-        return second[0]
-
     def _without_doubles(self, operation: Operation, first: Tensor, second: Tensor) -> Tensor:
-        """Where a concatenation has a name twice, give the later piece's element its other name (see ``others``)."""
-        if operation.name not in JOINS or first.is_complex():
+        """Where a name is joined, or written beside, the same one, give the later element its other name."""
+        if first.is_complex():
             return first
-        pieces = {
-            slot.key: torch.full(slot.value.shape, float(i), dtype=torch.float64)
-            for i, slot in enumerate(operation.inputs)
-        }
+        laid = [slot for slot in operation.inputs if slot.value.is_floating_point()]
+        pieces = {x.key: torch.full(x.value.shape, float(i), dtype=torch.float64) for i, x in enumerate(laid)}
         piece = self._run_on(operation, pieces)[0].reshape(-1)
         flat, other = first.reshape(-1), second.reshape(-1)
         _, place, count = flat.unique(return_inverse=True, return_counts=True)
         earliest = torch.full((len(count),), torch.inf, dtype=torch.float64).scatter_reduce(0, place, piece, "amin")
-        later = (count[place] > 1) & (piece > earliest[place]) & known(flat) & (other != flat)
+        later = (count[place] > 1) & (piece > earliest[place]) & known(flat) & known(other)
         return torch.where(later, other, flat).view(first.shape)
-
-    def _write_without_doubles(self, operation: Operation, names: Tensor) -> None:
-        """Where a name that is written is there already, as in rotated halves, write its other one (see ``others``)."""
-        if names.is_complex() or not any(slot.key in self.others for slot in operation.inputs[1:]):
-            return
-        rest = operation.inputs[1:]
-        with torch.no_grad():
-            written, second = torch.zeros_like(names), names.clone()
-            operation.call(
-                [
-                    written,
-                    *(torch.ones(s.value.shape, dtype=names.dtype) for s in rest[:1]),
-                    *(s.value for s in rest[1:]),
-                ]
-            )
-            operation.call([second, *(self._stand_in(s, {**self.codes, **self.others}) for s in rest)])
-            new = written.bool()
-            double = new & torch.isin(names, names[~new]) & known(second)
-            names.copy_(torch.where(double, second, names))
 
     # ------------------------------------------------------------------------------------------ element by element
     def _adopted(self, operation: Operation, before: list[Tensor | None], slot: Slot) -> Tensor | None:

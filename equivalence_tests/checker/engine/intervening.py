@@ -8,7 +8,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.formula import context_by_formula
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.running import Call, Examination
-from equivalence_tests.checker.engine.same import SMALLEST
+from equivalence_tests.checker.engine.same import distance
 from equivalence_tests.checker.engine.watching import Operation, Patch, Recorder
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Proof
@@ -46,10 +46,7 @@ def _outputs(call: Call, patches: dict[int, Patch], seed: int) -> list[Tensor]:
 
 def _distance(have: list[Tensor], want: list[Tensor]) -> float:
     """The greatest difference of the first output, relative to its largest value."""
-    if not have or not want or have[0].shape != want[0].shape:
-        return float("inf")
-    x, y = have[0].nan_to_num(0.0), want[0].nan_to_num(0.0)
-    return float((x - y).abs().max() / y.abs().max().clamp_min(SMALLEST))
+    return distance(have[0].nan_to_num(0.0), want[0].nan_to_num(0.0)) if have and want else float("inf")
 
 
 def reference(judgement: Judgement, dtype: torch.dtype = torch.float64) -> dict[int, Patch]:

@@ -95,10 +95,10 @@ class Meetings:
     def _isdata(self, slot: Slot) -> bool:
         return storage_of(slot.tensor) in self.data or slot.key in self.codes
 
-    def _contracted(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+    def _contracted(self, operation: Operation) -> Tensor | None:
         contraction = contraction_of(operation)
         if contraction is None:
-            return self._convolved(operation, before) if operation.name.startswith("conv") else None
+            return self._convolved(operation) if operation.name.startswith("conv") else None
         slots = [operation.inputs[side] for side in contraction.sides]
         if operation.index in self.learnt:
             return self._multiplied(operation, contraction)
@@ -119,9 +119,9 @@ class Meetings:
         Where one weight is applied to each head's part of a token, the columns of later parts count on.
         """
         slot = operation.inputs[contraction.sides[0]]
-        codes = self.codes.get(slot.key)
+        codes = self._names_of(slot)
         codes = None if codes is None else self.found.plain(codes)
-        tokens = None if codes is None or codes.is_complex() else _tokens_of_rows(contraction.rows(codes))
+        tokens = None if codes is None else _tokens_of_rows(contraction.rows(codes))
         if tokens is None:
             tokens = self._seeded(contraction, slot, codes)
         elif codes is not None:
@@ -144,7 +144,7 @@ class Meetings:
     def _seeded(self, contraction: Contraction, slot: Slot, codes: Tensor | None) -> Tensor:
         """Name a tensor by numbering its tokens in memory order; rows that have names keep their token."""
         token = self._rows_in_memory(slot.tensor, contraction.left)
-        if codes is not None and not codes.is_complex():
+        if codes is not None:
             rows = contraction.rows(codes)
             empty, own = ~known(rows).any(-1), token_of(rows[..., 0])
             if bool((empty | (known(rows) & (token_of(rows) == own[..., None])).all(-1)).all()):
@@ -179,20 +179,21 @@ class Meetings:
             self.tokens += count
         return self.bases[place]
 
-    def _convolved(self, operation: Operation, before: list[Tensor | None]) -> Tensor | None:
+    def _convolved(self, operation: Operation) -> Tensor | None:
         """Name the output of a convolution: new features, with the token of the position."""
         out = operation.outputs[0].value
         if not self._isdata(operation.inputs[0]):
             return None
         axis = 1 if out.dim() == operation.inputs[1].value.dim() else 0
         feature = torch.arange(out.size(axis)).view([-1 if i == axis else 1 for i in range(out.dim())])
-        return self._at_places("projection", operation, before[0], axis, feature)
+        return self._at_places("projection", operation, axis, feature)
 
-    def _at_places(self, kind: str, operation: Operation, codes: Tensor | None, axis: int, feature: Tensor) -> Tensor:
+    def _at_places(self, kind: str, operation: Operation, axis: int, feature: Tensor) -> Tensor:
         """Name an output by position: the tokens of the input, or new ones where the axes beside channels changed."""
         taken, out = operation.inputs[0], operation.outputs[0]
         shape = out.value.shape
-        named = None if codes is None or codes.is_complex() else self.found.plain(codes)
+        codes = self._names_of(taken)
+        named = None if codes is None else self.found.plain(codes)
         if named is not None and taken.value.shape[axis + 1 :] == shape[axis + 1 :]:
             token = token_of(named).select(axis, 0)
         else:
@@ -223,7 +224,7 @@ class Meetings:
             rows = feature_of(codes).movedim(axis, -1).flatten(0, -2)
             alike = operation.outputs[0].value.dim() == codes.dim() and bool((rows == rows[0]).all())
             feature = rows[0].view(-1, *[1] * (codes.dim() - axis - 1))
-            return self._at_places("pooled", operation, codes, axis, feature) if axis >= 0 and alike else None
+            return self._at_places("pooled", operation, axis, feature) if axis >= 0 and alike else None
         pooled, axis = _over_one_axis(operation, before)
         if pooled is None:
             return None
@@ -250,7 +251,7 @@ class Meetings:
     ) -> Tensor | None:
         """Read a product of two activations: of queries and keys, or of attention weights and values."""
         slots = [(factors or operation).inputs[side] for side in contraction.sides]
-        sides = [self._names_at(slot, factors) for slot in slots]
+        sides = [self._names_of(slot) for slot in slots]
         scores = [side is not None and self._rank(side) == 0 for side in sides]
         if all(scores):
             return None
@@ -264,9 +265,8 @@ class Meetings:
         values = contraction.columns(self._completed(slots[1], sides[1], contraction.right.mT))
         return self._context(Context(operation, contraction, contraction.rows(sides[0]), values, factors=factors))
 
-    def _names_at(self, slot: Slot, factors: Operation | None) -> Tensor | None:
-        if factors is not None:
-            return next(c for s, c in zip(factors.inputs, self.found.before[factors.index], strict=True) if s is slot)
+    def _names_of(self, slot: Slot) -> Tensor | None:
+        """The names of real numbers; None where there are none."""
         codes = self.codes.get(slot.key)
         return None if codes is None or codes.is_complex() else codes
 
@@ -401,7 +401,7 @@ def _tokens_of_rows(codes: Tensor) -> Tensor | None:
 
 def _parts_of_rows(contraction: Contraction, codes: Tensor | None) -> Tensor:
     """Which part of its token each row holds: 0 where all hold the same features."""
-    if codes is None or codes.is_complex() or _tokens_of_rows(contraction.rows(codes)) is None:
+    if codes is None or _tokens_of_rows(contraction.rows(codes)) is None:
         return torch.zeros(contraction.left.shape[:2], dtype=torch.long)
     return feature_of(contraction.rows(codes)).amin(-1).unique(return_inverse=True)[1]
 

@@ -80,6 +80,7 @@ class OperandReader:
         self.slices: list[Slice] = list(_slices(watched))
         self.heads: list[Head] = list(dict.fromkeys(one.head for one in self.slices))
         self.found: dict[str, Projection] = {}
+        self.traced: dict[int, Expression] = {}
         self.numbers: dict[str, dict[int, int]] = {}  # by role, the row of each token among those that are projected
 
     def read(self, role: str) -> Projection:
@@ -157,7 +158,9 @@ class OperandReader:
         if taken is None:
             raise UnreadError("an operand is no argument and made by no projection")
         tensor, operation = taken
-        tokens = Tracer(self.watched).read(tensor, operation.index)
+        if id(tensor) not in self.traced:
+            self.traced[id(tensor)] = Tracer(self.watched).read(tensor, operation.index)
+        tokens = self.traced[id(tensor)]
         flat, every = self._flat(tokens), list(all_of(tokens))
         alike = any(isinstance(one, Given) and len(self._flat(one)) == len(flat) for one in every)
         if not alike or int(token_of(source.codes).max()) >= len(flat) or any(isinstance(one, Joined) for one in every):

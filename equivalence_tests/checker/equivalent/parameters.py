@@ -1,5 +1,6 @@
 """All parameters laid end to end, and which of their elements make a number: measured by its gradient."""
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -47,12 +48,8 @@ class Parameters:
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self.named = dict(named)
-        self.start: dict[str, int] = {}
-        end = 0
-        for name, parameter in self.named.items():
-            self.start[name] = end
-            end += parameter.numel()
-        self.count = end
+        sizes = (parameter.numel() for parameter in self.named.values())
+        self.start = dict(zip(self.named, itertools.accumulate(sizes, initial=0), strict=False))
 
     @classmethod
     def of(cls, module: nn.Module | None) -> "Parameters":
@@ -70,7 +67,7 @@ class Parameters:
 
     def name_at(self, place: int) -> str:
         """Name the parameter that an element belongs to."""
-        return next(name for name, start in self.start.items() if start <= place < start + self.named[name].numel())
+        return self.names_at(torch.tensor(place))[0]
 
     def names_at(self, places: Tensor) -> list[str]:
         """Name the parameters that elements belong to, in the order of the state_dict."""

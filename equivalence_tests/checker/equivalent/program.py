@@ -1,5 +1,6 @@
 """The program: an attention of torch's parts, with the user's own weights."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -169,8 +170,12 @@ class Program:
 
     def projections(self, parameters: Parameters) -> set[str]:
         """Name the parameters that its projections use."""
-        places = [*(one.places for _, one in self.roles), self.output.places]
-        return {name for one in places for name in parameters.names_at(one)}
+        return set(parameters.names_at(self._places))
+
+    @property
+    def _places(self) -> Tensor:
+        """The parameter elements that its projections use."""
+        return torch.cat([*(one.places for _, one in self.roles), self.output.places])
 
     def _behind(self, evidence: Evidence, module: nn.Module | None) -> Iterator[Step]:
         around = self.output.around
@@ -191,14 +196,11 @@ class Program:
 
     def _twice(self, parameters: Parameters) -> Iterator[Step]:
         """A weight that takes two parts."""
-        every = {role: one.places for role, one in self.roles} | {"output": self.output.places}
-        names = list(every)
-        for place, first in enumerate(names):
-            for second in names[place + 1 :]:
-                both = every[first][torch.isin(every[first], every[second])]
-                if len(both):
-                    named = parameters.name_at(int(both[0]))
-                    yield Step(f"{named} projects both the {first} and the {second}", "", "project")
+        for (first, one), (second, other) in itertools.combinations((*self.roles, ("output", self.output)), 2):
+            both = one.places[torch.isin(one.places, other.places)]
+            if len(both):
+                named = parameters.name_at(int(both[0]))
+                yield Step(f"{named} projects both the {first} and the {second}", "", "project")
 
     def _of_others(self, parameters: Parameters, module: nn.Module | None) -> Iterator[Step]:
         """A weight whose name says another role, and what is not projected where others are."""
@@ -218,7 +220,7 @@ class Program:
 
     def _in_part(self, parameters: Parameters) -> Iterator[Step]:
         """A weight of which some elements take no part."""
-        used = torch.cat([*(one.places for _, one in self.roles), self.output.places]).unique()
+        used = self._places.unique()
         for name in sorted(self.projections(parameters)):
             start, count = parameters.start[name], parameters.named[name].numel()
             if int(((used >= start) & (used < start + count)).sum()) < count:

@@ -77,15 +77,14 @@ def _scores(reader: OperandReader, three: list[Projection], values: Values) -> l
     query, key = three[:2]
     with torch.no_grad():
         lengths = query.projected(values).size(2), key.projected(values).size(2)
+    usual = query.weight.size(1) ** -0.5 / query.number / key.number
     if not models or any((one.kind, one.axis) == ("softmax", "") for one in models):
-        scale = query.weight.size(1) ** -0.5 / query.number / key.number
-        return [(scale, Bias()), (scale, Bias(Visible(0)))]
+        return [(usual, Bias()), (usual, Bias(Visible(0)))]
     if not any(model.has_choice for model in models):  # one key each: its weight is 1
-        return [(query.weight.size(1) ** -0.5 / query.number / key.number, Bias())]
+        return [(usual, Bias())]
     factors = torch.tensor([_factor(model) for model in models if model.has_choice])
     if float((factors / factors[0] - 1).abs().max()) > 1e-6:
         raise UnreadError("heads multiply their scores by different numbers")
-    usual = query.weight.size(1) ** -0.5 / query.number / key.number
     measured = float(factors[0])
     if any(model.cap for model in models) and abs(measured / usual - 1) <= 1e-6:  # read off a tanh
         measured = usual

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import feature_of, known, numbered, place_of, sources_in, token_of
+from equivalence_tests.checker.engine.codes import known, place_of, sources_in, token_of
 from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.names import Source
 from equivalence_tests.checker.engine.running import Call, Examination
@@ -140,29 +140,21 @@ class Watched:
             None,
         )
 
-    def positions(self, tensor: Tensor, made_by: Operation | None) -> Tensor | None:
+    def positions(self, tensor: Tensor, made_by: Operation) -> Tensor | None:
         """Lay the elements of a tensor out by tokens and features: (tokens, features), each its place in memory order.
 
         Returns:
             None where the names do not say it.
         """
-        codes = self._codes_of(tensor, made_by)
+        place = [slot.tensor is tensor for slot in made_by.outputs].index(True)
+        codes = self.found.run.names.after[made_by.index][place]
         if codes is None or codes.is_complex() or not bool(known(codes).all()):
             return None
-        flat = codes.reshape(-1)
-        token, feature = token_of(flat), feature_of(flat)
-        count = len(token.unique())
-        if len(flat) % count or bool((torch.bincount(token)[token.unique()] != len(flat) // count).any()):
+        token = token_of(codes.reshape(-1))
+        tokens, counts = token.unique(return_counts=True)
+        if bool((counts != len(token) // len(tokens)).any()):
             return None
-        order = (token * (int(feature.max()) + 1) + feature).argsort(stable=True)
-        return order.view(count, -1)
-
-    def _codes_of(self, tensor: Tensor, made_by: Operation | None) -> Tensor | None:
-        names = self.found.run.names
-        if made_by is None:
-            return numbered(tensor.shape) if id(tensor) in self.arguments else None
-        place = [slot.tensor is tensor for slot in made_by.outputs].index(True)
-        return names.after[made_by.index][place]
+        return place_of(codes.reshape(-1)).argsort(stable=True).view(len(tokens), -1)
 
     def _cut_off(self) -> list[Operation | None]:
         """What gives the tokens that are projected, and the averaged values."""
