@@ -17,8 +17,8 @@ are worked on stay in the cache. Three ideas make that possible:
 3. **What no query of a tile may see is not computed**: keys later than all of them, keys outside of their window,
    padding at the end. See ``_Mask``. It is not read either, so a NaN there stays unnoticed.
 
-Dimension letters: b batch, h num_heads, q query_len, k key_len, d head_dim; n = batch * key heads; g = query heads for
-each key head, whose queries are stacked, as they share the keys: q * g rows. c columns (keys) of a tile.
+Dimension letters: b batch, h num_heads, q query_len, k key_len, d head_dim; g = query heads for each key head, whose
+queries are stacked, as they share the keys: q * g rows. n key heads are worked on at once; c columns (keys) of a tile.
 
 Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4; Milakov and Gimelshein 2018 for the sum block by block.
 """
@@ -26,7 +26,7 @@ Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4; Milakov and Gimel
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -41,9 +41,11 @@ __all__ = ["TILES_FROM", "aligned", "tiled_attention"]
 # 512, and 0.5 to 0.7 times at 1024.
 TILES_FROM = 512 * 512
 
-# Rows and columns of a tile: enough for the products to run at full speed, few enough for the cache of one core. A mask
-# takes half the rows, as fewer rows have more keys that none of them sees.
-ROWS, COLUMNS = 512, 512
+# Rows and columns of a tile: enough for the products to run at full speed. With a mask there are fewer rows, as fewer
+# have more keys that none of them sees.
+ROWS, MASKED_ROWS, COLUMNS = 1024, 256, 256
+# Scores that a thread works on at once, 1 MiB of float32: they stay in its cache. That is a tile of each of some heads.
+SCORES_AT_ONCE = 1024 * 256
 # The exponentials of scores this near to 0 neither overflow nor vanish: the greatest score need not be subtracted.
 SAFE_SCORE = 32.0
 # Weights are powers of 2, of scores times log2(e): where results underflow, torch.exp is a hundred times slower.
@@ -90,18 +92,17 @@ def tiled_attention(
     """
     missing, dtype = 4 - max(q.dim(), k.dim(), v.dim()), q.dtype
     q, k, v = aligned(*upcast_half(q, k, v))
-    batch, key_heads = k.shape[:2]
+    key_heads = k.size(1)
     group = q.size(1) // key_heads
-    q = q.unflatten(1, (key_heads, group)).transpose(2, 3)  # (b, h / g, q, g, d)
-    k, v = k.flatten(0, 1), v.flatten(0, 1)  # (n, k, d)
+    q = q.unflatten(1, (key_heads, group)).transpose(2, 3).flatten(2, 3)  # (b, h / g, q * g, d)
     if score_bias is not None:
         score_bias = score_bias[(None,) * (4 - score_bias.dim())]
         score_bias = score_bias.unflatten(1, (key_heads, group) if score_bias.size(1) > 1 else (1, 1)).transpose(2, 3)
-        if score_bias.shape[:2] != (1, 1):
-            score_bias = score_bias.expand(batch, key_heads, -1, -1, -1)
-    q = q.flatten(2, 3).flatten(0, 1)  # (n, q * g, d)
-    context: Tensor = _TiledAttention.apply(q, k, v, score_bias, (diagonal, group), scale)  # type: ignore[no-untyped-call]
-    context = context.unflatten(1, (-1, group)).unflatten(0, (batch, key_heads)).transpose(2, 3).flatten(1, 2)
+    call = _Call(diagonal, group, scale, torch.empty_like(q, device="meta").stride())
+    # A packed projection gives views with large strides: copied once, the training of a module takes a tenth less time.
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    context: Tensor = _TiledAttention.apply(q, k, v, score_bias, call)  # type: ignore[no-untyped-call]
+    context = context.unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)
     return context[(0,) * missing].to(dtype)
 
 
@@ -126,24 +127,34 @@ def aligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.expand(batch, max(q.size(1), key_heads), -1, -1), k, v
 
 
+class _Call(NamedTuple):
+    """What is no tensor: the diagonal, g, the scale, and how q lay in memory, which the context takes over."""
+
+    diagonal: int | None
+    group: int
+    scale: float
+    strides: tuple[int, ...]
+
+
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, seen: tuple[int | None, int], scale: float
-    ) -> Tensor:
-        ctx.mask_arguments = *seen, q.size(1) // seen[1], k.size(1)
-        ctx.scale, ctx.safe = scale, _scores_are_safe(q, k, score_bias, scale)
-        outputs = _attend(_Inputs(q, k, v, _Mask(score_bias, *ctx.mask_arguments), scale, ctx.safe))
-        ctx.save_for_backward(q, k, v, score_bias, *outputs)
-        return outputs[0]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, score_bias: Tensor | None, call: _Call) -> Tensor:
+        ctx.mask_arguments = call.diagonal, call.group, q.size(2) // call.group, k.size(2)
+        ctx.scale, ctx.safe = call.scale, _scores_are_safe(q, k, score_bias, call.scale)
+        inputs = _Inputs(q, k, v, _Mask(score_bias, *ctx.mask_arguments), ctx.scale, ctx.safe)
+        context = q.new_empty(*q.shape[:3], v.size(-1))
+        if context.shape == q.shape:
+            context = torch.empty_strided(q.shape, call.strides, dtype=q.dtype)
+        ctx.save_for_backward(q, k, v, score_bias, context, *_attend(inputs, context))
+        return context
 
     @staticmethod
     def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, score_bias, context, row_max, row_sum = ctx.saved_tensors
         inputs = _Inputs(q, k, v, _Mask(score_bias, *ctx.mask_arguments), ctx.scale, ctx.safe)
         if torch.is_grad_enabled() or is_transformed(grad_context):
-            return *_textbook_gradients(inputs, grad_context), None, None, None
-        return *_gradients(inputs, context, row_max, row_sum, grad_context), None, None, None
+            return *_textbook_gradients(inputs, grad_context), None, None
+        return *_gradients(inputs, context, row_max, row_sum, grad_context), None, None
 
 
 @dataclass(frozen=True)
@@ -151,9 +162,9 @@ class _Inputs:
     """What attention in tiles is computed from.
 
     Args:
-        q: (n, q * g, d).
-        k: (n, k, d).
-        v: (n, k, v_head_dim).
+        q: (b, h / g, q * g, d).
+        k: (b, h / g, k, d).
+        v: (b, h / g, k, v_head_dim).
         mask: Who may look at whom.
         scale: Factor on the scores.
         safe: Whether no score is so far from 0 that a maximum must be subtracted.
@@ -166,50 +177,77 @@ class _Inputs:
     scale: float
     safe: bool
 
-    def tiles(self) -> Iterator[tuple[slice, slice, list["_Tile"]]]:
-        """Return some rows, some heads, and the tiles of their keys, so that each thread has a head to itself."""
-        for rows, queries in self.mask.row_tiles():
-            tiles = list(self.mask.column_tiles(queries, self.q.dtype, self.safe))
-            for heads in _pieces(0, self.q.size(0), torch.get_num_threads()):
-                yield rows, heads, list(_of(heads, tiles))
+    def blocks(self, buffers: int) -> Iterator[tuple["_Block", "_Mask"]]:
+        """Return the heads of a sample that are worked on at once, a head or more for each thread, and their mask."""
+        for sample in range(self.k.size(0)):
+            for heads in _pieces(0, self.k.size(1), self._heads_at_once(buffers)):
+                yield (sample, heads), self.mask.of(sample, heads)
+
+    def buffers(self, count: int) -> list[Tensor]:
+        """Make room for a tile of each of the heads that are worked on at once."""
+        size = self._heads_at_once(count) * self._rows(count) * min(COLUMNS, self.k.size(2))
+        return [self.q.new_empty(size) for _ in range(count)]
+
+    def pieces(self, x: Tensor) -> list[Tensor]:
+        """Make room for a gradient of keys or values: each piece contiguous, so that products of heads add to it."""
+        count = self._heads_at_once(2)
+        return [x.new_empty(count, *piece.shape[2:]) for piece in x.split(COLUMNS, dim=2)]
+
+    def _heads_at_once(self, buffers: int) -> int:
+        each = SCORES_AT_ONCE // buffers // (self._rows(buffers) * COLUMNS)
+        return min(torch.get_num_threads() * max(each, 1), self.k.size(1))
+
+    def _rows(self, buffers: int) -> int:
+        return min(self.mask.queries_at_once(buffers) * self.mask.group, self.q.size(2))
 
 
-def _attend(x: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the context, and m and l of every row."""
-    q, k, v = x.q, x.k, x.v
-    context = torch.empty_like(q) if q.size(-1) == v.size(-1) else q.new_empty(*q.shape[:2], v.size(-1))
-    row_max, row_sum = (q.new_empty(*q.shape[:2], 1) for _ in range(2))
-    buffer = _buffer(q, x.mask.group)
-    for rows, heads, tiles in x.tiles():
-        results = _attend_rows(q[heads, rows] * (x.scale * LOG2E), k[heads], v[heads], tiles, x.safe, buffer)
-        context[heads, rows], row_max[heads, rows], row_sum[heads, rows] = results
-    return context, row_max, row_sum
+_Block = tuple[int, slice]
 
 
-def _attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, tiles: list["_Tile"], safe: bool, buffer: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the context, m and l of some rows, tile by tile."""
+def _attend(x: _Inputs, context: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the context, and return m and l of every row."""
     # The least number, and not -inf: in a row that sees no key, exp(-inf - m) is 0 then and not NaN.
-    row_max = q.new_full((*q.shape[:2], 1), 0.0 if safe else torch.finfo(q.dtype).min)
-    row_sum, gathered = torch.zeros_like(row_max), q.new_zeros(*q.shape[:2], v.size(-1))
+    row_max = x.q.new_full((*x.q.shape[:3], 1), 0.0 if x.safe else torch.finfo(x.q.dtype).min)
+    row_sum = torch.zeros_like(row_max)
+    (buffer,) = x.buffers(1)
+    for block, mask in x.blocks(1):
+        k, v = x.k[block], x.v[block]
+        for rows, tiles in mask.row_tiles(x.q.dtype, x.safe, 1):
+            place = (*block, rows)
+            q = x.q[place] * (x.scale * LOG2E)
+            sums = _Sums(None if x.safe else row_max[place], row_sum[place], q.new_zeros(*q.shape[:2], v.size(-1)))
+            _attend_rows(q, k, v, tiles, sums, buffer)
+            sums.row_sum.masked_fill_(sums.row_sum == 0, 1.0)  # a row that sees no key has gathered 0
+            torch.div(sums.gathered, sums.row_sum, out=context[place])
+    return row_max, row_sum
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What some rows have summed up so far: their m if it is subtracted, their l, and Σ exp(s - m) v."""
+
+    row_max: Tensor | None
+    row_sum: Tensor
+    gathered: Tensor
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, tiles: list["_Tile"], sums: _Sums, buffer: Tensor) -> None:
+    """Sum up some rows, tile by tile."""
     for tile in tiles:
         scores = _scores(q, k[:, tile.columns], tile.bias, buffer)  # (n, q * g, c)
-        if not safe:
-            _raise_maximum(scores, row_max, row_sum, gathered)
+        if sums.row_max is not None:
+            _raise_maximum(scores, sums.row_max, sums)
         weights = tile.without_later(scores.exp2_())
-        row_sum += weights.sum(dim=-1, keepdim=True)
-        gathered.baddbmm_(weights, v[:, tile.columns])
-    row_sum.masked_fill_(row_sum == 0, 1.0)  # a row that sees no key has gathered 0
-    return gathered.div_(row_sum), row_max, row_sum
+        sums.row_sum.add_(weights.sum(dim=-1, keepdim=True))
+        sums.gathered.baddbmm_(weights, v[:, tile.columns])
 
 
-def _raise_maximum(scores: Tensor, row_max: Tensor, row_sum: Tensor, gathered: Tensor) -> None:
+def _raise_maximum(scores: Tensor, row_max: Tensor, sums: _Sums) -> None:
     """Subtract the greatest score of each row so far, and shrink by as much what was summed before."""
     raised = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True))
     shrink = (row_max - raised).exp2_()
-    row_sum *= shrink
-    gathered *= shrink
+    sums.row_sum.mul_(shrink)
+    sums.gathered.mul_(shrink)
     row_max.copy_(raised)
     _drop_negligible(scores.sub_(raised))
 
@@ -223,53 +261,72 @@ def _gradients(
     x: _Inputs, context: Tensor, row_max: Tensor, row_sum: Tensor, grad_context: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    grad_q, grad_k, grad_v = torch.empty_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
-    buffers = _buffer(x.q, x.mask.group), _buffer(x.q, x.mask.group)
-    for rows, heads, tiles in x.tiles():
-        # Divided by l here once, so that exp(s - m) can stand for the weights in every tile.
-        grad_rows = grad_context[heads, rows] / row_sum[heads, rows]
-        row_term = (grad_rows * context[heads, rows]).sum(dim=-1, keepdim=True)
-        of_rows = _Rows(x.q[heads, rows] * x.scale, None if x.safe else row_max[heads, rows], row_term, grad_rows)
-        of_keys = _Keys(x.k[heads], x.v[heads], grad_k[heads], grad_v[heads])
-        grad_q[heads, rows] = _row_gradients(of_rows, of_keys, tiles, buffers).mul_(x.scale)
+    grad_q, grad_k, grad_v = (torch.empty_like(y) for y in (x.q, x.k, x.v))
+    buffers, pieces = x.buffers(2), (x.pieces(x.k), x.pieces(x.v))
+    for block, mask in x.blocks(2):
+        k, v = x.k[block], x.v[block]
+        keys = _Keys(k, v, *([piece[: k.size(0)].zero_() for piece in y] for y in pieces))
+        for rows, tiles in mask.row_tiles(k.dtype, x.safe, 2):
+            place = (*block, rows)
+            of_rows = (y[place] for y in (x.q, context, row_max, row_sum, grad_context))
+            grad_q[place] = _row_gradients(_Rows.of(x, *of_rows), keys, tiles, buffers).mul_(x.scale)
+        _put_together(keys.grad_k, grad_k[block], 1 / LOG2E)
+        _put_together(keys.grad_v, grad_v[block], 1.0)
     return grad_q, grad_k, grad_v
+
+
+def _put_together(pieces: list[Tensor], whole: Tensor, factor: float) -> None:
+    """Write pieces of keys one after another, each times the factor."""
+    for piece, part in zip(pieces, whole.split(COLUMNS, dim=1), strict=True):
+        torch.mul(piece, factor, out=part)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some scaled queries, their m if it is subtracted, grad_context · context, and grad_context, over l."""
+    """Some queries times scale * log2(e), their m if it is subtracted, grad_context · context / l, grad_context / l."""
 
     q: Tensor
     row_max: Tensor | None
     row_term: Tensor
     grad_context: Tensor
 
+    @classmethod
+    def of(
+        cls, x: _Inputs, q: Tensor, context: Tensor, row_max: Tensor, row_sum: Tensor, grad_context: Tensor
+    ) -> "_Rows":
+        # Divided by l here once, so that exp(s - m) can stand for the weights in every tile.
+        grad_rows = (grad_context / row_sum).contiguous()
+        row_term = (grad_rows * context).sum(dim=-1, keepdim=True)
+        return cls(q * (x.scale * LOG2E), None if x.safe else row_max, row_term, grad_rows)
+
 
 @dataclass(frozen=True)
 class _Keys:
-    """The keys and values of some heads, and their gradients so far."""
+    """The keys and values of some heads, and their gradients so far: in pieces, each in one place of memory.
+
+    The products of several heads can be added to such a piece as they come.
+    """
 
     k: Tensor
     v: Tensor
-    grad_k: Tensor
-    grad_v: Tensor
+    grad_k: list[Tensor]
+    grad_v: list[Tensor]
 
 
-def _row_gradients(rows: _Rows, keys: _Keys, tiles: list["_Tile"], buffers: tuple[Tensor, Tensor]) -> Tensor:
+def _row_gradients(rows: _Rows, keys: _Keys, tiles: list["_Tile"], buffers: list[Tensor]) -> Tensor:
     """Return the gradient of some rows, and add their share to those of keys and values, tile by tile."""
-    grad_q, exponent_q = torch.zeros_like(rows.q), rows.q * LOG2E
+    grad_q = torch.zeros_like(rows.q)
     for tile in tiles:
         k, v = keys.k[:, tile.columns], keys.v[:, tile.columns]
-        scores = _scores(exponent_q, k, tile.bias, buffers[0])  # (n, q * g, c)
+        scores = _scores(rows.q, k, tile.bias, buffers[0])  # (n, q * g, c)
         if rows.row_max is not None:
             _drop_negligible(scores.sub_(rows.row_max))
         weights = tile.without_later(scores.exp2_())
-        # Not baddbmm_ into the slice: if it is cut out of several heads, torch computes them one after another.
-        keys.grad_v[:, tile.columns].add_(torch.bmm(weights.mT, rows.grad_context))
+        tile.of(keys.grad_v).baddbmm_(weights.mT, rows.grad_context)
         grad_weights = _scores(rows.grad_context, v, None, buffers[1])
         grad_scores = grad_weights.sub_(rows.row_term).mul_(weights)
         grad_q.baddbmm_(grad_scores, k)
-        keys.grad_k[:, tile.columns].add_(torch.bmm(grad_scores.mT, rows.q))
+        tile.of(keys.grad_k).baddbmm_(grad_scores.mT, rows.q)
     return grad_q
 
 
@@ -278,9 +335,9 @@ def _textbook_gradients(x: _Inputs, grad_context: Tensor) -> tuple[Tensor, Tenso
     q, k, v, mask = x.q, x.k, x.v, x.mask
     queries, columns = slice(0, mask.query_len), slice(0, mask.key_len)
     bias = mask.bias(queries, columns, q.dtype, mask.diagonal_of(queries, columns))
-    scores = q * (x.scale * LOG2E) @ k.mT  # (n, q * g, k)
+    scores = q * (x.scale * LOG2E) @ k.mT  # (b, h / g, q * g, k)
     if bias is not None:
-        scores = (scores.unflatten(1, bias.shape[1:3]) + bias).flatten(1, 2)
+        scores = (scores.unflatten(2, bias.shape[-3:-1]) + bias).flatten(2, 3)
     row_max = scores.detach().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
     weights = (scores - row_max).exp2()
     row_sum = weights.sum(dim=-1, keepdim=True)
@@ -299,15 +356,10 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor
     return scores
 
 
-def _buffer(q: Tensor, group: int) -> Tensor:
-    """Make room for one tile per thread: each thread has a head, and its own cache, to itself."""
-    return q.new_empty(torch.get_num_threads() * max(ROWS, group) * COLUMNS)
-
-
 def _scores_are_safe(q: Tensor, k: Tensor, score_bias: Tensor | None, scale: float) -> bool:
     """Return whether no score can be far from 0, unless it is -inf: |q · k| <= |q| |k|."""
-    longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1).amax() for x in (q, k))
-    farthest = longest_q * longest_k * abs(scale)
+    longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1).amax(dim=-1) for x in (q, k))  # (b, h / g)
+    farthest = (longest_q * longest_k).max() * abs(scale)
     if score_bias is not None and score_bias.is_floating_point():
         if score_bias.numel() > q.numel():  # looking through it would take longer than it can save
             return False
@@ -331,6 +383,11 @@ class _Tile:
     diagonal: int | None
     group: int
 
+    def of(self, pieces: list[Tensor]) -> Tensor:
+        """Take the keys of this tile out of what lies in pieces of ``COLUMNS``."""
+        number, start = divmod(self.columns.start, COLUMNS)
+        return pieces[number].narrow(1, start, self.columns.stop - self.columns.start)
+
     def without_later(self, weights: Tensor) -> Tensor:
         """Let the weights of keys beyond the diagonal be 0, in place."""
         if self.diagonal is not None:
@@ -343,7 +400,8 @@ class _Mask:
     """Who may look at whom, asked tile by tile.
 
     Args:
-        score_bias: (b, h / g, q, g, k), each of them or 1; bool (True = may look) or float.
+        score_bias: (b, h / g, q, g, k), or (n, q, g, k) of the heads of a block, each of them or 1; bool (True = may
+            look) or float.
         diagonal: Query i may look at keys 0 ... i + diagonal; at all of them if None.
         group: g, the rows of each query.
         query_len: Number of queries.
@@ -356,11 +414,23 @@ class _Mask:
     query_len: int
     key_len: int
 
-    def row_tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Cut the rows into tiles, and say to which queries they belong."""
+    def queries_at_once(self, buffers: int) -> int:
+        """The number of queries whose rows make a tile."""
         masked = self.score_bias is not None or self.diagonal is not None
-        for queries in _pieces(0, self.query_len, max(ROWS // (1 + masked) // self.group, 1)):
-            yield slice(queries.start * self.group, queries.stop * self.group), queries
+        return max((MASKED_ROWS if masked else ROWS // buffers) // self.group, 1)
+
+    def of(self, sample: int, heads: slice) -> "_Mask":
+        """Take the bias of some heads, unless one stands for all of them: (n or 1, q, g, k)."""
+        if self.score_bias is None:
+            return self
+        of_sample = self.score_bias[sample if self.score_bias.size(0) > 1 else 0]
+        return replace(self, score_bias=_part(of_sample, 0, heads))
+
+    def row_tiles(self, dtype: torch.dtype, safe: bool, buffers: int) -> Iterator[tuple[slice, list[_Tile]]]:
+        """Cut the rows into tiles, and for each of them the keys."""
+        for queries in _pieces(0, self.query_len, self.queries_at_once(buffers)):
+            rows = slice(queries.start * self.group, queries.stop * self.group)
+            yield rows, list(self.column_tiles(queries, dtype, safe))
 
     def column_tiles(self, queries: slice, dtype: torch.dtype, safe: bool) -> Iterator[_Tile]:
         """Cut the keys that any of the queries may look at into tiles.
@@ -377,15 +447,17 @@ class _Mask:
         stop = self.key_len if self.diagonal is None else min(max(queries.stop + self.diagonal, 0), self.key_len)
         if self.score_bias is None:
             return _pieces(0, stop, COLUMNS)
-        bias = _part(_part(self.score_bias, 2, queries), 4, slice(0, stop))
+        bias = _part(_part(self.score_bias, -3, queries), -1, slice(0, stop))
         least: float = -math.inf
         if bias.dtype == torch.bool:
             bias, least = bias.view(torch.uint8), 0
-        seen = (bias.amax(dim=(0, 1, 2, 3)) != least).expand(stop)
+        seen = (bias.amax(dim=(0, 1, 2)) != least).expand(stop)
         places = seen.nonzero()
         if not len(places):
             return []
-        return [x for x in _pieces(int(places[0]), int(places[-1]) + 1, COLUMNS) if seen[x].any()]
+        first = int(places[0])
+        pieces = _pieces(first - first % COLUMNS, int(places[-1]) + 1, COLUMNS)
+        return [slice(max(x.start, first), x.stop) for x in pieces if seen[x].any()]
 
     def diagonal_of(self, queries: slice, columns: slice) -> int | None:
         """Say where the diagonal lies in a tile; None where every query may look at all of its keys."""
@@ -398,7 +470,7 @@ class _Mask:
         """Return what is added to the scores of a tile, (n or 1, q, g, c); None where every query may look at all."""
         tile = None
         if self.score_bias is not None:
-            tile = _part(_part(self.score_bias, 2, queries), 4, columns).flatten(0, 1)
+            tile = _part(_part(self.score_bias, -3, queries), -1, columns)
             if tile.dtype == torch.bool:
                 tile = None if tile.all() else torch.zeros_like(tile, dtype=dtype).masked_fill_(~tile, -math.inf)
             else:  # the least number stays finite: rows that are hidden by it throughout are a mean of all
@@ -408,16 +480,7 @@ class _Mask:
         if diagonal is not None:
             later = torch.full((query_len, key_len), -math.inf, dtype=dtype).triu_(diagonal + 1).unsqueeze(1)
             tile = later.unsqueeze(0) if tile is None else tile + later
-        return None if tile is None else tile.expand(-1, query_len, self.group, -1)
-
-
-def _of(heads: slice, tiles: list[_Tile]) -> Iterator[_Tile]:
-    """Take some heads of the biases, unless one stands for all of them."""
-    for tile in tiles:
-        if tile.bias is None or tile.bias.size(0) == 1:
-            yield tile
-        else:
-            yield replace(tile, bias=tile.bias[heads])
+        return None if tile is None else tile.expand(*tile.shape[:-3], query_len, self.group, -1)
 
 
 def _part(x: Tensor, dim: int, places: slice) -> Tensor:

@@ -29,6 +29,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut short sequences into many tiles of 6 masked rows and 5 columns, and take over from the first score on."""
     monkeypatch.setattr(tiling, "ROWS", 12)
+    monkeypatch.setattr(tiling, "MASKED_ROWS", 6)
+    monkeypatch.setattr(tiling, "SCORES_AT_ONCE", 2 * 12 * 5)  # two heads at once without a mask, four with one
     monkeypatch.setattr(tiling, "COLUMNS", 5)
     monkeypatch.setattr(tiling, "TILES_FROM", 1)
 

@@ -66,7 +66,7 @@ class DeterministicByKernel(Trap):
         "Many blocks on the GPU add to the gradient of one query, in the order in which they finish. By hand, the "
         "tiles are added one after another."
     )
-    places = (Place(tiling._gradients, "grad_q[heads, rows] ="),)
+    places = (Place(tiling._gradients, "grad_q[place] ="),)
     instead = "torch.use_deterministic_algorithms(True), where a run must be reproducible to the last bit."
     issues = ("pytorch/pytorch#178587", "pytorch/pytorch#182551")
     needs = "a CUDA device"
