@@ -255,7 +255,7 @@ def _not_causal(what: str, reach: Tensor, extra: dict[str, Any], inputs: Inputs,
     found = found_mistake("causal_switch_wrong", facts, evidence=evidence, stack=stack)
     known = (one for report in covered.reports(inputs, extra) for one in report.findings)
     like = next((one for one in known if one.stage == "mask" and one.stack), found)
-    return replace(found, stack=like.stack, example=like.example, proof=like.proof)
+    return replace(found, stack=like.stack, proof=like.proof)
 
 
 def _scale(name: str, covered: Covered) -> None:

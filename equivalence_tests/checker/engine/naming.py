@@ -10,7 +10,7 @@ from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.same import MEASURED, constant_ratio
 from equivalence_tests.checker.engine.visibility import OFF_BY_ONE, triangle_of
 from equivalence_tests.checker.mistakes import Mistake, found_mistake, named_mistake
-from equivalence_tests.checker.reporting.findings import Example, Finding, Proof
+from equivalence_tests.checker.reporting.findings import Finding, Proof
 from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
 # How a line looks that makes what a module keeps, and that is wrong at a stage.
@@ -25,7 +25,6 @@ def finding_of(departure: Departure, proof: Proof | None = None, module: nn.Modu
         departure.facts,
         stage=departure.stage,
         stack=code_lines((*_made_by(departure, module), *departure.lines)),
-        example=Example(departure.quantity, departure.have, departure.want) if departure.have else None,
         proof=proof,
         evidence=departure.facts.get("claim", "") or _idle(departure),
         reason=departure.evidence,

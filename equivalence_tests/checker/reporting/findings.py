@@ -25,21 +25,6 @@ ROUNDING, ABOVE_ROUNDING = 1e-9, 1e-6
 
 
 @dataclass(frozen=True)
-class Example:
-    """A few numbers of one small input: what the code has at a stage, and what it should have.
-
-    Args:
-        quantity: Which numbers: "scores[0, 1, 2, :]".
-        have: As the code computes them.
-        want: As they should be.
-    """
-
-    quantity: str
-    have: tuple[float, ...]
-    want: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Proof:
     """What happens when the right value is put in and the user's own code goes on.
 
@@ -72,7 +57,6 @@ class Finding:
         want: The formula that it should compute.
         fix: What to change.
         stack: The lines that ran, the outermost of the user's class first, the guilty one last; empty if unknown.
-        example: Numbers before and after.
         proof: What putting it right does; None where nothing was put right.
         evidence: Why we are sure where nothing was put right.
         on_purpose_in: Which well-known models do this on purpose; "" if none does.
@@ -87,7 +71,6 @@ class Finding:
     want: str = ""
     fix: str = ""
     stack: tuple[CodeLine, ...] = ()
-    example: Example | None = None
     proof: Proof | None = None
     evidence: str = ""
     on_purpose_in: str = ""

@@ -13,7 +13,6 @@ from rich.text import Text
 from equivalence_tests.checker.reporting.findings import (
     ABOVE_ROUNDING,
     CheckResult,
-    Example,
     Exercise,
     Finding,
     Proof,
@@ -28,7 +27,6 @@ WORDS: dict[Verdict, tuple[str, str]] = {
     "unchecked": ("COULD NOT BE CHECKED", "bold yellow"),
 }
 WIDTH = 110
-SHOWN_NUMBERS = 4
 LONGEST_NAME = 34  # characters of a name that are not broken in a table on a narrow screen
 AT_JOINTS = re.compile(r"(?<=[ /:])|(?<=\.)(?=\w)")
 NEAREST, LONGEST_CALL = 4, 80  # lines of a stack that are shown beside the outermost; characters of each
@@ -82,8 +80,8 @@ def _finding_view(finding: Finding, alone: bool) -> Group:
     sentence = (f"{finding.where}: " if finding.where else "") + finding.sentence
     parts = (
         ("line", _lines(finding.stack)),
-        ("have", _formula(finding.have, finding.example, "have")),
-        ("want", _formula(finding.want, finding.example, "want")),
+        ("have", Text(finding.have)),
+        ("want", Text(finding.want)),
         ("fix", Text(finding.fix)),
         ("proof", Text(_proof(finding.proof, alone) or ("" if finding.is_proven else "Not proven."))),
         ("evidence", Text(finding.evidence)),
@@ -188,16 +186,6 @@ def _called_from(line: CodeLine) -> str:
     """Show a call without most of its arguments, where there are many: the file and line identify it."""
     code = line.text if len(line.text) <= LONGEST_CALL else line.text[:LONGEST_CALL].rstrip() + " …"
     return f"\ncalled from {line}  {code}"
-
-
-def _formula(formula: str, example: Example | None, side: str) -> Text:
-    """Show a formula with the numbers that it gives."""
-    if example is None:
-        return Text(formula)
-    values = getattr(example, side)[:SHOWN_NUMBERS]
-    more = ["…"] if max(len(example.have), len(example.want)) > SHOWN_NUMBERS else []
-    numbers = f"{example.quantity} = [{', '.join([*(f'{value:.4g}' for value in values), *more])}]"
-    return Text(f"{formula}\n{numbers}" if formula else numbers)
 
 
 def _proof(proof: Proof | None, alone: bool) -> str:

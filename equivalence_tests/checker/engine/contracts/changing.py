@@ -63,8 +63,8 @@ def first_change(
     before: int | None = None,
     without: Tensor | None = None,
     way: Collection[int] | None = None,
-) -> tuple[Operation, Tensor, Tensor] | None:
-    """Give the first operation after which numbers are others than their sources have under the same names.
+) -> Operation | None:
+    """Give the first operation after which numbers are others than their sources have under the same names, or None.
 
     Args:
         run: The recorded run.
@@ -73,15 +73,10 @@ def first_change(
         before: The first one that is not looked at again; None for the end of the run.
         without: Tokens whose numbers may be anything.
         way: The operations that are looked at, by index; None for all.
-
-    Returns:
-        The operation, what it gives, and what its sources have; None where nothing changes.
     """
-    for operation, codes, value in run.names.carrying((source.number for source in sources), after, before):
-        looked_at = way is None or operation.index in way
-        if looked_at and (found := _differing(sources, value, codes, without)) is not None:
-            return operation, *found
-    return None
+    carrying = run.names.carrying((source.number for source in sources), after, before)
+    looked_at = (step for step in carrying if way is None or step[0].index in way)
+    return next((step[0] for step in looked_at if _differ(sources, step[2], step[1], without)), None)
 
 
 def way_to(run: Run, numbers: list[int], slot: Slot, until: int) -> set[int]:
@@ -114,19 +109,16 @@ def changed_on_the_way(
         way: The operations that it comes from; None for all.
     """
     sources = [attention.run.names.sources[number] for number in numbers]
-    differs = _differing(sources, value, codes, without) is not None
+    differs = _differ(sources, value, codes, without)
     changed = first_change(attention.run, sources, without=without, way=way) if differs else None
-    return None if changed is None else changed_by(changed[0], stage, stage).shown(*changed[1:])
+    return None if changed is None else changed_by(changed, stage, stage)
 
 
-def _differing(
-    sources: list[Source], value: Tensor, codes: Tensor, without: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """What stands under the names of some sources, and what they have there; None where that is the same."""
+def _differ(sources: list[Source], value: Tensor, codes: Tensor, without: Tensor | None) -> bool:
+    """Whether other numbers stand under the names of some sources than they have there."""
     want = values_at(sources, codes)
     mine = ~want.isnan() if without is None else ~want.isnan() & ~torch.isin(token_of(codes), without)
-    have, want = value.double()[mine], want[mine]
-    return None if near(have, want, MEASURED if value.dtype == torch.float64 else LOOSE) else (have, want)
+    return not near(value.double()[mine], want[mine], MEASURED if value.dtype == torch.float64 else LOOSE)
 
 
 def shuffling(

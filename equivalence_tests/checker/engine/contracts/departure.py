@@ -25,9 +25,6 @@ class Departure:
         facts: Numbers that the words need.
         patches: What puts it right, by the index of the operation.
         names: Names of what the patched operations give then, by index.
-        have: A few numbers as they are.
-        want: As they should be.
-        quantity: What those numbers are.
         evidence: Why it is intended; "" if nothing says that.
         blocks: Whether later stages cannot be read before it is put right.
         frames: The lines, where they are not those of the operation.
@@ -40,9 +37,6 @@ class Departure:
     facts: Mapping[str, Any] = field(default_factory=dict)
     patches: Mapping[int, Patch] = field(default_factory=dict)
     names: Mapping[int, Tensor] = field(default_factory=dict)
-    have: tuple[float, ...] = ()
-    want: tuple[float, ...] = ()
-    quantity: str = ""
     evidence: str = ""
     blocks: bool = False
     frames: Frames = ()
@@ -57,15 +51,6 @@ class Departure:
     def mistake(self) -> Mistake:
         """The row of the catalogue; an empty one where no catalogue knows it."""
         return MISTAKES.get(self.name, UNKNOWN)
-
-    def shown(self, have: Tensor, want: Tensor) -> "Departure":
-        """Add the four numbers that differ most, as they are and as they should be."""
-        have, want = have.reshape(-1), want.reshape(-1)
-        differing = (have - want).abs().nan_to_num(0.0).argsort(descending=True)[:4].sort().values
-        quantity = f"{self.facts['what']} after {self.facts['function']}"
-        return replace(
-            self, have=tuple(have[differing].tolist()), want=tuple(want[differing].tolist()), quantity=quantity
-        )
 
     def also(self, other: "Departure") -> "Departure":
         """Add what puts the same mistake right in another part."""

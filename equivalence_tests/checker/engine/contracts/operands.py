@@ -361,8 +361,7 @@ def _last_sum(run: Run, operand: Operand) -> Operation | None:
 
 
 def _first_change(run: Run, operand: Operand) -> Operation | None:
-    changed = first_change(run, operand.sources, operand.start, operand.until.index)
-    return None if changed is None else changed[0]
+    return first_change(run, operand.sources, operand.start, operand.until.index)
 
 
 def _located(attention: Attention, operand: Operand) -> Departure:
@@ -386,12 +385,10 @@ def _located(attention: Attention, operand: Operand) -> Departure:
     guilty = strange or bent or guilty
     if guilty is None:
         return changed_by(operand.until, "operand", operand.role)
-    operation, _, want, _ = guilty
     end, end_codes, end_want, _ = steps[-1]
     whole = not bool(end_want.isnan().any()) and len(end.outputs) == 1
     patches = {end.index: _from_source(run, end_codes)} if whole else {}
-    found = changed_by(operation, "operand", operand.role, patches=patches)
-    return found.shown(operation.outputs[0].value.double(), want)
+    return changed_by(guilty[0], "operand", operand.role, patches=patches)
 
 
 def _last_good(steps: list[tuple[Operation, Tensor, Tensor, bool]], source: Source) -> int:
