@@ -405,7 +405,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, drop
     """
     kernel = chosen_kernel(q, k, v, visible, dropout_p)
     if kernel is not None:
-        return kernel(q, k, v, *visible, scale)
+        return kernel(q, k, v, visible.score_bias, visible.diagonal, scale)
     dtype = q.dtype
     q, k, v = upcast_half(q, k, v)
     return textbook_attention(q, k, v, visible, scale, dropout_p).to(dtype)

@@ -47,7 +47,7 @@ def attention(
     """
     scores = (q * scale) @ k.transpose(-2, -1)  # (..., q, k)
     masked_scores = scores if score_bias is None else scores + score_bias
-    weights = softmax(masked_scores)
+    weights = softmax(masked_scores)  # of each query over the keys
     if dropout_p > 0.0:
         weights = F.dropout(weights, dropout_p)
     context = weights @ v  # (..., q, v_head_dim)
@@ -74,7 +74,7 @@ def split_heads(x: Float[Tensor, "len batch width"], num_heads: int) -> Float[Te
              [[2., 3.],
               [6., 7.]]]])
     """
-    return x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
+    return x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)  # (len, b, h, d) -> (b, h, len, d)
 
 
 def merge_heads(context: Float[Tensor, "batch num_heads len head_dim"]) -> Float[Tensor, "len batch width"]:
@@ -93,4 +93,4 @@ def merge_heads(context: Float[Tensor, "batch num_heads len head_dim"]) -> Float
     >>> torch.equal(merge_heads(split_heads(x, num_heads=3)), x)
     True
     """
-    return context.permute(2, 0, 1, 3).flatten(2)
+    return context.permute(2, 0, 1, 3).flatten(2)  # (b, h, len, d) -> (len, b, h * d)

@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
     visible = masks.visible_from_sdpa(attn_mask, is_causal, query.size(-2), key.size(-2))
     kernel = chosen_kernel(query, key, value, visible, dropout_p)
     if kernel is not None:
-        return laid_out_like(query, kernel(query, key, value, *visible, scale))
+        return laid_out_like(query, kernel(query, key, value, visible.score_bias, visible.diagonal, scale))
     q, k, v = upcast_half(query, key, value)
     if enable_gqa and not query.size(-3) == key.size(-3) == value.size(-3):
         # After the upcast, so that the gradients of a group are summed in float32.

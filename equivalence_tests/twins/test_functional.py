@@ -57,8 +57,13 @@ def slow_attention(
 
 def test_a_context_is_laid_out_anew_only_beside_transposed_queries() -> None:
     query, context = random_tensor(2, 3, 5, 11), random_tensor(2, 3, 5, 13)
+    transposed = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert laid_out_like(query, context) is context
-    assert laid_out_like(query.transpose(1, 2).contiguous().transpose(1, 2), context).stride(1) == 13
+    assert laid_out_like(transposed, context).stride(1) == 13
+    one, of_another_rank = context[:, :1, :1], context[None]
+    assert laid_out_like(query[:, :1, :1].contiguous(), one) is one
+    assert laid_out_like(transposed[..., 0], context) is context
+    assert laid_out_like(transposed, of_another_rank) is of_another_rank
 
 
 class TestClosedForms:
