@@ -313,7 +313,7 @@ def test_a_norm_is_told_by_what_it_does() -> None:
     report = verify(EvenedStep)
     assert (report.verdict, report.mistakes) == ("equal", ()), str(report)
     assert report.equivalent is not None
-    assert "self.second(self.two((x + output)))" in report.equivalent.source
+    assert "self.second(self.two(x + output))" in report.equivalent.source
 
 
 class SharesQueriesAndKeys(nn.Module):

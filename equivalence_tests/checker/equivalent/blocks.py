@@ -13,7 +13,7 @@ class Block:
     """A part of one parameter, as ``Tensor.as_strided`` takes it.
 
     Args:
-        name: The parameter.
+        name: The parameter; "" for zeros.
         shape: Of the parameter.
         size: Of the part.
         stride: By how many elements of the parameter each axis of the part goes on.
@@ -34,6 +34,8 @@ class Block:
         Args:
             state: What the state_dict is called.
         """
+        if not self.name:
+            return f"torch.zeros({', '.join(map(str, self.size))})"
         whole = f'{state}["{self.name}"]'
         if (
             len(self.shape) == len(self.size) == 2
@@ -73,16 +75,14 @@ def blocks_of(places: Tensor, parameters: Parameters) -> list[Block] | None:
     """Write places of parameter elements as parts, one after the other along the first axis.
 
     Args:
-        places: (rows, features), or (rows,).
+        places: (rows, features), or (rows,); -1 for zeros.
         parameters: Where they are.
 
     Returns:
-        As few parts as there are; None where some place is not an even step from the one before, or is none.
+        As few parts as there are; None where some place is not an even step from the one before.
     """
     found: list[Block] = []
     start = 0
-    if bool((places < 0).any()):
-        return None
     while start < len(places):
         count = _even_rows(places[start:], parameters)
         block = _block(places[start : start + count], parameters)
@@ -96,6 +96,8 @@ def blocks_of(places: Tensor, parameters: Parameters) -> list[Block] | None:
 def _even_rows(places: Tensor, parameters: Parameters) -> int:
     """Count the first rows that follow one another by even steps, in one parameter."""
     first = places.reshape(len(places), -1)[:, 0]
+    if first[0] < 0:
+        return int((first < 0).long().cumprod(0).sum())
     name = parameters.name_at(int(first[0]))
     low = parameters.start[name]
     inside = (first >= low) & (first < low + parameters.named[name].numel())
@@ -108,6 +110,8 @@ def _even_rows(places: Tensor, parameters: Parameters) -> int:
 
 
 def _block(places: Tensor, parameters: Parameters) -> Block | None:
+    if bool((places < 0).any()):
+        return Block("", (), tuple(places.shape), (), 0) if bool((places < 0).all()) else None
     name = parameters.name_at(int(places.reshape(-1)[0]))
     shape, offset = tuple(parameters.named[name].shape), int(places.reshape(-1)[0]) - parameters.start[name]
     stride = tuple(_step(places, axis) for axis in range(places.dim()))
@@ -153,7 +157,7 @@ def written_back(blocks: list[Block], target: str, source: str) -> list[str]:
     lines, start = [], 0
     for block in blocks:
         rows = "" if len(blocks) == 1 else f"[{start}:{start + block.size[0]}]"
-        lines.append(block.write(target, source + rows))
+        lines += [block.write(target, source + rows)] if block.name else []
         start += block.size[0]
     return lines
 

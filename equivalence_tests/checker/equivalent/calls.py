@@ -39,6 +39,7 @@ def diagnose_call(
     intended: Mapping[str, str] | None = None,
     proofs: bool = True,
     features_last: bool = False,
+    held: bool = True,
 ) -> list[Report]:
     """Run a call once, watched, and judge every attention in it against torch's formula.
 
@@ -51,6 +52,7 @@ def diagnose_call(
         intended: Findings that are intended, by name, each with the user's reason.
         proofs: Whether to show by further runs that what was found is all, and needed.
         features_last: Whether the last axis of the arguments is known to hold the features of tokens.
+        held: Whether an attention of which nothing deviates is compared with torch's own program too.
 
     Returns:
         One diagnosis for each attention, in the order in which they run; none where none is found.
@@ -65,6 +67,11 @@ def diagnose_call(
         call.seeds = _names_of_inputs(call)
     found = examine(call, GivenMasks(call))
     diagnoses = [_diagnosis(found, place, name, proofs, dict(intended or {})) for place in range(len(found.judgements))]
+    for place, report in enumerate(diagnoses if held else ()):
+        if report.verdict in ("equal", "partial"):
+            hold_call(report, found, found.judgements[place], intended or {})
+            if report.unread and not proofs:  # one option of code that is held as a whole elsewhere
+                report.verdict, report.reason = "partial", ""
     for diagnosis in diagnoses:
         diagnosis.seconds = (time.process_time() - started) / len(diagnoses)
     return diagnoses
@@ -90,10 +97,6 @@ def _diagnosis(found: Examination, place: int, name: str, proofs: bool, intended
         report.verdict = "partial"
     report.conventions, report.notes = _conventions(judgement), judgement.notes
     report.place = judgement.attention.first.place
-    if report.verdict in ("equal", "partial"):
-        hold_call(report, found, judgement, intended)
-        if report.unread and not proofs:  # one option of code that is held as a whole elsewhere
-            report.verdict, report.reason = "partial", ""
     return report
 
 

@@ -1,9 +1,9 @@
 """What is done to tokens outside of the attention itself: a small tree of named parts, each a step of the program."""
 
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,16 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
     "softplus": F.softplus,
+}
+# What expressions are made by: a gate or a gain is a product; spread, a number of each head is given to its features;
+# of what is cut, only some tokens (axis 1) or features (axis 2) are kept, so many from the first on.
+FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
+    **ACTIVATIONS,
+    "sum": operator.add,
+    "product": operator.mul,
+    "scaled": lambda x, factor: factor * x,
+    "spread": lambda x, count: x.repeat_interleave(count, -1),
+    "cut": lambda x, axis, start, count: x.narrow(axis, start, count),
 }
 
 
@@ -38,30 +48,56 @@ class Values:
     parameters: Parameters
     output: Tensor | None = None
 
+    def size(self, axis: int) -> int:
+        """Say how many samples there are, or tokens."""
+        return next(iter(self.given.values())).size(axis)
+
+    def learnt(self, name: str) -> Tensor:
+        """Give a parameter."""
+        found = self.parameters.named[name]
+        return found if found.is_complex() else found.double()
+
+    def called(self, path: str, given: Sequence[Tensor], numbers: Mapping[str, float]) -> Tensor:
+        """Call a sub-module, in its own precision."""
+        assert self.module is not None  # it has a path in one
+        module = self.module.get_submodule(path)
+        dtype = next((x.dtype for x in module.parameters()), torch.float64)
+        result = module(*(x.to(dtype) for x in given), **numbers)
+        return (result if isinstance(result, Tensor) else result[0]).to(given[0].dtype)
+
+
+class Expression:
+    """A step outside of the attention itself; given values that are text, it is written down."""
+
+    def __call__(self, values: Values) -> Tensor:
+        """Compute it, or write it down."""
+        return self._of(values)
+
+    def _of(self, values: Values) -> Tensor:
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
-class Given:
+class Given(Expression):
     """An argument as it is."""
 
     name: str
 
-    def __call__(self, values: Values) -> Tensor:
-        """Give the argument."""
+    def _of(self, values: Values) -> Tensor:
         return values.given[self.name]
 
 
 @dataclass(frozen=True)
-class Attended:
+class Attended(Expression):
     """What the attention gives."""
 
-    def __call__(self, values: Values) -> Tensor:
-        """Give it."""
+    def _of(self, values: Values) -> Tensor:
         assert values.output is not None  # only what stands behind the attention asks for it
         return values.output
 
 
 @dataclass(frozen=True)
-class Learnt:
+class Learnt(Expression):
     """A parameter as it is, such as a gain or a table of positions.
 
     Args:
@@ -72,14 +108,12 @@ class Learnt:
     name: str
     rows: bool = False
 
-    def __call__(self, values: Values) -> Tensor:
-        """Give the parameter."""
-        whole = values.parameters.named[self.name]
-        return whole[..., : next(iter(values.given.values())).size(1), :] if self.rows else whole
+    def _of(self, values: Values) -> Tensor:
+        return values.learnt(self.name)[..., : values.size(1), :] if self.rows else values.learnt(self.name)
 
 
 @dataclass(frozen=True)
-class Called:
+class Called(Expression):
     """A sub-module of the user's, called as it is.
 
     Args:
@@ -91,75 +125,39 @@ class Called:
     """
 
     path: str
-    inner: tuple["Expression", ...]
+    inner: tuple[Expression, ...]
     transposed: bool = False
     grid: tuple[int, int] | None = None
     numbers: tuple[tuple[str, float], ...] = ()
 
-    def __call__(self, values: Values) -> Tensor:
-        """Call it, in its own precision."""
-        assert values.module is not None  # it has a path in one
-        module = values.module.get_submodule(self.path)
-        dtype = next((x.dtype for x in module.parameters()), torch.float64)
-        given = [inner(values) for inner in self.inner]
-        transposed = [x.mT if self.transposed else x for x in given]
-        laid = [x if self.grid is None else x.unflatten(-1, self.grid) for x in transposed]
-        result = module(*(x.to(dtype) for x in laid), **dict(self.numbers))
-        found: Tensor = (result if isinstance(result, Tensor) else result[0]).to(given[0].dtype)
+    def _of(self, values: Values) -> Tensor:
+        given = [inner(values).mT if self.transposed else inner(values) for inner in self.inner]
+        given = given if self.grid is None else [x.unflatten(-1, self.grid) for x in given]
+        found = values.called(self.path, given, dict(self.numbers))
         found = found if self.grid is None else found.flatten(2)
         return found.mT if self.transposed else found
 
 
 @dataclass(frozen=True)
-class Sum:
-    """A sum of two."""
+class Made(Expression):
+    """What a function without parameters makes.
 
-    first: "Expression"
-    second: "Expression"
-
-    def __call__(self, values: Values) -> Tensor:
-        """Compute it."""
-        return self.first(values) + self.second(values)
-
-
-@dataclass(frozen=True)
-class Times:
-    """A product of two, such as with a gate or a gain."""
-
-    first: "Expression"
-    second: "Expression"
-
-    def __call__(self, values: Values) -> Tensor:
-        """Compute it."""
-        return self.first(values) * self.second(values)
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """Something times a number that nothing learns."""
-
-    factor: float
-    inner: "Expression"
-
-    def __call__(self, values: Values) -> Tensor:
-        """Compute it."""
-        return self.factor * self.inner(values)
-
-
-@dataclass(frozen=True)
-class Acted:
-    """An activation, element by element."""
+    Args:
+        name: Of the function, in ``FUNCTIONS``.
+        inner: What it is given.
+        numbers: What else it is given.
+    """
 
     name: str
-    inner: "Expression"
+    inner: tuple[Expression, ...]
+    numbers: tuple[float, ...] = ()
 
-    def __call__(self, values: Values) -> Tensor:
-        """Compute it."""
-        return ACTIVATIONS[self.name](self.inner(values))
+    def _of(self, values: Values) -> Tensor:
+        return FUNCTIONS[self.name](*(x(values) for x in self.inner), *self.numbers)
 
 
 @dataclass(frozen=True)
-class Mapped:
+class Mapped(Expression):
     """Something multiplied by a matrix that is a parameter.
 
     Args:
@@ -169,73 +167,29 @@ class Mapped:
     """
 
     name: str
-    inner: "Expression"
+    inner: Expression
     transposed: bool = False
 
-    def __call__(self, values: Values) -> Tensor:
-        """Compute it."""
-        matrix = values.parameters.named[self.name].to(torch.float64)
+    def _of(self, values: Values) -> Tensor:
+        matrix = values.learnt(self.name)
         return self.inner(values) @ (matrix.mT if self.transposed else matrix)
 
 
 @dataclass(frozen=True)
-class Spread:
-    """A number for each head, or for each token, given to all of its features."""
+class Joined(Expression):
+    """Tokens beside one another, first those of the first; what is learnt stands in each sample."""
 
-    inner: "Expression"
-    count: int
+    inner: tuple[Expression, ...]
 
-    def __call__(self, values: Values) -> Tensor:
-        """Repeat each."""
-        return self.inner(values).repeat_interleave(self.count, -1)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Some of the tokens, or of their features, one after the other.
-
-    Args:
-        inner: What is cut.
-        axis: 1 for tokens, 2 for features.
-        start: The first that is kept.
-        count: How many are.
-    """
-
-    inner: "Expression"
-    axis: int
-    start: int
-    count: int
-
-    def __call__(self, values: Values) -> Tensor:
-        """Cut it."""
-        return self.inner(values).narrow(self.axis, self.start, self.count)
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Tokens beside one another, first those of the first."""
-
-    inner: tuple["Expression", ...]
-
-    def __call__(self, values: Values) -> Tensor:
-        """Put them side by side, what is learnt in each sample."""
-        found = [x(values) for x in self.inner]
-        found = [x[None] if x.dim() == 2 else x for x in found]
-        batch = max(x.size(0) for x in found)
-        return torch.cat([x.expand(batch, -1, -1) for x in found], 1)
-
-
-OfOne: TypeAlias = Scaled | Acted | Mapped | Spread | Cut
-Expression: TypeAlias = Given | Attended | Learnt | Called | Sum | Times | Joined | OfOne
+    def _of(self, values: Values) -> Tensor:
+        made = ((x(values), any(isinstance(one, Given) for one in all_of(x))) for x in self.inner)
+        return torch.cat([x if of_samples else x.expand(values.size(0), -1, -1) for x, of_samples in made], 1)
 
 
 def inner_of(expression: Expression) -> tuple[Expression, ...]:
     """List what an expression is made of."""
-    if isinstance(expression, Called | Joined):
-        return expression.inner
-    if isinstance(expression, Sum | Times):
-        return expression.first, expression.second
-    return (expression.inner,) if isinstance(expression, OfOne) else ()
+    found = (x for one in vars(expression).values() for x in (one if isinstance(one, tuple) else (one,)))
+    return tuple(x for x in found if isinstance(x, Expression))
 
 
 def all_of(expression: Expression) -> Iterator[Expression]:
@@ -247,9 +201,8 @@ def all_of(expression: Expression) -> Iterator[Expression]:
 
 def terms_of(expression: Expression) -> Iterator[Expression]:
     """List what a sum adds up; anything else is its only term."""
-    if isinstance(expression, Sum):
-        yield from terms_of(expression.first)
-        yield from terms_of(expression.second)
+    if isinstance(expression, Made) and expression.name == "sum":
+        yield from (term for inner in expression.inner for term in terms_of(inner))
     else:
         yield expression
 
@@ -257,8 +210,8 @@ def terms_of(expression: Expression) -> Iterator[Expression]:
 def added_twice(expression: Expression) -> list[str]:
     """Name the arguments that one sum adds more than once.
 
-    >>> x = Given("x")
-    >>> added_twice(Sum(Sum(x, Attended()), x)), added_twice(Sum(x, Called("norm", (Sum(x, Attended()),))))
+    >>> x, both = Given("x"), Made("sum", (Given("x"), Attended()))
+    >>> added_twice(Made("sum", (both, x))), added_twice(Made("sum", (x, Called("norm", (both,)))))
     (['x'], [])
     """
     given = [one.name for one in terms_of(expression) if isinstance(one, Given)]
@@ -291,23 +244,27 @@ class Evidence:
             elif isinstance(one, Joined):
                 twice = len(set(one.inner)) < len(one.inner) or len(_leaves(one)) < len(one.inner)
                 yield Step("tokens are put side by side", "" if twice else "each are an argument or a parameter", stage)
-            elif isinstance(one, Cut):
-                yield Step(f"a part of the {'tokens' if one.axis == 1 else 'features'}", self._of_class(one), "cut")
-            elif isinstance(one, Scaled) and not isinstance(one.inner, Mapped | Learnt):  # such take the number in
-                yield Step(f"times {one.factor:.6g}", "", "factor")
-            elif isinstance(one, Acted) and not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one)):
-                yield Step(one.name, "", "gate")
-            elif isinstance(one, Times) and any(map(_is_given, (one.first, one.second))):
-                yield Step("an argument as it is multiplies something", "", "gate")
-        if stage == "output" and any(
-            isinstance(one, Sum) and any(map(_is_given, (one.first, one.second))) for one in all_of(expression)
-        ):
+            elif isinstance(one, Made):
+                yield from self._made(one)
+        sums = [one for one in all_of(expression) if isinstance(one, Made) and one.name == "sum"]
+        if stage == "output" and any(map(_is_given, (x for one in sums for x in one.inner))):
             yield Step("a residual connection", "what is added is an argument as it is", "residual")
 
-    def _of_class(self, one: Cut) -> str:
+    def _made(self, one: Made) -> Iterator[Step]:
+        """List what speaks for itself in no name."""
+        if one.name == "cut":
+            yield Step(f"a part of the {'tokens' if one.numbers[0] == 1 else 'features'}", self._of_class(one), "cut")
+        elif one.name == "scaled" and not isinstance(one.inner[0], Mapped | Learnt):  # such take the number in
+            yield Step(f"times {one.numbers[0]:.6g}", "", "factor")
+        elif one.name in ACTIVATIONS and not any(isinstance(x, Called | Learnt | Mapped) for x in all_of(one)):
+            yield Step(one.name, "", "gate")
+        elif one.name == "product" and any(map(_is_given, one.inner)):
+            yield Step("an argument as it is multiplies something", "", "gate")
+
+    def _of_class(self, one: Made) -> str:
         """A class token stands first, and may ask alone."""
         name = type(self.module).__name__
-        first = (one.axis, one.start, one.count) == (1, 0, 1) and re.search("class|cls|pool", name, re.IGNORECASE)
+        first = [*one.numbers] == [1, 0, 1] and re.search("class|cls|pool", name, re.IGNORECASE)
         return f"the first token alone, as the name {name} says" if first else ""
 
     def _of_module(self, path: str) -> str:

@@ -31,7 +31,7 @@ from equivalence_tests.checker.equivalent.reading import Reading, read
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, Layout
-from equivalence_tests.checker.equivalent.writing import Signature, Writer
+from equivalence_tests.checker.equivalent.writing import AttentionWriter, Signature
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Trial, from_layout
 from equivalence_tests.checker.reach.masking import draw_masks
@@ -99,7 +99,7 @@ class _Held:
     def written(self, holding: Holding, report: Report) -> Equivalent:
         """Write the program down."""
         situation, worst = self.situation, holding.worst
-        writer = Writer(holding.program, signature_of(situation), holding.parameters, situation.subject.module)
+        writer = AttentionWriter(holding.program, signature_of(situation), holding.parameters, situation.subject.module)
         try:
             source, why = writer.source(), ""
         except UnreadError as error:
@@ -108,7 +108,7 @@ class _Held:
             source=source,
             unwritten=why,
             theirs=source_of(situation.subject.function),
-            handed=tuple(writer.handed.values()),
+            handed=tuple(writer.writer.handed.values()),
             steps=tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items()),
             compared=tuple(self.compared),
             not_run=tuple(self.not_run),

@@ -79,6 +79,53 @@ def tensors_of(returned: Any) -> list[Tensor]:
     return [*watched_tensors(tree_map_only(np.ndarray, torch.from_numpy, returned))]
 
 
+def held(
+    part: WrittenPart, cases: Iterable[Case], output: Callable[[Any], Tensor], tolerance: float, skips: type[Exception]
+) -> tuple[Equivalent, list[tuple[Case, Exception]]]:
+    """Compare a program with the user's code, until it differs.
+
+    Args:
+        part: What was written.
+        cases: The calls that are compared.
+        output: Finds what is compared in what comes back.
+        tolerance: What differs by less, relative to the largest value, is rounding.
+        skips: What a call may raise that then is not compared.
+
+    Returns:
+        How the program compares, and the calls that were not compared, each with what it raised.
+
+    Raises:
+        UnreadError: If none could be compared.
+    """
+    layout = Layout(lambda x: x, lambda x: x, output)
+    worst, compared, left = Difference("", "output", 0.0), list[str](), list[tuple[Case, Exception]]()
+    for case in cases:
+        try:
+            with kept_parameters(case.call.module):
+                found = list(compare(part.on(case.call, output), case, layout, gradients=case.redrawn is not None))
+        except skips as error:
+            if isinstance(error, UnreadError) and skips is not UnreadError:
+                raise
+            left.append((case, error))
+            continue
+        compared.append(case.words)
+        worst = max([worst, *found], key=lambda one: one.size)
+        if worst.size > tolerance:
+            break
+    if not compared:
+        why = left[-1][1] if left else UnreadError("no call is known")
+        known = isinstance(why, UnreadError)
+        raise why if known else UnreadError(f"it cannot be called again ({said(why)}{raised_at(why)})")
+    return replace(
+        part.equivalent,
+        compared=tuple(compared),
+        not_run=tuple(case.words for case, _ in left),
+        difference=worst.size,
+        where=f"{worst.what}, {worst.case}",
+        agrees=worst.size <= tolerance,
+    ), left
+
+
 def hold_part(
     report: Report,
     part: WrittenPart,
@@ -87,46 +134,25 @@ def hold_part(
     output: Callable[[Any], Tensor] = first_output,
     tolerance: float = EXACT,
 ) -> None:
-    """Compare a part with its equivalent, and let that decide.
-
-    Args:
-        report: Receives the equivalent, and the verdict that follows.
-        part: What was written.
-        cases: The calls that are compared.
-        output: Finds what is compared in what comes back.
-        tolerance: What differs by less, relative to the largest value, is rounding.
-    """
-    layout = Layout(lambda x: x, lambda x: x, output)
-    worst, compared, not_run, why = Difference("", "output", 0.0), list[str](), list[str](), "no call is known"
-    for case in cases:
-        try:
-            with kept_parameters(case.call.module):
-                found = list(compare(part.on(case.call, output), case, layout, gradients=case.redrawn is not None))
-        except UnreadError as reason:
-            unread(report, str(reason))
-            return
-        except Exception as error:  # the user's code may take no other lengths, or no gradients
-            not_run.append(case.words)
-            why = f"{said(error)}{raised_at(error)}"
-            if case.redrawn is not None:
-                report.coverage.append(Exercise(case.words, False, why))
-            continue
-        compared.append(case.words)
-        worst = max([worst, *found], key=lambda one: one.size)
-    if not compared:
-        unread(report, f"it cannot be called again ({why})")
+    """Compare a part with its equivalent, and let that decide: the report receives the equivalent and the verdict."""
+    try:
+        report.equivalent, left = held(part, cases, output, tolerance, Exception)
+    except UnreadError as why:
+        unread(report, str(why))
         return
+    for case, error in left:  # the user's code may take no other lengths, or no gradients
+        if case.redrawn is not None:
+            report.coverage.append(Exercise(case.words, False, f"{said(error)}{raised_at(error)}"))
     report.verdict = "partial" if report.not_exercised else report.verdict
-    report.equivalent = replace(
-        part.equivalent,
-        compared=tuple(compared),
-        not_run=tuple(not_run),
-        difference=worst.size,
-        where=f"{worst.what}, {worst.case}",
-        agrees=worst.size <= tolerance,
-    )
+    judge_difference(report)
+
+
+def judge_difference(report: Report) -> None:
+    """Say of an equivalent that differs by how much, and in which call."""
+    assert report.equivalent is not None  # it was compared
+    what, _, case = report.equivalent.where.partition(", ")
     if not report.equivalent.agrees:
-        differs(report, worst)
+        differs(report, Difference(case, what, report.equivalent.difference))
 
 
 def unread(report: Report, why: str) -> None:

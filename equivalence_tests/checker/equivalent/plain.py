@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.contracts.projecting import OWN
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.ending import Output
-from equivalence_tests.checker.equivalent.expressions import Attended, Called, Expression, Given, Sum
+from equivalence_tests.checker.equivalent.expressions import Attended, Called, Expression, Given, Made
 from equivalence_tests.checker.equivalent.operands import Projection
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
@@ -141,5 +141,5 @@ def _sublayers(module: nn.Module | None, first: Given, features: int) -> Iterato
         yield "", Attended(), set()
         return
     named = {f"{norms[0]}.{name}" for name, _ in module.get_submodule(norms[0]).named_parameters()}
-    yield "", Called(norms[0], (Sum(Attended(), first),)), named
-    yield norms[0], Sum(Attended(), first), named
+    yield "", Called(norms[0], (Made("sum", (Attended(), first)),)), named
+    yield norms[0], Made("sum", (Attended(), first)), named

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from equivalence_tests.checker.equivalent.biases import Bias, Visible
 from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
 from equivalence_tests.checker.equivalent.comparing import difference_of
-from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Times
+from equivalence_tests.checker.equivalent.expressions import Attended, Evidence, Given, Made
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.reach.subject import Adapter, subjects
@@ -295,7 +295,7 @@ def test_what_torch_does_not_compute_is_not_called_equal(wrong: type[nn.Module])
 
 
 def test_a_product_with_an_argument_is_a_step_that_nothing_says_is_intended() -> None:
-    gated = Times(Attended(), Given("x"))
+    gated = Made("product", (Attended(), Given("x")))
     assert [step.evidence for step in Evidence(None, Parameters({})).steps(gated, "output")] == [""]
 
 

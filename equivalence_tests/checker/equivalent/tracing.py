@@ -11,19 +11,14 @@ from equivalence_tests.checker.engine.vocabulary import MOVES, words
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation
 from equivalence_tests.checker.equivalent.expressions import (
     ACTIVATIONS,
-    Acted,
     Attended,
     Called,
-    Cut,
     Expression,
     Given,
     Joined,
     Learnt,
+    Made,
     Mapped,
-    Scaled,
-    Spread,
-    Sum,
-    Times,
     all_of,
 )
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -115,21 +110,22 @@ class Tracer:
             return cut
         if name in ("add", "mul") and len(inputs) == 2:
             first, second = (self._spread(x, tensor, operation.index) for x in inputs)
-            return Sum(first, second) if name == "add" else Times(first, second)
+            return Made("sum" if name == "add" else "product", (first, second))
         if name == "sub" and len(inputs) == 2:
             first, second = (self.read(x, operation.index) for x in inputs)
-            return Sum(first, Scaled(-1.0, second))
+            return Made("sum", (first, Made("scaled", (second,), (-1.0,))))
         if name in ("mul", "div") and len(inputs) == 1:
             number = next(x for x in args if isinstance(x, int | float))
-            return Scaled(float(number) if name == "mul" else 1.0 / number, self.read(inputs[0], operation.index))
+            factor = float(number) if name == "mul" else 1.0 / number
+            return Made("scaled", (self.read(inputs[0], operation.index),), (factor,))
         if name in ACTIVATIONS and len(inputs) == 1:
-            return Acted(name, self.read(inputs[0], operation.index))
+            return Made(name, (self.read(inputs[0], operation.index),))
         if name in ("cat", "concat") and (parts := self._joined(tensor, inputs, operation.index)) is not None:
             return parts
         if name in ("expand", "repeat", "expand_as") and id(inputs[0]) in self.watched.learnt:
             return Learnt(self.watched.learnt[id(inputs[0])])
         if name == "div" and len(inputs) == 2 and (gate := self._sigmoid(inputs[1], operation.index)) is not None:
-            return Times(self.read(inputs[0], operation.index), gate)
+            return Made("product", (self.read(inputs[0], operation.index), gate))
         if name in ("linear", "matmul", "mm") and (mapped := self._mapped(operation, inputs)) is not None:
             return mapped
         line = code_lines(operation.frames)[-1:]
@@ -149,7 +145,7 @@ class Tracer:
         if len(inputs) < 2 or not names[1] or inputs[1].dim() != 2 or names[0]:
             return None
         found: Expression = Mapped(names[1], self.read(inputs[0], operation.index), operation.name == "linear")
-        return Sum(found, Learnt(names[2])) if len(inputs) > 2 and names[2] else found
+        return Made("sum", (found, Learnt(names[2]))) if len(inputs) > 2 and names[2] else found
 
     def _sigmoid(self, tensor: Tensor, before: int) -> Expression | None:
         """A sigmoid by which something is multiplied, written as division by 1 + exp(-x)."""
@@ -157,7 +153,7 @@ class Tracer:
         exp = self._only_input(add, "add", 1)
         neg = self._only_input(exp, "exp")
         inner = None if neg is None or neg.name != "neg" else neg.inputs[0].tensor
-        return None if inner is None or neg is None else Acted("sigmoid", self.read(inner, neg.index))
+        return None if inner is None or neg is None else Made("sigmoid", (self.read(inner, neg.index),))
 
     def _only_input(self, operation: Operation | None, name: str, number: float | None = None) -> Operation | None:
         """What made the one tensor that an operation of this name takes, beside this number."""
@@ -180,7 +176,7 @@ class Tracer:
         """What takes part in a product: a number for each head, or token, has its features still to come."""
         found, width = self.read(x, before), over.size(-1)
         alone = x.dim() == over.dim() and x.size(-1) == 1 < width and id(x) not in self.watched.learnt
-        return Spread(found, width) if alone else found
+        return Made("spread", (found,), (width,)) if alone else found
 
     def _cut(self, tensor: Tensor, whole: Expression) -> Expression | None:
         """Some tokens or features, which their numbers tell."""
@@ -193,7 +189,7 @@ class Tracer:
             for start in range(x.size(axis) - count + 1) if x.numel() * count == wanted.numel() * x.size(axis) else ():
                 part = x.narrow(axis, start, count)
                 if torch.equal(part.flatten(), wanted.flatten()) or torch.equal(part.mT.flatten(), wanted.flatten()):
-                    return Cut(whole, axis, start, count)
+                    return Made("cut", (whole,), (axis, start, count))
         return None
 
 

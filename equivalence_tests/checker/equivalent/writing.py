@@ -1,42 +1,24 @@
-"""Write a program down as Python that runs with torch alone, with the conversion of the weights both ways."""
+"""Write the program of an attention down as Python that runs with torch alone: nn.MultiheadAttention if it can be."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.equivalent.blocks import index_of
-from equivalence_tests.checker.equivalent.conversion import Conversion
-from equivalence_tests.checker.equivalent.expressions import (
-    Acted,
-    Attended,
-    Called,
-    Cut,
-    Expression,
-    Given,
-    Joined,
-    Learnt,
-    Mapped,
-    Scaled,
-    Spread,
-    Sum,
-    Times,
-    all_of,
-)
+from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import Projection, first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import ROUNDING, Program
 from equivalence_tests.checker.equivalent.rotation import HeadNorm, Rotation
+from equivalence_tests.checker.equivalent.texts import arguments_text, bracketed
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.reach.masking import MaskForm
 
-HEAD = '''"""The same as {target}, in torch's own parts{sizes}."""
-
-{imports}
-'''
-SENTENCE = '"""softmax(query · keyᵀ · scale + what is added) · value, between projections."""'
+SENTENCE = "softmax(query · keyᵀ · scale + what is added) · value, between projections."
 # From a layout to (batch, tokens, features), and back.
 LAYOUTS: Mapping[str, tuple[str, str]] = {
     "b l e": ("", ""),
@@ -89,7 +71,22 @@ class Signature:
 
 
 @dataclass
-class Writer(Conversion):
+class _Written(Values):
+    """What an expression is written down from: arguments, parameters and sub-modules as text."""
+
+    writer: Writer | None = None
+
+    def learnt(self, name: str) -> Any:
+        assert self.writer is not None  # it is given
+        return self.writer.parameter(name)
+
+    def called(self, path: str, given: Sequence[Any], numbers: Mapping[str, float]) -> Any:
+        assert self.writer is not None  # the same
+        return Text(f"self.{self.writer.sub_module(path)}({arguments_text(given, numbers)})", self.writer)
+
+
+@dataclass
+class AttentionWriter:
     """Writes one program.
 
     Args:
@@ -103,11 +100,21 @@ class Writer(Conversion):
     signature: Signature
     parameters: Parameters
     module: nn.Module | None
-    made: list[str] = field(default_factory=list)  # lines of __init__
-    taken: list[str] = field(default_factory=list)  # entries of the converted state_dict
-    returned: list[str] = field(default_factory=list)  # lines that put weights back
-    handed: dict[str, str] = field(default_factory=dict)  # the paths of the user's own sub-modules, by their names
-    named: dict[str, str] = field(default_factory=dict)  # parts that were made already
+    writer: Writer = field(init=False)
+    values: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = [f"{name}: Tensor" for _, name in self.signature.arguments]
+        names += [f"{self.signature.mask}: Tensor | None = None"] if self._has_mask else []
+        module, target = self.module or nn.Module(), self.signature.target
+        heads, width = self.program.query.weight.shape[:2]
+        sizes = "" if self.module is None and heads == 1 else f", for {heads} heads of {width}"
+        self.writer = Writer(
+            target, self.parameters, module, ", ".join(names), self.module is None, sentence=SENTENCE, sizes=sizes
+        )
+        given: Any = {name: Text(own, self.writer) for name, own in self.signature.arguments}
+        output: Any = Text("output", self.writer)
+        self.values = _Written(given, module, self.parameters, output, self.writer)
 
     def source(self) -> str:
         """Write the module.
@@ -118,39 +125,8 @@ class Writer(Conversion):
         if self.signature.layout not in LAYOUTS:
             raise UnreadError(f"the layout {self.signature.layout} cannot be written down")
         plain = self.program.is_multi_head_attention
-        lines = list(self._of_multi_head_attention() if plain else self._of_parts())
-        heads, width = self.program.query.weight.shape[:2]
-        converted = ["", "", *self._conversion(self.signature.target)] if self.module is not None else []
-        written = self._class(plain, lines) if self.module is not None else self._function(lines)
-        body = "\n".join([*written, *converted]) + "\n"
-        imports = "import torch\n" if re.search(r"\btorch\.[a-z]", body) or self.module is not None else ""
-        imports += f"from torch import Tensor{', nn' if self.module is not None else ''}\n"
-        imports += "from torch.nn import functional as F\n" if "F." in body else ""
-        sizes = "" if self.module is None and heads == 1 else f", for {heads} heads of {width}"
-        return HEAD.format(target=self.signature.target, sizes=sizes, imports=imports) + body
-
-    # ------------------------------------------------------------------------------------------- the class
-    def _class(self, plain: bool, forward: list[str]) -> Iterator[str]:
-        base = "nn.MultiheadAttention" if plain else "nn.Module"
-        yield from ("", f"class Equivalent({base}):", f"    {SENTENCE}", "")
-        given = "".join(f", {name}: nn.Module" for name in self.handed)
-        if self.made or given:
-            yield f"    def __init__(self{given}) -> None:"
-            yield from (f"        {line}" for line in (self.made if plain else ["super().__init__()", *self.made]))
-            yield ""
-        ignore = "  # type: ignore[override]" if plain else ""
-        yield f"    def forward(self, {self._arguments()}) -> Tensor:{ignore}"
-        yield from (f"        {line}" for line in forward)
-
-    def _function(self, lines: list[str]) -> Iterator[str]:
-        if self.made or self.handed:
-            raise UnreadError("a function that holds weights cannot be written down")
-        yield from ("", f"def equivalent({self._arguments()}) -> Tensor:", f"    {SENTENCE}")
-        yield from (f"    {line}" for line in lines)
-
-    def _arguments(self) -> str:
-        names = [f"{name}: Tensor" for _, name in self.signature.arguments]
-        return ", ".join([*names, *([f"{self.signature.mask}: Tensor | None = None"] if self._has_mask else [])])
+        *self.writer.lines, result = self._of_multi_head_attention() if plain else self._of_parts()
+        return self.writer.source(Text(result, self.writer))
 
     @property
     def _has_mask(self) -> bool:
@@ -161,15 +137,13 @@ class Writer(Conversion):
         for _, name in self.signature.arguments if turn else ():
             yield f"{name} = {name}{turn}  # (batch, tokens, features)"
 
-    def _outward(self, expression: str) -> str:
-        if self.signature.layout in ("b h l d", "b l h d") and not self.signature.merged:
-            heads = self.program.query.weight.size(0)
-            back = f"({expression}).unflatten(-1, ({heads}, -1))"
-            return f"return {back}" + (".transpose(1, 2)" if self.signature.layout == "b h l d" else "")
-        return f"return {expression}{LAYOUTS[self.signature.layout][1]}"
-
-    def _identifier(self, name: str) -> str:
-        return dict(self.signature.arguments)[name]
+    def _outward(self, expression: Any) -> str:
+        """Lay it out as the user's code returns it."""
+        layout, back = self.signature.layout, LAYOUTS[self.signature.layout][1]
+        if layout in ("b h l d", "b l h d") and not self.signature.merged:
+            back = f".unflatten(-1, ({self.program.query.weight.size(0)}, -1))"
+            back += ".transpose(1, 2)" if layout == "b h l d" else ""
+        return f"{bracketed(expression)}{back}" if back else str(expression)
 
     def _hidden(self) -> str:
         """Write what the mask hides, (batch, heads, query, key) bool, True = may not look."""
@@ -184,29 +158,29 @@ class Writer(Conversion):
     def _of_multi_head_attention(self) -> Iterator[str]:
         program = self.program
         heads, _, features = program.query.weight.shape
-        query, key, value = (one.tokens for _, one in program.roles)
-        bias = any(bool((one.bias >= 0).any()) for _, one in program.roles if one.bias is not None)
+        given = [str(one.tokens(self.values)) for _, one in program.roles]
+        weights = [one.weight.flatten(0, 1) for _, one in program.roles]
+        biases = [one.bias.flatten() for _, one in program.roles if one.bias is not None]
         out = program.output
         assert out.bias is not None  # nn.MultiheadAttention has an output projection
-        bias = bias or bool((out.bias >= 0).any())
-        said = "" if bias else ", bias=False"
-        self.made.append(f"super().__init__({features}, {heads}{said}, batch_first=True)")
-        self._three("in_proj_weight", [one.weight.flatten(0, 1) for _, one in program.roles])
-        if bias:
-            self._three("in_proj_bias", [one.bias.flatten() for _, one in program.roles if one.bias is not None])
-        self._convert("out_proj.weight", out.weight)
-        if bias:
-            self._convert("out_proj.bias", out.bias)
+        biased = any(bool((one >= 0).any()) for one in (*biases, out.bias))
+        said = "" if biased else ", bias=False"
+        self.writer.torchs = f"nn.MultiheadAttention({features}, {heads}{said}, batch_first=True)"
+        self.writer.convert("in_proj_weight", torch.cat(weights))
+        if biased:
+            self.writer.convert("in_proj_bias", torch.cat(biases))
+        self.writer.convert("out_proj.weight", out.weight)
+        if biased:
+            self.writer.convert("out_proj.bias", out.bias)
         yield from self._inward()
-        yield from self._mask_of_module(heads)
-        names = ", ".join(self._identifier(one.name) for one in (query, key, value) if isinstance(one, Given))
+        yield from self._mask_of_module(heads, *given[:2])
         mask = ", attn_mask=hidden" if self._has_mask or program.bias.is_causal else ""
         causal = ", is_causal=True" if program.bias.is_causal and not self._has_mask else ""
-        yield self._outward(f"super().forward({names}{mask}{causal}, need_weights=False)[0]")
+        called = f"super().forward({', '.join(given)}{mask}{causal}, need_weights=False)[0]"
+        yield self._outward(Text(called, self.writer))
 
-    def _mask_of_module(self, heads: int) -> Iterator[str]:
+    def _mask_of_module(self, heads: int, first: str, second: str) -> Iterator[str]:
         """Write what is hidden, True = may not look, as torch's module takes it."""
-        first, second = self._first_names()
         if self.program.bias.is_causal:
             sizes = f"{first}.size(1), {second}.size(1), dtype=torch.bool, device={first}.device"
             yield f"hidden = torch.ones({sizes}).triu(1)  # True = may not look: the future"
@@ -218,24 +192,6 @@ class Writer(Conversion):
             yield f"if {self.signature.mask} is not None:"
             yield f"    hidden = {text}  # True = may not look"
             yield f"    hidden = hidden.expand({sizes}).flatten(0, 1)"
-
-    def _first_names(self) -> tuple[str, str]:
-        names = [
-            next((self._identifier(x.name) for x in all_of(one.tokens) if isinstance(x, Given)), "")
-            for _, one in self.program.roles[:2]
-        ]
-        return names[0], names[1]
-
-    def _three(self, name: str, places: list[Tensor]) -> None:
-        """Convert what torch packs: the rows of queries, keys and values."""
-        if all(bool((one >= 0).all()) for one in places):
-            self._convert(name, torch.cat(places))
-            return
-        self.taken.append(f'"{name}": torch.cat([{", ".join(self._taken(one) for one in places)}]),')
-        start = 0
-        for one in places:
-            self._give_back(one, f'ours["{name}"][{start}:{start + len(one)}]')
-            start += len(one)
 
     # ------------------------------------------------------------------------------------------- parts
     def _of_parts(self) -> Iterator[str]:
@@ -255,16 +211,16 @@ class Writer(Conversion):
         yield f"averaged = F.scaled_dot_product_attention({called})"
         yield "merged = averaged.transpose(1, 2).flatten(2)  # heads side by side"
         yield f"output = {self._projected()}"
-        yield self._outward(self._expression(program.output.around))
+        yield self._outward(program.output.around(self.values))
 
     def _operand(self, role: str, one: Projection) -> Iterator[str]:
         heads, own, weight, bias = _grouped(one)
-        tokens = self._expression(one.tokens)
+        tokens = bracketed(one.tokens(self.values))
         if bias is None:
             yield f"{role} = {self._features(tokens, weight)}"
         else:
-            self._linear(f"{role}_proj", weight.flatten(0, 1), bias.flatten())
-            yield f"{role} = self.{role}_proj({tokens}).unflatten(-1, ({own}, -1)).transpose(1, 2)"
+            self.writer.linear(f"{role}_proj", weight.flatten(0, 1), bias.flatten())
+            yield f"{role} = self.{role}_proj({one.tokens(self.values)}).unflatten(-1, ({own}, -1)).transpose(1, 2)"
         if one.change.norm is not None:
             yield f"{role} = {self._normed(role, one.change.norm, own, weight.size(1))}"
         if one.change.rotation is not None:
@@ -290,20 +246,17 @@ class Writer(Conversion):
 
     def _head_norm(self, role: str, of: str, norm: HeadNorm, width: int) -> str:
         if norm.kind == "normalize":
-            gain = f" * self.{self._parameter(norm.gain)}" if norm.gain else ""
+            gain = f" * {self.writer.parameter(norm.gain)}" if norm.gain else ""
             return f"F.normalize({of}, dim=-1, eps={norm.eps!r}){gain}"
         made = "nn.LayerNorm" if norm.kind == "layer_norm" else "nn.RMSNorm"
         name = f"{role}_norm"
         affine = f", elementwise_affine={bool(norm.gain)}" if not norm.gain else ""
         affine += ", bias=False" if norm.kind == "layer_norm" and norm.gain and not norm.bias else ""
-        self.made.append(f"self.{name} = {made}({width}, eps={norm.eps!r}{affine})")
+        self.writer.made[name] = f"{made}({width}, eps={norm.eps!r}{affine})"
         if norm.gain:
-            added = "1 + " if norm.added else ""
-            self.taken.append(f'"{name}.weight": {added}theirs["{norm.gain}"].flatten(),')
-            less = " - 1" if norm.added else ""
-            self.returned.append(f'theirs["{norm.gain}"].view(-1).copy_(ours["{name}.weight"]{less})')
+            self.writer.vector(f"{name}.weight", norm.gain, bool(norm.added))
         if norm.bias:
-            self._convert(f"{name}.bias", self._places(norm.bias))
+            self.writer.vector(f"{name}.bias", norm.bias)
         return f"self.{name}({of})"
 
     def _rotated(self, role: str, rotation: Rotation) -> Iterator[str]:
@@ -356,7 +309,7 @@ class Writer(Conversion):
     def _table(self, places: Tensor) -> str:
         name = self.parameters.name_at(int(places.max()))
         index = (places - self.parameters.start[name]).clamp_min(0)
-        return f"self.{self._parameter(name)}.flatten()[{index_of(index)}]"
+        return f"{self.writer.parameter(name)}.flatten()[{index_of(index)}]"
 
     def _projected(self) -> str:
         output = self.program.output
@@ -364,79 +317,8 @@ class Writer(Conversion):
         if output.bias is None:
             plain = torch.equal(output.weight, torch.arange(len(output.weight)))
             return f"{factor}merged" + ("" if plain else f"[..., {output.weight.tolist()}]")
-        self._linear("out_proj", output.weight, output.bias)
+        self.writer.linear("out_proj", output.weight, output.bias)
         return f"{factor}self.out_proj(merged)"
-
-    # ------------------------------------------------------------------------------------------- expressions
-    def _expression(self, one: Expression) -> str:
-        if isinstance(one, Given):
-            return self._identifier(one.name)
-        if isinstance(one, Attended):
-            return "output"
-        if isinstance(one, Learnt):
-            first = next(name for _, name in self.signature.arguments)
-            rows = f"[..., :{first}.size(1), :]" if one.rows else ""
-            return f"self.{self._parameter(one.name)}{rows}"
-        if isinstance(one, Called):
-            transpose = ".mT" if one.transposed else ""
-            laid, back = (f".unflatten(-1, {one.grid})", ".flatten(2)") if one.grid else ("", "")
-            given = ", ".join(self._expression(x) + transpose + laid for x in one.inner)
-            given += "".join(f", {name}={x!r}" for name, x in one.numbers)
-            return f"self.{self._sub_module(one.path)}({given}){back}{transpose}"
-        if isinstance(one, Mapped):
-            transpose = ".mT" if one.transposed else ""
-            return f"({self._expression(one.inner)} @ self.{self._parameter(one.name)}{transpose})"
-        if isinstance(one, Joined):
-            samples = f"{self._identifier(self.signature.arguments[0][0])}.size(0)"
-            spread = (f".expand({samples}, -1, -1)" if isinstance(x, Learnt) else "" for x in one.inner)
-            parts = (self._expression(x) + more for x, more in zip(one.inner, spread, strict=True))
-            return f"torch.cat([{', '.join(parts)}], 1)"
-        if isinstance(one, Spread):
-            return f"{self._expression(one.inner)}.repeat_interleave({one.count}, -1)"
-        if isinstance(one, Cut):
-            return f"{self._expression(one.inner)}.narrow({one.axis}, {one.start}, {one.count})"
-        if isinstance(one, Sum | Times):
-            sign = "+" if isinstance(one, Sum) else "*"
-            return f"({self._expression(one.first)} {sign} {self._expression(one.second)})"
-        if isinstance(one, Scaled):
-            return f"{one.factor!r} * {self._expression(one.inner)}"
-        assert isinstance(one, Acted)  # the last kind
-        package = "torch" if one.name in ("sigmoid", "tanh", "relu") else "F"
-        return f"{package}.{one.name}({self._expression(one.inner)})"
-
-    def _sub_module(self, path: str) -> str:
-        """Make a sub-module of torch anew; one of the user's own is handed over."""
-        if path in self.named:
-            return self.named[path]
-        assert self.module is not None  # it has a path in one
-        part, name = self.module.get_submodule(path), path.replace(".", "_")
-        self.named[path] = name
-        of_torch = type(part).__module__.startswith("torch.nn") and next(part.children(), None) is None
-        self.made.append(f"self.{name} = nn.{part!r}" if of_torch else f"self.{name} = {name}")
-        if not of_torch:
-            self.handed[name] = path
-        for key in part.state_dict():
-            self.taken.append(f'"{name}.{key}": theirs["{path}.{key}"],')
-            self.returned.append(f'theirs["{path}.{key}"].copy_(ours["{name}.{key}"])')
-        return name
-
-    def _parameter(self, path: str) -> str:
-        name = path.replace(".", "_")
-        if path not in self.named:
-            self.named[path] = name
-            shape = tuple(self.parameters.named[path].shape)
-            self.made.append(f"self.{name} = nn.Parameter(torch.empty({shape}))")
-            self.taken.append(f'"{name}": theirs["{path}"],')
-            self.returned.append(f'theirs["{path}"].copy_(ours["{name}"])')
-        return name
-
-    # ------------------------------------------------------------------------------------------- weights
-    def _linear(self, name: str, weight: Tensor, bias: Tensor) -> None:
-        said = "" if bool((bias >= 0).any()) else ", bias=False"
-        self.made.append(f"self.{name} = nn.Linear({weight.size(1)}, {weight.size(0)}{said})")
-        self._convert(f"{name}.weight", weight)
-        if not said:
-            self._convert(f"{name}.bias", bias)
 
 
 def _grouped(one: Projection) -> tuple[str | None, int, Tensor, Tensor | None]:

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from equivalence_tests.__main__ import app
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.steps import Step
+from equivalence_tests.checker.equivalent.texts import text
 from equivalence_tests.checker.layers.whole_calls import called_by_hooks
-from equivalence_tests.checker.layers.whole_operations import Sized, nested
+from equivalence_tests.checker.layers.whole_scopes import Scope
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.parts.kinds import atoms_of
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -167,7 +168,7 @@ def test_a_bias_that_is_a_parameter_beside_its_matrix_is_a_bias_and_one_of_somet
 
 
 def test_a_number_of_numpy_is_written_as_a_number() -> None:
-    assert nested(Sized([], "x", "").written(np.float64(0.5), np.float64(0.5))) == "0.5"
+    assert text(Scope("", {}, set()).written(np.float64(0.5), np.float64(0.5))) == "0.5"
 
 
 def test_complex_tables_stay_complex() -> None:
@@ -263,7 +264,7 @@ def test_a_layer_that_is_torchs_is_torchs_own_layer() -> None:
     same = report.equivalent
     assert same is not None
     assert same.torchs == (
-        "nn.TransformerEncoderLayer(12, 3, 20, dropout=0.1, activation=F.gelu, layer_norm_eps=1e-06, "
+        "nn.TransformerEncoderLayer(12, 3, 20, activation=F.gelu, layer_norm_eps=1e-06, "
         "norm_first=True, batch_first=True)"
     )
     assert same.compared[-3:] == ("a call with pad, mask", "a call with pad", "a call with mask")

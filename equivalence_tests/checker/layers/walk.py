@@ -1,6 +1,6 @@
 """What is known of a layer or a model while it is walked through, and the report that receives it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ class Walk:
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
         intended: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
+        held: Gives the same reports, each compared with torch's own program.
         ran: That run.
         of_one: Paths of the sub-modules to which that run gives one tensor of tokens in all their arguments.
         equivalents: The same in torch, for each part that was examined.
@@ -46,6 +47,7 @@ class Walk:
     sizes: Sizes
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
     watched: dict[str, Report] = field(default_factory=dict)
+    held: Callable[[], dict[str, Report]] = dict
     ran: Run | None = None
     of_one: set[str] = field(default_factory=set)
     equivalents: dict[tuple[Any, ...], Equivalent] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -171,16 +172,32 @@ def _watch(walk: Walk, run: ModelRun) -> None:
     several = {path for path, tensors in given if not all(same_numbers(x, tensors[0]) for x in tensors)}
     walk.of_one = {path for path, _ in given} - several
     try:
-        for report in diagnose_call(run.call, (run.source, run.target), module=module, name=walk.report.target):
-            known = walk.watched.get(report.place)
-            walk.watched[report.place] = report if known is None else joined(known, report)
+        walk.watched = _attentions(walk, run, held=False)
     except Exception as error:  # its parts are looked at one by one all the same
         said = f"watching the whole run raised {type(error).__name__}: {error}"
         walk.report.coverage.append(Exercise("attentions where they stand", False, said))
+    walk.held = cache(partial(_attentions, walk, run, held=True))
     for path in walk.watched:
         child = module.get_submodule(path)
         if path and not kind_of(path, child) and not any(kind_of(path, m) == "attention" for m in child.modules()):
             vars(child)[BY_DATA_FLOW] = "attention"
+
+
+def _attentions(walk: Walk, run: ModelRun, held: bool) -> dict[str, Report]:
+    """Judge the attentions of one run, by the path at which they stand; compared with torch's program only if asked."""
+    found: dict[str, Report] = {}
+    call = diagnose_call(run.call, (run.source, run.target), module=walk.module, name=walk.report.target, held=held)
+    for report in call:
+        found[report.place] = joined(found[report.place], report) if report.place in found else report
+    return found
+
+
+def _held(walk: Walk, path: str) -> Report:
+    """Give the report on an attention where it stands, compared with torch's program."""
+    try:
+        return walk.held()[path]
+    except Exception as error:  # the user's code may take no fresh inputs
+        return Report(path, reason=f"comparing it where it stands raised {type(error).__name__}: {error}")
 
 
 def joined(known: Report, report: Report) -> Report:
@@ -209,18 +226,19 @@ def _add_inline(walk: Walk) -> None:
     """Tell of an attention that a layer computes in its own forward, where no module of its own holds it."""
     attentions = [path for path, kind in atoms_of(walk.module).items() if kind in ("attention", "layers")]
     seen: set[type[nn.Module]] = set()
-    for path, report in walk.watched.items():
+    for path in walk.watched:
         child = walk.module.get_submodule(path)
         held = any(path == one or _is_inside(path, one) or _is_inside(one, path) for one in attentions)
         if not path and _is_attention_alone(child):  # it is one, whatever it is called, and was held as one
             walk.inline = True
+            report = _held(walk, path)
             _add_part(walk, path, report)
             walk.report.coverage += [one for one in report.not_exercised if one.what == WHOLE]
             return
         if type(child) not in seen and not held:
             seen.add(type(child))
             walk.inline = True
-            _add_part(walk, path, report)
+            _add_part(walk, path, _held(walk, path))
             around = f"residuals and norms around the attention{f' of {path}' if path else ''}"
             walk.report.coverage.append(
                 Exercise(around, False, "it has no module of its own, so they were not followed")
@@ -277,7 +295,9 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     except CannotCheckError as error:
         part = Report(path, reason=str(error))
     if kind == "attention" and part.verdict == "unchecked":
-        part = walk.watched.get(path, part)  # what cannot be called alone was run where it stands
+        part = (
+            _held(walk, path) if path in walk.watched else part
+        )  # what cannot be called alone was run where it stands
     elif kind == "attention":
         part = _as_called_here(walk, path, child, part)
     walk.contained[mark_of(child)] = _adds_residual(part)
@@ -290,7 +310,9 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
 def _as_called_here(walk: Walk, path: str, child: nn.Module, alone: Report) -> Report:
     """Add what goes wrong only with what the whole hands over: a context that is the input, angles of other pairs."""
     for call in [call for call in walk.calls if call.path == path][:1]:
-        found = diagnose_call(child, call.args, call.kwargs, module=child, intended=walk.intended, features_last=True)
+        found = diagnose_call(
+            child, call.args, call.kwargs, module=child, intended=walk.intended, features_last=True, held=False
+        )
         for finding in (finding for report in found for finding in report.findings):
             if finding.stage in ("project", "rotary") and finding.name not in alone.mistakes:
                 alone = replace(alone, verdict="deviates", findings=[*alone.findings, finding])

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -121,16 +122,16 @@ class Calls:
     heads: int = 1
     masks: Sequence[Mask] = ()
 
-    def recorded(self, masked: bool) -> tuple[Call, Call]:
-        """Give two calls of different sizes, from which the program is read.
+    def recorded(self, place: int, masked: bool) -> Call:
+        """Give the first or the second of two calls of different sizes, from which the program is read.
 
         Args:
+            place: 0 or 1.
             masked: Whether masks are handed over.
         """
-        first, second = self.sizes()
-        names = [mask.name for mask in self.masks if masked]
-        return self.drawn(first, 3, names), self.drawn(second, 4, names)
+        return self.drawn(self.sizes[place], 3 + place, [mask.name for mask in self.masks if masked])
 
+    @cached_property
     def sizes(self) -> tuple[Sizes, Sizes]:
         """Two sizes, in as many axes apart as the code allows."""
         own, other = BATCHES
@@ -159,7 +160,7 @@ class Calls:
         Args:
             masked: Whether one of them hands masks over.
         """
-        first, second = self.sizes()
+        first, second = self.sizes
         yield "fresh inputs", self.drawn(first, 21), 7
         yield "parameters drawn anew, other sizes", self.drawn(second, 22), 8
         if second.source != first.source:

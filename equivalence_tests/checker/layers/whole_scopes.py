@@ -1,59 +1,136 @@
 """One forward while it is written: its variables, their sizes, and its lines."""
 
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
 
-from equivalence_tests.checker.layers.whole_operations import Sized
+from equivalence_tests.checker.engine.watching import HOLE, Operation
+from equivalence_tests.checker.equivalent.texts import Code, call_text
+from equivalence_tests.checker.equivalent.unread import UnreadError
 
-
-@dataclass
-class Line:
-    """One line of a forward.
-
-    Args:
-        names: The variables that it gives.
-        text: The expression.
-        takes: The variables that it takes.
-    """
-
-    names: list[str]
-    text: str
-    takes: set[str]
+# What makes one mask of two: either alone is the whole.
+JOINS = ("add", "mul", "and", "or", "logical_and", "logical_or", "bitwise_and", "bitwise_or")
 
 
 @dataclass
 class Scope:
-    """One call of a module of the user's.
+    """One call of a module of the user's, recorded at two sizes.
 
     Args:
         path: Of the module.
-        names: For each tensor, by its id in the first recording, what it is called.
-        sized: Writes numbers.
+        given: The tensors that its forward is given, by name, in both recordings.
         maybe: The names of masks that may be None, and of what is made of them alone.
-        signature: The arguments of its forward, as written.
     """
 
     path: str
-    names: dict[int, str]
-    sized: Sized
+    given: dict[str, tuple[Tensor, Tensor]]
     maybe: set[str]
-    signature: list[str]
-    lines: list[Line] = field(default_factory=list)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # of each tensor, by its id in the first recording
+    shapes: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # of each variable
+    lines: list[tuple[list[str], str, set[str]]] = field(default_factory=list)  # what it gives, the text, what it takes
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (x, other) in self.given.items():
+            self.names.setdefault(id(x), name)
+            self.shapes[name] = x.shape, other.shape
 
     @property
-    def count(self) -> int:
-        """How many variables there are."""
-        return sum(len(line.names) for line in self.lines)
+    def signature(self) -> str:
+        """The arguments of its forward; what may be None stands last."""
+        names = sorted(self.given, key=lambda name: name in self.maybe)
+        return ", ".join(f"{name}: Tensor" + (" | None = None" if name in self.maybe else "") for name in names)
 
+    @property
+    def anchor(self) -> str:
+        """The name of a tensor, for devices."""
+        return next((name for name in self.given if name not in self.maybe), "self")
 
-def live(lines: Sequence[Line], wanted: Sequence[str]) -> list[Line]:
-    """Keep the lines that something is made of that is returned."""
-    needed, kept = set(wanted), list[Line]()
-    for line in reversed(lines):
-        if needed & set(line.names):
-            kept.append(line)
-            needed |= line.takes
-    return kept[::-1]
+    # ------------------------------------------------------------------------------------------- lines
+    def add(self, given: Sequence[Tensor], again: Sequence[Tensor], text: str, takes: Sequence[str]) -> list[str]:
+        """Add a line, and name what it gives."""
+        names = [f"h{self.count + place}" for place in range(1, len(given) + 1)]
+        self.count += len(names)
+        for name, x, other in zip(names, given, again, strict=True):
+            self.names[id(x)] = name
+            self.shapes[name] = x.shape, other.shape
+        self.lines += [(names, text, set(takes))] if names else []
+        return names
+
+    def live(self, wanted: Sequence[str]) -> list[str]:
+        """Write the lines that something is made of that is returned."""
+        needed, kept = set(wanted), list[str]()
+        for names, text, takes in reversed(self.lines):
+            if needed & set(names):
+                kept.append(f"{', '.join(names)} = {text}")
+                needed |= takes
+        return kept[::-1]
+
+    def add_operation(self, one: Operation, other: Operation, names: Sequence[str]) -> None:
+        """Add an operation that takes variables of these names; those that may be None take it along."""
+        leaves, given = [], iter(names)
+        for a, b in zip(one.skeleton, other.skeleton, strict=True):
+            leaves.append(Code(next(given)) if a is HOLE else self.written(a, b))
+        text = call_text(one.function, one.name, *tree_unflatten(leaves, one.spec))
+        hidden = [*dict.fromkeys(name for name in names if name in self.maybe)]
+        seen = [name for name in names if name not in self.maybe]
+        if len(hidden) == 2 and not seen and one.name in JOINS:
+            text = f"{hidden[1]} if {hidden[0]} is None else {hidden[0]} if {hidden[1]} is None else {text}"
+        elif hidden:
+            condition = " or ".join(f"{name} is None" for name in hidden)
+            text = f"{self._without(one, seen)} if {condition} else {text}"
+        found, again = ([slot.tensor for slot in op.outputs] for op in (one, other))
+        made = self.add(found, again, text, names)
+        self.maybe |= {*made} if hidden and not seen else set()
+
+    def _without(self, one: Operation, seen: Sequence[str]) -> str:
+        """What stands in the place of an operation where no mask is handed over."""
+        fits = (name for name in seen if name in self.shapes and self.shapes[name][0] == one.outputs[0].value.shape)
+        found = next(fits, "") if seen else "None"
+        if not found:
+            raise UnreadError(f"what {one.name} does without a mask is not known")
+        return found
+
+    # ------------------------------------------------------------------------------------------- numbers
+    def written(self, one: Any, other: Any) -> Any:
+        """Write a constant of the first recording, which was another one in the second.
+
+        Raises:
+            UnreadError: If nothing says how it follows from sizes.
+        """
+        if isinstance(one, slice):
+            pairs = ((one.start, other.start), (one.stop, other.stop), (one.step, other.step))
+            return slice(*(self.written(*pair) for pair in pairs))
+        if isinstance(one, torch.Size):
+            return tuple(self.written(a, b) for a, b in zip(one, other, strict=True))
+        if isinstance(one, torch.device):
+            return Code(f"{self.anchor}.device")
+        if isinstance(one, torch.dtype) and one == torch.get_default_dtype():  # others are asked for by name
+            real = (name for name, (x, _) in self.given.items() if x.is_floating_point() and name not in self.maybe)
+            return Code(next((f"{name}.dtype" for name in real), "torch.get_default_dtype()"))
+        if type(one) is type(other) and one == other:
+            return one
+        if type(one) is int and type(other) is int:
+            return self._size(one, other)
+        raise UnreadError(f"{one!r} is another number at other sizes")
+
+    def _size(self, one: int, other: int) -> Code:
+        """Write a number as a size of a variable, or as what is made of sizes."""
+        known = ((f"{name}.size({i})", a[i], b[i]) for name, (a, b) in self.shapes.items() for i in range(len(a)))
+        sizes = [size for size in known if size[1] != size[2]]
+        exact = (text for text, a, b in sizes if (a, b) == (one, other))
+        negated = (f"-{text}" for text, a, b in sizes if (a, b) == (-one, -other))
+        more = ((f"{text} {one - a:+d}", abs(one - a)) for text, a, b in sizes if one - a == other - b)
+        near = (text for text, _ in sorted(more, key=lambda found: found[1]))
+        times = (f"{text} * {one // a}" for text, a, b in sizes if a and one % a == 0 and (one // a) * b == other)
+        both = (f"{s} * {t}" for s, a, b in sizes for t, c, d in sizes if (a * c, b * d) == (one, other))
+        found = next(itertools.chain(exact, negated, times, both, near), "")
+        if not found:
+            raise UnreadError(f"the number {one}, which is {other} at other sizes, is no size of what it takes")
+        return Code(re.sub(r" ([+-])(\d+)$", r" \1 \2", found))

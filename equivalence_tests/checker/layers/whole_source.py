@@ -1,8 +1,7 @@
 """Write a layer, a stack or a model down as torch's own program: a class for each kind of module that ran in it."""
 
 import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,62 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder, Slot
+from equivalence_tests.checker.engine.watching import ModuleCall, Recorder, Slot
+from equivalence_tests.checker.equivalent.constructors import LISTS, constructor, made_of, own_lines, reached
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.texts import Code, arguments_text
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.writer import Writer
 from equivalence_tests.checker.layers.whole_calls import bound
-from equivalence_tests.checker.layers.whole_modules import (
-    LISTS,
-    constructor,
-    made_of,
-    own_lines,
-    reached,
-)
-from equivalence_tests.checker.layers.whole_operations import Sized, Text, nested, operation_text
-from equivalence_tests.checker.layers.whole_scopes import Line, Scope, live
+from equivalence_tests.checker.layers.whole_scopes import Scope
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 
 HOLDERS = ("nn.Module()", "nn.ModuleDict()")  # what holds parts that something else calls
-# What makes one mask of two: either alone is the whole.
-JOINS = ("add", "mul", "and", "or", "logical_and", "logical_or", "bitwise_and", "bitwise_or")
-HEAD = '''"""The same as {target}, in torch's own parts."""
-
-import torch
-from torch import Tensor, nn
-'''
-CONVERSION = '''
-
-def from_theirs(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Turn a state_dict of {target} into one of Equivalent."""
-    ours = {{name: x for name, x in theirs.items() if not name.startswith({unused})}}
-    for start, (taken, _) in PARTS.items():
-        inside = {{name.removeprefix(start): ours.pop(name) for name in list(ours) if name.startswith(start)}}
-        ours.update({{start + name: x for name, x in taken(inside).items()}})
-    return ours
-
-
-def to_theirs(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put the weights of Equivalent into a copy of a state_dict of theirs."""
-    theirs = {{name: ours.get(name, x).clone() for name, x in theirs.items()}}
-    for start, (_, returned) in PARTS.items():
-        inside, own = (
-            {{name.removeprefix(start): x for name, x in state.items() if name.startswith(start)}}
-            for state in (ours, theirs)
-        )
-        theirs.update({{start + name: x for name, x in returned(inside, own).items()}})
-    return theirs
-'''
-PLAIN = '''
-
-def from_theirs(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Turn a state_dict of {target} into one of Equivalent: the names are the same."""
-    return {{name: x for name, x in theirs.items() if not name.startswith({unused})}}
-
-
-def to_theirs(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put the weights of Equivalent into a copy of a state_dict of theirs."""
-    return {{name: ours.get(name, x).clone() for name, x in theirs.items()}}
-'''
 
 
 @dataclass
@@ -85,7 +40,7 @@ class WholeWriter:
     optional: set[str]
     classes: dict[str, str] = field(default_factory=dict)  # of each module that ran, by path
     texts: dict[str, str] = field(default_factory=dict)  # each text, by the name of its class
-    returned: tuple[str, ...] = ()  # the paths of parts whose weights lie otherwise
+    converted: list[str] = field(default_factory=list)  # the paths of parts whose weights lie otherwise
     tables: set[str] = field(default_factory=set)  # what no state_dict holds
 
     def __post_init__(self) -> None:
@@ -116,13 +71,18 @@ class WholeWriter:
             UnreadError: If something in it cannot be written down.
         """
         self._write(0)
+        writer = Writer(target, Parameters({}), self.module)
+        others = [f"{path}." for path in self.converted]
+        left_out = f"({', '.join(map(repr, [*self._unused(), *others]))},)".replace("(,)", "()")
+        same = "{{name: x{} for name, x in {}.items() if {}not name.startswith({})}}".format
+        writer.taken.append(f"**{same('', 'theirs', '', left_out)},")
+        writer.returned.append(f"theirs.update({same('.clone()', 'ours', 'name in theirs and ', left_out)})")
+        for path in self.converted:
+            writer.converted(path, path, self.parts[path])
+            head = self.parts[path].source.split("\n\n\n", 1)[0].splitlines()
+            writer.imports += [line for line in head if line.startswith("from builtin")]
         order = [self.classes[""], *(name for name in reversed(self.texts) if name != self.classes[""])]
-        body = "".join(f"\n\n{self.texts[name]}\n" for name in order)
-        unused = f"({', '.join(map(repr, self._unused()))},)".replace("(,)", "()")
-        body += self._parts_table() + (CONVERSION if self.returned else PLAIN).format(target=target, unused=unused)
-        functional = "from torch.nn import functional as F\n" if re.search(r"\bF\.", body) else ""
-        more = [line for line in self._imports() if line not in HEAD + functional]
-        return HEAD.format(target=target) + functional + "".join(f"{line}\n" for line in more) + body
+        return writer.program("\n\n".join(f"{self.texts[name]}\n" for name in order))
 
     # ------------------------------------------------------------------------------------------- weights
     def _unused(self) -> list[str]:
@@ -131,27 +91,12 @@ class WholeWriter:
         outer = [name for name in built if not any(name.startswith(f"{other}.") for other in built)]
         return [f"{name}." for name in outer if next(iter(built[name].state_dict()), None) is not None]
 
-    def _parts_table(self) -> str:
-        if not self.returned:
-            return ""
-        rows = (
-            f'    "{path}.": ({_lower(self.classes[path])}_from_theirs, {_lower(self.classes[path])}_to_theirs),\n'
-            for path in self.returned
-        )
-        return f"\n\n# Where weights lie otherwise.\nPARTS = {{\n{''.join(rows)}}}\n"
-
-    def _imports(self) -> list[str]:
-        heads = [self.parts[path].source.split("\n\n\n", 1)[0].splitlines() for path in self.returned]
-        found = [line for head in heads for line in head if line.startswith(("from ", "import "))]
-        return [*dict.fromkeys(line for line in found if "functional as F" not in line)]
-
     # ------------------------------------------------------------------------------------------- modules
     def _write(self, number: int, maybe: frozenset[str] = frozenset()) -> str:
         """Write the class of a module that ran; give its name."""
         call, other = self.calls[number]
         module = self.module.get_submodule(call.path)
-        given, again = (bound(module, one.args, one.kwargs) for one in (call, other))
-        scope = self._scope(call.path, given, again, maybe or frozenset(self.optional if number == 0 else ()))
+        scope = self._scope(call, other, module, maybe or frozenset(self.optional if number == 0 else ()))
         self._fill(scope, number)
         text = self._class(scope, call, module)
         known = self.classes.get(call.path)
@@ -171,21 +116,13 @@ class WholeWriter:
         self.texts.setdefault(name, text.replace("NAME", name, 1))
         return name
 
-    def _scope(self, path: str, given: Mapping[str, Any], again: Mapping[str, Any], maybe: frozenset[str]) -> Scope:
-        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-        if any(not isinstance(x, Tensor) and any(True for _ in tensors_in((x,))) for x in given.values()):
-            raise UnreadError(f"{path or 'it'} is given tensors inside other arguments")
-        known = [(name, x.shape, again[name].shape) for name, x in tensors.items()]
-        typed = next((name for name, x in tensors.items() if x.is_floating_point() and name not in maybe), "")
-        names: dict[int, str] = {}
-        for name, x in tensors.items():
-            names.setdefault(id(x), name)
-        first = next((name for name in tensors if name not in maybe), "self")
-        signature = [f"{name}: Tensor" + (" | None = None" if name in maybe else "") for name in tensors]
-        signature.sort(key=lambda text: "None" in text)
-        scope = Scope(path, names, Sized(known, first, typed), {name for name in tensors if name in maybe}, signature)
-        scope.shapes = {name: x.shape for name, x in tensors.items()}
-        return scope
+    @staticmethod
+    def _scope(call: ModuleCall, other: ModuleCall, module: nn.Module, maybe: frozenset[str]) -> Scope:
+        given, again = (bound(module, one.args, one.kwargs) for one in (call, other))
+        tensors = {name: (x, again[name]) for name, x in given.items() if isinstance(x, Tensor)}
+        if any(next(tensors_in((x,)), None) is not None for name, x in given.items() if name not in tensors):
+            raise UnreadError(f"{call.path or 'it'} is given tensors inside other arguments")
+        return Scope(call.path, tensors, {name for name in tensors if name in maybe})
 
     def _class(self, scope: Scope, call: ModuleCall, module: nn.Module) -> str:
         outputs = [scope.names[id(x)] for x in call.outputs if id(x) in scope.names]
@@ -197,8 +134,8 @@ class WholeWriter:
         init += [f"        {line}" for line in lines]
         several = f"({', '.join(outputs)})" if len(outputs) > 1 else outputs[0]
         kind = "tuple[Tensor, ...]" if len(outputs) > 1 else "Tensor"
-        body = [f"        {', '.join(line.names)} = {line.text}" for line in live(scope.lines, outputs)]
-        head = f"    def forward(self, {', '.join(scope.signature)}) -> {kind}:"
+        body = [f"        {line}" for line in scope.live(outputs)]
+        head = f"    def forward(self, {scope.signature}) -> {kind}:"
         shown = ["class NAME(nn.Module):", *([*init, ""] if lines else []), head, *body, f"        return {several}"]
         return "\n".join(shown)
 
@@ -238,8 +175,8 @@ class WholeWriter:
         """Write the construction of a sub-module; "" where it takes no part."""
         module = self.module.get_submodule(path)
         if path in self.classes:
-            own = f"theirs{reached(self.module.get_submodule(base), _inside(path, base))}"
-            return f"{self.classes[path]}({own if self._takes_tables(path) else ''})"
+            tables = f"theirs{self._reached(base, path)}" if self._takes_tables(path) else ""
+            return f"{self.classes[path]}({tables})"
         if isinstance(module, LISTS):
             inside = [self._made(f"{path}.{name}", base) for name, _ in module.named_children()]
             return made_of(module, inside) if all(inside) else ""
@@ -250,31 +187,30 @@ class WholeWriter:
         return HOLDERS[isinstance(module, nn.ModuleDict)] if ran and any(inside) else ""
 
     def _reached(self, base: str, path: str) -> str:
-        owner, _, name = path.rpartition(".")
-        inside = owner.removeprefix(base).lstrip(".")
-        return reached(self.module.get_submodule(base), inside) + f".{name}"
+        """Write how a sub-module, a parameter or a buffer is reached from a module."""
+        inside = path.removeprefix(f"{base}.") if base else path
+        return reached(self.module.get_submodule(base), inside)
 
     # ------------------------------------------------------------------------------------------- a forward
     def _fill(self, scope: Scope, number: int) -> None:
         """Write the lines of one call: its operations, and the sub-modules that it calls, in their order."""
         call = self.calls[number][0]
-        inside = [i for i in range(number + 1, len(self.calls)) if self.calls[i][0].end <= call.end]
-        inside = [i for i in inside if self.calls[i][0].first >= call.first and self._is_inside(i, call)]
         place = call.first
-        for i in inside:
-            child = self.calls[i][0]
-            if child.first < place:
-                continue  # inside of the one before
-            for index in range(place, child.first):
-                self._add_operation(scope, *self.operations[index])
+        for i in self._inside(number):
+            self._add_operations(scope, place, self.calls[i][0].first)
             self._add_call(scope, i)
-            place = child.end
-        for index in range(place, call.end):
-            self._add_operation(scope, *self.operations[index])
+            place = self.calls[i][0].end
+        self._add_operations(scope, place, call.end)
 
-    def _is_inside(self, number: int, call: ModuleCall) -> bool:
-        path = self.calls[number][0].path
-        return path.startswith(f"{call.path}.") if call.path else bool(path)
+    def _inside(self, number: int) -> Iterator[int]:
+        """List the calls that a call makes itself, not those inside of these."""
+        call = self.calls[number][0]
+        place = call.first
+        for i, (child, _) in enumerate(self.calls):
+            own = child.path.startswith(f"{call.path}.") if call.path else bool(child.path)
+            if i > number and own and place <= child.first and child.end <= call.end:
+                place = child.end
+                yield i
 
     def _name(self, scope: Scope, x: Tensor) -> str:
         if id(x) in scope.names:
@@ -294,72 +230,30 @@ class WholeWriter:
         known = id(one.tensor) in scope.names or id(one.tensor) in self.owned
         if known or x.dtype != torch.bool or x.dim() != 2 or not torch.equal(x, torch.ones_like(x).triu(1)):
             return self._name(scope, one.tensor)
-        rows, columns = (scope.sized.written(a, b) for a, b in zip(x.shape, other.value.shape, strict=True))
-        return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.sized.anchor}.device).triu(1)"
+        rows, columns = (scope.written(a, b) for a, b in zip(x.shape, other.value.shape, strict=True))
+        return f"torch.ones({rows}, {columns}, dtype=torch.bool, device={scope.anchor}.device).triu(1)"
 
-    def _add_operation(self, scope: Scope, one: Operation, other: Operation) -> None:
-        names = [self._operand(scope, *slots) for slots in zip(one.inputs, other.inputs, strict=True)]
-        text = operation_text(one, other, names, scope.sized)
-        hidden = [*dict.fromkeys(name for name in names if name in scope.maybe)]
-        seen = [name for name in names if name not in scope.maybe]
-        if len(hidden) == 2 and not seen and one.name in JOINS:
-            text = f"{hidden[1]} if {hidden[0]} is None else {hidden[0]} if {hidden[1]} is None else {text}"
-        elif hidden:
-            condition = " or ".join(f"{name} is None" for name in hidden)
-            text = f"{self._without(scope, one, seen)} if {condition} else {text}"
-        if hidden and not seen:
-            scope.maybe.add(f"h{scope.count + 1}")
-        found, again = ([slot.tensor for slot in op.outputs] for op in (one, other))
-        self._add_line(scope, found, again, text, names)
-
-    @staticmethod
-    def _without(scope: Scope, one: Operation, seen: Sequence[str]) -> str:
-        """What stands in the place of an operation where no mask is handed over."""
-        if not seen:
-            return "None"
-        fits = [name for name in seen if scope.shapes.get(name) == one.outputs[0].value.shape]
-        if not fits:
-            raise UnreadError(f"what {one.name} does without a mask is not known")
-        return fits[0]
-
-    def _add_line(
-        self, scope: Scope, given: Sequence[Tensor], again: Sequence[Tensor], text: str, takes: Sequence[str]
-    ) -> None:
-        names: list[str] = []
-        for x, other in zip(given, again, strict=True):
-            names.append(f"h{scope.count + len(names) + 1}")
-            scope.names[id(x)] = names[-1]
-            scope.shapes[names[-1]] = x.shape
-            scope.sized.known.append((names[-1], x.shape, other.shape))
-        if names:
-            scope.lines.append(Line(names, text, set(takes)))
+    def _add_operations(self, scope: Scope, start: int, end: int) -> None:
+        for one, other in self.operations[start:end]:
+            names = [self._operand(scope, *slots) for slots in zip(one.inputs, other.inputs, strict=True)]
+            scope.add_operation(one, other, names)
 
     def _add_call(self, scope: Scope, number: int) -> None:
         """Write the call of a sub-module."""
-        call, other = self.calls[number]
+        call = self.calls[number][0]
         module = self.module.get_submodule(call.path)
-        if self._is_taken(call, module):
-            text, takes = self._part(scope, call, module)
-            self._add_line(scope, call.outputs[:1], other.outputs[:1], text, takes)
-            return
-        if isinstance(module, LISTS):
-            for i in self._called_in(number):
-                child = self.module.get_submodule(self.calls[i][0].path)
+        taken = self._is_taken(call, module)
+        if taken:
+            self._embed(call.path, self.parts[call.path], module)
+        elif isinstance(module, LISTS):
+            for i in self._inside(number):
                 if self.calls[i][0].path in self.parts:
                     raise UnreadError(f"{self.calls[i][0].path} stands in a sequence")
-                if not constructor(child):
+                if not constructor(self.module.get_submodule(self.calls[i][0].path)):
                     self._write(i)
         elif not constructor(module):
             self._write(number, frozenset(self._maybe(scope, call, module)))
-        self._called(scope, call, other, module)
-
-    def _called_in(self, number: int) -> Iterator[int]:
-        call = self.calls[number][0]
-        place = number + 1
-        while place < len(self.calls) and self._is_inside(place, call) and self.calls[place][0].end <= call.end:
-            if "." not in self.calls[place][0].path.removeprefix(f"{call.path}."):
-                yield place
-            place += 1
+        self._called(scope, number, module, taken)
 
     def _maybe(self, scope: Scope, call: ModuleCall, module: nn.Module) -> Iterator[str]:
         """Name the arguments of a sub-module that may be None."""
@@ -367,32 +261,32 @@ class WholeWriter:
             if isinstance(x, Tensor) and scope.names.get(id(x)) in scope.maybe:
                 yield name
 
-    def _called(self, scope: Scope, call: ModuleCall, other: ModuleCall, module: nn.Module) -> None:
+    def _called(self, scope: Scope, number: int, module: nn.Module, taken: bool) -> None:
+        call, other = self.calls[number]
         takes: list[str] = []
 
-        def leaf(x: Any, y: Any) -> Text:
+        def leaf(x: Any, y: Any) -> Any:
             if isinstance(x, Tensor):
                 takes.append(self._name(scope, x))
-                return Text(takes[-1])
-            return scope.sized.written(x, y)
+                return Code(takes[-1])
+            return scope.written(x, y)
 
-        if isinstance(module, LISTS) or constructor(module):
+        if not taken and (isinstance(module, LISTS) or constructor(module)):
             flat, spec = tree_flatten((call.args, call.kwargs))
             again = tree_flatten((other.args, other.kwargs))[0]
             args, kwargs = tree_unflatten([leaf(x, y) for x, y in zip(flat, again, strict=True)], spec)
         else:  # its class is written anew, and takes tensors alone
             given = bound(module, call.args, call.kwargs)
-            args, kwargs = (), {name: leaf(x, x) for name, x in given.items() if isinstance(x, Tensor)}
-            required = [name for name in kwargs if str(kwargs[name]) not in scope.maybe]
-            args, kwargs = tuple(kwargs[n] for n in required), {n: x for n, x in kwargs.items() if n not in required}
-        said = ", ".join([*map(nested, args), *(f"{name}={nested(x)}" for name, x in kwargs.items())])
-        text = f"self{reached(self.module.get_submodule(scope.path), _inside(call.path, scope.path))}({said})"
-        if isinstance(module, nn.MultiheadAttention):
-            found = [*zip(call.outputs, other.outputs, strict=True)]
-            for place, (x, y) in enumerate(found):
-                self._add_line(scope, [x], [y], f"{text}[{place}]", takes)
-            return
-        self._add_line(scope, call.outputs, other.outputs, text, takes)
+            kwargs = {name: leaf(x, x) for name, x in given.items() if isinstance(x, Tensor)}
+            first = [name for name, x in kwargs.items() if str(x) not in scope.maybe]
+            if taken:
+                theirs = inspect.signature(self.parts[call.path].of(module).forward).parameters
+                first = [*kwargs] if [*kwargs] == [*theirs][:1] else []
+            args = tuple(kwargs.pop(name) for name in first)
+        text = f"self{self._reached(scope.path, call.path)}({arguments_text(args, kwargs)})"
+        count = 1 if taken else len(call.outputs)
+        text += "[0]" * (count == 1 and isinstance(module, nn.MultiheadAttention) and not taken)
+        scope.add(call.outputs[:count], other.outputs[:count], text, takes)
 
     # ------------------------------------------------------------------------------------------- parts
     def _is_taken(self, call: ModuleCall, module: nn.Module) -> bool:
@@ -405,38 +299,9 @@ class WholeWriter:
         others = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
         return set(given) - set(others) <= set(ours) and all(x is theirs[name].default for name, x in others.items())
 
-    def _part(self, scope: Scope, call: ModuleCall, module: nn.Module) -> tuple[str, list[str]]:
-        """Write the call of the equivalent of a part."""
-        part = self.parts[call.path]
-        if call.path not in self.classes:
-            self._embed(call.path, part, module)
-        names = inspect.signature(part.of(module).forward).parameters
-        given = {name: x for name, x in bound(module, call.args, call.kwargs).items() if isinstance(x, Tensor)}
-        takes = [self._name(scope, x) for x in given.values()]
-        said = ", ".join(f"{name}={text}" for name, text in zip(given, takes, strict=True))
-        if len(given) == 1 and next(iter(names)) in given:
-            said = takes[0]
-        return f"self{reached(self.module.get_submodule(scope.path), _inside(call.path, scope.path))}({said})", takes
-
     def _embed(self, path: str, part: Equivalent, module: nn.Module) -> None:
         """Take the text of a part over, under the name of the user's class."""
-        body = part.source.split("\n\n\n", 1)[1].rstrip("\n")
-        base, count = type(module).__name__, 1
-        name = base
-        while True:
-            text = re.sub(r"\bEquivalent\b", name, body)
-            text = re.sub(r"\b(from_theirs|to_theirs)\b", rf"{_lower(name)}_\1", text)
-            if self.texts.setdefault(name, text) == text:
-                break
-            count += 1
-            name = f"{base}{count}"
-        self.classes[path] = name
-        self.returned = (*self.returned, path)
-
-
-def _inside(path: str, outer: str) -> str:
-    return path.removeprefix(f"{outer}.") if outer else path
-
-
-def _lower(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+        if path not in self.classes:
+            body = part.source.split("\n\n\n")[1].rstrip("\n")
+            self.classes[path] = self._kept(type(module).__name__, body.replace("class Equivalent", "class NAME", 1))
+            self.converted.append(path)

@@ -1,7 +1,7 @@
 """Follow a run from part to part, and list what no Transformer of torch's has between them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.same import near
 from equivalence_tests.checker.engine.vocabulary import CONTRACTIONS, CREATES, MOVES, NORMS
 from equivalence_tests.checker.engine.watching import ModuleCall, Operation, Recorder
+from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.layers.whole_modules import constructor
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
@@ -120,7 +120,7 @@ class Follower:
                 end, found = operation.index + 1, (names[0], made.tensor)
         if end < place + 2:  # one operation is known by its name
             return place
-        self._give([found[1]], Value(((self.labels.add("activation", found[0], [value]), 1.0),), value.places))
+        self._new("activation", found[0], [value], [found[1]], value.places)
         return end
 
     def _events(self) -> Iterator[ModuleCall]:
@@ -163,30 +163,27 @@ class Follower:
 
     # ------------------------------------------------------------------------------------------- parts
     def _called(self, call: ModuleCall) -> None:
-        kind, path = self._kind(call.path), call.path
-        kind = "positions" if kind == OF_POSITIONS else kind
+        kind, path = self._kind(call.path).replace(OF_POSITIONS, "positions"), call.path
         data = [self.values[id(x)] for x in call.inputs if id(x) in self.values]
         if kind == "embedding":
             self._looked_up(path, call.inputs[0], call.outputs[0])
-            return
-        if not data:
-            if kind != "positions":
-                raise UnreadError(f"{path} is given nothing that could be followed")
-            self._give(call.outputs[:1], Value(((self.labels.add("table", path), 1.0),), torch.zeros(())))
-            return
-        if kind != "activation":
-            for value in data:
-                self.sums.used(value, path)
-        if kind == "activation":
+        elif kind == "positions" and not data:
+            self._new("table", path, (), call.outputs[:1], torch.zeros(()))
+        elif not data:
+            raise UnreadError(f"{path} is given nothing that could be followed")
+        elif kind == "activation":
             self._acted(type(self.module.get_submodule(path)).__name__, data[0], call.outputs)
-            return
-        if kind == "attention":
-            self._attended(path, data)
-        if kind == "linear":
-            self._projected(path, data[0])
-        self._part(kind, path, data, call.outputs, call.frames)
+        else:
+            self._part(kind, path, data, call.outputs, call.frames)
 
     def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor], frames: Frames) -> None:
+        """A part, or one of torch's functions in its place."""
+        for value in data if kind != "gain" else ():
+            self.sums.used(value, path)
+        if kind == "attention":
+            self._attended(path, data)
+        if kind == "linear" and self.labels.kind(data[0]) in ("linear", "feed_forward"):
+            self.sums.say(f"{path} stands behind another matrix with nothing between", "project")
         if kind == "linear" and self.labels.kind(data[0]) == "given":
             kind = "embedding"  # of features, or of patches
         if kind == "layer":  # of a source and a target the one whose tokens come back is first
@@ -226,24 +223,19 @@ class Follower:
         if len(others) > 1 and others[0].terms != others[1].terms:
             self.sums.say(f"{path} takes values from another tensor than its keys", "project")
 
-    def _projected(self, path: str, value: Value) -> None:
-        if self.labels.kind(value) in ("linear", "feed_forward"):
-            self.sums.say(f"{path} stands behind another matrix with nothing between", "project")
-
     def _looked_up(self, path: str, index: Tensor, output: Tensor) -> None:
         """Rows of a table, by ids or by positions."""
         value = self.values.get(id(index))
         if value is not None:
-            label = self.labels.add("embedding", path, [value])
             places = value.places[..., None] + torch.arange(output.size(-1))
-        else:
-            rows = index.double()
-            counted = bool((rows == rows[..., :1]).all()) or bool((rows.diff(dim=-1) == 1).all())
-            if not counted:
-                self.sums.say(f"the places that {path} is asked for are not counted from the first", "scores")
-            label, places = self.labels.add("table", f"{path} {rows.flatten()[:1].tolist()}"), torch.zeros(())
-        self.calls[path].add(label)
-        self._give([output], Value(((label, 1.0),), places))
+            self.calls[path].add(self._new("embedding", path, [value], [output], places))
+            return
+        rows = index.double()
+        counted = bool((rows == rows[..., :1]).all()) or bool((rows.diff(dim=-1) == 1).all())
+        if not counted:
+            self.sums.say(f"the places that {path} is asked for are not counted from the first", "scores")
+        words = f"{path} {rows.flatten()[:1].tolist()}"
+        self.calls[path].add(self._new("table", words, (), [output], torch.zeros(())))
 
     # ------------------------------------------------------------------------------------------- operations
     def _made(self, operation: Operation) -> None:
@@ -282,9 +274,8 @@ class Follower:
 
     def _put_before(self, operation: Operation, data: list[Value]) -> None:
         self.sums.used(data[0], operation.name)
-        label = self.labels.add("tokens", "what is put before the tokens", data)
         out = operation.outputs[0]
-        self._give([out.tensor], Value(((label, 1.0),), places_of(out.value.shape)))
+        self._new("tokens", "what is put before the tokens", data, [out.tensor], places_of(out.value.shape))
 
     def _of_ids(self, operation: Operation, data: list[Value]) -> None:
         """What is made of ids are masks, or other ids, as where targets are shifted behind a first one."""
@@ -294,8 +285,8 @@ class Follower:
         shifted = operation.name == "cat" and len(data) == 1
         said = "a first one that is always the same stands before them, as before what is to be predicted"
         self.sums.say(f"{operation.name} of the ids", "project", said if shifted else "")
-        label = self.labels.add("given", f"{operation.name} of ids", data)
-        self._give([out.tensor], Value(((label, 1.0),), places_of(torch.Size((*out.value.shape, 1)))[..., 0]))
+        places = places_of(torch.Size((*out.value.shape, 1)))[..., 0]
+        self._new("given", f"{operation.name} of ids", data, [out.tensor], places)
 
     def _strange(self, operation: Operation, data: list[Value]) -> None:
         line = code_lines(operation.frames)[-1:]
@@ -306,18 +297,14 @@ class Follower:
     def _function(self, kind: str, words: str, data: list[Value], operation: Operation) -> None:
         for value in data:
             self.sums.used(value, words)
-        label = self.labels.add(kind, words, data)
         for slot in operation.outputs:
             places = relaid(data[0].places, slot.value.shape)
             places = places_of(slot.value.shape) if places is None and slot.value.dim() else places
-            self._give([slot.tensor], Value(((label, 1.0),), torch.zeros(()) if places is None else places))
+            self._new(kind, words, data, [slot.tensor], torch.zeros(()) if places is None else places)
 
     def _by_function(self, kind: str, operation: Operation, data: list[Value]) -> None:
         path = self._names(*(slot.tensor for slot in operation.inputs[1:])) or f"{operation.name} {operation.index}"
-        self.sums.used(data[0], path)
-        if kind == "linear":
-            self._projected(path, data[0])
-        elif len(operation.inputs) == 1:
+        if kind == "layer_norm" and len(operation.inputs) == 1:
             self.sums.say(f"{operation.name} without a parameter", "project")
         self._part(kind, path, data[:1], [operation.outputs[0].tensor], operation.frames)
 
@@ -340,18 +327,16 @@ class Follower:
             elif (x.dim() < value.places.dim() or x.size(1) == 1) and operation.name in ("getitem", "select"):
                 self._pooled("a token", value, operation)
             elif self.labels.kind(value) == "linear" and whole in (x.numel(), value.places.numel()):
-                label = self.labels.add("piece", f"{x.flatten()[0]} of {value.only}", [value])
-                self._give([slot.tensor], Value(((label, 1.0),), x))
+                self._new("piece", f"{x.flatten()[0]} of {value.only}", [value], [slot.tensor], x)
             else:
                 self._strange(operation, [value])
 
     def _pooled(self, name: str, value: Value, operation: Operation) -> None:
         """One vector for all tokens, where a model says one thing of a whole."""
         self.sums.used(value, name)
-        label = self.labels.add("pool", name, [value])
         self.sums.say(f"{name} of all tokens is taken", "output", "what comes back holds no tokens")
         out = operation.outputs[0]
-        self._give([out.tensor], Value(((label, 1.0),), places_of(out.value.shape)))
+        self._new("pool", name, [value], [out.tensor], places_of(out.value.shape))
 
     def _added(self, operation: Operation, sign: float) -> None:
         one, other = (self._operand(slot.tensor) for slot in operation.inputs)
@@ -408,8 +393,7 @@ class Follower:
         if self.labels.kind(value) not in ("linear", "piece") and not self.labels.is_normed_matrix(value):
             self.sums.say(f"{name} of what no matrix gave", "gate")
             self.sums.used(value, name)
-        label = self.labels.add("activation", name, [value])
-        self._give([output] if isinstance(output, Tensor) else output, Value(((label, 1.0),), value.places))
+        self._new("activation", name, [value], [output] if isinstance(output, Tensor) else output, value.places)
 
     def _of_constants(self, operation: Operation) -> None:
         """What is cut of parameters is known by its places; other constants are not followed."""
@@ -448,3 +432,9 @@ class Follower:
     def _give(self, tensors: list[Tensor], value: Value) -> None:
         for x in tensors:
             self.values[id(x)] = value
+
+    def _new(self, kind: str, words: str, data: Iterable[Value], tensors: list[Tensor], places: Tensor) -> str:
+        """Follow what something makes, under a label of its own."""
+        label = self.labels.add(kind, words, data)
+        self._give(tensors, Value(((label, 1.0),), places))
+        return label

@@ -6,17 +6,24 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.names import Run
-from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, kept_parameters
-from equivalence_tests.checker.equivalent.deciding import differs, explained
+from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.equivalent.comparing import Case, kept_parameters
+from equivalence_tests.checker.equivalent.deciding import explained
 from equivalence_tests.checker.equivalent.holding import source_of
-from equivalence_tests.checker.equivalent.part_holding import EXACT, WrittenPart, joined_output
+from equivalence_tests.checker.equivalent.part_holding import (
+    EXACT,
+    WrittenPart,
+    held,
+    joined_output,
+    judge_difference,
+    unread,
+)
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.layers.masks import Mask
 from equivalence_tests.checker.layers.whole_calls import Calls, called_by_hooks
 from equivalence_tests.checker.layers.whole_source import WholeWriter
@@ -56,8 +63,7 @@ class Whole:
     masks: Sequence[Mask] = ()
     intended: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
-    compared: list[str] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=list)
+    runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
     why: str = ""  # what the first program lacked that was not made
 
     @cached_property
@@ -74,13 +80,14 @@ class Whole:
             UnreadError: If none can be made.
         """
         with kept_parameters(self.module):
-            runs = self._recorded(masked=False)
-            follower = self._follower(runs[0])
-            self.steps = tuple(follower.steps(list(tensors_in((runs[0].output,)))))
-            found, why = self._in_torch(runs[0], follower), UnreadError("")
+            run = self._run(0, masked=False)
+            hides = {mask.name for mask in self.masks} | {*self.run.masks}
+            follower = Follower(self.module, run.recorder, self.kinds, hides)
+            self.steps = tuple(follower.steps(list(tensors_in((run.output,)))))
+            found, why = self._in_torch(run, follower), UnreadError("")
             for masked, parts in self._ways() if found is None else ():
                 try:
-                    writer = self._written(runs, masked, parts)
+                    writer = self._written(masked, parts)
                     found = self._compared(writer.source(self.name), ("",) * bool(writer.tables), masked)
                 except (UnreadError, *NOT_FOLLOWED) as error:
                     why = error if isinstance(error, UnreadError) else UnreadError(said(error))
@@ -95,7 +102,7 @@ class Whole:
     def _in_torch(self, run: Run, follower: Follower) -> Equivalent | None:
         """Give torch's own layer with the user's weights, where it is the whole; then no step is left to explain."""
         layer = TorchsLayer(
-            self.module, run.recorder, follower.labels, self.parts, self.calls.masks, self.calls.sizes()[0].batch
+            self.module, run.recorder, follower.labels, self.parts, self.calls.masks, self.calls.sizes[0].batch
         )
         steps, self.steps = self.steps, ()
         try:
@@ -108,23 +115,22 @@ class Whole:
         self.steps = steps
         return None
 
-    def _recorded(self, masked: bool) -> list[Run]:
-        with called_by_hooks(self.module):
-            return [call.run(read=False) for call in self.calls.recorded(masked)]
+    def _run(self, place: int, masked: bool) -> Run:
+        """Run it at the first or the second size, once."""
+        if (place, masked) not in self.runs:
+            with called_by_hooks(self.module):
+                self.runs[place, masked] = self.calls.recorded(place, masked).run(read=False)
+        return self.runs[place, masked]
 
     def _ways(self) -> Iterator[tuple[bool, Mapping[str, Equivalent]]]:
         """With masks and the programs of its parts first, then with what ran in the parts, then without masks."""
         masked = [True] * bool(self.calls.masks) + [False]
         yield from ((mask, parts) for mask in masked for parts in ([self.parts, {}] if self.parts else [{}]))
 
-    def _follower(self, run: Run) -> Follower:
-        return Follower(self.module, run.recorder, self.kinds, {mask.name for mask in self.masks} | {*self.run.masks})
-
-    def _written(self, runs: Sequence[Run], masked: bool, parts: Mapping[str, Equivalent]) -> WholeWriter:
-        if masked:
-            runs = self._recorded(masked=True)
-        optional = {mask.name for mask in self.calls.masks if self._may_be_none(mask.name)} if masked else set()
-        return WholeWriter(self.module, (runs[0].recorder, runs[1].recorder), parts, optional)
+    def _written(self, masked: bool, parts: Mapping[str, Equivalent]) -> WholeWriter:
+        optional = {mask.name for mask in self.calls.masks if masked and self._may_be_none(mask.name)}
+        recorders = self._run(0, masked).recorder, self._run(1, masked).recorder
+        return WholeWriter(self.module, recorders, parts, optional)
 
     def _may_be_none(self, name: str) -> bool:
         found = inspect.signature(self.module.forward).parameters.get(name)
@@ -133,35 +139,17 @@ class Whole:
     # ------------------------------------------------------------------------------------------- comparing
     def _compared(self, source: str, handed: tuple[str, ...], masked: bool) -> Equivalent:
         steps = tuple((step.words, step.evidence) for step in self.steps)
-        found = Equivalent(source, "", source_of(self.function), handed, steps, (), (), 0, "", True)
-        part = WrittenPart(found)
-        self.compared, self.not_run = [], [] if masked else [self.calls.with_masks([x.name]) for x in self.calls.masks]
-        worst = Difference("", "output", 0.0)
-        for words, call, seed in self.calls.compared(masked):
-            call.seeds = {id(x): numbered(x.shape) for _, x in call.tensors if x.is_floating_point() and x.dim() > 2}
-            case = Case(call, None, words, seed)
-            try:
-                apart = list(compare(part.on(call, joined_output), case, LAYOUT, gradients=seed is not None))
-            except UnreadError as why:
-                self.not_run.append(f"{words}: {why}")
-                continue
-            self.compared.append(words)
-            worst = max([worst, *apart], key=lambda one: one.size)
-            if worst.size > EXACT:
-                break
-        if not self.compared:
-            raise UnreadError(self.not_run[0])
-        return replace(
-            found,
-            compared=tuple(self.compared),
-            not_run=tuple(self.not_run),
-            difference=worst.size,
-            where=f"{worst.what}, {worst.case}",
-            agrees=worst.size <= EXACT,
-        )
+        program = Equivalent(source, "", source_of(self.function), handed, steps, (), (), 0, "", True)
+        calls = ((words, call, seed) for words, call, seed in self.calls.compared(masked))
+        cases = (Case(replace(call, seeds=_seeds(call)), None, words, seed) for words, call, seed in calls)
+        found, skipped = held(WrittenPart(program), cases, joined_output, EXACT, UnreadError)
+        left = [] if masked else [self.calls.with_masks([x.name]) for x in self.calls.masks]
+        return replace(found, not_run=(*left, *(f"{case.words}: {why}" for case, why in skipped)))
 
 
-LAYOUT = Layout(lambda x: x, lambda x: x, joined_output)
+def _seeds(call: Call) -> dict[int, Tensor]:
+    """The arguments whose gradients are compared: all that hold tokens."""
+    return {id(x): numbered(x.shape) for _, x in call.tensors if x.is_floating_point() and x.dim() > 2}
 
 
 def hold_whole(report: Report, whole: Whole) -> bool:
@@ -177,12 +165,10 @@ def hold_whole(report: Report, whole: Whole) -> bool:
     try:
         report.equivalent = found = whole.equivalent()
     except UnreadError as why:
-        report.unread = str(why)
-        report.verdict, report.reason = "unchecked", f"It could not be written in torch's own parts: {why}."
+        unread(report, str(why))
         return False
     if not found.agrees:
-        what, _, case = found.where.partition(", ")
-        differs(report, Difference(case, what, found.difference))
+        judge_difference(report)
         return False
     if not explained(report, evidence_of(whole.steps, report.intended, set()), whole.intended):
         return False

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from equivalence_tests.checker.engine.products import contraction_of
 from equivalence_tests.checker.engine.ran import recorded
 from equivalence_tests.checker.engine.watching import Operation, Recorder
-from equivalence_tests.checker.equivalent.part_writing import Text
+from equivalence_tests.checker.equivalent.writer import Text
 from equivalence_tests.checker.parts.functions import BIAS
 from equivalence_tests.checker.parts.readings import PartReading, Row
 

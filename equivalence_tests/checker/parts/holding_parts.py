@@ -15,8 +15,8 @@ from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part, tensors_of, unread
-from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, signature_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.writer import Text, Writer, signature_of
 from equivalence_tests.checker.intended import accepted
 from equivalence_tests.checker.parts.functions import FunctionModule
 from equivalence_tests.checker.parts.position_calls import Placement
@@ -74,7 +74,7 @@ def hold_module(judged: Judged, subject: Subject, module: nn.Module, width: int,
     report, reading = accepted(judged.report, subject.adapter.intended), judged.reading
     if report.verdict != "equal" or reading is None:
         return
-    writer = PartWriter(subject.name.rpartition("/")[2], Parameters.of(module), module, *_signature(module))
+    writer = Writer(subject.name.rpartition("/")[2], Parameters.of(module), module, *_signature(module))
     given = writer.argument
     try:
         result = reading.text(writer, Text(given, writer, ()))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.equivalent.part_writing import outside_of_brackets
+from equivalence_tests.checker.equivalent.texts import outside_of_brackets
 from equivalence_tests.checker.parts.drawing import OF_BOOLS, CallOfRoles, Drawn
 
 PAD_ID = 3
@@ -141,7 +141,7 @@ def bracketed(text: str) -> str:
     >>> bracketed("a != b"), bracketed("(a != b)[:, None]")
     ('(a != b)', '(a != b)[:, None]')
     """
-    return f"({text})" if outside_of_brackets(text) & set("&|<=!~") else text
+    return f"({text})" if set(outside_of_brackets(text)) & set("&|<=!~") else text
 
 
 def laid(role: str, plan: CallOfRoles) -> str:

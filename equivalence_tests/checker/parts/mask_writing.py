@@ -13,7 +13,7 @@ from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart, hold_part, joined_output
-from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, signature_of
+from equivalence_tests.checker.equivalent.writer import Text, Writer, signature_of
 from equivalence_tests.checker.parts.drawing import KINDS, CallOfRoles, Drawn
 from equivalence_tests.checker.parts.mask_meanings import READ, Meaning, bracketed, evaluated, number_of
 from equivalence_tests.checker.reach.masking import SHAPES, in_shape
@@ -40,7 +40,7 @@ def hold_masks(
         draws: Fresh ones, to be compared.
     """
     arguments = signature_of(function, {name: KINDS.get(role, "Tensor") for name, role in plan.roles})
-    writer = PartWriter(report.target.rpartition("/")[2], Parameters({}), nn.Module(), arguments, is_function=True)
+    writer = Writer(report.target.rpartition("/")[2], Parameters({}), nn.Module(), arguments, is_function=True)
     returned = []
     for place, (mask, output) in enumerate(masks, start=1):
         name, heads = f"may_attend_{place}" if len(masks) > 1 else "may_attend", len(output) // READ[0][0]

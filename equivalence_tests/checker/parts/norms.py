@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
+from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.parts.functions import BIAS, FunctionModule
 from equivalence_tests.checker.parts.readings import PartReading
 
@@ -65,7 +65,7 @@ class Norm:
         normal = x / self.divisor(self.eps, x.square().sum(self.axes, keepdim=True) / count)
         return gain * normal + (gain * bias if self.inside else bias)
 
-    def written(self, writer: PartWriter, x: Text) -> Text:
+    def written(self, writer: Writer, x: Text) -> Text:
         """Write it down: one of torch's norms where it has it, and else the formula."""
         gain, bias = (writer.parameters.named[name] if name else None for name in (self.gain, self.bias))
         if not self.is_torchs:
@@ -83,7 +83,7 @@ class Norm:
         found = (1 + factor if self.plus_one else factor) * Text(f"{call}{said})", writer)
         return found + added[0] if added else found
 
-    def _as_a_module(self, writer: PartWriter, x: Text) -> Text:
+    def _as_a_module(self, writer: Writer, x: Text) -> Text:
         options = [str(self.width), *([f"eps={self.eps!r}"] if self.eps != SMALLEST else [])]
         options += ["elementwise_affine=False"] if not self.gain else []
         options += ["bias=False"] if self.centred and self.gain and not self.bias else []
@@ -177,7 +177,7 @@ def _scale_norms(module: nn.Module) -> Iterator[PartReading]:
         yield PartReading(partial(norm.of, gains.__getitem__), words, notes=(note,), written=written)
 
 
-def _scaled(name: str, writer: PartWriter, x: Text) -> Text:
+def _scaled(name: str, writer: Writer, x: Text) -> Text:
     return writer.parameter(name) * Text(f"F.normalize({x}, dim=-1)", writer)
 
 

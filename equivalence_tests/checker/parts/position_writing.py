@@ -11,8 +11,8 @@ from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text, signature_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.writer import Text, Writer, signature_of
 from equivalence_tests.checker.parts.drawing import KINDS, CallOfRoles
 from equivalence_tests.checker.parts.kinds import own_tensors
 from equivalence_tests.checker.parts.position_calls import Placement, drawn_of
@@ -22,7 +22,7 @@ LONGER, LONGEST = 16, 1024  # tokens
 SINUSOIDS = {"sine and cosine interleaved": "", "sines, then cosines": ', "concatenated"'}
 
 
-def writer_of(name: str, function: Callable[..., Any], placement: Placement) -> tuple[PartWriter, list[str]]:
+def writer_of(name: str, function: Callable[..., Any], placement: Placement) -> tuple[Writer, list[str]]:
     """Begin to write, and name the arguments that have a role."""
     module = function if isinstance(function, nn.Module) else None
     parameters = inspect.signature(function if module is None else module.forward).parameters.values()
@@ -31,7 +31,7 @@ def writer_of(name: str, function: Callable[..., Any], placement: Placement) -> 
         raise UnreadError("its arguments cannot be named")
     kinds = {name: _kind(role) for name, role in zip(names, placement.roles, strict=True)}
     text = ", ".join(f"{name}: {kind}" for name, kind in kinds.items()) if module else signature_of(function, kinds)
-    return PartWriter(name, Parameters.of(module), module or nn.Module(), text, module is None), names
+    return Writer(name, Parameters.of(module), module or nn.Module(), text, module is None), names
 
 
 def _kind(role: str) -> str:
@@ -39,7 +39,7 @@ def _kind(role: str) -> str:
 
 
 def result_of(
-    placement: Placement, writer: PartWriter, names: Sequence[str], table: Callable[[PartWriter, Text], Text]
+    placement: Placement, writer: Writer, names: Sequence[str], table: Callable[[Writer, Text], Text]
 ) -> Text:
     """Write what comes back.
 
@@ -72,7 +72,7 @@ def result_of(
     return (Text(f"{given}.size(-1) ** 0.5", writer) * given if placement.scaling.startswith("sqrt") else given) + rows
 
 
-def _count(placement: Placement, named: dict[str, str], writer: PartWriter) -> Text:
+def _count(placement: Placement, named: dict[str, str], writer: Writer) -> Text:
     """Write how many positions there are; the positions themselves where they are given."""
     for role in ("positions", "positions of each sample"):
         if role in named:
@@ -103,7 +103,7 @@ def _alone(placement: Placement, rows: Text, first: Text) -> Text:
 
 
 # ------------------------------------------------------------------------------------------- tables
-def learnt_table(name: str, width: int, offset: int, writer: PartWriter, count: Text) -> Text:
+def learnt_table(name: str, width: int, offset: int, writer: Writer, count: Text) -> Text:
     """Write the rows of a learned table."""
     shape = (writer.parameters.named[name].numel() // width, width)
     table = Text(f"{writer.parameter(name, shape)}", writer)
@@ -128,7 +128,7 @@ def numbers_to(count: Any) -> Any:
 
 
 def sinusoids(
-    layout: str, base: float, table: Callable[[Any, Any], Any], width: int, writer: PartWriter, count: Text
+    layout: str, base: float, table: Callable[[Any, Any], Any], width: int, writer: Writer, count: Text
 ) -> Text:
     """Write a table of sinusoids: builtin's where it has it.
 
@@ -149,7 +149,7 @@ def sinusoids(
     return Text(f"{found}", writer, count.chain)
 
 
-def rotation(pairs: str, base: float, width: int, writer: PartWriter, x: Text) -> Text:
+def rotation(pairs: str, base: float, width: int, writer: Writer, x: Text) -> Text:
     """Write a rotation by position: builtin's."""
     writer.imports = ["from builtin import RotaryEmbedding"]
     said = f", base={base!r}" if base != 10000.0 else ""

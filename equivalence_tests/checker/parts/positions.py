@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
+from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.parts.kinds import own_tensors
 from equivalence_tests.checker.parts.position_writing import kept, learnt_table, numbers_to, rotation, sinusoids
 from equivalence_tests.checker.parts.readings import PartReading
@@ -165,7 +165,7 @@ def _scaled(factor: Any, table: Map, positions: Tensor) -> Tensor:
     return table(positions) if factor is None else factor * table(positions)
 
 
-def _written(scale: str, table: Callable[[PartWriter, Text], Text], writer: PartWriter, count: Text) -> Text:
+def _written(scale: str, table: Callable[[Writer, Text], Text], writer: Writer, count: Text) -> Text:
     """Write a table, times a number that is learnt."""
     found = table(writer, count)
     return writer.parameter(scale).flatten()[0] * found if scale else found

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from equivalence_tests.checker.engine.ran import frames_where, operations_of
 from equivalence_tests.checker.engine.same import FLOAT32_INSIDE, distance
-from equivalence_tests.checker.equivalent.part_writing import PartWriter, Text
+from equivalence_tests.checker.equivalent.writer import Text, Writer
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
 from equivalence_tests.checker.reporting.findings import CheckResult
 from equivalence_tests.checker.reporting.lines import code_lines
@@ -45,9 +45,9 @@ class PartReading:
     mistakes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
-    written: Callable[[PartWriter, Text], Text] | None = None
+    written: Callable[[Writer, Text], Text] | None = None
 
-    def text(self, writer: PartWriter, x: Text) -> Text:
+    def text(self, writer: Writer, x: Text) -> Text:
         """Write down what it makes of its input."""
         return self.formula(x) if self.written is None else self.written(writer, x)  # type: ignore[arg-type, return-value]
 

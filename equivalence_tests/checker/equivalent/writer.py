@@ -1,27 +1,42 @@
-"""Write a part of a Transformer down in torch's own: a norm, a feed-forward, positions, a mask."""
+"""Write a program down in torch's own parts: its lines, its sub-modules, and the conversion of weights both ways."""
 
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from equivalence_tests.checker.equivalent.conversion import Conversion
+from equivalence_tests.checker.equivalent.blocks import blocks_of, joined, written_back
+from equivalence_tests.checker.equivalent.constructors import constructor
 from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.texts import Code, bracketed, call_text, outside_of_brackets, without_defaults
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 
-HEAD = '''"""The same as {target}, in torch's own parts."""
+HEAD = '''"""The same as {target}, in torch's own parts{sizes}."""
 
 {imports}
 
 
 '''
+CONVERSION = '''
+
+def from_theirs(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn a state_dict of {target} into one of Equivalent."""
+    return {{
+{taken}    }}
+
+
+def to_theirs(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put the weights of Equivalent into a copy of a state_dict of theirs."""
+    theirs = {{name: x.clone() for name, x in theirs.items()}}
+{returned}    return theirs
+'''
+# Between what the lines of such conversions stand.
+CONVERTED = (("    return {\n", "    }\n"), ("in theirs.items()}\n", "    return theirs"))
 ACTIVATIONS = {
     "relu": "ReLU",
     "gelu": "GELU",
@@ -34,9 +49,9 @@ ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Text:
-    """Stands for a tensor in a formula, and writes down what the formula makes of it.
+@dataclass(frozen=True, eq=False)
+class Text(Code):
+    """Stands for a tensor in a formula of a part.
 
     Args:
         expression: What it is, as Python.
@@ -44,118 +59,34 @@ class Text:
         chain: The modules that make it of the input, one after the other; None where they are no chain.
     """
 
-    expression: str
-    writer: "PartWriter"
+    writer: "Writer"
     chain: tuple[str, ...] | None = None
 
-    def made(self, expression: str, **others: Any) -> "Text":
+    def made(self, expression: str, chain: tuple[str, ...] | None = None) -> Self:
         """Give what is made of it."""
-        return Text(expression, self.writer, **others)
-
-    def __str__(self) -> str:
-        return self.expression
+        return replace(self, expression=expression, chain=chain)
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> "Text":
         """Write down a call of one of torch's functions."""
-        name, given = function.__name__, _without_defaults(function, kwargs or {})
+        name, given = function.__name__, without_defaults(function, kwargs or {})
         first = next(x for x in (*args, *_inside(args)) if isinstance(x, Text))
-        said = ", ".join([*map(_said, args), *(f"{key}={value!r}" for key, value in given.items())])
-        own = hasattr(F, name) and name not in ("tanh", "sigmoid")
         options = ", ".join(f"{key}={value!r}" for key, value in given.items())
         known = first.chain is not None and name in ACTIVATIONS and len(args) == 1
         chain = (*(first.chain or ()), f"nn.{ACTIVATIONS[name]}({options})") if known else None
-        return first.made(f"{'F' if own else 'torch'}.{name}({said})", chain=chain)
-
-    def __getattr__(self, name: str) -> Callable[..., "Text"]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-        def method(*args: Any, **kwargs: Any) -> Text:
-            said = ", ".join([*map(_said, args), *(f"{key}={_said(value)}" for key, value in kwargs.items())])
-            return self.made(f"{_owner(self)}.{name}({said})")
-
-        return method
-
-    def __getitem__(self, index: Any) -> "Text":
-        places = index if isinstance(index, tuple) else (index,)
-        return self.made(f"{_owner(self)}[{', '.join(map(_said, places))}]")
-
-    def __add__(self, other: Any) -> "Text":
-        return self.made(f"{self} + {_said(other)}")
-
-    def __radd__(self, other: Any) -> "Text":
-        return self.made(f"{_said(other)} + {self}")
-
-    def __sub__(self, other: Any) -> "Text":
-        return self.made(f"{self} - {_factor(other)}")
-
-    def __mul__(self, other: Any) -> "Text":
-        return self.made(f"{_factor(self)} * {_factor(other)}")
-
-    def __rmul__(self, other: Any) -> "Text":
-        return self.made(f"{_factor(other)} * {_factor(self)}")
-
-    def __truediv__(self, other: Any) -> "Text":
-        return self.made(f"{_factor(self)} / ({_said(other)})")
-
-    def __floordiv__(self, other: Any) -> "Text":
-        return self.made(f"{_factor(self)} // {_factor(other)}")
-
-    def __rpow__(self, base: Any) -> "Text":
-        return self.made(f"{_said(base)} ** ({self})")
-
-    def __neg__(self) -> "Text":
-        return self.made(f"-({self})")
-
-
-def _said(x: Any) -> str:
-    if isinstance(x, slice):
-        return ":".join("" if end is None else _said(end) for end in (x.start, x.stop))
-    if x is Ellipsis:
-        return "..."
-    if isinstance(x, tuple | list):
-        return "(" + ", ".join(map(_said, x)) + ("," if len(x) == 1 else "") + ")"
-    return str(x) if isinstance(x, Text) else repr(x)
-
-
-def _factor(x: Any) -> str:
-    return f"({x})" if isinstance(x, Text) and outside_of_brackets(str(x)) & set("+-") else _said(x)
-
-
-def _owner(x: Text) -> str:
-    return f"({x})" if outside_of_brackets(str(x)) & set(" -") else str(x)
-
-
-def outside_of_brackets(text: str) -> set[str]:
-    """List the letters of an expression that stand in no brackets.
-
-    >>> sorted(outside_of_brackets("(a != b)[:, None]"))
-    []
-    """
-    depth = itertools.accumulate({"(": 1, "[": 1}.get(x, -(x in ")]")) for x in text)
-    return {letter for letter, inside in zip(text, depth, strict=True) if not inside} - set(")]")
+        return first.made(call_text(function, name, args, given), chain)
 
 
 def _inside(args: Any) -> Iterator[Any]:
     return (x for one in args if isinstance(one, tuple | list) for x in one)
 
 
-def _without_defaults(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what a function has anyhow."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # of one that is written in C
-        return kwargs
-    return {key: value for key, value in kwargs.items() if parameters[key].default != value}
-
-
 @dataclass
-class PartWriter(Conversion):
-    """Writes one part.
+class Writer:
+    """Writes one program.
 
     Args:
-        target: What it is called.
+        target: What the code that was checked is called.
         parameters: Of the user's module, or what a function is given as its weights.
         module: The user's module.
         signature: The arguments of the equivalent, as Python.
@@ -167,12 +98,14 @@ class PartWriter(Conversion):
     module: nn.Module
     signature: str = "x: Tensor"
     is_function: bool = False
+    sentence: str = "The same in torch."
+    sizes: str = ""  # for which it is written
     torchs: str = ""  # the module of torch that is the whole
     width: str = ""  # the argument that is the number of features
     lines: list[str] = field(default_factory=list)  # of its forward, before what it returns
     made: dict[str, str] = field(default_factory=dict)  # what __init__ makes
-    taken: list[str] = field(default_factory=list)
-    returned: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)  # entries of the converted state_dict
+    returned: list[str] = field(default_factory=list)  # lines that put weights back
     handed: dict[str, str] = field(default_factory=dict)  # the paths of the user's own sub-modules, by their names
     called_as_it_is: list[str] = field(default_factory=list)  # sub-modules
     imports: list[str] = field(default_factory=list)
@@ -207,7 +140,7 @@ class PartWriter(Conversion):
 
     def given(self, places: Tensor) -> Text:
         """Give a weight of a function, made of its arguments."""
-        return Text(re.sub(r'theirs\["(\w+)"\]', r"\1", self._taken(places)), self)
+        return Text(re.sub(r'theirs\["(\w+)"\]', r"\1", self.read(places)), self)
 
     def number(self, value: float) -> str:
         """Give a number, by the name of the argument that it is the default of."""
@@ -234,13 +167,18 @@ class PartWriter(Conversion):
         if self.is_function:
             added = "" if own is None else f", {self.given(own)}"
             return Text(f"F.linear({x}, {self.given(places)}{added})", self)
-        if name not in self.made:
-            less = ", bias=False" if own is None else ""
-            self.made[name] = f"nn.Linear({weight.size(1)}, {weight.size(0)}{less})"
-            self._convert(f"{name}.weight", places)
-            if own is not None:
-                self._convert(f"{name}.bias", own)
+        self.linear(name, places, own)
         return Text(f"self.{name}({x})", self, None if x.chain is None else (*x.chain, name))
+
+    def linear(self, name: str, weight: Tensor, bias: Tensor | None) -> None:
+        """Make a linear layer of parameter elements: (out, in) places, and (out,) of the bias; -1 for none."""
+        if name in self.made:
+            return
+        biased = bias is not None and bool((bias >= 0).any())
+        self.made[name] = f"nn.Linear({weight.size(1)}, {weight.size(0)}{'' if biased else ', bias=False'})"
+        self.convert(f"{name}.weight", weight)
+        if bias is not None and biased:
+            self.convert(f"{name}.bias", bias)
 
     def _owner_of(self, weight: Tensor) -> str:
         """Find the sub-module that makes a weight of its parameters, as weight norm does."""
@@ -266,24 +204,64 @@ class PartWriter(Conversion):
 
     def vector(self, name: str, path: str, plus_one: bool = False) -> None:
         """Make a weight of the equivalent of a parameter, or of 1 + it."""
-        places = self._places(path)
-        self.taken.append(f'"{name}": {"1 + " if plus_one else ""}{self._taken(places)},')
-        self._give_back(places, f'ours["{name}"]{" - 1" if plus_one else ""}')
+        places = torch.arange(self.parameters.named[path].numel()) + self.parameters.start[path]
+        self.taken.append(f'"{name}": {"1 + " if plus_one else ""}{self.read(places)},')
+        self.give_back(places, f'ours["{name}"]{" - 1" if plus_one else ""}')
+
+    def convert(self, name: str, places: Tensor) -> None:
+        """Say which parameter elements a weight of the equivalent is."""
+        self.taken.append(f'"{name}": {self.read(places)},')
+        self.give_back(places, f'ours["{name}"]')
+
+    def read(self, places: Tensor) -> str:
+        """Write the expression that takes parameter elements out of the user's state_dict; 0 where there is none.
+
+        Raises:
+            UnreadError: If they lie in no order that can be written.
+        """
+        blocks = blocks_of(places, self.parameters)
+        if blocks is None:
+            raise UnreadError("the weights lie in an order that cannot be written down")
+        return joined(blocks, "theirs")
+
+    def give_back(self, places: Tensor, source: str) -> None:
+        """Write the lines that put them back."""
+        self.returned += written_back(blocks_of(places, self.parameters) or [], "theirs", source)
+
+    def _tied(self) -> Iterator[str]:
+        """Write that a parameter is held under another name once more."""
+        known = {id(x): name for name, x in self.parameters.named.items()}
+        for name, x in self.module.named_parameters(remove_duplicate=False):
+            if known.get(id(x), name) != name:
+                yield f'theirs["{name}"] = theirs["{known[id(x)]}"]'
 
     # ------------------------------------------------------------------------------------------- sub-modules
     def called(self, x: Text, path: str) -> Text:
-        """Call a sub-module: one of torch's is made anew, one of the user's own is handed over."""
+        """Call a sub-module as it is, which is a step of the program."""
+        self.called_as_it_is += [path] if _identifier(path) not in self.made else []
+        return Text(f"self.{self.sub_module(path)}({x})", self)
+
+    def sub_module(self, path: str) -> str:
+        """Make a sub-module of torch's anew, and take one of the user's own as it is handed over; give its name."""
         name, part = _identifier(path), self.module.get_submodule(path)
         if name not in self.made:
-            self.called_as_it_is.append(path)
-            torchs = type(part).__module__.startswith("torch.nn") and next(part.children(), None) is None
-            self.made[name] = f"nn.{part!r}" if torchs else name
-            if not torchs:
-                self.handed[name] = path
-            for key in part.state_dict():
-                self.taken.append(f'"{name}.{key}": theirs["{path}.{key}"],')
-                self.returned.append(f'theirs["{path}.{key}"].copy_(ours["{name}.{key}"])')
-        return Text(f"self.{name}({x})", self)
+            self.made[name] = constructor(part) or name
+            self.handed |= {} if constructor(part) else {name: path}
+            self.same(name, path)
+        return name
+
+    def same(self, name: str, path: str) -> None:
+        """Give a part of the equivalent the weights that a sub-module has under the same names."""
+        for key in self.module.get_submodule(path).state_dict():
+            self.taken.append(f'"{name}.{key}": theirs["{path}.{key}"],')
+            self.returned.append(f'theirs["{path}.{key}"].copy_(ours["{name}.{key}"])')
+
+    def converted(self, name: str, path: str, part: Equivalent) -> None:
+        """Give a part of the equivalent its weights as the program of a sub-module takes them."""
+        taken, returned = (part.source.partition(start)[2].partition(end)[0] for start, end in CONVERTED)
+        for lines, kept in ((taken, self.taken), (returned, self.returned)):
+            named = lines.replace('theirs["', f'theirs["{path}.').replace('ours["', f'ours["{name}.').splitlines()
+            kept += [re.sub('^"', f'"{name}.', line.strip()) for line in named]
 
     # ------------------------------------------------------------------------------------------- the text
     def source(self, result: Text, before: str = "", after: str = "") -> str:
@@ -295,54 +273,56 @@ class PartWriter(Conversion):
             after: What is done to the result.
         """
         first = [f"{self.argument} = {self.argument}{before}"] if before else []
-        returned = f"return ({result}){after}" if after else f"return {result}"
-        if self.is_function:
-            body = self._function([*first, *self.lines, returned])
-        else:
-            self._as_a_chain(result)
-            if self.torchs:
-                given = self.argument
-                returned = f"return super().forward({given}){after}"
-            body = (
-                "\n".join([*self._class([*first, *self.lines, returned]), "", "", *self._conversion(self.target)])
-                + "\n"
-            )
+        if self.is_function and self.made:
+            raise UnreadError("a function that holds weights cannot be written down")
+        result = result if self.is_function else self._as_a_chain(result)
+        lines = [*first, *self.lines, f"return {bracketed(result) if after else result}{after}"]
+        return self.program(self._function(lines) if self.is_function else self._class(lines))
+
+    def program(self, body: str) -> str:
+        """Write what it needs around the class, or the function."""
+        if not self.is_function:
+            taken = "".join(f"        {line}\n" for line in self.taken)
+            returned = "".join(f"    {line}\n" for line in (*self.returned, *self._tied()))
+            body += CONVERSION.format(target=self.target, taken=taken, returned=returned)
         imports = ["import torch"] if re.search(r"\btorch\.[a-z]", body) else []
         imports = ["from typing import Any", "", *imports] if re.search(r"\bAny\b", body) else imports
         imports += ["from torch import Tensor" + (", nn" if "nn." in body else "")]
-        imports += ["from torch.nn import functional as F"] if "F." in body else []
-        imports += ["", *self.imports] if self.imports else []
-        return HEAD.format(target=self.target, imports="\n".join(imports)) + body
+        imports += ["from torch.nn import functional as F"] if re.search(r"\bF\.", body) else []
+        imports += ["", *dict.fromkeys(self.imports)] if self.imports else []
+        return HEAD.format(target=self.target, sizes=self.sizes, imports="\n".join(imports)) + body
 
     def _function(self, lines: Sequence[str]) -> str:
         body = "\n".join(f"    {line}" for line in lines)
         asked = [one for one in re.split(r", (?=\*?\*?\w+: |\*,)", self.signature) if _is_used(one, body)]
         arguments = ", ".join(asked[:-1] if asked[-1:] == ["*"] else asked)
         kind = "tuple[Tensor, ...]" if "," in outside_of_brackets(lines[-1]) else "Tensor"
-        return f'def equivalent({arguments}) -> {kind}:\n    """Give the same."""\n{body}\n'
+        return f'def equivalent({arguments}) -> {kind}:\n    """{self.sentence}"""\n{body}\n'
 
-    def _as_a_chain(self, result: Text) -> None:
+    def _as_a_chain(self, result: Text) -> Text:
         """Write modules that follow one another as nn.Sequential."""
         if self.torchs or result.chain is None or not self.made:
-            return
+            return result
         self.torchs = f"nn.Sequential({', '.join(self.made.get(one, one) for one in result.chain)})"
         for place, name in enumerate(result.chain):
             self.taken = [line.replace(f'"{name}.', f'"{place}.', 1) for line in self.taken]
             self.returned = [line.replace(f'ours["{name}.', f'ours["{place}.') for line in self.returned]
         self.made = {}
+        return Text(f"super().forward({self.argument})", self)
 
-    def _class(self, forward: Sequence[str]) -> Iterator[str]:
+    def _class(self, forward: Sequence[str]) -> str:
         base, _, options = self.torchs.partition("(")
-        yield from (f"class Equivalent({base or 'nn.Module'}):", '    """The same in torch."""')
+        lines = [f"class Equivalent({base or 'nn.Module'}):", f'    """{self.sentence}"""']
         given = "".join(f", {name}: nn.Module" for name in self.handed)
         if self.torchs or self.made:
-            yield from ("", f"    def __init__(self{given}) -> None:")
-            yield f"        super().__init__({options}" if self.torchs else "        super().__init__()"
-            yield from (f"        self.{name} = {made}" for name, made in self.made.items())
-        if not self.torchs or len(forward) > 1 or "super().forward(input)" not in forward[-1]:
+            lines += ["", f"    def __init__(self{given}) -> None:"]
+            lines += [f"        super().__init__({options}" if self.torchs else "        super().__init__()"]
+            lines += [f"        self.{name} = {made}" for name, made in self.made.items()]
+        if [*forward] != ["return super().forward(input)"]:
             ignore = "  # type: ignore[override]" if self.torchs else ""
-            yield from ("", f"    def forward(self, {self.signature}) -> Tensor:{ignore}")
-            yield from (f"        {line}" for line in forward)
+            lines += ["", f"    def forward(self, {self.signature}) -> Tensor:{ignore}"]
+            lines += [f"        {line}" for line in forward]
+        return "\n".join(lines) + "\n"
 
 
 def _is_used(argument: str, body: str) -> bool:

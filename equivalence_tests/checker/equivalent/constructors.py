@@ -1,6 +1,8 @@
 """How a module of torch's is constructed, and how a sub-module is reached, as Python."""
 
+import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +25,21 @@ def constructor(module: nn.Module) -> str:
         return _WRITTEN[kind](module)
     if isinstance(module, LISTS):
         inside = [constructor(child) for child in module]
-        return f"nn.{kind.__name__}({_listed(module, inside)})" if all(inside) else ""
+        return made_of(module, inside) if all(inside) else ""
     if next(module.children(), None) is not None:
         return ""
-    arguments = repr(module).partition("(")[2]
-    return (
-        f"nn.{'Linear' if isinstance(module, nn.Linear) else kind.__name__}({arguments}"  # torch has Linears of its own
-    )
-
-
-def _listed(module: nn.Module, inside: list[str]) -> str:
-    """Write the elements of a list, which takes one, or of a sequence, which takes them one by one."""
-    return ", ".join(inside) if isinstance(module, nn.Sequential) else f"[{', '.join(inside)}]"
+    name = "Linear" if isinstance(module, nn.Linear) else kind.__name__  # torch has Linears of its own
+    return f"nn.{name}({repr(module).partition('(')[2]}"
 
 
 def made_of(module: nn.Module, inside: list[str]) -> str:
-    """Write a list or a sequence of modules."""
-    return f"nn.{type(module).__name__}({_listed(module, inside)})"
+    """Write a list of modules, which takes one, or a sequence, which takes them one by one."""
+    listed = ", ".join(inside)
+    return f"nn.{type(module).__name__}({listed if isinstance(module, nn.Sequential) else f'[{listed}]'})"
 
 
 def reached(module: nn.Module, path: str) -> str:
-    """Write how a sub-module is reached from a module.
+    """Write how a sub-module, or a parameter, is reached from a module.
 
     >>> reached(nn.ModuleList([nn.ModuleDict({"a": nn.ReLU()})]), "0.a")
     '[0]["a"]'
@@ -54,37 +50,54 @@ def reached(module: nn.Module, path: str) -> str:
             text += f"[{name}]"
         else:
             text += f'["{name}"]' if isinstance(module, nn.ModuleDict) else f".{name}"
-        module = module.get_submodule(name)
+        module = module._modules.get(name) or module  # else the last is a parameter
     return text
+
+
+def called_with(kind: type[nn.Module], *sizes: int, **options: Any) -> str:
+    """Write the construction of a module of torch's, without what it takes anyhow.
+
+    >>> called_with(nn.MultiheadAttention, 6, 3, dropout=0.0, bias=False)
+    'nn.MultiheadAttention(6, 3, bias=False)'
+    """
+    known = inspect.signature(kind).parameters
+    named = {name: x for name, x in options.items() if x != known[name].default}
+    said = (f"{name}={ACTIVATIONS[x] if callable(x) else repr(x)}" for name, x in named.items())
+    return f"nn.{kind.__name__}({', '.join([*map(str, sizes), *said])})"
 
 
 def _attention(module: nn.Module) -> str:
     assert isinstance(module, nn.MultiheadAttention)  # chosen by its class
     bias: Tensor | None = module.in_proj_bias
-    said = [str(module.embed_dim), str(module.num_heads)]
-    said += [f"dropout={module.dropout!r}"] if module.dropout else []
-    said += ["bias=False"] if bias is None else []
-    said += ["add_bias_kv=True"] if module.bias_k is not None else []
-    said += ["add_zero_attn=True"] if module.add_zero_attn else []
-    apart = (("kdim", module.kdim), ("vdim", module.vdim))
-    said += [f"{name}={width}" for name, width in apart if width != module.embed_dim]
-    said += ["batch_first=True"] if module.batch_first else []
-    return f"nn.MultiheadAttention({', '.join(said)})"
+    apart = {"kdim": module.kdim, "vdim": module.vdim}
+    return called_with(
+        nn.MultiheadAttention,
+        module.embed_dim,
+        module.num_heads,
+        dropout=module.dropout,
+        bias=bias is not None,
+        add_bias_kv=module.bias_k is not None,
+        add_zero_attn=module.add_zero_attn,
+        **{name: width for name, width in apart.items() if width != module.embed_dim},
+        batch_first=module.batch_first,
+    )
 
 
 def _layer(module: nn.Module) -> str:
     assert isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)  # chosen by its class
-    attention, activation = module.self_attn, ACTIVATIONS.get(module.activation, "")
-    if not activation:
+    attention, bias = module.self_attn, module.linear1.bias
+    if module.activation not in ACTIVATIONS:
         return ""
-    bias: Tensor | None = attention.in_proj_bias
-    said = [str(attention.embed_dim), str(attention.num_heads), str(module.linear1.out_features)]
-    said += [f"dropout={module.dropout.p!r}", f"activation={activation}"]
-    said += [f"layer_norm_eps={module.norm1.eps!r}"] if module.norm1.eps != 1e-5 else []
-    said += ["norm_first=True"] if module.norm_first else []
-    said += ["batch_first=True"] if attention.batch_first else []
-    said += ["bias=False"] if bias is None else []
-    return f"nn.{type(module).__name__}({', '.join(said)})"
+    return called_with(
+        type(module),
+        *(attention.embed_dim, attention.num_heads, module.linear1.out_features),
+        dropout=module.dropout.p,
+        activation=module.activation,
+        layer_norm_eps=module.norm1.eps,
+        batch_first=attention.batch_first,
+        norm_first=module.norm_first,
+        bias=bias is not None,
+    )
 
 
 def _stack(module: nn.Module) -> str:
