@@ -67,9 +67,9 @@ def result_of(
         given = Text("tokens", writer)
     rows = rows[:, None] if placement.axis == 0 else rows
     rows = rows if rows.expression.startswith("self.") else rows.to(given)
-    if placement.scaling == "x * pe":
-        return given * rows
-    return (Text(f"{given}.size(-1) ** 0.5", writer) * given if placement.scaling.startswith("sqrt") else given) + rows
+    scaled = given.size(-1) ** 0.5 * given if placement.scaling.startswith("sqrt") else given
+    found: Text = given * rows if placement.scaling == "x * pe" else scaled + rows
+    return found
 
 
 def _count(placement: Placement, named: dict[str, str], writer: Writer) -> Text:
@@ -94,22 +94,16 @@ def _alone(placement: Placement, rows: Text, first: Text) -> Text:
         return laid
     if output.size(axis) != batch:
         raise UnreadError("its table is repeated in a way that cannot be written down")
-    sizes = (
-        (Text(f"{first}.size(0)", first.writer), -1, -1)
-        if axis == 0
-        else (-1, Text(f"{first}.size(0)", first.writer), -1)
-    )
-    return laid.expand(*sizes)
+    found: Text = laid.expand(*((first.size(0), -1, -1) if axis == 0 else (-1, first.size(0), -1)))
+    return found
 
 
 # ------------------------------------------------------------------------------------------- tables
 def learnt_table(name: str, width: int, offset: int, writer: Writer, count: Text) -> Text:
     """Write the rows of a learned table."""
     shape = (writer.parameters.named[name].numel() // width, width)
-    table = Text(f"{writer.parameter(name, shape)}", writer)
-    if count.chain:
-        return Text(f"{table[count + offset if offset else count]}", writer, count.chain)
-    return table[offset : count + offset] if offset else table[:count]
+    table, end = writer.parameter(name, shape), count + offset if offset else count
+    return table.made(f"{table[end]}", count.chain) if count.chain else table[offset or None : end]
 
 
 def kept(name: str, x: Any) -> Any:
