@@ -23,6 +23,7 @@ from equivalence_tests.checker.reporting.lines import Frames
 
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 Stack = tuple[str, list[nn.Module]]
+POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
 GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)
 
 
@@ -64,11 +65,14 @@ def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames
 
 
 def _ran_at(walk: Walk, mistake: str, where: str) -> Frames:
-    """The lines of a sub-module at which what shows a mistake ran."""
-    if named_mistake(mistake).ran in ("", "call") or walk.ran is None:
+    """The lines of a sub-module that show a mistake; where no position counts, those of the first to take one."""
+    ran = [op for op in walk.ran.operations if op.frames] if walk.ran is not None else []
+    if walk.ran is not None and mistake == "no_positions":
+        taken = ((op.frames, walk.ran.recorder.named(bits)) for op in ran for bits in op.origins)
+        return next((frames for frames, names in taken if any(map(POSITIONS.search, names))), ())
+    if named_mistake(mistake).ran in ("", "call"):
         return ()
-    ran = walk.ran.operations
-    return frames_where(named_mistake(mistake).ran, [op for op in ran if op.frames and op.place == where])
+    return frames_where(named_mistake(mistake).ran, [op for op in ran if op.place == where])
 
 
 def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequence[str]) -> None:

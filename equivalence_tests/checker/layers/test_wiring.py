@@ -410,7 +410,10 @@ def test_a_causal_model_needs_positions_and_must_not_read_the_future() -> None:
     report = verify(CausalModel)
     assert report.verdict == "equal", str(report)
     assert ("the model: an output reads", "no later token (GPT)", "") in report.conventions
-    assert verify(OneRowCausalModel).mistakes == ("no_positions",)
+    (finding,) = verify(OneRowCausalModel).findings
+    assert finding.name == "no_positions"
+    assert finding.line is not None
+    assert finding.line.text == "return self.pe[0]"
     assert verify(TransposedCausalModel).mistakes == ("causal_mask_inverted",)  # and not that the future is seen
 
 
