@@ -64,7 +64,6 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
     _angles([p.name for p in others if role_of_parameter(p.name) == "angles"], covered)
     for parameter in (parameter for parameter in others if parameter.name not in covered.angles):
         _argument(parameter, covered)
-    _causal_setting(covered)
     return covered
 
 
@@ -229,17 +228,6 @@ def _option(what: str, covered: Covered, subject: Subject) -> None:
         return _asked_for(findings, f"built with {what}")
 
     covered.run(what, look, covered.leave_out)
-
-
-def _causal_setting(covered: Covered) -> None:
-    """What an instance holds as ``causal`` is true of its calls, unless whoever calls it hands the mask over."""
-    trial = covered.trial
-    held = ((name, value) for name, value in held_by(trial.function).items() if "." not in name)
-    names = [name for name, value in held if value is True and CAUSAL.search(name) and "mask" not in name]
-    known = {exercise.what for exercise in covered.exercises}
-    for name in names if trial.plan.self_attention and not trial.plan.mask_parameter else ():
-        if f"{name}=True" not in known:
-            _causal_switch(f"{name}=True", {}, covered)
 
 
 def _not_causal(what: str, reach: Tensor, extra: dict[str, Any], inputs: Inputs, covered: Covered) -> Finding:

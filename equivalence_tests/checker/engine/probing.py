@@ -41,6 +41,7 @@ from equivalence_tests.checker.reporting.report import Report
 LOUD, LOUDEST = 30.0, 1000.0
 # What speaks for a causal mask, what turns one off, and what leaves it to the caller.
 CLAIM = re.compile(r"causal|masked|auto_?regressive", re.IGNORECASE)
+SWITCHED_ON = re.compile(r"^(?!.*mask).*(causal|auto_?regressive)", re.IGNORECASE)
 SWITCH = re.compile(r"mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)
 LEFT_TO_THE_CALLER = re.compile(r"mask|causal|bias|tril|triu|future|decoder|auto_?regressive", re.IGNORECASE)
 
@@ -232,16 +233,20 @@ def never_causal(situation: Situation) -> list[Departure]:
 def causal_claim(module: nn.Module, call: Callable[[], Any]) -> str:
     """Say what shows that a causal mask is intended; "" if nothing does, or if whoever calls it decides.
 
-    Evidence is a triangle that the instance keeps or that forward makes, or the name of the class. A mask argument, or
-    a switch that is off, leaves the causal mask to the caller.
+    Evidence is a switch that is on, a triangle that the instance keeps or that forward makes, or the name of the class.
+    A mask argument, or a switch that is off, leaves the causal mask to the caller.
 
     Args:
         module: The module; that it is not causal is known.
         call: Calls it.
     """
+    if any(LEFT_TO_THE_CALLER.search(p.name) for p in parameters_of(module)):
+        return ""
+    switched_on = next((name for name, x in vars(module).items() if x is True and SWITCHED_ON.search(name)), "")
+    if switched_on:
+        return f"self.{switched_on} is True"
     arguments = inspect.signature(type(module)).parameters.values()
-    asked = any(SWITCH.search(p.name) and p.default is not True for p in arguments)
-    if asked or switch_off(module, SWITCH) or any(LEFT_TO_THE_CALLER.search(p.name) for p in parameters_of(module)):
+    if any(SWITCH.search(p.name) and p.default is not True for p in arguments) or switch_off(module, SWITCH):
         return ""
     kept = next((name for name, x in held_by(module).items() if isinstance(x, Tensor) and triangle_of(x)), "")
     if kept:

@@ -432,8 +432,6 @@ def covered(module: nn.Module) -> Covered:
         (KeptAtAPosition, "start_pos"),
         (Object, "cache"),
         (Switched, "causal=True"),
-        (SetCausal, "causal=True"),
-        (SetInWindows, "causal=True"),
         (CausalCache, "past"),
         (Windowed, "lengths beyond window = 4"),
         (Packed, "segment_ids"),
@@ -457,7 +455,6 @@ def test_what_is_right_is_exercised_without_a_finding(made: Callable[[], nn.Modu
         (CacheCrashes, "cache_fails"),
         (KeptAtPositionZero, "cache_differs_from_one_pass"),
         (Inverted, "causal_switch_wrong"),
-        (SetTheWrongWayRound, "causal_switch_wrong"),
         (HidesItself, "causal_switch_wrong"),
         (SwitchCrashes, "fails_with_what_it_offers"),
         (WindowWithoutEffect, "window_without_effect"),
@@ -510,6 +507,11 @@ def test_what_is_wrong_in_a_later_step_has_its_line(made: type[nn.Module], line:
     (finding,) = covered(made()).findings
     assert finding.line is not None
     assert finding.line.text.startswith(line)
+
+
+def test_a_setting_that_is_called_causal_is_true_of_each_call() -> None:
+    assert [verify(one).mistakes for one in (SetCausal(), SetInWindows())] == [(), ()]
+    assert verify(SetTheWrongWayRound()).mistakes == ("causal_mask_never_used",)
 
 
 def test_what_the_code_keeps_is_as_it_was() -> None:

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import VANISHED
 from equivalence_tests.checker.reach.masking import MaskForm, mask_forms
 from equivalence_tests.checker.reach.model_calls import OF_SOURCE, Given, ModelRun
+from equivalence_tests.checker.reach.state import ask
 
 OF_TARGET = re.compile(r"tgt|trg|target|look|causal|self|slf|future")
 # What distinguishes two masks of one kind: whose tokens they hide.
@@ -29,17 +31,11 @@ USUAL_PADS = (0, 1, 2, 3)
 TARGET = "arg:1"  # how a watched run names it
 
 
-@dataclass(frozen=True)
-class Site:
-    """An attention that ran: the path of its module, and whose tokens its keys are.
-
-    Args:
-        path: Of the module.
-        reads: "source", "target", or "memory" for those of the source where the queries are the target's.
-    """
+class Site(NamedTuple):
+    """An attention that ran: the path of its module, and whose tokens its keys are."""
 
     path: str
-    reads: str
+    reads: str  # "source", "target", or "memory" for tokens of the source where the queries are the target's
 
 
 Seen = dict[Site, set[tuple[int, int]]]  # which query gives weight to which key
@@ -193,11 +189,9 @@ class _Reader:
         return {name: form.build(may, self.heads, torch.get_default_dtype())}
 
     def _output(self, given: Given) -> Tensor | None:
-        try:
-            with torch.enable_grad():  # else torch's own layers take a fast path, which may give other shapes
-                return self.run.run(self.run.source, self.run.target, given).detach()
-        except Exception:  # a form that is not taken
-            return None
+        """What comes back; None where a form is not taken."""
+        with torch.enable_grad():  # else torch's own layers take a fast path, which may give other shapes
+            return ask(lambda: self.run.run(self.run.source, self.run.target, given).detach()).value
 
     def _reached(self, given: Given, form: MaskForm) -> list[Site]:
         seen, place = self.seen(given, self.run.source, self.run.target), _place(form) % self.run.source.size(1)

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ SEQUENCES = ("ids", "size", "key_ids", "key_size")
 UNKNOWN = (*SEQUENCES, "lengths", "keep", "pad_id", "vectors", "window")
 KEEP_LAYOUTS = ("(batch, len)", "(batch, 1, len)", "(batch, 1, 1, len)")
 TORCH_WORDS = "attn_mask (query, key), or key_padding_mask (batch, key): True = may not look"
+SHOWN = "gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake does"
 STRONG = -1e4
 MOST_CALLS = 200
 
@@ -61,13 +63,10 @@ class Attempt:
 
 def mask_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     """List the methods of the user's own class that build masks, bound to the instance."""
-    for owner in type(module).__mro__:
-        if not owner.__module__.startswith(("torch", "builtins")):
-            yield from ((name, getattr(module, name)) for name, x in vars(owner).items() if _own_builder(name, x))
-
-
-def _own_builder(name: str, member: Any) -> bool:
-    return BUILDER_NAME.search(name) is not None and isinstance(member, staticmethod | classmethod | type(_own_builder))
+    own = (owner for owner in type(module).__mro__ if not owner.__module__.startswith(("torch", "builtins")))
+    for name, member in (pair for owner in own for pair in vars(owner).items() if BUILDER_NAME.search(pair[0])):
+        if isinstance(member, staticmethod | classmethod | FunctionType):
+            yield name, getattr(module, name)
 
 
 def examine_mask_builder(found: Any, name: str, intended: Mapping[str, str] | None = None) -> Report:
@@ -236,15 +235,8 @@ def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: 
     report.conventions += [(label, mask.words, ""), ("", encoded, TORCH_WORDS)]
     report.checks.append(CheckResult(label, "failed" if mask.mistakes else "passed", ", ".join(mask.mistakes)))
     for name in mask.mistakes:
-        report.findings.append(
-            found_mistake(
-                name,
-                {"fill": fill},
-                stack=code_lines(frames_where(named_mistake(name).ran, ran)),
-                evidence="gives your mask, entry by entry, on 10 sequences of other lengths; nothing without a mistake "
-                "does",
-            )
-        )
+        stack = code_lines(frames_where(named_mistake(name).ran, ran))
+        report.findings.append(found_mistake(name, {"fill": fill}, stack=stack, evidence=SHOWN))
     if "padded queries too" in mask.words:
         report.notes.append("the rows of padded queries hide everything: with -inf their softmax is NaN")
     if mask.shape == "(heads * batch, query, key)":
@@ -253,6 +245,7 @@ def _report_one(report: Report, label: str, mask: Meaning, output: Tensor, ran: 
 
 def _unknown(output: Tensor) -> str:
     """Say what a mask that was not understood looks like."""
-    if not bool(output.double().isfinite().any()) or bool(output.double().isnan().any()):
-        return "holds NaN" if bool(output.double().isnan().any()) else "hides everything"
-    return f"no mask that is known: shape {tuple(output.shape)}, {output.dtype}"
+    if bool(output.double().isnan().any()):
+        return "holds NaN"
+    hides_all = not bool(output.double().isfinite().any())
+    return "hides everything" if hides_all else f"no mask that is known: shape {tuple(output.shape)}, {output.dtype}"
