@@ -134,7 +134,7 @@ def _rank(situation: Situation) -> tuple[bool, bool, bool, int]:
 
 
 def shifts_scores(situation: Situation) -> bool:
-    """Whether the mask changes the scores of keys that it lets be seen: True that is added counts as 1."""
+    """Whether the mask changes the scores of visible keys, or leaves none visible: True that is added counts as 1."""
     run, function, mask = situation.found.run, situation.trial.function, situation.plan.mask_parameter
     parts = (part for judgement in situation.found.judgements for part in judgement.attention.parts)
     for operation, _, given in (step for part in parts for step in part.steps(run)):
@@ -142,7 +142,7 @@ def shifts_scores(situation: Situation) -> bool:
         masked = any(name.startswith("arg:") and argument_name(name, function) == mask for name in given_too)
         for slot, _ in run.names.taken(operation) if masked and operation.name in ELEMENTWISE else ():
             seen = given > -HIDING
-            if not near(given[seen], slot.value.expand_as(given)[seen], 1e-12):
+            if not bool(seen.any()) or not near(given[seen], slot.value.expand_as(given)[seen], 1e-12):
                 return True
     return False
 
