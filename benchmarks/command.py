@@ -15,6 +15,7 @@ from benchmarks.fitting import fitted
 from benchmarks.grids import COMPONENTS, DTYPES, MASKS, MODES, PRESETS, Case, Grid, cases_of
 from benchmarks.measuring import machine_rates
 from benchmarks.own import check_own, in_torch, own_takes_part
+from benchmarks.peers import PEERS
 from benchmarks.readme import goals, renewed
 from benchmarks.regressions import change_table, changes_between
 from benchmarks.results import read_rows
@@ -28,7 +29,7 @@ __all__ = ["app"]
 WITH_OWN = ("attention", "self_attention", "cross_attention")
 SECONDS = {"quick": 1.5, "standard": 1.0, "full": 4.0}  # few cases are quick's, and each has many rounds
 # What a preset has no time for: flex compiles for long, and math computes what "scratch textbook" does.
-TOO_SLOW = {"quick": {"flex", "math"}, "standard": {"math"}}
+TOO_SLOW = {"quick": {"flex", "math", *PEERS}, "standard": {"math"}}
 QUICK_SECONDS = 45.0  # for measuring; importing torch and writing the page take the rest of the minute
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode=None)

@@ -16,6 +16,7 @@ import builtin
 import scratch
 from benchmarks.grids import TOKEN_LEVEL, Case
 from benchmarks.own import is_in_torch, is_own, own_takes_part, own_workload
+from benchmarks.peers import PEERS
 from benchmarks.workloads import Workload, seen_lengths, workload
 from equivalence_tests.instruments.side_by_side import TORCH, fast_path
 from scratch.tiling import TILES_FROM
@@ -87,6 +88,19 @@ def _flex(case: Case) -> Workload:
         return compiled(query, key, value, block_mask=block_mask, enable_gqa=bool(case.key_heads))
 
     return workload(case, builtin, attend=attend)
+
+
+def _peer(name: str, case: Case) -> Workload:
+    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **_: Any) -> Tensor:
+        return PEERS[name](query, key, value, is_causal)
+
+    return workload(case, builtin, attend=attend)
+
+
+def _has_peers(case: Case) -> bool:
+    """Whether attention as people usually write it computes this case."""
+    plain = case.mask in ("none", "causal") and not case.compiled and not case.key_heads
+    return case.component == "attention" and plain
 
 
 def _packed(case: Case) -> Workload:
@@ -203,6 +217,21 @@ CONTENDERS = {
             call="torch.compile(flex_attention)",
             takes_part=lambda case: case.component == "attention",
             otherwise="flex attention is a function, and no module of torch calls it",
+        ),
+        *(
+            Contender(
+                name,
+                f"attention as it is usually written: {form}",
+                partial(_peer, name),
+                call=f"benchmarks.peers.{name}",
+                takes_part=_has_peers,
+                otherwise="the usual forms are timed as the function, in eager mode, and with no mask but a causal one",
+            )
+            for name, form in (
+                ("naive", "all scores at once"),
+                ("einsum", "all scores at once, by einsum"),
+                ("chunked", "some queries at a time"),
+            )
         ),
     )
 }

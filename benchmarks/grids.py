@@ -195,10 +195,11 @@ PRESETS: dict[str, tuple[Grid, ...]] = {
     ),
     # What README and the goals speak of comes first: a run that is cut short has that.
     "standard": (
-        Grid(("attention",), batch=(1,), length=(64, 256, 1024, 4096)),
-        Grid(("attention",), batch=(1,), length=(256, 1024, 4096), mask=("causal",)),
-        Grid(("attention",), ("backward",), batch=(1,), length=(64, 256, 1024, 4096)),
+        Grid(("attention",), batch=(1,), length=(64, 256, 512, 1024, 2048, 4096)),
+        Grid(("attention",), batch=(1,), length=(256, 512, 1024, 2048, 4096), mask=("causal",)),
+        Grid(("attention",), ("backward",), batch=(1,), length=(64, 256, 1024, 2048, 4096)),
         Grid(("attention",), ("backward",), batch=(1,), length=(1024, 4096), mask=("causal",)),
+        Grid(("attention", "encoder_layer"), ("forward", "backward"), batch=(32,), length=(32,)),
         Grid(("attention",), ("forward", "backward"), batch=(1,), length=(4096,), mask=("window",)),
         Grid(("self_attention",), batch=(1,), length=(64, 256, 1024, 2048, 4096)),
         Grid(("self_attention",), ("backward",), batch=(1,), length=(64, 256, 1024, 2048, 4096)),

@@ -49,9 +49,12 @@ COLOURS = (
     ("#7030a0", "#a97fe0"),
     ("#a0307f", "#e07fc0"),
     ("#30507f", "#8fb0e0"),
+    ("#5f7a1e", "#a9c75c"),
+    ("#8a2be2", "#c08bf5"),
+    ("#00695c", "#5fb8a8"),
 )
 GLANCE_PLACES = (2, 6, 9, 5, 3, 10, 8, 11, 1)  # neighbours among the lines differ most
-MARKERS = "osD^v<>PX*pdh8H"
+MARKERS = "osD^v<>PX*pdh8H+x1"
 INK, PAPER, LINES = ("#222222", "#e4e4e4"), ("#fefefe", "#14171a"), ("#cccccc", "#3c4146")
 STYLE = {
     "svg.fonttype": "none",

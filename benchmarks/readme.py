@@ -94,7 +94,7 @@ def advice_in_words(rows: Sequence[Row], path: Path) -> str:
 
 
 def highlights(rows: Sequence[Row], folder: Path, *, with_plot: bool) -> str:
-    """Write how fast scratch is in three lines: the module, the function, and decoding.
+    """Write how fast scratch is in four lines: the module, the function, beside its peers, and decoding.
 
     Args:
         rows: Results of one machine.
@@ -104,7 +104,7 @@ def highlights(rows: Sequence[Row], folder: Path, *, with_plot: bool) -> str:
     Returns:
         Markdown; a line of which nothing was measured is left out.
     """
-    lines = [*_module_lines(rows), *_function_lines(rows), *_decoding_lines(rows)]
+    lines = [*_module_lines(rows), *_function_lines(rows), *_peer_lines(rows), *_decoding_lines(rows)]
     plot = [f"\n![Time of scratch over time of torch.nn, against the length]({folder / GLANCE})"] if with_plot else []
     return "\n".join([f"On {rows[0].environment}, {label_of(rows[0].case, ['threads'])}:\n", *lines, *plot])
 
@@ -131,6 +131,20 @@ def _function_lines(rows: Sequence[Row]) -> Iterator[str]:
             f"- `scaled_dot_product_attention`, {_lengths(plain)}: {_range(plain)} the time of torch's flash kernel; "
             f"with a causal mask, {_lengths(causal)}, {_range(causal)}; at length {longest.query_len} with a window of "
             f"{longest.window}, {_range(window[-1:])} the time of `torch.nn`, because it skips what no query may see."
+        )
+
+
+def _peer_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Compare with the naive form, the one that is written most."""
+    in_eval, causal, training = (
+        _by_length(rows, "attention", mode, "naive", mask)
+        for mode, mask in (("forward", None), ("forward", "causal"), ("backward", None))
+    )
+    if in_eval and causal and training:
+        yield (
+            f"- Beside attention as it is usually written, `softmax(q @ k.T / sqrt(d)) @ v`: {_range(in_eval)} its "
+            f"time at {_lengths(in_eval)}; with a causal mask, {_lengths(causal)}, {_range(causal)}; in training, "
+            f"{_lengths(training)}, {_range(training)}."
         )
 
 

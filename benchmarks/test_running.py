@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import builtin
 import scratch
-from benchmarks import contenders, environment, measuring, running
+from benchmarks import contenders, environment, measuring, peers, running
 from benchmarks.contenders import CONTENDERS, Contender, contenders_of
 from benchmarks.environment import after_load, environment_of
 from benchmarks.equality import Gate, compared_case
 from benchmarks.fitting import fitted
 from benchmarks.grids import COMPONENTS, MASKS, PRESETS, SETTINGS, Case, Grid, cases_of, label_of
 from benchmarks.measuring import MachineRates, Runner, machine_rates, peak_memory_bytes, rounds_in_turns, turn_seconds
+from benchmarks.peers import PEERS
 from benchmarks.running import run_case
 from benchmarks.work import flops
 from benchmarks.workloads import Workload, gradients_of, runnable, workload
@@ -222,7 +224,8 @@ class TestContenders:
             return [x.name for x in contenders_of(case_of(component, **settings), ON_CPU)]
 
         everybody = ["builtin", "torch.nn", "scratch"]
-        assert names("attention") == [*everybody, "math", "flash"]
+        assert names("attention") == names("attention", mask="causal") == [*everybody, "math", "flash", *PEERS]
+        assert names("attention", compiled=True) == names("attention", key_heads=1) == [*everybody, "math", "flash"]
         assert names("attention", mask="padding") == [*everybody, "scratch packed", "math", "flash"]
         assert names("self_attention") == [*everybody, "plain path", "math", "flash"]
         assert names("self_attention", need_weights=True) == [*everybody, "plain path"]
@@ -231,6 +234,14 @@ class TestContenders:
         assert names("seq2seq") == ["builtin", "scratch", "plain path"]
         assert names("generate") == ["builtin", "scratch", "scratch recomputed"]
         assert [x.name for x in contenders_of(case_of("attention"), ["scratch"])] == ["builtin", "scratch"]
+
+    @pytest.mark.parametrize("name", PEERS)
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_peers_compute_attention(self, monkeypatch: pytest.MonkeyPatch, name: str, is_causal: bool) -> None:
+        monkeypatch.setattr(peers, "CHUNK", 2)
+        q, k, v = (torch.randn(2, 3, length, 11, dtype=torch.float64) for length in (5, 7, 7))
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        torch.testing.assert_close(PEERS[name](q, k, v, is_causal), expected)
 
     def test_without_tiles_scratch_is_the_textbook(self, monkeypatch: pytest.MonkeyPatch) -> None:
         short, long = case_of("self_attention", length=511), case_of("self_attention", length=512)

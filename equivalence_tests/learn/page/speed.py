@@ -28,6 +28,9 @@ WORDS = {
     "flash": "F.scaled_dot_product_attention with its fused backend",
     "flex": "torch's flex_attention, compiled",
     "scratch recomputed": "by hand, without a cache",
+    "naive": "attention as it is usually written, with every score held in memory",
+    "einsum": "the same, written with torch.einsum",
+    "chunked": "the same, some queries at a time",
 }
 
 
