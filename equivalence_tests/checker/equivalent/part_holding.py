@@ -81,7 +81,7 @@ def tensors_of(returned: Any) -> list[Tensor]:
 
 def held(
     part: WrittenPart, cases: Iterable[Case], output: Callable[[Any], Tensor], tolerance: float, skips: type[Exception]
-) -> tuple[Equivalent, list[tuple[Case, Exception]]]:
+) -> tuple[Equivalent, Difference, list[tuple[Case, Exception]]]:
     """Compare a program with the user's code, until it differs.
 
     Args:
@@ -92,7 +92,7 @@ def held(
         skips: What a call may raise that then is not compared.
 
     Returns:
-        How the program compares, and the calls that were not compared, each with what it raised.
+        How the program compares, the greatest difference, and the calls that were left out, each with what it raised.
 
     Raises:
         UnreadError: If none could be compared.
@@ -102,28 +102,29 @@ def held(
     for case in cases:
         try:
             with kept_parameters(case.call.module):
-                found = list(compare(part.on(case.call, output), case, layout, gradients=case.redrawn is not None))
+                apart = list(compare(part.on(case.call, output), case, layout, gradients=case.redrawn is not None))
         except skips as error:
             if isinstance(error, UnreadError) and skips is not UnreadError:
                 raise
             left.append((case, error))
             continue
         compared.append(case.words)
-        worst = max([worst, *found], key=lambda one: one.size)
+        worst = max([worst, *apart], key=lambda one: one.size)
         if worst.size > tolerance:
             break
     if not compared:
         why = left[-1][1] if left else UnreadError("no call is known")
         known = isinstance(why, UnreadError)
         raise why if known else UnreadError(f"it cannot be called again ({said(why)}{raised_at(why)})")
-    return replace(
+    found = replace(
         part.equivalent,
         compared=tuple(compared),
         not_run=tuple(case.words for case, _ in left),
         difference=worst.size,
         where=f"{worst.what}, {worst.case}",
         agrees=worst.size <= tolerance,
-    ), left
+    )
+    return found, worst, left
 
 
 def hold_part(
@@ -136,7 +137,7 @@ def hold_part(
 ) -> None:
     """Compare a part with its equivalent, and let that decide: the report receives the equivalent and the verdict."""
     try:
-        report.equivalent, left = held(part, cases, output, tolerance, Exception)
+        report.equivalent, worst, left = held(part, cases, output, tolerance, Exception)
     except UnreadError as why:
         unread(report, str(why))
         return
@@ -144,15 +145,8 @@ def hold_part(
         if case.redrawn is not None:
             report.coverage.append(Exercise(case.words, False, f"{said(error)}{raised_at(error)}"))
     report.verdict = "partial" if report.not_exercised else report.verdict
-    judge_difference(report)
-
-
-def judge_difference(report: Report) -> None:
-    """Say of an equivalent that differs by how much, and in which call."""
-    assert report.equivalent is not None  # it was compared
-    what, _, case = report.equivalent.where.partition(", ")
     if not report.equivalent.agrees:
-        differs(report, Difference(case, what, report.equivalent.difference))
+        differs(report, worst)
 
 
 def unread(report: Report, why: str) -> None:

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.equivalent.comparing import Case, kept_parameters
-from equivalence_tests.checker.equivalent.deciding import explained
+from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
+from equivalence_tests.checker.equivalent.deciding import differs, explained
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.part_holding import (
     EXACT,
     WrittenPart,
     held,
     joined_output,
-    judge_difference,
     unread,
 )
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
@@ -64,6 +63,7 @@ class Whole:
     intended: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
+    worst: Difference = field(init=False)
     why: str = ""  # what the first program lacked that was not made
 
     @cached_property
@@ -142,7 +142,7 @@ class Whole:
         program = Equivalent(source, "", source_of(self.function), handed, steps, (), (), 0, "", True)
         calls = ((words, call, seed) for words, call, seed in self.calls.compared(masked))
         cases = (Case(replace(call, seeds=_seeds(call)), None, words, seed) for words, call, seed in calls)
-        found, skipped = held(WrittenPart(program), cases, joined_output, EXACT, UnreadError)
+        found, self.worst, skipped = held(WrittenPart(program), cases, joined_output, EXACT, UnreadError)
         left = [] if masked else [self.calls.with_masks([x.name]) for x in self.calls.masks]
         return replace(found, not_run=(*left, *(f"{case.words}: {why}" for case, why in skipped)))
 
@@ -168,7 +168,7 @@ def hold_whole(report: Report, whole: Whole) -> bool:
         unread(report, str(why))
         return False
     if not found.agrees:
-        judge_difference(report)
+        differs(report, whole.worst)
         return False
     if not explained(report, evidence_of(whole.steps, report.intended, set()), whole.intended):
         return False
