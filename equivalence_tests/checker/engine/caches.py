@@ -208,8 +208,9 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
     refused: list[Exercise] = []
     whole, detail = decoder.whole(TOKENS), decoder.protocol.detail
     for how, lengths in CHUNKS.items():
-        done, error = _decoded(decoder, lengths)
-        if error is not None:
+        done: list[Tensor] = []
+        error = ask(partial(done.extend, (step.output for step in decoder.steps(lengths)))).error
+        if error is not None:  # in the step after those that are done
             if not done or decoder.protocol.fed_back is None or isinstance(error, CannotCheckError):
                 raise error
             if lengths[len(done)] > 1:  # made for one token at a step, as was run before
@@ -228,12 +229,6 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
             shown = {"evidence": f"{TOKENS} tokens, the future hidden in both", **_located(decoder, lengths)}
             return refused, [found_mistake("cache_differs_from_one_pass", found, **shown)]
     return refused, []
-
-
-def _decoded(decoder: _Decoder, lengths: Sequence[int]) -> tuple[list[Tensor], Exception | None]:
-    """What the steps give, and what the code raises in the one after these."""
-    done: list[Tensor] = []
-    return done, ask(lambda: done.extend(step.output for step in decoder.steps(lengths))).error
 
 
 def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:

@@ -105,23 +105,14 @@ def mask_form_of(situation: Situation) -> MaskForm | None:
 
 @dataclass
 class _Masks:
-    """Reads what one mask argument means.
-
-    Args:
-        situation: A call without a mask.
-        report: Receives how the mask was read.
-        tried: The forms in which something departs: how much, and what.
-        idle: The forms without effect.
-        broken: The calls that gave nothing but NaN.
-        errors: What the code raised.
-    """
+    """Reads what one mask argument means, from a call without a mask, and reports how."""
 
     situation: Situation
     report: Report
-    tried: list[tuple[tuple[float, ...], MaskForm, list[Departure]]] = field(default_factory=list)
-    idle: list[MaskForm] = field(default_factory=list)
-    broken: list[Situation] = field(default_factory=list)
-    errors: list[Exception] = field(default_factory=list)
+    tried: list[tuple[tuple[float, ...], MaskForm, list[Departure]]] = field(default_factory=list)  # how much departs
+    idle: list[MaskForm] = field(default_factory=list)  # without effect
+    broken: list[Situation] = field(default_factory=list)  # that gave nothing but NaN
+    errors: list[Exception] = field(default_factory=list)  # that the code raised
 
     @property
     def parameter(self) -> str:
@@ -350,14 +341,7 @@ class _Hiding(NamedTuple):
 
 
 def hidden_together(situations: Sequence[Situation]) -> list[Departure]:
-    """Give the masks that were understood, and a causal switch, two at a time.
-
-    Args:
-        situations: The same code, called with each of its masks.
-
-    Returns:
-        What one of two hides alone, and no longer beside the other.
-    """
+    """Give the masks that were understood, and a causal switch, two at a time: what one hides must stay hidden."""
     first, plan = situations[0], situations[0].plan
     trial = replace(first.trial, plan=replace(plan, roles=tuple(x for x in plan.roles if x[1] != "mask")))
     if plan.positional or first.subject.adapter.call is not None:

@@ -70,14 +70,7 @@ def met_in(judgement: Judgement) -> Tensor:
 
 
 def width_of_blocks(sees: Tensor, length: int) -> int:
-    """Give the number of tokens that see each other and no other, where samples are cut into such blocks.
-
-    Args:
-        sees: Which token sees which.
-        length: Of one sample.
-
-    Returns:
-        0 where samples are not cut into blocks.
+    """Give the number of tokens that see each other and no other, where samples of a length are cut into such blocks.
 
     >>> width_of_blocks(torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).bool(), 4)
     2
@@ -93,13 +86,8 @@ def probed(
 ) -> Tensor:
     """Say which outputs change when one input token does, (batch, length, length) bool, [sample, output, input].
 
-    Where queries are a tensor of their own, only the keys' token changes, with its value.
-
-    Args:
-        trial: How the code is called.
-        length: Of queries and keys.
-        extra: More arguments, by name.
-        tokens: Which to change; None for all.
+    Where queries are a tensor of their own, only the keys' token changes, with its value. All tokens are changed, one
+    after another, unless some are named.
     """
     inputs = trial.inputs(length, length)
     whole = trial.output(inputs, extra)
