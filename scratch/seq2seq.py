@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from scratch import masks, validation
 from scratch.decoding import Ending, LayerCache, beam_search, greedy_decode, new_cache
 from scratch.layers import TransformerEncoderLayer, given
+from scratch.paths import are_plain
 from scratch.positional import Layout, PositionalEncoding
 from scratch.transformer import Transformer, TransformerEncoder
 
@@ -208,17 +209,26 @@ class Seq2SeqTransformer(nn.Module):
         validation.check_decode(self, tgt_ids, memory, src_ids, cache)
         earlier_len, tgt_len = 0 if cache is None else cache[0].length, tgt_ids.size(1)
         new_len = tgt_len - earlier_len
-        # One new token is the last one and may look at all others: no mask then.
-        may_attend = masks.causal(new_len, tgt_len, align="lower_right", device=tgt_ids.device)
+        # With a cache, a mask that hides nothing would take time at every step.
+        may_leave_out = cache is not None and are_plain(tgt_ids, src_ids)
+        paddings = (masks.to_module_mask(masks.from_token_ids(ids, self.pad_id)) for ids in (tgt_ids, src_ids))
+        tgt_padding, src_padding = (None if may_leave_out and not x.any() else x for x in paddings)
         return self.transformer.decoder(
             self._embed(self.tgt_embedding, tgt_ids[:, earlier_len:], earlier_len),
             memory,
-            tgt_mask=None if new_len == 1 else masks.to_module_mask(may_attend),
-            tgt_key_padding_mask=masks.to_module_mask(masks.from_token_ids(tgt_ids, self.pad_id)),
-            memory_key_padding_mask=masks.to_module_mask(masks.from_token_ids(src_ids, self.pad_id)),
+            tgt_mask=self._later_tokens(new_len, tgt_len, tgt_ids.device),
+            tgt_key_padding_mask=tgt_padding,
+            memory_key_padding_mask=src_padding,
             tgt_is_causal=new_len != 1,
             **given(cache=cache),
         )
+
+    @staticmethod
+    def _later_tokens(new_len: int, tgt_len: int, device: torch.device) -> Tensor | None:
+        """Hide later tokens. One new token is the last one and may look at all others: no mask then."""
+        if new_len == 1:
+            return None
+        return masks.to_module_mask(masks.causal(new_len, tgt_len, align="lower_right", device=device))
 
     def _embed(self, embedding: nn.Embedding, token_ids: Tensor, offset: int = 0) -> Tensor:
         return self.positional_encoding(embedding(token_ids) * self.embedding_scale, offset)
