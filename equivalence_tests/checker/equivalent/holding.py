@@ -45,7 +45,7 @@ COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attenti
 
 
 @dataclass
-class _Held:
+class Held:
     """Compares one situation.
 
     Args:
@@ -260,7 +260,7 @@ def hold(report: Report, situation: Situation) -> None:
         report: Receives the program, and the verdict that follows.
         situation: What was seen.
     """
-    held = _Held(situation)
+    held = Held(situation)
     try:
         holding = held.holding()
     except UnreadError as why:
@@ -295,7 +295,7 @@ def accuse(report: Report, situation: Situation) -> None:
     """
     if all(finding.is_proven for finding in report.findings):
         return
-    held = _Held(situation)
+    held = Held(situation)
     try:
         holding = held.holding()
     except UnreadError:
@@ -357,7 +357,7 @@ def _state_difference(report: Report, situation: Situation) -> None:
     gap, plain = near
     report.reason += f" It differs from the program below by {gap:.2g} of the largest value."
     holding = Holding(plain.program, Parameters.of(situation.subject.module), (), Difference("", "output", gap), EXACT)
-    report.equivalent = _Held(situation).written(holding, report)
+    report.equivalent = Held(situation).written(holding, report)
 
 
 def equivalent_of(situation: Situation) -> Equivalent:
@@ -371,7 +371,7 @@ def equivalent_of(situation: Situation) -> Equivalent:
     """
     if situation.judgement is None:
         raise UnreadError("no attention runs in it")
-    held = _Held(situation)
+    held = Held(situation)
     return held.written(held.holding(), Report(situation.subject.name))
 
 

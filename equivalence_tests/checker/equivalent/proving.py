@@ -1,7 +1,7 @@
 """No accusation without proof: what counts against the code is shown by numbers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,24 +45,34 @@ class Proving:
             None where something takes part in the user's code that the program does not have: nobody knows then
             what is right.
         """
-        situation = self.situation
         place, late = self._place(plain), blamed is not None and blamed.index >= self._end(plain)
         place = blamed if late else place
         if place is None or not self._accounts_for_all(plain):
             return None
-        with kept_parameters(situation.subject.module), torch.no_grad():
-            redraw(situation.subject.module, 9)
+        found = self.over_inputs(lambda seed: self._gaps(plain.program, seed, place, late))
+        return found if found is not None and found.holds else None
+
+    def over_inputs(self, gaps: Callable[[int], tuple[float, float]]) -> Proof | None:
+        """Give the greatest differences with something put right, and without, on fresh inputs and other parameters.
+
+        Args:
+            gaps: Gives both for the inputs of a seed.
+
+        Returns:
+            None where the program is of other sizes.
+        """
+        module = self.situation.subject.module
+        with kept_parameters(module), torch.no_grad():
+            redraw(module, 9)
             try:
-                gaps = [self._gaps(plain.program, seed, place, late) for seed in range(1, INPUTS + 1)]
+                errors, without = map(max, zip(*map(gaps, range(1, INPUTS + 1)), strict=True))
             except NOT_ITS_SIZE:
                 return None
-        errors, without = map(max, zip(*gaps, strict=True))
-        found = Proof(errors, without, INPUTS)
-        return found if found.holds else None
+        return Proof(errors, without, INPUTS)
 
     def _gaps(self, program: Program, seed: int, place: Operation, late: bool) -> tuple[float, float]:
         """How far the user's code is from a program with the right values put in, and without."""
-        values = self._values(seed)
+        values = self.values(seed)
         want = program(values.given, values.module, values.parameters)
         right = want if late else program.averaged(values).transpose(1, 2).flatten(2)
         patched = self._run(seed, {place.index: _put(right, self.layout)})
@@ -70,14 +80,15 @@ class Proving:
 
     def difference(self, program: Program) -> float:
         """How far the user's code is from a program, relative to the largest value."""
-        values = self._values(1)
+        values = self.values(1)
         try:
             with torch.no_grad():
                 return difference_of(program(values.given, values.module, values.parameters), self._run(1, {}))
         except NOT_ITS_SIZE:
             return math.inf
 
-    def _values(self, seed: int) -> Values:
+    def values(self, seed: int) -> Values:
+        """Give what a program computes from, with fresh inputs."""
         call = self.situation.call
         _, _, copies = call.fresh(seed)
         given = {name: self.layout.inward(copies[id(x)].double()) for name, x in call.tensors if id(x) in call.seeds}

@@ -33,6 +33,7 @@ from equivalence_tests.checker.engine.situations import Situation, likeliest, ne
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
 from equivalence_tests.checker.equivalent.holding import accuse, hold
+from equivalence_tests.checker.equivalent.locating import locate
 from equivalence_tests.checker.equivalent.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
@@ -159,6 +160,8 @@ def _beyond_the_call(report: Report, situation: Situation) -> None:
         hold(report, situation)
     if report.verdict == "deviates" and judged and called_plainly:
         accuse(report, situation)
+    if report.verdict == "unchecked" and called_plainly:
+        locate(report, situation)
 
 
 def _callers_scale(situation: Situation) -> str:

@@ -1,0 +1,124 @@
+"""Say why an expression without which code is torch's attention may belong to a right attention of another sort."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.leaving_out import Repair, Without
+from equivalence_tests.checker.engine.meaning import SIZES
+from equivalence_tests.checker.engine.same import ROUNDING, constant_ratio
+from equivalence_tests.checker.engine.vocabulary import ADDS, CASTS, CONTRACTIONS, MOVES, NORMS, REDUCES, SOFTMAXES
+from equivalence_tests.checker.engine.watching import Operation, storage_of
+
+ALIKE = 1e-3  # of sizes that a norm or a rotation leaves, relative
+HIDES = -1e3  # what is added to a score that it hides
+SETTING = re.compile(r"\bself\.(\w+)")
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What may be said for an expression.
+
+    Args:
+        watched: The run, with the places of its operations.
+        repair: What is left out.
+        module: The user's; None for a function.
+    """
+
+    watched: Without
+    repair: Repair
+    module: nn.Module | None
+
+    def said(self) -> str:
+        """Say what may be said for it; "" where nothing may."""
+        out, instead = self.repair.operation.outputs[0].value.double(), self.repair.instead.value.double()
+        if out.shape != instead.shape:
+            return self._asked_for()
+        of_values = of_its_values(out, instead) or self._rounds(out, instead)
+        return self._asked_for() or self._adds_what_is_there() or of_values or self._acts()
+
+    def _asked_for(self) -> str:
+        """What has a name of its own: a parameter, a buffer, an argument, a part without parameters, a setting."""
+        if self.repair.own:
+            return f"{self.repair.own[0]} has no other use"
+        for one in self.repair.parts:
+            holder = self.watched.holders[one.index]
+            if holder is not None and holder is not self.module and next(holder.parameters(), None) is None:
+                return f"a part of its own does it, a {type(holder).__name__}"
+        held = [vars(x) for x in ([] if self.module is None else self.module.modules())]
+        for name in SETTING.findall(self.repair.left_out[0].place.text):
+            if not SIZES.search(name) and any(isinstance(x.get(name), int | float | str) for x in held):
+                return f"the setting {name} may ask for it"
+        return ""
+
+    def _adds_what_is_there(self) -> str:
+        """A residual connection, or a branch: behind the scores, something is added that is made of something else."""
+        operation, made = self.repair.operation, {storage_of(self.repair.instead.tensor)}
+        for one in self.repair.parts[:-1]:
+            taken = {storage_of(x.tensor) for x in one.inputs}
+            made |= {storage_of(x.tensor) for x in one.outputs} if taken & made else set()
+        others = {storage_of(x.tensor) for x in operation.inputs} - made
+        return "it adds what is made of something else" if operation.name in ADDS and others and self._behind() else ""
+
+    def _acts(self) -> str:
+        """The activation of a network behind the attention: a function of each number alone."""
+        learnt = {storage_of(x.tensor) for x in self.watched.given}
+        weighed = any(
+            one.name in CONTRACTIONS and any(storage_of(x.tensor) in learnt for x in one.inputs)
+            for one in self._behind()
+        )
+        known = {storage_of(self.repair.instead.tensor)} | {
+            storage_of(x.tensor) for one in self.repair.parts for x in one.outputs
+        }
+        alone = all(
+            one.name not in MOVES | REDUCES | SOFTMAXES | NORMS | CONTRACTIONS
+            and all(storage_of(x.tensor) in known for x in one.inputs)
+            for one in self.repair.parts
+        )
+        return "it is an activation" if weighed and alone else ""
+
+    def _behind(self) -> list[Operation]:
+        """The operations between the last softmax before the expression, and that; none if there is no softmax."""
+        before = self.watched.operations[: self.repair.operation.index]
+        last = max((one.index for one in before if one.name in SOFTMAXES), default=len(before))
+        return before[last + 1 :]
+
+    def _rounds(self, out: Tensor, instead: Tensor) -> str:
+        close = torch.allclose(out, instead, rtol=0.02, atol=0.02 * float(instead.abs().max()))
+        return "it rounds to another precision" if close and any(x.name in CASTS for x in self.repair.parts) else ""
+
+
+def of_its_values(out: Tensor, instead: Tensor) -> str:
+    """Say what an expression may be by its numbers: a factor, positions, a mask, a norm, a rotation; "" if none.
+
+    Args:
+        out: What it gives.
+        instead: What it was made of, of the same shape.
+    """
+    if bool((out == out.flatten()[0]).all()):
+        return ""
+    if (factor := constant_ratio(out, instead)) is not None:
+        return "it is a constant factor" if factor > 0 else ""
+    apart, ratio = out - instead, torch.where(instead == 0, 1.0, out / instead)
+    if bool((apart[apart != 0] <= HIDES).all()):
+        return "it hides keys"
+    if (
+        out.dim() > 2
+        and not _is_same(instead, 0)
+        and any(_is_same(x, 0) and not _is_same(x, -2) for x in (apart, ratio))
+    ):
+        return "it depends on positions alone"
+    for axis in (-1, -2):
+        sizes = [torch.linalg.vector_norm(out, dim=axis), out.std(dim=axis)]
+        if out.dim() > 1 and any(float(x.std() / x.mean().abs().clamp_min(1e-30)) < ALIKE for x in sizes):
+            return "it normalises"
+    turned = torch.allclose(out.norm(dim=-1), instead.norm(dim=-1), rtol=1e-9)
+    moved = torch.allclose(out.flatten().sort().values, instead.flatten().sort().values)
+    return "it rotates" if turned and not moved else ""
+
+
+def _is_same(what: Tensor, axis: int) -> bool:
+    """Whether all slices along an axis are the same, up to rounding."""
+    return bool(((what - what.narrow(axis, 0, 1)).abs() <= ROUNDING * what.abs().max()).all())

@@ -1,0 +1,192 @@
+"""Find the line that keeps code from being torch's attention: without one of its expressions, it is."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.leaving_out import Repair, Without
+from equivalence_tests.checker.engine.meaning import Evidence
+from equivalence_tests.checker.engine.naming import finding_of
+from equivalence_tests.checker.engine.running import named_tensors
+from equivalence_tests.checker.engine.situations import Situation, situation_of
+from equivalence_tests.checker.equivalent.comparing import difference_of
+from equivalence_tests.checker.equivalent.deciding import Holding
+from equivalence_tests.checker.equivalent.doubting import Doubt
+from equivalence_tests.checker.equivalent.holding import Held, layout_of
+from equivalence_tests.checker.equivalent.program import Program
+from equivalence_tests.checker.equivalent.proving import Proving
+from equivalence_tests.checker.reach.calling import Trial
+from equivalence_tests.checker.reach.state import ask, attempt, keeping_state
+from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Finding, Proof
+from equivalence_tests.checker.reporting.lines import code_lines
+from equivalence_tests.checker.reporting.report import Report
+
+MOST_TRIED, MOST_OPERATIONS = 40, 600
+OF_ANOTHER_SORT = ("residual",)  # steps that right attentions have without saying so
+
+
+@dataclass(frozen=True)
+class Located:
+    """An expression without which the code is torch's attention.
+
+    Args:
+        repair: What is left out.
+        held: How the code without it compares with torch.
+        holding: Torch's program of that.
+        proof: What leaving it out does, on fresh inputs.
+        doubt: Why it may belong to a right attention of another sort; "" where nothing says so.
+    """
+
+    repair: Repair
+    held: Held
+    holding: Holding
+    proof: Proof
+    doubt: str
+
+
+def locate(report: Report, situation: Situation) -> None:
+    """Look for an expression without which the code is torch's attention, where a report does not say what is wrong.
+
+    Args:
+        report: Could not be checked; receives the finding with its proof, or the line in its reason.
+        situation: One call.
+    """
+    if len(situation.found.run.operations) > MOST_OPERATIONS:
+        return
+    found = _Locating(situation, report).located()
+    asked = "" if found is None else situation.subject.adapter.intended.get(_name(found.repair), "")
+    if found is not None and (asked or found.doubt):
+        line, proof = code_lines(found.repair.operation.frames)[-1], found.proof
+        report.reason += (
+            f" Without {_written(found.repair)} in line {line.number} it is torch's attention to {proof.error:.0e}; "
+            f"with it, the difference is {proof.without:.2g}. It may be intended: {asked or found.doubt}."
+        )
+    elif found is not None:
+        _accuse(report, found)
+
+
+def _accuse(report: Report, located: Located) -> None:
+    name, lines = _name(located.repair), code_lines(located.repair.operation.frames)
+    known = next((one for one in report.suspected if one.name.endswith(name)), _finding(name, located.repair))
+    report.findings = [replace(known, stack=lines, proof=located.proof)]
+    report.verdict, report.reason, report.suspected, report.unread = "deviates", "", [], ""
+    written = located.held.written(located.holding, report)
+    report.equivalent = replace(written, agrees=False, difference=located.proof.without, where="output, fresh inputs")
+
+
+def _finding(name: str, repair: Repair) -> Finding:
+    function, said = repair.operation.name, _written(repair)
+    return Finding(
+        name,
+        "whole",
+        f"A result is changed by {function}, which torch's formula does not have.",
+        said,
+        f"the same without {function}",
+        f"Leave {function} out, or say with --intended {name}=REASON that it is intended.",
+    )
+
+
+def _name(repair: Repair) -> str:
+    return f"changed_by_{repair.operation.name}"
+
+
+def _written(repair: Repair) -> str:
+    """The expression, as it is written."""
+    return repair.left_out[0].place.text or repair.operation.name
+
+
+@dataclass
+class _Locating:
+    """Leaves one expression out after the other, and compares what remains with torch.
+
+    Args:
+        situation: One call of the code as it is.
+        report: What is known of it.
+    """
+
+    situation: Situation
+    report: Report
+
+    @property
+    def proving(self) -> Proving:
+        """Runs the code on fresh inputs."""
+        return Proving(self.situation, layout_of(self.situation.trial))
+
+    def located(self) -> Located | None:
+        """Find the last expression without which the code is torch's attention; None if there is none."""
+        trial, module = self.situation.trial, self.situation.subject.module
+        args, kwargs, _ = self.situation.call.fresh()
+        held = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
+        watched = Without([*held, *named_tensors(args, kwargs)])
+        returned = attempt(partial(watched.run, trial.called, *args, **kwargs))
+        whole, tried = self._output(trial.called), 0
+        for repair in watched.repairs(returned) if whole is not None else ():
+            changed = self._output(partial(repair.run, trial.called))
+            if changed is None or whole is None or not ABOVE_ROUNDING < difference_of(changed, whole) < math.inf:
+                continue
+            tried += 1
+            found = ask(partial(self._without, repair)).value
+            if found is not None:
+                return replace(found, doubt=found.doubt or Doubt(watched, repair, module).said())
+            if tried == MOST_TRIED:
+                break
+        return None
+
+    def _output(self, function: Callable[..., Any], seed: int | None = None) -> Tensor | None:
+        """What comes back, (b, q, e), as doubles; None if the call fails."""
+        args, kwargs, _ = self.situation.call.fresh(seed)
+        layout = layout_of(self.situation.trial)
+        with keeping_state(self.situation.subject.module):
+            return attempt(lambda: layout.outward(layout.output(function(*args, **kwargs))).double())
+
+    def _without(self, repair: Repair) -> Located | None:
+        """Compare the code without an expression with torch's program of it; None if that is not the same."""
+        situation = situation_of(self.situation.subject, _left_out(self.situation.trial, repair))
+        situation.understood = self.situation.understood
+        others = self.situation.other_masks
+        situation.other_masks = [replace(one, trial=_left_out(one.trial, repair)) for one in others]
+        if situation.judgement is None:
+            return None
+        departures, before = _explained(situation), _explained(self.situation)
+        asked = self.situation.subject.adapter.intended
+        if any(not one.evidence and one.name not in asked for one in departures):
+            return None
+        held = Held(situation)
+        holding = held.holding()
+        intended = [*self.report.intended, *map(finding_of, departures)]
+        steps = [step for step, said in holding.evidence(intended).items() if not said]
+        if not holding.agrees or any(step.stage not in OF_ANOTHER_SORT for step in steps):
+            return None
+        gone = {
+            one.name: one.evidence for one in before if one.evidence and one.name not in {x.name for x in departures}
+        }
+        doubt = next((f"{name} goes with it, and {said}" for name, said in gone.items()), "")
+        left = partial(repair.run, self.situation.trial.called)
+        proof = self.proving.over_inputs(partial(self._gaps, holding.program, left))
+        return Located(repair, held, holding, proof, doubt) if proof is not None and proof.holds else None
+
+    def _gaps(self, program: Program, without: Callable[..., Any], seed: int) -> tuple[float, float]:
+        """How far the code is from a program without an expression, and with it."""
+        values = self.proving.values(seed)
+        want = program(values.given, values.module, values.parameters)
+        ways = (self._output(one, seed) for one in (without, self.situation.trial.called))
+        one, other = (math.inf if x is None else difference_of(want, x) for x in ways)
+        return one, other
+
+
+def _explained(situation: Situation) -> list[Departure]:
+    """What departs in a call, each with the evidence that it is intended."""
+    judgement = situation.judgement
+    found = None if judgement is None else Evidence(judgement, situation.subject.module)
+    return [] if found is None else found.added_to(situation.departures)
+
+
+def _left_out(trial: Trial, repair: Repair) -> Trial:
+    """The same way to call the code, without an expression."""
+    called = trial.called
+    return replace(trial, adapted=lambda _, *args, **kwargs: repair.run(called, *args, **kwargs))

@@ -1,0 +1,90 @@
+"""One expression keeps code from being torch's attention: its line is found, and blamed where nothing speaks for it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from equivalence_tests.checker.equivalent.doubting import of_its_values
+from equivalence_tests.checker.verify import verify
+from equivalence_tests.checker.zoo.right import broken
+
+MERGED = "merged = context.transpose(1, 2).flatten(2)"
+PROJECTED = "q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)"
+WEIGHED = "F.linear(x, self.k_proj.weight * self.k_proj.weight.sigmoid(), self.k_proj.bias)"
+HELD = "self.num_heads = num_heads"
+
+
+def changed(tmp_path: Path, *changes: tuple[str, str]) -> str:
+    (tmp_path / "mine.py").write_text(broken("itself", changes))
+    return f"{tmp_path / 'mine.py'}:Attention"
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "name"),
+    [
+        (MERGED, f"{MERGED} * x.sigmoid()", "changed_by_mul"),
+        (PROJECTED, PROJECTED.replace("self.k_proj(x)", WEIGHED), "changed_by_mul"),
+        ("context = dropped @ v", "context = dropped[..., ::2] @ v[..., ::2, :]", "changed_by_getitem"),
+    ],
+)
+def test_the_expression_is_blamed(line: str, instead: str, name: str, tmp_path: Path) -> None:
+    report = verify(changed(tmp_path, (line, instead)))
+    assert report.mistakes == (name,), str(report)
+    (finding,) = report.findings
+    assert finding.line is not None
+    assert finding.line.text == instead
+    assert finding.proof is not None
+    assert finding.proof.holds
+    assert report.equivalent is not None
+    assert report.equivalent.source
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            (
+                (HELD, f"{HELD}\n        self.own = nn.Linear(embed_dim, embed_dim)"),
+                (PROJECTED, PROJECTED.replace("k_proj(x)", "k_proj(x) + self.own(self.k_proj(x)).tanh()")),
+            ),
+            "own.weight has no other use",
+        ),
+        (((PROJECTED, f"x = x + torch.arange(x.size(1))[:, None] * 0.1\n        {PROJECTED}"),), "positions alone"),
+    ],
+)
+def test_what_may_be_intended_is_named_and_not_blamed(
+    changes: tuple[tuple[str, str], ...], said: str, tmp_path: Path
+) -> None:
+    report = verify(changed(tmp_path, *changes))
+    assert (report.verdict, report.findings) == ("unchecked", [])
+    assert re.search(f"in line \\d+ it is torch's attention to .* It may be intended: .*{said}", report.reason), report
+
+
+X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+ANGLE = torch.arange(5.0)[:, None].double()
+ROTATED = torch.cat(
+    (X[..., :3] * ANGLE.cos() - X[..., 3:] * ANGLE.sin(), X[..., :3] * ANGLE.sin() + X[..., 3:] * ANGLE.cos()), -1
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (X * 0.7, "it is a constant factor"),
+        (X + ANGLE, "it depends on positions alone"),
+        (X.masked_fill(X > 1, -torch.inf), "it hides keys"),
+        (X / X.norm(dim=-1, keepdim=True), "it normalises"),
+        (ROTATED, "it rotates"),
+        (X.roll(1, -1), ""),
+        (X.flip(1), ""),
+        (X * torch.tensor([1.0, 1, 1, 1, 1, 0]), ""),
+        (X * X.sigmoid(), ""),
+        (-X, ""),
+        (torch.ones_like(X), ""),
+    ],
+)
+def test_numbers_say_what_may_be_intended(changed: Tensor, said: str) -> None:
+    assert of_its_values(changed, X) == said
