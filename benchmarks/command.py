@@ -46,7 +46,9 @@ def run(
     quick: Annotated[
         bool, typer.Option("--quick", help="Sizes fitted to this machine; takes about a minute. The default.")
     ] = False,
-    standard: Annotated[bool, typer.Option("--standard", help="Lengths up to 4096; about ten minutes.")] = False,
+    standard: Annotated[
+        bool, typer.Option("--standard", help="Lengths up to 4096; about a quarter of an hour.")
+    ] = False,
     full: Annotated[
         bool,
         typer.Option(

@@ -37,16 +37,17 @@ from scratch.rounding import upcast_half
 __all__ = ["TILES_FROM", "aligned", "tiled_attention"]
 
 # From this many scores for each head, tiles take over from the textbook where nobody asks for weights. Below it they
-# save no time: at 8 heads of 64, float32, they take up to 1.25 times the textbook's at length 256, 0.6 to 0.95 times at
-# 512, and 0.5 to 0.7 times at 1024.
+# save no time: at 8 heads of 64, float32, they take up to 1.25 times the textbook's at length 256, 0.4 to 1.1 times at
+# 512, and 0.25 to 0.6 times at 1024, the least with a causal mask.
 TILES_FROM = 512 * 512
 
-# Rows and columns of a tile: enough for the products to run at full speed. With a mask there are fewer rows, as fewer
-# have more keys that none of them sees.
+# Rows and columns of a tile: enough for the products to run at full speed. The backward, which needs room for two tiles
+# at once, takes half the rows. With a mask there are fewer, as fewer rows have more keys that none of them sees.
 ROWS, MASKED_ROWS, COLUMNS = 1024, 256, 256
 # Scores that a thread works on at once, 1 MiB of float32: they stay in its cache. That is a tile of each of some heads.
 SCORES_AT_ONCE = 1024 * 256
 # The exponentials of scores this near to 0 neither overflow nor vanish: the greatest score need not be subtracted.
+# Where it must be, as in many trained models, forward and backward take about a tenth longer.
 SAFE_SCORE = 32.0
 # Weights are powers of 2, of scores times log2(e): where results underflow, torch.exp is a hundred times slower.
 LOG2E = math.log2(math.e)
@@ -415,7 +416,7 @@ class _Mask:
     key_len: int
 
     def queries_at_once(self, buffers: int) -> int:
-        """The number of queries whose rows make a tile."""
+        """Return the number of queries whose rows make a tile, where so many tiles are held at once."""
         masked = self.score_bias is not None or self.diagonal is not None
         return max((MASKED_ROWS if masked else ROWS // buffers) // self.group, 1)
 
