@@ -2,9 +2,7 @@
 
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import (
-    sources_in,
-)
+from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.names import Attention, Part, Product, Run
 from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, WEIGHS, words
 from equivalence_tests.checker.engine.watching import Operation

@@ -113,7 +113,10 @@ def unified(codes: Tensor) -> Tensor:
     [1]
     """
     while True:
-        mine = {number: codes[source_of(codes) == number] for number in sources_in(codes)}
+        numbers = sources_in(codes)
+        if len(numbers) < 2:
+            return codes
+        mine = {number: codes[source_of(codes) == number] for number in numbers}
         apart = _each_row_of_one_source(codes)
         pairs = [(a, b) for a, b in itertools.combinations(mine, 2) if _are_streams(mine[a], mine[b], apart)]
         if not pairs:

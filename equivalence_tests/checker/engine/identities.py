@@ -220,11 +220,8 @@ class _Follower(Meetings):
         fitting = [(i, codes) for i, codes in fitting if codes.is_complex() == slot.value.is_complex()]
         if not fitting:
             return None
-        if operation.inplace:
-            own = next((codes for i, codes in fitting if i == 0), None)
-            if own is None:
-                return fitting[0][1].clone()
-            fitting = [(0, own), *(item for item in fitting if item[0] != 0)]
+        if operation.inplace and fitting[0][0] > 0:
+            return fitting[0][1].clone()
         fitting.sort(key=lambda item: (before[item[0]].shape != shape, self._rank(item[1])))  # type: ignore[union-attr]
         place, codes = fitting[0]
         rest = [other for _, other in fitting[1:] if not torch.equal(other, codes)]

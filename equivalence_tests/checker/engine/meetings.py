@@ -24,7 +24,7 @@ from equivalence_tests.checker.engine.codes import (
     unified,
 )
 from equivalence_tests.checker.engine.graph import elements_of
-from equivalence_tests.checker.engine.names import Context, Identities, Product, ScoreTable, Source
+from equivalence_tests.checker.engine.names import Context, Identities, Product, Source
 from equivalence_tests.checker.engine.products import contraction_of, contraction_of_sum
 from equivalence_tests.checker.engine.vocabulary import SOFTMAXES, words
 from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot, storage_of
@@ -87,10 +87,9 @@ class Meetings:
         """Which names a result takes first: 0 for scores, 2 where all elements are named or complex, 3 for the rest."""
         if codes.is_complex():
             return 2
-        sources = source_of(codes)
-        if any(self.found.sources[int(x)].kind == "score" for x in sources.unique() if x > 0):
+        if any(self.found.sources[number].kind == "score" for number in sources_in(codes)):
             return 0
-        return 2 if bool((sources > 0).all()) else 3
+        return 2 if bool(known(codes).all()) else 3
 
     def _isdata(self, slot: Slot) -> bool:
         return storage_of(slot.tensor) in self.data or slot.key in self.codes
@@ -321,7 +320,7 @@ class Meetings:
             return None
         if self._sums_over_rows(product, context):
             product.turn()
-        table, weights = ScoreTable(product), context.weights
+        table, weights = product.table, context.weights
         has = known(weights)
         place = place_of(weights).clamp_min(0)
         row = table.row[place].masked_fill(~has, -1)
@@ -360,7 +359,7 @@ class Meetings:
 
     def _sums_over_rows(self, product: Product, context: Context) -> bool:
         """Whether keys stand on the left of a product: values are of their tokens, or the weights sum to one there."""
-        table, has = ScoreTable(product), known(context.weights)
+        table, has = product.table, known(context.weights)
         row, column = (of[place_of(context.weights).clamp_min(0)] for of in (table.row, table.key))
         across, along = (bool(((x == x.amax(-1, keepdim=True)) | ~has).all()) for x in (row, column))
         earlier = any(set(context.score_sources) & set(c.score_sources) for c in self.found.contexts[:-1])

@@ -83,9 +83,15 @@ class Product:
         slots = (self.factors or self.operation).inputs
         return slots[self.contraction.sides[0]], slots[self.contraction.sides[1]]
 
+    @cached_property
+    def table(self) -> "ScoreTable":
+        """Who meets whom in it."""
+        return ScoreTable(self)
+
     def turn(self) -> None:
         """Exchange rows and columns."""
         self.left, self.right, self.contraction = self.right, self.left, self.contraction.swapped()
+        del self.table
 
 
 @dataclass(eq=False)
@@ -177,7 +183,7 @@ class Identities:
 
     def plain(self, codes: Tensor) -> Tensor:
         """Give names in which tokens and features have their own roles again."""
-        for number in sources_in(codes) if self.is_exchanged(codes) else ():
+        for number in sources_in(codes):
             source = self.sources[number]
             if source.plain is not None:
                 codes = torch.where(source_of(codes) == number, looked_up(codes, source.codes, source.plain), codes)
@@ -306,10 +312,11 @@ class Part:
 
     product: Product
     contexts: list[Context]
-    table: ScoreTable = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.table = ScoreTable(self.product)
+    @property
+    def table(self) -> ScoreTable:
+        """Who meets whom in its product."""
+        return self.product.table
 
     @property
     def number(self) -> int:

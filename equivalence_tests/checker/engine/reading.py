@@ -148,11 +148,9 @@ def _is_norm(names: Identities, source: Source) -> bool:
 
 def is_causal(judgement: Judgement) -> bool:
     """Whether every query sees the keys up to its own place and no other."""
-    for part, hidden in zip(judgement.attention.parts, judgement.hidden, strict=False):
-        live = torch.ones_like(hidden)
-        if causal_pattern(part, hidden, live) != "causal":
-            return False
-    return bool(judgement.hidden)
+    pairs = zip(judgement.attention.parts, judgement.hidden, strict=False)
+    patterns = {causal_pattern(part, hidden, torch.ones_like(hidden)) for part, hidden in pairs}
+    return patterns == {"causal"}
 
 
 def notes_of(situation: Situation) -> Iterator[str]:

@@ -39,8 +39,7 @@ def left_over(program: Program, case: Case, layout: Layout, tolerance: float) ->
         rest = {f"output {place}": x for place, x in enumerate(tensors_in((returned,)), 1) if x is not output}
         if not rest:
             return {}
-        given = {name: layout.inward(x.double()) for name, x in call.tensors if id(x) in call.seeds}
-        values = Values(given, call.module, Parameters.of(call.module))
+        values = Values(layout.given(call), call.module, Parameters.of(call.module))
         own = [x.double().clamp_min(HIDES) for x in _stages(program, values, layout.outward(output))]
     known = [*own, *(x.double() for _, x in call.tensors if x.is_floating_point())]
     found = {n: x.double() for n, x in rest.items() if not any(_same(x.double(), y, tolerance) for y in known)}

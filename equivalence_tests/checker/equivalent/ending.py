@@ -34,6 +34,7 @@ class EndReader:
 
     def __init__(self, watched: Watched, averaged: Tensor) -> None:
         self.watched, self.averaged = watched, averaged
+        self.final = watched.layout.output(watched.returned)
         self.projection: Affine | None = None
 
     def read(self) -> Output:
@@ -42,14 +43,10 @@ class EndReader:
         Raises:
             UnreadError: If what comes back is made of the averaged values in a way that is not known.
         """
-        around = Tracer(self.watched, self._is_projection).read(self._final(), len(self.watched.operations))
+        around = Tracer(self.watched, self._is_projection).read(self.final, len(self.watched.operations))
         if self.projection is None:
             raise UnreadError("what is returned is not made from the averaged values")
         return Output(self.projection.weight, self.projection.bias, self.projection.factor, around=around)
-
-    def _final(self) -> Tensor:
-        """The tensor that comes back, as the run gave it."""
-        return self.watched.layout.output(self.watched.returned)
 
     def _is_projection(self, tensor: Tensor, operation: Operation) -> bool:
         """Whether a tensor is a projection of the averaged values, or holds these as they are."""
@@ -65,8 +62,7 @@ class EndReader:
 
     def _positions(self, tensor: Tensor, operation: Operation) -> Tensor | None:
         """Lay it out as what comes back, or by its names."""
-        final = self._final()
-        if tensor.shape == final.shape:
+        if tensor.shape == self.final.shape:
             numbers = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
             return self.watched.layout.outward(numbers).flatten(0, -2).long()
         return self.watched.positions(tensor, operation)

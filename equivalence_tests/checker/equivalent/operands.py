@@ -131,19 +131,17 @@ class OperandReader:
         return torch.tensor([rows.get(int(token), int(token)) for token in tokens.reshape(-1)]).view(tokens.shape)
 
     def _all_met(self, role: str) -> Met:
-        pieces = [(self._met(one, role), self.heads.index(one.head)) for one in self.slices]
-        rows = self.rows_of(role, torch.cat([tokens for (tokens, _), _ in pieces]))
-        heads = torch.cat([torch.full_like(tokens, head) for (tokens, _), head in pieces])
-        return Met(rows, heads, torch.cat([numbers for (_, numbers), _ in pieces]))
-
-    def _met(self, one: Slice, role: str) -> tuple[Tensor, Tensor]:
-        """Give the tokens of one slice, and its elements as they meet, (tokens, d)."""
-        codes, places, index, side = _side(one, role)
-        tensor = self.watched.operations[index].inputs[side].value.reshape(-1)
-        token = token_of(codes)
-        if bool((token != token[:, :1]).any()):
-            raise UnreadError(f"a row of the {role}s holds features of different tokens")
-        return token[:, 0], tensor[places].double()
+        """Give the rows of all slices as they meet."""
+        tokens, heads, numbers = list[Tensor](), list[Tensor](), list[Tensor]()
+        for one in self.slices:
+            codes, places, index, side = _side(one, role)
+            token = token_of(codes)
+            if bool((token != token[:, :1]).any()):
+                raise UnreadError(f"a row of the {role}s holds features of different tokens")
+            tokens.append(token[:, 0])
+            heads.append(torch.full_like(token[:, 0], self.heads.index(one.head)))
+            numbers.append(self.watched.operations[index].inputs[side].value.reshape(-1)[places].double())
+        return Met(self.rows_of(role, torch.cat(tokens)), torch.cat(heads), torch.cat(numbers))
 
     def _head(self, one: Slice, role: str) -> Projection:
         """Read the projection of one head: weight (head_dim, features) and bias (head_dim)."""
@@ -205,15 +203,13 @@ def _row_numbers(codes: Tensor) -> dict[int, int]:
 
 def _side(one: Slice, role: str) -> tuple[Tensor, Tensor, int, int]:
     """Give the names and places of the rows of an operand in a slice, (tokens, d), the operation, and its side."""
-    product = one.part.product
+    product, number = (one.context, one.place) if role == "value" else (one.part.product, one.number)
+    left, contraction = role == "query", product.contraction
+    codes, places = (product.left, contraction.left) if left else (product.right, contraction.right)
     if role == "value":
-        context = one.context
-        codes, places = context.values.mT[one.place], context.contraction.right.mT[one.place]
-        return codes, places, (context.factors or context.operation).index, context.contraction.sides[1]
+        codes, places = codes.mT, places.mT
     index = (product.factors or product.operation).index
-    if role == "query":
-        return product.left[one.number], product.contraction.left[one.number], index, product.contraction.sides[0]
-    return product.right[one.number], product.contraction.right[one.number], index, product.contraction.sides[1]
+    return codes[number], places[number], index, contraction.sides[0 if left else 1]
 
 
 def _slices(watched: Watched) -> Iterator[Slice]:

@@ -34,6 +34,10 @@ class Layout:
     outward: Callable[[Tensor], Tensor]
     output: Callable[[Any], Tensor]
 
+    def given(self, call: Call) -> dict[str, Tensor]:
+        """Give the tokens among the arguments of a call by name, each as (batch, tokens, features)."""
+        return {name: self.inward(x.detach().double()) for name, x in call.tensors if id(x) in call.seeds}
+
 
 @dataclass(eq=False)
 class Watched:
@@ -85,7 +89,7 @@ class Watched:
     @cached_property
     def given(self) -> dict[str, Tensor]:
         """The data among the arguments, each as (batch, tokens, features)."""
-        return data_of(self.call, self.layout)
+        return self.layout.given(self.call)
 
     @cached_property
     def values(self) -> Values:
@@ -174,11 +178,6 @@ class Watched:
 
 def _cut(recorder: Recorder, operation: Operation) -> Tensor:
     return operation.outputs[0].value
-
-
-def data_of(call: Call, layout: Layout) -> dict[str, Tensor]:
-    """Give the tokens among the arguments of a call by name, each as (batch, tokens, features)."""
-    return {name: layout.inward(x.detach().double()) for name, x in call.tensors if id(x) in call.seeds}
 
 
 def places_in(codes: Tensor) -> dict[int, int]:

@@ -1,5 +1,6 @@
 """The user's lines: which frames of a stack are theirs, and what stands there."""
 
+import functools
 import itertools
 import linecache
 import os
@@ -113,6 +114,7 @@ def _shown(path: str) -> str:
     return os.path.relpath(path) if path.startswith(str(Path.cwd()) + os.sep) else path
 
 
+@functools.cache
 def is_users(path: str) -> bool:
     """Whether a file is the user's: neither torch's, nor ours, nor one that only hands calls on."""
     standard = path.startswith(STANDARD) and "site-packages" not in path
