@@ -1344,6 +1344,8 @@ def test_heads_behind_the_length_of_a_causal_attention_are_read_so_and_a_scale_m
 class KeepsItsScaleAndItsMask(nn.Module):
     """Right; what the two classes below keep is wrong, and used as it is."""
 
+    hidden: Tensor
+
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -1384,3 +1386,32 @@ def test_the_line_that_makes_what_a_module_keeps_comes_before_the_line_that_uses
     (finding,) = report.findings
     assert (finding.stack[-1].text.startswith(line), used in finding.stack[-2].text) == (True, True), str(report)
     assert "used at" in str(report)
+
+
+class HidesWhatItReads(nn.Module):
+    """Right: makes the mask of padding from its ids; the class below hides what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 8)
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        scores = self.q(x) @ self.k(x).mT / 8**0.5
+        return scores.masked_fill(self.hidden(ids)[:, None], -1e9).softmax(-1) @ self.v(x)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return ids == 0
+
+
+class HidesAllThatItReads(HidesWhatItReads):
+    def hidden(self, ids: Tensor) -> Tensor:
+        return ids > 0
+
+
+def test_a_mask_made_from_ids_that_leaves_no_key_is_inverted() -> None:
+    ids = torch.arange(1, 15).view(2, 7)
+    assert [report.mistakes for report in verify(HidesWhatItReads(), ids)] == [()]
+    (report,) = verify(HidesAllThatItReads(), ids)
+    assert (report.mistakes, report.findings[0].is_proven) == (("mask_inverted",), True), str(report)

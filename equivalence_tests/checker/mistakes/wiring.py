@@ -157,7 +157,7 @@ ROWS = (
         ("embedding(ids)", "embedding(ids) + positions"),
         "Add the positional encoding to the embeddings.",
         on_purpose_in="Decoders with a causal mask can do without (NoPE).",
-        follows=("position_",),
+        follows=("position_", "mask_inverted"),
     ),
     _layer(
         "random_in_eval",

@@ -302,6 +302,12 @@ class Scores:
     def _own_mask(self, live: Tensor, soft: Tensor) -> Iterator[Departure]:
         """What the code hides by itself: causal masks that are shifted, reversed, or too weak."""
         hidden = self.model.hidden
+        if bool(self.model.dead.all()):
+            filling, run = self._replacing(torch.ones_like(hidden)), self.attention.run
+            made_of = [name for _, bits in run.names.beside(filling) for name in run.recorder.named(bits)]
+            if fill_of(filling) is not None and any(name.startswith("arg:") for name in made_of):
+                yield self._put_right("mask_inverted", "mask", filling)
+            return
         pattern = causal_pattern(self.part, hidden | soft, live)
         if bool(soft.any()):
             yield self._weak("causal" if pattern else "mask", soft)
