@@ -60,19 +60,12 @@ def cover(trial: Trial, judge: Judge, exercised: Collection[str] = ()) -> Covere
     exercises, findings = exercised_cache(trial)
     covered.exercises += exercises
     covered.findings += findings
-    others = list(_optional(trial, {*exercised, *caches}))
+    given = {name for name, role in trial.plan.roles if role not in ("=None", "=False", "=True")}
+    others = [p for p in parameters_of(trial.function) if p.name not in {*given, *exercised, *caches}]
     _angles([p.name for p in others if role_of_parameter(p.name) == "angles"], covered)
     for parameter in (parameter for parameter in others if parameter.name not in covered.angles):
         _argument(parameter, covered)
     return covered
-
-
-def _optional(trial: Trial, exercised: Collection[str]) -> Iterator[inspect.Parameter]:
-    """The arguments that the judged call left out, or filled with a constant."""
-    given = {name for name, role in trial.plan.roles if role not in ("=None", "=False", "=True")}
-    for parameter in parameters_of(trial.function):
-        if parameter.name not in given and parameter.name not in exercised:
-            yield parameter
 
 
 def _angles(names: list[str], covered: Covered) -> None:
