@@ -14,6 +14,7 @@ from equivalence_tests.checker.engine.checks import judge_checks
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of
 from equivalence_tests.checker.equivalent.beside import left_over
 from equivalence_tests.checker.equivalent.comparing import (
+    NO_GRADIENTS,
     OF_ARGUMENTS,
     Case,
     Difference,
@@ -281,7 +282,9 @@ def _failing(holding: Holding) -> Iterator[CheckResult]:
     """List the checks that fail where the output is that of the program, and something else is not."""
     what, size = holding.worst.what, holding.worst.size
     if what.startswith(OF_ARGUMENTS) and size > ABOVE_ROUNDING:
-        yield CheckResult("check_gradients", "failed", f"{what}, differ by {size:.2g} of the largest value")
+        none = "the output carries no gradient: it is detached, or computed under no_grad"
+        apart = f"the {what} differs by {size:.2g} of the largest value"
+        yield CheckResult("check_gradients", "failed", none if what == NO_GRADIENTS else apart)
     elif holding.agrees and any(holding.left_over.values()):
         yield CheckResult("check_returned_weights", "failed", "the maps that are returned are not the weights used")
 
