@@ -49,7 +49,7 @@ MISTAKES = {
 
 SOURCES = {
     "right": ATTENTION,
-    "what cannot be loaded": "raise SystemError('no')\n" + ATTENTION,
+    "what cannot be loaded": "from math import cosine\n" + ATTENTION,
     **{name: ATTENTION.replace(right, wrong) for name, (right, wrong, _) in MISTAKES.items()},
 }
 
@@ -82,4 +82,4 @@ def test_a_mistake_is_named_and_proven(name: str, reports: dict[str, Any]) -> No
 
 def test_what_cannot_be_loaded_is_said(reports: dict[str, Any]) -> None:
     assert reports["what cannot be loaded"]["verdict"] == "unchecked"
-    assert "SystemError: no" in reports["what cannot be loaded"]["reason"]
+    assert "ImportError: cannot import name 'cosine'" in reports["what cannot be loaded"]["reason"]

@@ -13,17 +13,16 @@ from torch import nn
 from equivalence_tests.checker.engine.pooling import POOLING
 from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.intended import accepted, check_intended
-from equivalence_tests.checker.layers.walking import examine_layers, joined
+from equivalence_tests.checker.layers.walking import examine_layers
 from equivalence_tests.checker.own_call import examine_call
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import guess_kind, kind_of, there_and_back
 from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
-from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.state import preserved_global_state, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, either, subjects
-from equivalence_tests.checker.reporting.findings import KINDS, Exercise
+from equivalence_tests.checker.reporting.findings import KINDS
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
 from scratch.validation import check_choice
@@ -181,7 +180,7 @@ def _verify(found: Any, name: str, kind: str | None, adapter: Adapter, progress:
         # What deviates from a part that its name does not speak of is most likely something else.
         if report.verdict == "equal" or (other == FALLBACKS[-1] and report.verdict == "deviates"):
             return report
-    return first if kind or adapter.build or adapter.call else _as_it_is_called(found, name, adapter, first)
+    return first
 
 
 def _examined_as(one: str, found: Any, name: str, adapter: Adapter, progress: Callable[[str], None]) -> Report:
@@ -193,20 +192,6 @@ def _examined_as(one: str, found: Any, name: str, adapter: Adapter, progress: Ca
         return examine_part(found, name, one, adapter)
     except CannotCheckError as error:
         return Report(name, reason=str(error))
-
-
-def _as_it_is_called(found: Any, name: str, adapter: Adapter, unread: Report) -> Report:
-    """Judge the attentions that run in a call that stands in the same file, where nothing else could be read."""
-    for example in examples_of(found):
-        try:
-            reports = examine_call(example.function, (example.args, example.kwargs), name, adapter.intended)
-        except CannotCheckError:
-            continue
-        report = functools.reduce(joined, reports)
-        report.coverage.append(Exercise("other calls", False, f"only the one in your file was run: {example.line}"))
-        report.verdict = "partial" if report.verdict == "equal" else report.verdict
-        return report
-    return unread
 
 
 def _kind_by_structure(found: Any, name: str, adapter: Adapter) -> str:

@@ -2,9 +2,9 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -138,6 +138,38 @@ class Examination:
 
 
 @contextmanager
+def called_by_hooks(module: nn.Module) -> Iterator[None]:
+    """Let sub-modules whose forward is called by name run their hooks all the same."""
+    children = [child for path, child in module.named_modules() if path and "forward" not in vars(child)]
+    children = [child for child in children if not isinstance(child, torch.jit.ScriptModule)]
+    running: set[int] = set()
+
+    def routed(child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if id(child) in running:
+                running.discard(id(child))
+                return forward(*args, **kwargs)
+            running.add(id(child))
+            return child(*args, **kwargs)
+
+        return called
+
+    def entered(child: nn.Module, _: Any) -> None:
+        running.add(id(child))
+
+    handles = [child.register_forward_pre_hook(entered) for child in children]
+    for child in children:
+        vars(child)["forward"] = routed(child, child.forward)
+    try:
+        yield
+    finally:
+        for child, handle in zip(children, handles, strict=True):
+            vars(child).pop("forward", None)
+            handle.remove()
+
+
+@contextmanager
 def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which module is running."""
     handles = []
@@ -153,7 +185,8 @@ def _placed(module: nn.Module | None, recorder: Recorder) -> Iterator[None]:
             handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             handles.append(child.register_forward_hook(leave, always_call=True))
     try:
-        yield
+        with called_by_hooks(module) if module is not None else nullcontext():
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from equivalence_tests.__main__ import app
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.texts import text
-from equivalence_tests.checker.layers.whole_calls import called_by_hooks
 from equivalence_tests.checker.layers.whole_scopes import Scope
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.parts.kinds import atoms_of

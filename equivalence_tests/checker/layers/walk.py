@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.conventions import modules_around
 from equivalence_tests.checker.engine.names import Run
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.layers.masks import Mask, Masks, read_masks
-from equivalence_tests.checker.layers.whole_calls import called_by_hooks
 from equivalence_tests.checker.mistakes import found_mistake, named_mistake
 from equivalence_tests.checker.reach.arguments import Sizes
 from equivalence_tests.checker.reach.model_calls import ModelRun

@@ -1,9 +1,7 @@
 """The calls in which a layer, a stack or a model is compared as a whole: what its forward is given, at many sizes."""
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -63,37 +61,6 @@ def arguments_of(module: nn.Module, run: Callable[[], Any]) -> dict[str, Any]:
     finally:
         handle.remove()
     raise UnreadError("its forward is not what is called")
-
-
-@contextmanager
-def called_by_hooks(module: nn.Module) -> Iterator[None]:
-    """Let sub-modules whose forward is called by name run their hooks all the same."""
-    children = [child for path, child in module.named_modules() if path and "forward" not in vars(child)]
-    running: set[int] = set()
-
-    def routed(child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if id(child) in running:
-                running.discard(id(child))
-                return forward(*args, **kwargs)
-            running.add(id(child))
-            return child(*args, **kwargs)
-
-        return called
-
-    def entered(child: nn.Module, _: Any) -> None:
-        running.add(id(child))
-
-    handles = [child.register_forward_pre_hook(entered) for child in children]
-    for child in children:
-        vars(child)["forward"] = routed(child, child.forward)
-    try:
-        yield
-    finally:
-        for child, handle in zip(children, handles, strict=True):
-            vars(child).pop("forward", None)
-            handle.remove()
 
 
 def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.names import Run
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import differs, explained
 from equivalence_tests.checker.equivalent.holding import source_of
@@ -24,7 +24,7 @@ from equivalence_tests.checker.equivalent.part_holding import (
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.masks import Mask
-from equivalence_tests.checker.layers.whole_calls import Calls, called_by_hooks
+from equivalence_tests.checker.layers.whole_calls import Calls
 from equivalence_tests.checker.layers.whole_source import WholeWriter
 from equivalence_tests.checker.layers.whole_steps import NOT_FOLLOWED, Follower
 from equivalence_tests.checker.layers.whole_torchs import TorchsLayer

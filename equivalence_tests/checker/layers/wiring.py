@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.names import Run
-from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.equivalent.unread import UnreadError
-from equivalence_tests.checker.layers.whole_calls import called_by_hooks
 from equivalence_tests.checker.layers.whole_steps import Follower
 from equivalence_tests.checker.layers.whole_values import BASES, Labels, Terms, Value
 from equivalence_tests.checker.reach.calling import Inputs, Trial

@@ -1,11 +1,14 @@
 """Stand in for packages that a file imports and that are not installed: what makes no use of them can be checked."""
 
+import inspect
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
+
+from torch import nn
 
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.lines import code_lines, frames_here
@@ -26,21 +29,37 @@ class NotInstalled(ABCMeta):
         return _stand_in(f"{cls.__absent__}.{name}")
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Be what it decorates or makes while the code is imported; refuse later."""
-        return cls if ABSENCES.importing else ABSENCES.refuse(cls.__absent__)
+        """Be what it decorates or makes while the code is imported; later make modules, and refuse anything else."""
+        if ABSENCES.importing:
+            return cls
+        if issubclass(cls, nn.Module):
+            ABSENCES.used.setdefault(_package(cls), "")
+            return super().__call__(*args, **kwargs)
+        return ABSENCES.refuse(_package(cls))
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """Give the arguments of the user's own constructor: Python would read those of ``__call__``."""
+        own = inspect.signature(getattr(cls, "__init__"))  # noqa: B009  # to mypy an instance
+        return own.replace(parameters=list(own.parameters.values())[1:])
 
     def __getitem__(cls, key: Any) -> Any:
         return cls
 
     def __bool__(cls) -> bool:
-        return "__absent__" not in vars(cls) or ABSENCES.refuse(cls.__absent__)
+        return "__absent__" not in vars(cls) or ABSENCES.refuse(_package(cls))
 
     def __iter__(cls) -> Iterator[Any]:
-        ABSENCES.refuse(cls.__absent__)
+        ABSENCES.refuse(_package(cls))
 
 
 def _stand_in(name: str) -> NotInstalled:
     return NotInstalled(name.rpartition(".")[2], (), {"__absent__": name, "__module__": name, "__path__": []})
+
+
+def _package(cls: Any) -> str:
+    name: str = cls.__absent__
+    return name.partition(".")[0]
 
 
 class Absences:
@@ -93,16 +112,15 @@ class Absences:
             for name in [name for name in sys.modules if self.find_spec(name)]:
                 del sys.modules[name]
 
-    def refuse(self, name: str) -> NoReturn:
+    def refuse(self, package: str) -> NoReturn:
         """Say that a package would be needed here.
 
         Raises:
             ModuleNotFoundError: Always.
         """
-        package = name.partition(".")[0]
         lines = (f" ({line})" for line in code_lines(frames_here()) if line.text)  # none in what a dataclass makes
         self.used.setdefault(package, [*lines, ""][0])
-        raise ModuleNotFoundError(f"No module named {package!r}", name=name)
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     def tell(self, report: Report) -> None:
         """Say in a report which packages are absent, before anything else where the code uses them."""

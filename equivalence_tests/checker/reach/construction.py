@@ -34,7 +34,6 @@ from equivalence_tests.checker.reach.arguments import (
 )
 from equivalence_tests.checker.reach.configs import ImitatedConfig, configs_for, is_config
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.examples import examples_of
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, used_as
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
@@ -98,11 +97,10 @@ def built_with(target: Any, **given: Any) -> Iterator[tuple[nn.Module, Sizes]]:
 
 
 def _as_it_stands(target: Any, errors: list[str]) -> Iterator[Any]:
-    """Build the class with its own defaults, which may fit only each other, then take the instances its file calls."""
+    """Build the class with its own defaults, which may fit only each other."""
     plain = itertools.islice((ways[1:2] for ways in argument_lists(target, SIZES[0])), 1)
     made = (_first_that_builds(target, proposals, errors) for proposals in plain)
     yield from (instance for instance in made if instance is not None)
-    yield from (example.function for example in examples_of(target) if example.function is not target)
 
 
 def _advice(errors: list[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from equivalence_tests.checker.reach.absent import ABSENCES
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import imported
 from equivalence_tests.checker.reach.proposing import scripted_signature
@@ -61,6 +62,7 @@ def _member(owner: Any, name: str, place: str) -> Any:
             and (inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, nn.Module)))
         )
         hint = f"; it has {', '.join(names)}" if names else ""
+        hint += f"; only the definitions of the file were run: {ABSENCES.in_part}" if ABSENCES.in_part else ""
         raise CannotCheckError(f"there is no {name} in {place}{hint}") from error
 
 

@@ -13,6 +13,7 @@ TRAINS = """
 import absent_logs.online as logs
 from absent_tensors import Kernel, rearrange, registered
 from absent_tensors.shapes import Shape
+from torch import nn
 
 log = logs.start(project="attention")
 text = open("corpus-that-is-not-there.txt").read()
@@ -23,6 +24,15 @@ block_size = 16
 @registered
 class Settings(Kernel):
     shape: Shape["b", "l"] | None = None
+
+
+class Attention(nn.Module, Kernel):
+    def __init__(self, dim):
+        super().__init__()
+        self.packed = nn.Linear(dim, 3 * dim)
+
+    def forward(self, x):
+        return attend(*self.packed(x).chunk(3, -1))
 
 
 def attend(query, key, value):
@@ -52,14 +62,20 @@ def test_what_uses_no_absent_package_and_no_file_is_checked(script: Path) -> Non
     told = "\n".join(report.notes)
     assert "not installed, and not used by what was checked: absent_logs, absent_tensors" in told
     assert "only the definitions of the file were run: FileNotFoundError" in told
-    assert "train.py:7" in told
+    assert "train.py:8" in told
     assert load(f"{script}:block_size") == 16
 
 
 def test_a_package_that_is_used_is_named_and_nothing_else(script: Path) -> None:
     report = verify(f"{script}:attend_heads")
     assert report.verdict == "unchecked"
-    assert report.reason == f"It uses absent_tensors, which is not installed ({script}:22): pip install absent-tensors"
+    assert report.reason == f"It uses absent_tensors, which is not installed ({script}:32): pip install absent-tensors"
+
+
+def test_what_inherits_from_an_absent_class_is_checked_without_it(script: Path) -> None:
+    report = verify(f"{script}:Attention")
+    assert report.verdict == "partial", str(report)
+    assert [exercise.what for exercise in report.not_exercised] == ["other calls"]
 
 
 def test_a_file_that_asks_for_an_absent_package_by_itself_is_left_alone(tmp_path: Path) -> None:
