@@ -79,7 +79,7 @@ def _are_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether all have at most four dimensions, none of them empty, and k and v have equally many heads."""
     if max(q.dim(), k.dim(), v.dim()) > 4 or 0 in (q.numel(), k.numel(), v.numel()):
         return False
-    return q.dim() < 3 or k.dim() < 3 or v.dim() < 3 or len({k.size(-3), v.size(-3)} - {1}) <= 1
+    return k.dim() < 3 or v.dim() < 3 or len({k.size(-3), v.size(-3)} - {1}) <= 1
 
 
 @contextmanager

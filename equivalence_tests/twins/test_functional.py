@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -14,7 +15,7 @@ import scratch
 from equivalence_tests.instruments.side_by_side import PACKAGES, assert_equal, outputs_and_gradients, random_tensor
 from scratch.functional import attention, merge_heads, split_heads
 from scratch.masks import Visible
-from scratch.paths import chosen_kernel, open_blind_rows, softmax, switched_on, weigh
+from scratch.paths import are_plain, chosen_kernel, open_blind_rows, softmax, switched_on, weigh
 from scratch.rounding import laid_out_like, sequence_first, upcast_half
 from scratch.sdpa import textbook_attention
 
@@ -431,5 +432,30 @@ def test_a_kernel_is_chosen_only_for_tensors_on_one_type_of_device() -> None:
 
     on_cpu, elsewhere = torch.zeros(1, 1024, 8), torch.zeros(1, 1024, 8, device="meta")
     with switched_on("meta", kernel):
+        with switched_on("meta", textbook_attention):
+            assert chosen_kernel(elsewhere, elsewhere, elsewhere, Visible(), 0.0) is textbook_attention
         assert chosen_kernel(elsewhere, elsewhere, elsewhere, Visible(), 0.0) is kernel
         assert chosen_kernel(on_cpu, elsewhere, elsewhere, Visible(), 0.0) is None
+
+
+class Labelled(Tensor):
+    """A subclass, which may keep more than its numbers."""
+
+
+def test_memory_is_written_into_only_where_tensors_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, found = torch.zeros(2, 3), list[bool]()
+
+    def ask(x: Tensor) -> Tensor:
+        found.append(are_plain(x))
+        return x + 1
+
+    assert are_plain(x, nn.Parameter(x))
+    assert not are_plain(x, x.as_subclass(Labelled))
+    torch.func.vmap(ask)(x)
+    with forward_ad.dual_level():
+        ask(x)
+    for owner, name in ((torch._C, "_get_tracing_state"), (torch.compiler, "is_compiling")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, lambda: True)
+            ask(x)
+    assert found == [False] * 4
