@@ -90,6 +90,11 @@ def place_of(codes: Tensor) -> Tensor:
     return (codes - (codes * (1.0 / SPAN)).floor() * SPAN).long()
 
 
+def place_or_first(codes: Tensor) -> Tensor:
+    """Give the same where there is a name, and 0 elsewhere, to look something up by."""
+    return place_of(codes).masked_fill(~known(codes), 0)
+
+
 def token_of(codes: Tensor) -> Tensor:
     """Give the tokens."""
     return place_of(codes) // FEATURES

@@ -15,7 +15,7 @@ from equivalence_tests.checker.engine.codes import (
     coded,
     feature_of,
     known,
-    place_of,
+    place_or_first,
     retagged,
     score_codes,
     source_of,
@@ -322,7 +322,7 @@ class Meetings:
             product.turn()
         table, weights = product.table, context.weights
         has = known(weights)
-        place = place_of(weights).clamp_min(0)
+        place = place_or_first(weights)
         row = table.row[place].masked_fill(~has, -1)
         first = row.amax(-1, keepdim=True)
         if not bool(((row == first) | ~has).all()):  # what is summed belongs to several queries or heads
@@ -351,7 +351,7 @@ class Meetings:
         """Name the average of an attention over channels: the tokens of the values, and the features of the queries."""
         shape = (*product.left.shape[:2], product.right.size(1))
         feature = feature_of(self.found.plain(product.left))[..., :1].expand(shape)
-        place, has = place_of(context.weights).clamp_min(0), known(context.weights)
+        place, has = place_or_first(context.weights), known(context.weights)
         row = product.contraction.scattered(feature.contiguous()).reshape(-1)[place].masked_fill(~has, -1).amax(-1)
         token = token_of(self.found.plain(context.values))[..., 0]
         shape = (*row.shape, token.size(-1))
@@ -360,7 +360,7 @@ class Meetings:
     def _sums_over_rows(self, product: Product, context: Context) -> bool:
         """Whether keys stand on the left of a product: values are of their tokens, or the weights sum to one there."""
         table, has = product.table, known(context.weights)
-        row, column = (of[place_of(context.weights).clamp_min(0)] for of in (table.row, table.key))
+        row, column = (of[place_or_first(context.weights)] for of in (table.row, table.key))
         across, along = (bool(((x == x.amax(-1, keepdim=True)) | ~has).all()) for x in (row, column))
         earlier = any(set(context.score_sources) & set(c.score_sources) for c in self.found.contexts[:-1])
         if across or not along or earlier:

@@ -63,6 +63,13 @@ def test_what_may_be_intended_is_named_and_not_blamed(
     assert re.search(f"in line \\d+ it is torch's attention to .* It may be intended: .*{said}", report.reason), report
 
 
+def test_scores_of_which_some_are_cut_off_are_followed(tmp_path: Path) -> None:
+    scores = "scores = q @ k.mT / math.sqrt(q.size(-1))"
+    report = verify(changed(tmp_path, (scores, scores.replace("q @ k.mT", "F.pad((q @ k.mT)[..., 1:], (1, 0))"))))
+    assert report.verdict in ("deviates", "unchecked")
+    assert "check stopped" not in report.reason
+
+
 X = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 ANGLE = torch.arange(5.0)[:, None].double()
 ROTATED = torch.cat(

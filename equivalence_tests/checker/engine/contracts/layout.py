@@ -13,7 +13,7 @@ from equivalence_tests.checker.engine.codes import (
     known,
     looked_up,
     numbered_pairs,
-    place_of,
+    place_or_first,
     source_of,
     sources_in,
     token_of,
@@ -291,7 +291,7 @@ def contexts_over_queries(part: Part) -> list[Context]:
 
 
 def _sums_over_queries(part: Part, context: Context) -> bool:
-    place = place_of(context.weights).clamp_min(0)
+    place = place_or_first(context.weights)
     has = known(context.weights)
     query = part.table.query[place].masked_fill(~has, -1)
     key = part.table.key[place].masked_fill(~has, -1)
@@ -307,7 +307,7 @@ def _unread_context(attention: Attention, part: Part, context: Context) -> Itera
 def _paired_tokens(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
     """Each weight meets the value of its own key."""
     has = known(context.weights)
-    key = part.table.key[place_of(context.weights).clamp_min(0)]
+    key = part.table.key[place_or_first(context.weights)]
     sources = [attention.run.names.sources[x] for x in sources_in(context.values)]
     if any(source.kind in ("given",) for source in sources):
         return
@@ -331,7 +331,7 @@ def _sources_shifted(context: Context, met: Tensor) -> bool:
 
 def _paired_values(attention: Attention, part: Part, context: Context) -> Iterator[Departure]:
     """Each head of weights meets its own head of values."""
-    head = part.table.head[place_of(context.weights).clamp_min(0)].amax(-1)  # (n, i)
+    head = part.table.head[place_or_first(context.weights)].amax(-1)  # (n, i)
     features = within(context.values).amax(-1)  # (n, f)
     value_heads, value_head = numbered_rows(features)
     apart = len(features.unique()) == len(value_heads) * features.size(-1)
