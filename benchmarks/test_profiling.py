@@ -117,7 +117,12 @@ def test_those_whom_an_aim_compares_are_looked_into_unless_in_a_hurry(monkeypatc
 
 @pytest.mark.parametrize(
     ("settings", "is_looked_into"),
-    [({}, True), ({"compiled": True}, False), ({"device": "cuda"}, False), ({"component": "attention"}, False)],
+    [
+        ({}, True),
+        ({"compiled": True}, False),
+        ({"device": "cuda"}, False),
+        ({"component": "attention", "query_len": 511}, False),
+    ],
     ids=["a module", "compiled", "another device", "the function where it has no aim"],
 )
 def test_where_the_profiler_tells_nothing_it_is_not_asked(
