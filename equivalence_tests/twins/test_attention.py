@@ -348,3 +348,8 @@ def test_the_trained_half_bias_of_torch_is_as_in_scratch() -> None:
     x = attention_inputs("self", batch_first=True)
     with torch.no_grad():
         assert_equal({"output": ours.eval()(**x)[0]}, {"output": theirs.eval()(**x)[0]})
+
+
+def test_one_head_of_one_feature_is_enough() -> None:
+    attention = scratch.MultiheadAttention(1, 1)
+    assert (attention.embed_dim, attention.head_dim) == (1, 1)
