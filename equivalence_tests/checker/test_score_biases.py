@@ -183,7 +183,7 @@ def test_a_bias_by_position_is_taken_as_it_is(right: Callable[..., Any]) -> None
         (Backwards, "bias_never_used"),
         (WrongSide, "bias_without_effect"),
         (WrongSideOfTheMask, "bias_without_effect"),
-        (OfTheQuery, "bias_without_effect"),
+        (OfTheQuery, "changed_by_getitem"),
         (KeptSlopesOfTheWrongSign, "bias_grows_with_distance"),
     ],
 )

@@ -78,6 +78,7 @@ def _listen(processes: list[Any], told: Any, patience: float) -> Iterator[tuple[
             continue
         last_heard = time.monotonic()
         if kind == "raised":
+            _check_alive(processes, running - {rank})  # one that died is why the others raise
             raise RanksFailedError(f"rank {rank} of {len(processes)} raised {what}")
         if kind == "began":
             began.add(rank)
