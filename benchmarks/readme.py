@@ -75,7 +75,7 @@ def _between_comments(path: Path, texts: Mapping[str, str]) -> str:
 
 
 def advice_in_words(rows: Sequence[Row], path: Path) -> str:
-    """Write what ``sidebyside-bench report`` says of the two longest plain cases of self-attention.
+    """Write what ``sidebyside-bench report`` recommends for the two longest plain cases of self-attention.
 
     Args:
         rows: Results of one machine.
@@ -85,12 +85,13 @@ def advice_in_words(rows: Sequence[Row], path: Path) -> str:
         A block of Markdown, as a terminal of 100 columns shows it.
     """
     plain = [x for x in advice_by_case(rows) if x.case.component == "self_attention" and is_plain(x.case)]
-    forward = [x for x in plain if x.case.mode == "forward"]
+    forward = [x for x in plain if x.case.mode == "forward" and x.undecided is None]
     page = io.StringIO()
     screen = Console(file=page, width=100, highlight=False)
-    screen.print(in_sentences(sorted(forward, key=lambda x: x.case.query_len)[-2:]), markup=False)
+    for advice in sorted(forward, key=lambda x: x.case.query_len)[-2:]:
+        screen.print(in_sentences([advice]), "...", sep="\n", markup=False)
     lines = "\n".join(line.rstrip() for line in page.getvalue().splitlines())
-    return f"```text\n$ sidebyside-bench report {path}\n...\n{lines}\n...\n```"
+    return f"```text\n$ sidebyside-bench report {path}\n...\n{lines}\n```"
 
 
 def highlights(rows: Sequence[Row], folder: Path, *, with_plot: bool) -> str:

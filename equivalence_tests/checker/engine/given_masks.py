@@ -13,6 +13,7 @@ from equivalence_tests.checker.engine.contracts.weights import read_weights
 from equivalence_tests.checker.engine.judgement import Expectation
 from equivalence_tests.checker.engine.names import Attention, Part
 from equivalence_tests.checker.engine.running import Call
+from equivalence_tests.checker.engine.same import HIDING
 
 ALL = slice(None)
 # How a mask may stand over (samples, heads, queries, keys), by the number of its axes.
@@ -21,8 +22,7 @@ AXES: dict[int, list[tuple[slice | None, ...]]] = {
     3: [(ALL, None), (None,)],
     4: [(ALL,)],
 }
-HIDING = "key_padding_mask"  # True hides, as its name says
-HIDES = -1e3  # what is added to a score below this leaves nothing of it
+OF_PADDING = "key_padding_mask"  # True hides, as its name says
 
 
 class GivenMasks:
@@ -35,7 +35,7 @@ class GivenMasks:
     def __init__(self, call: Call) -> None:
         given = _arguments(call)
         masks = ((name, x) for name, x in given.items() if "mask" in name)
-        self.masks = [(mask, name == HIDING) for name, mask in masks if isinstance(mask, Tensor)]
+        self.masks = [(mask, name == OF_PADDING) for name, mask in masks if isinstance(mask, Tensor)]
         causal = call.kwargs.get("is_causal", getattr(call.module, "is_causal", given.get("is_causal")))
         self.causal = causal if isinstance(causal, bool) else None
 
@@ -95,8 +95,8 @@ def _readings(mask: Tensor, part: Part, hides: bool) -> Iterator[Tensor]:
             yield from (~laid,) if hides else (laid, ~laid)
         elif bool(((laid == 0) | (laid == 1)).all()) and bool(laid.any()):
             yield (laid == 0) == hides  # of numbers, 1 is what is there
-        elif laid.is_floating_point() and bool((laid < HIDES).any()):
-            yield laid >= HIDES
+        elif laid.is_floating_point() and bool((laid < -HIDING).any()):
+            yield laid >= -HIDING
 
 
 def _laid_out(mask: Tensor, part: Part) -> Iterator[Tensor]:

@@ -164,14 +164,15 @@ class Without(Recorder):
     def _of_one(self, operation: Operation, graph: Graph) -> Iterator[Repair]:
         """What an operation takes, or an earlier one of its line takes, in the place of what it gives."""
         place, shape, line = self.places[operation.index], operation.outputs[0].value.shape, _line(operation)
-        left = [operation]
-        for taking in itertools.islice(_popped(left), DEEP):
+        of_line = [operation]
+        for taking in itertools.islice(of_line, DEEP):  # which grows meanwhile
             at = self.places[taking.index]
-            for position, slot in enumerate(taking.inputs if place is not None and at is not None else ()):
-                if slot.value.shape == shape and slot.value.is_floating_point():
-                    yield Repair((LeftOut(place, at, position),), operation, slot)  # type: ignore[arg-type]
+            for position, slot in enumerate(taking.inputs):
                 made = graph.maker(slot, taking.index)
-                left += [made] if made is not None and _line(made) == line and not operation.inplace else []
+                of_line += [made] if made is not None and _line(made) == line and not operation.inplace else []
+                fits = slot.value.shape == shape and slot.value.is_floating_point()
+                if fits and place is not None and at is not None:
+                    yield Repair((LeftOut(place, at, position),), operation, slot)
         if operation.name in CUTS:
             cut = (self.places[one.index] for one in self.operations if one.name in CUTS and _line(one) == line)
             every = tuple(LeftOut(x, x, 0) for x in dict.fromkeys(cut) if x is not None)
@@ -200,12 +201,6 @@ class Without(Recorder):
         """The tensor that takes the place of a result: what the last such operation before took there."""
         before = (x for x in self.operations[operation.index :: -1] if self.places[x.index] == one.taking)
         return [x.inputs[one.position] for x in before][:1]
-
-
-def _popped(left: list[Operation]) -> Iterator[Operation]:
-    """Take the first of a list that may grow, until none is left."""
-    while left:
-        yield left.pop(0)
 
 
 def _line(operation: Operation) -> tuple[str, int]:

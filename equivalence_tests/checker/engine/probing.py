@@ -194,7 +194,7 @@ def crossing(situation: Situation) -> list[Departure]:
 
 
 def _crosses_by_an_option(situation: Situation) -> bool:
-    """Whether a second tensor is used once the constructor is told to: built as it is, the class takes none."""
+    """Whether some option of the constructor makes the class attend to a second tensor, as its defaults do not."""
     for name, value in other_options(type(situation.subject.module)):
         for other, _ in built_with(type(situation.subject.module), **{name: value}):
             trial = crossed(replace(situation.trial, function=prepare(other, situation.trial.dtype)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.same import MEASURED, TABLE, near
+from equivalence_tests.checker.engine.same import HIDING, MEASURED, TABLE, near
 from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import first_alike
@@ -15,7 +15,6 @@ from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.tracing import tensors_in
 
-HIDES = -1e4  # a score below hides its key, whether it is -inf or a large number
 AXES = 4
 
 
@@ -40,7 +39,7 @@ def left_over(program: Program, case: Case, layout: Layout, tolerance: float) ->
         if not rest:
             return {}
         values = Values(layout.given(call), call.module, Parameters.of(call.module))
-        own = [x.double().clamp_min(HIDES) for x in _stages(program, values, layout.outward(output))]
+        own = [x.double().clamp_min(-HIDING) for x in _stages(program, values, layout.outward(output))]
     known = [*own, *(x.double() for _, x in call.tensors if x.is_floating_point())]
     found = {n: x.double() for n, x in rest.items() if not any(_same(x.double(), y, tolerance) for y in known)}
     return {name: _is_map(x, own[1]) and not any(_same(x, y, TABLE) for y in known) for name, x in found.items()}
@@ -67,6 +66,6 @@ def _stages(program: Program, values: Values, output: Tensor) -> Iterator[Tensor
 def _same(x: Tensor, own: Tensor, tolerance: float) -> bool:
     if x.numel() != own.numel() or own.dim() > AXES:
         return False
-    x, close = x.clamp_min(HIDES), tolerance * float(own.abs().max())
+    x, close = x.clamp_min(-HIDING), tolerance * float(own.abs().max())
     orders = itertools.permutations(range(own.dim()))
     return any(torch.allclose(own.permute(order).reshape(x.shape), x, rtol=0, atol=close) for order in orders)

@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.leaving_out import Repair, Without
 from equivalence_tests.checker.engine.meaning import SIZES
-from equivalence_tests.checker.engine.same import ROUNDING, constant_ratio
+from equivalence_tests.checker.engine.same import HIDING, ROUNDING, constant_ratio
 from equivalence_tests.checker.engine.vocabulary import ADDS, CASTS, CONTRACTIONS, MOVES, NORMS, REDUCES, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation, storage_of
 
 ALIKE = 1e-3  # of sizes that a norm or a rotation leaves, relative
-HIDES = -1e3  # what is added to a score that it hides
 SETTING = re.compile(r"\bself\.(\w+)")
 
 
@@ -102,7 +101,7 @@ def of_its_values(out: Tensor, instead: Tensor) -> str:
     if (factor := constant_ratio(out, instead)) is not None:
         return "it is a constant factor" if factor > 0 else ""
     apart, ratio = out - instead, torch.where(instead == 0, 1.0, out / instead)
-    if bool((apart[apart != 0] <= HIDES).all()):
+    if bool((apart[apart != 0] <= -HIDING).all()):
         return "it hides keys"
     if (
         out.dim() > 2

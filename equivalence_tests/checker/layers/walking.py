@@ -294,10 +294,8 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
         )
     except CannotCheckError as error:
         part = Report(path, reason=str(error))
-    if kind == "attention" and part.verdict == "unchecked":
-        part = (
-            _held(walk, path) if path in walk.watched else part
-        )  # what cannot be called alone was run where it stands
+    if kind == "attention" and part.verdict == "unchecked":  # what cannot be called alone was run where it stands
+        part = _held(walk, path) if path in walk.watched else part
     elif kind == "attention":
         part = _as_called_here(walk, path, child, part)
     walk.contained[mark_of(child)] = _adds_residual(part)

@@ -140,7 +140,7 @@ class Whole:
     def _compared(self, source: str, handed: tuple[str, ...], masked: bool) -> Equivalent:
         steps = tuple((step.words, step.evidence) for step in self.steps)
         program = Equivalent(source, "", source_of(self.function), handed, steps, (), (), 0, "", True)
-        calls = ((words, call, seed) for words, call, seed in self.calls.compared(masked))
+        calls = self.calls.compared(masked)
         cases = (Case(replace(call, seeds=_seeds(call)), None, words, seed) for words, call, seed in calls)
         found, self.worst, skipped = held(WrittenPart(program), cases, joined_output, EXACT, UnreadError)
         left = [] if masked else [self.calls.with_masks([x.name]) for x in self.calls.masks]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.equivalent.texts import outside_of_brackets
+from equivalence_tests.checker.equivalent.texts import Code, bracketed
 from equivalence_tests.checker.parts.drawing import OF_BOOLS, CallOfRoles, Drawn
 
 PAD_ID = 3
@@ -129,19 +129,11 @@ def meanings(plan: CallOfRoles, ids: Sequence[int]) -> list[Meaning]:
 
 def _joined(triangle: Meaning, padding: Meaning) -> Iterator[Meaning]:
     words, mistakes = f"{triangle.words}, {padding.words}", (*triangle.mistakes, *padding.mistakes)
+    first, second = (bracketed(Code(one.text)) for one in (triangle, padding))
     if len(mistakes) <= 2:
-        yield Meaning(words, f"{bracketed(triangle.text)} & {bracketed(padding.text)}", mistakes)
+        yield Meaning(words, f"{first} & {second}", mistakes)
     if not mistakes:
-        yield Meaning(words, f"{bracketed(triangle.text)} | {bracketed(padding.text)}", ("masks_joined_by_or",))
-
-
-def bracketed(text: str) -> str:
-    """Put brackets around an expression with an operator outside of its own.
-
-    >>> bracketed("a != b"), bracketed("(a != b)[:, None]")
-    ('(a != b)', '(a != b)[:, None]')
-    """
-    return f"({text})" if set(outside_of_brackets(text)) & set("&|<=!~") else text
+        yield Meaning(words, f"{first} | {second}", ("masks_joined_by_or",))
 
 
 def laid(role: str, plan: CallOfRoles) -> str:

@@ -13,9 +13,10 @@ from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart, hold_part, joined_output
+from equivalence_tests.checker.equivalent.texts import Code, bracketed
 from equivalence_tests.checker.equivalent.writer import Text, Writer, signature_of
 from equivalence_tests.checker.parts.drawing import KINDS, CallOfRoles, Drawn
-from equivalence_tests.checker.parts.mask_meanings import READ, Meaning, bracketed, evaluated, number_of
+from equivalence_tests.checker.parts.mask_meanings import READ, Meaning, evaluated, number_of
 from equivalence_tests.checker.reach.masking import SHAPES, in_shape
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reporting.report import Report
@@ -62,8 +63,9 @@ def _is_used(name: str, source: str) -> bool:
 
 def _laid_out(plan: CallOfRoles, mask: Meaning, heads: str) -> Iterator[str]:
     """List what may be the mask in its shape, the shortest expression first."""
-    text, behind = bracketed(mask.text), SHAPES[mask.shape].replace("heads", heads)
-    if mask.text.endswith(")[:, None]") and bracketed(mask.text.lstrip("~")) == mask.text.lstrip("~"):
+    text, behind = bracketed(Code(mask.text)), SHAPES[mask.shape].replace("heads", heads)
+    plain = mask.text.lstrip("~")
+    if plain.endswith(")[:, None]") and bracketed(Code(plain)) == plain:
         of_keys = mask.text.removesuffix("[:, None]")
         yield of_keys if of_keys.startswith("~") else of_keys[1:-1]
     yield from (mask.text, f"{text}[None]", f"{text}[None, None]")

@@ -77,14 +77,7 @@ def is_config(target: Any, parameter: inspect.Parameter) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def names_read(target: Any, argument: str) -> frozenset[str]:
-    """Name the attributes and the entries that a class reads of an argument of its constructor.
-
-    >>> class Attention:
-    ...     def __init__(self, conf):
-    ...         self.heads, self.width = conf.n_head, conf["n_embd"]
-    >>> sorted(names_read(Attention, "conf"))  # doctest: +SKIP
-    ['n_embd', 'n_head']
-    """
+    """Name what a class reads of an argument of its constructor: ``conf.n_head``, ``conf["n_embd"]``."""
     read = set()
     for node in nodes_of(target):
         match node:

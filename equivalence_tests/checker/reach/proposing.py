@@ -88,9 +88,7 @@ def used_as(target: Any, inside: tuple[Any, ...] = ()) -> dict[str, str]:
 def _handed_over(call: ast.Call, made: Any) -> list[tuple[str, ast.expr]]:
     """Give what a call hands over, each with the name of the argument, or "" where that is not known."""
     order = [p.name for p in parameters_of(made)] if made is not None else []
-    given = [
-        (name, value) for name, value in zip(itertools.chain(order, itertools.repeat("")), call.args, strict=False)
-    ]
+    given = zip(itertools.chain(order, itertools.repeat("")), call.args, strict=False)
     return [*given, *((keyword.arg or "", keyword.value) for keyword in call.keywords)]
 
 

@@ -214,7 +214,7 @@ def test_what_no_name_calls_a_mask_is_not_said_to_be_one_without_effect() -> Non
 
 
 class CrossesIfTold(nn.Module):
-    """Its constructor is told whether it takes a second tensor, which its forward may leave out."""
+    """An option of the constructor turns cross-attention on; forward takes the second tensor either way."""
 
     def __init__(self, dim: int, n_heads: int, from_memory: bool = False) -> None:
         super().__init__()

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +28,8 @@ WORDS = {
     "flex": "torch's flex_attention, compiled",
     "scratch recomputed": "by hand, without a cache",
     "naive": "attention as it is usually written, with every score held in memory",
-    "einsum": "the same, written with torch.einsum",
-    "chunked": "the same, some queries at a time",
 }
+LEFT_OUT = ("einsum", "chunked")  # other ways to write "naive": they stand in the benchmark's own report
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Line:
     @property
     def path(self) -> str:
         """The line of the chart."""
-        return " ".join(f"{point.x:.1f},{point.y:.1f}" for point in self.points)
+        return " ".join(f"{point.x:.0f},{point.y:.0f}" for point in self.points)
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ def _groups(file: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Read what was timed on a machine, in the order of the file: rows of one chart together."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-        if row["status"] == "timed":
+        if row["status"] == "timed" and row["contender"] not in LEFT_OUT:
             groups.setdefault(_group(row), []).append(row)
     yield from ((file.parent.name, rows) for rows in groups.values())
 
@@ -210,13 +208,13 @@ def _machine(row: dict[str, Any]) -> str:
 
 
 def _titles(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Name what was measured; where two have one name, with the sizes and the device."""
-    plain = [_title(row["case"]) for row in rows]
-    count = Counter(plain)
-    return [
-        f"{title}, {_sizes(row['case'])}, {row['case']['device']}" if count[title] > 1 else title
-        for title, row in zip(plain, rows, strict=True)
-    ]
+    """Name what was measured; where two have one name, with those of the sizes and the device that differ."""
+    plain, titles = [_title(row["case"]) for row in rows], []
+    full = [[*_sizes(row["case"]).split(", "), row["case"]["device"]] for row in rows]
+    for title, sizes in zip(plain, full, strict=True):
+        shared = set[str].intersection(*(set(other) for name, other in zip(plain, full, strict=True) if name == title))
+        titles.append(", ".join([title, *(one for one in sizes if one not in shared)]))
+    return titles
 
 
 def _title(case: dict[str, Any]) -> str:

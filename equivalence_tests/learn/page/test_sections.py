@@ -242,6 +242,7 @@ def test_every_measurement_of_a_chart_is_in_the_files(page: PageReader) -> None:
     files = speed.RESULTS.glob("*/results.jsonl")
     rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     timed = {(row["contender"], speed.duration(row["median_us"])) for row in rows if row["status"] == "timed"}
+    timed = {(name, time) for name, time in timed if name not in speed.LEFT_OUT}
     charts = speed.speed_data()["charts"]
     assert charts
     singles = [single.answer for single in speed.speed_data()["singles"]]

@@ -13,12 +13,11 @@ from equivalence_tests.checker.engine.codes import known, place_of, source_of
 from equivalence_tests.checker.engine.judgement import WeightsModel
 from equivalence_tests.checker.engine.names import Context, Part, Run
 from equivalence_tests.checker.engine.replaying import replayed
-from equivalence_tests.checker.engine.same import MEASURED, ROUNDING, SINGLE, SMALLEST, VANISHED, constant_ratio
+from equivalence_tests.checker.engine.same import HIDING, MEASURED, ROUNDING, SINGLE, SMALLEST, VANISHED, constant_ratio
 from equivalence_tests.checker.engine.watching import Operation
 
 STEP = 4.0
 GENTLE = 1e-2
-HELD_DOWN = -1e3
 
 
 def read_weights(run: Run, part: Part, context: Context) -> WeightsModel:
@@ -200,7 +199,7 @@ class _Reader:
         """Whether a mask hides every key from every query, which leaves nothing to choose."""
         for _, codes, value in self._steps():
             mine = known(codes) & (source_of(codes) == self.part.number)
-            if value.is_floating_point() and bool(mine.any()) and bool((value[mine] < HELD_DOWN).all()):
+            if value.is_floating_point() and bool(mine.any()) and bool((value[mine] < -HIDING).all()):
                 return True
         return False
 
