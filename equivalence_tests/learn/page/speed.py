@@ -130,12 +130,13 @@ def speed_data(results: Path = RESULTS) -> dict[str, Any]:
     charts = tuple(_chart(title, *group) for title, group in named if len(_lengths(group[1])) > 1)
     singles = tuple(_single(title, rows) for title, (_, rows) in named if len(_lengths(rows)) == 1)
     found = dict.fromkeys(row["contender"] for _, rows in groups for row in rows)
+    drawn = {line.contender for chart in charts for line in chart.lines}
     order = [*(name for name in WORDS if name in found), *(name for name in found if name not in WORDS)]
     return {
         "charts": charts,
         "singles": singles,
         "words": {name: WORDS[name] for name in order if name in WORDS},
-        "colours": {name: number for number, name in enumerate(order)},
+        "colours": {name: number for number, name in enumerate(name for name in order if name in drawn)},
         "frame": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT, "top": TOP, "foot": FOOT},
     }
 
