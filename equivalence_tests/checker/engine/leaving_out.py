@@ -1,5 +1,6 @@
 """Run somebody's code without one of its expressions: what that was made of takes its place."""
 
+import ast
 import itertools
 import linecache
 import sys
@@ -82,6 +83,12 @@ class Repair:
     idle: frozenset[Place] = frozenset()
     parts: tuple[Operation, ...] = ()
     own: tuple[str, ...] = ()
+
+    @property
+    def written(self) -> tuple[str, str]:
+        """The expression, and what takes its place, as they are written; "" where that is not known."""
+        one = self.left_out[0]
+        return one.place.text, operand_in(one.place.text, one.position) if one.taking == one.place else ""
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function without the expression."""
@@ -201,6 +208,24 @@ class Without(Recorder):
         """The tensor that takes the place of a result: what the last such operation before took there."""
         before = (x for x in self.operations[operation.index :: -1] if self.places[x.index] == one.taking)
         return [x.inputs[one.position] for x in before][:1]
+
+
+def operand_in(expression: str, position: int) -> str:
+    """Give one of the tensors that an expression takes, as it is written there; "" where that is not known.
+
+    >>> operand_in("2 * merged", 0), operand_in("x[..., :-1]", 0), operand_in("torch.roll(k @ w, 1)", 0)
+    ('merged', 'x', 'k @ w')
+    """
+    match ast.parse(expression or "...", mode="eval").body:
+        case ast.BinOp(left=left, right=right):
+            taken = [x for x in (left, right) if not isinstance(x, ast.Constant)]
+        case ast.Subscript(value=value):
+            taken = [value]
+        case ast.Call(func=ast.Attribute(value=value), args=args):
+            taken = args if isinstance(value, ast.Name) and value.id in ("torch", "F") else [value, *args]
+        case _:
+            taken = []
+    return (ast.get_source_segment(expression, taken[position]) or "") if position < len(taken) else ""
 
 
 def _line(operation: Operation) -> tuple[str, int]:

@@ -62,9 +62,11 @@ def locate(report: Report, situation: Situation) -> None:
     asked = "" if found is None else situation.subject.adapter.intended.get(_name(found.repair), "")
     if found is not None and (asked or found.doubt):
         line, proof = code_lines(found.repair.operation.frames)[-1], found.proof
+        said, kept = _written(found.repair)
+        change = f"With {kept} in the place of {said}" if kept else f"Without {said}"
         report.reason += (
-            f" Without {_written(found.repair)} in line {line.number} it is torch's attention to {proof.error:.0e}; "
-            f"with it, the difference is {proof.without:.2g}. It may be intended: {asked or found.doubt}."
+            f" {change} in line {line.number} it is torch's attention to {proof.error:.0e}; as it is, the difference "
+            f"is {proof.without:.2g}. It may be intended: {asked or found.doubt}."
         )
     elif found is not None:
         _accuse(report, found)
@@ -75,19 +77,23 @@ def _accuse(report: Report, located: Located) -> None:
     known = next((one for one in report.suspected if one.name.endswith(name)), _finding(name, located.repair))
     report.findings = [replace(known, stack=lines, proof=located.proof)]
     report.verdict, report.reason, report.suspected, report.unread = "deviates", "", [], ""
+    report.checks = []  # that they pass says nothing now
     written = located.held.written(located.holding, report)
     report.equivalent = replace(written, agrees=False, difference=located.proof.without, where="output, fresh inputs")
 
 
 def _finding(name: str, repair: Repair) -> Finding:
-    function, said = repair.operation.name, _written(repair)
+    said, kept = _written(repair)
+    without = f"with {kept} in its place" if kept else "without it"
+    fix = f"Write {kept} instead" if kept else "Leave it out"
+    fix += ", and leave out the other cut on this line" if len(repair.left_out) > 1 else ""
     return Finding(
         name,
         "whole",
-        f"A result is changed by {function}, which torch's formula does not have.",
+        f"{said} is not part of torch's attention: {without}, this is torch's.",
         said,
-        f"the same without {function}",
-        f"Leave {function} out, or say with --intended {name}=REASON that it is intended.",
+        kept or f"the same without {repair.operation.name}",
+        f"{fix}, or say with --intended {name}=REASON that it is intended.",
     )
 
 
@@ -95,9 +101,10 @@ def _name(repair: Repair) -> str:
     return f"changed_by_{repair.operation.name}"
 
 
-def _written(repair: Repair) -> str:
-    """The expression, as it is written."""
-    return repair.left_out[0].place.text or repair.operation.name
+def _written(repair: Repair) -> tuple[str, str]:
+    """The expression, and what takes its place."""
+    said, kept = repair.written
+    return said or repair.operation.name, kept
 
 
 @dataclass
