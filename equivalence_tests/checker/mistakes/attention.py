@@ -259,6 +259,14 @@ SOFTMAXES = (
         (SOFTMAX_LINE, "F.relu(scores)"),
     ),
     _softmax(
+        "log_softmax_for_softmax",
+        "The logarithm of the softmax is used instead of the softmax.",
+        "weights = log(softmax(scores))",
+        "Use softmax over the keys.",
+        (SOFTMAX_LINE, "F.log_softmax(scores, -1)"),
+        of="itself",
+    ),
+    _softmax(
         "softmax_overflows",
         "The exponentials are taken of the raw scores: large ones overflow, and the output is nan.",
         "weights = exp(scores) / sum(exp(scores))",
