@@ -6,6 +6,7 @@ from equivalence_tests.checker.engine.codes import sources_in
 from equivalence_tests.checker.engine.names import Attention, Part, Product, Run
 from equivalence_tests.checker.engine.vocabulary import MOVES, MULTIPLIES, WEIGHS, words
 from equivalence_tests.checker.engine.watching import Operation
+from equivalence_tests.checker.mistakes import MISTAKES
 
 # What makes features of queries and keys, for an attention that is intended to be linear.
 FEATURES_OF = words("elu relu softplus gelu silu selu celu")
@@ -29,10 +30,10 @@ def attentions_of(run: Run) -> list[Attention]:
 
 
 def _only_scaled(run: Run, part: Part) -> bool:
-    """Whether the values are multiplied with the scores as they are, but for one number, or with a ReLU of that."""
+    """Whether the values meet nothing but scaled scores, or another function of them in the place of the softmax."""
     made = (part.product.operation, *(context.operation for context in part.contexts))
     steps = [operation for operation, _, _ in part.steps(run) if operation not in made]
-    bends = [step for step in steps if step.name == "relu"]
+    bends = [step for step in steps if f"{step.name}_for_softmax" in MISTAKES]
     scales = [step for step in steps if step.name in MULTIPLIES and not (bends and step.index > bends[0].index)]
     plain = all(step in scales or step in bends or step.name in MOVES | {"dropout"} for step in steps)
     linear = not bends and any(operation.name in FEATURES_OF for operation in run.operations)
