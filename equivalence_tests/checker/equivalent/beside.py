@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import HIDING, MEASURED, TABLE, near
-from equivalence_tests.checker.equivalent.comparing import Case
+from equivalence_tests.checker.equivalent.comparing import Comparison
 from equivalence_tests.checker.equivalent.expressions import Values
 from equivalence_tests.checker.equivalent.operands import first_alike
 from equivalence_tests.checker.equivalent.parameters import Parameters
@@ -18,30 +19,31 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 AXES = 4
 
 
-def left_over(program: Program, case: Case, layout: Layout, tolerance: float) -> dict[str, bool]:
+def left_over(program: Program, call: Call, layout: Layout, comparison: Comparison) -> dict[str, bool]:
     """Find the tensors that come back and are none of the program's, in any order of their axes.
 
     Args:
         program: What was read.
-        case: A call.
+        call: What is called.
         layout: Of its arguments and its output.
-        tolerance: What differs by less, relative to the largest value, is rounding.
+        comparison: How the program compares; where it does not agree, nothing is looked at.
 
     Returns:
         For each, by its place, whether it looks like a map of weights, and is none that was used.
     """
-    call = case.call
     args, kwargs, _ = call.fresh()
     with torch.no_grad():
         returned = call.function(*args, **kwargs)
         output = layout.output(returned)
         rest = {f"output {place}": x for place, x in enumerate(tensors_in((returned,)), 1) if x is not output}
-        if not rest:
+        if not rest or not comparison.agrees:
             return {}
         values = Values(layout.given(call), call.module, Parameters.of(call.module))
         own = [x.double().clamp_min(-HIDING) for x in _stages(program, values, layout.outward(output))]
     known = [*own, *(x.double() for _, x in call.tensors if x.is_floating_point())]
-    found = {n: x.double() for n, x in rest.items() if not any(_same(x.double(), y, tolerance) for y in known)}
+    found = {
+        n: x.double() for n, x in rest.items() if not any(_same(x.double(), y, comparison.tolerance) for y in known)
+    }
     return {name: _is_map(x, own[1]) and not any(_same(x, y, TABLE) for y in known) for name, x in found.items()}
 
 

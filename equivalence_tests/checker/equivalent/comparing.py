@@ -1,8 +1,8 @@
 """Hold a program against the user's code, whole: what comes back, and the gradients of arguments and parameters."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.state import keeping_state
+from equivalence_tests.checker.reporting.equivalents import Equivalent
 
 WRITTEN_INTO = ", which the call writes into"
 NO_GRADIENTS, OF_ARGUMENT = "gradients, of which it gives none", "the argument "
@@ -58,6 +59,63 @@ class Difference:
     size: float
 
 
+@dataclass
+class Comparison:
+    """How a program compares with the user's code in several calls.
+
+    Args:
+        tolerance: What differs by less, relative to the largest value, is rounding.
+        worst: The greatest difference, or the first that is more than rounding.
+        compared: What each call was that could be compared.
+        left_out: The calls that raised something, each with that.
+    """
+
+    tolerance: float
+    worst: Difference = Difference("", "output", 0.0)
+    compared: list[str] = field(default_factory=list)
+    left_out: list[tuple[Case, Exception]] = field(default_factory=list)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether whole outputs and gradients agree."""
+        return self.worst.size <= self.tolerance
+
+    def of(self, program: Equivalent) -> Equivalent:
+        """Write into a program how it compares."""
+        return replace(
+            program,
+            compared=tuple(self.compared),
+            not_run=tuple(case.words for case, _ in self.left_out),
+            difference=self.worst.size,
+            where=f"{self.worst.what}, {self.worst.case}",
+            agrees=self.agrees,
+        )
+
+
+def compare(program: Callable[[Case], Computes], cases: Iterable[Case], layout: Layout, tolerance: float) -> Comparison:
+    """Compare a program with the user's code, until it differs.
+
+    Args:
+        program: Gives what computes the same as a call.
+        cases: The calls; the parameters that one draws anew stay for the next.
+        layout: Of their arguments and outputs.
+        tolerance: What differs by less, relative to the largest value, is rounding.
+    """
+    found = Comparison(tolerance)
+    for case in cases:
+        try:
+            differences = list(_differences(program(case), case, layout))
+        except Exception as error:  # the code may take no other lengths, or no gradients
+            found.left_out.append((case, error))
+            continue
+        found.compared.append(case.words)
+        greatest = max([found.worst, *differences], key=lambda one: one.size)
+        found.worst = next((one for one in differences if one.size > tolerance), greatest)  # the output comes first
+        if not found.agrees:
+            break
+    return found
+
+
 @contextmanager
 def kept_parameters(module: nn.Module | None) -> Iterator[None]:
     """Let all parameters but single numbers that are frozen be differentiated and drawn anew; put them back after."""
@@ -84,19 +142,9 @@ def redraw(module: nn.Module | None, seed: int) -> None:
                 x.copy_(torch.randn(x.shape, generator=generator, dtype=torch.float64) * 0.4 + shift)
 
 
-def compare(program: Computes, case: Case, layout: Layout, gradients: bool = True) -> Iterator[Difference]:
-    """Compare one call.
-
-    Args:
-        program: What was read.
-        case: The call; an argument that it writes into counts as a difference.
-        layout: Of its arguments and its output.
-        gradients: Whether those of arguments and parameters are compared too.
-
-    Raises:
-        UnreadError: If the program says nothing of a call with these lengths.
-    """
-    call = case.call
+def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Difference]:
+    """Compare one call, with gradients where parameters are drawn anew; what it writes into its arguments differs."""
+    call, gradients = case.call, case.redrawn is not None
     if case.redrawn is not None:
         redraw(call.module, case.redrawn)
     with torch.no_grad():

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from equivalence_tests.checker.equivalent.comparing import WRITTEN_INTO, Difference
+from equivalence_tests.checker.equivalent.comparing import WRITTEN_INTO, Comparison, Difference
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
@@ -22,22 +22,20 @@ class Holding:
         program: The program.
         parameters: Those of the user's module.
         steps: What torch's formula does not have.
-        worst: The greatest difference that was seen.
-        tolerance: What differs by less, relative to the largest value, is rounding.
+        comparison: How it compares with the user's code.
         left_over: What comes back beside the output and is no part of the program, and whether it is a map of weights.
     """
 
     program: Program
     parameters: Parameters
     steps: tuple[Step, ...]
-    worst: Difference
-    tolerance: float
+    comparison: Comparison
     left_over: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def agrees(self) -> bool:
         """Whether whole outputs and gradients agree."""
-        return self.worst.size <= self.tolerance
+        return self.comparison.agrees
 
     def evidence(self, intended: Sequence[Finding]) -> dict[Step, str]:
         """Give for each step the evidence that it is intended; "" where there is none."""
@@ -53,7 +51,7 @@ def decide(report: Report, holding: Holding, intended: Mapping[str, str]) -> Non
         intended: What the user says is intended, by name, each with the reason.
     """
     if not holding.agrees:
-        differs(report, holding.worst)
+        differs(report, holding.comparison.worst)
         return
     if explained(report, holding.evidence(report.intended), intended):
         report.coverage += [Exercise(what, False, "it is not part of torch's program") for what in holding.left_over]
@@ -104,3 +102,9 @@ def differs(report: Report, worst: Difference) -> None:
         f"It differs from torch with the same weights{size} "
         f"({worst.what}, {worst.case}), and the checker could not say where."
     )
+
+
+def unread(report: Report, why: str) -> None:
+    """Say that there is no equivalent, and so no verdict."""
+    report.verdict, report.unread = "unchecked", why
+    report.reason = f"It could not be written in torch's own parts: {why}."

@@ -4,7 +4,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,30 +17,34 @@ from equivalence_tests.checker.equivalent.comparing import (
     NO_GRADIENTS,
     OF_ARGUMENTS,
     Case,
+    Comparison,
+    Computes,
     Difference,
     compare,
     difference_of,
     kept_parameters,
 )
-from equivalence_tests.checker.equivalent.deciding import Holding, decide, suspicion
+from equivalence_tests.checker.equivalent.deciding import Holding, decide, suspicion, unread
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.plain import MADE_OF, Plain, plain_programs
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.proving import Proving
-from equivalence_tests.checker.equivalent.reading import Reading, read
+from equivalence_tests.checker.equivalent.reading import read
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import EXACT, Layout
 from equivalence_tests.checker.equivalent.writing import AttentionWriter, Signature
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Trial, from_layout
+from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckResult, Finding
 from equivalence_tests.checker.reporting.report import Report
 
+FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
 LENGTHS = ((4, 6), (9, 3))  # of queries and keys, besides those that it was read at
 COUNTS_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 
@@ -54,9 +58,6 @@ class Held:
     """
 
     situation: Situation
-    program: Program = field(init=False)
-    compared: list[str] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=list)
 
     def holding(self) -> Holding:
         """Read the program, and compare it."""
@@ -69,29 +70,58 @@ class Held:
             return self._compared(situation)
 
     def _compared(self, situation: Situation) -> Holding:
-        judgement = situation.judgement
+        judgement, module = situation.judgement, situation.subject.module
         assert judgement is not None  # the same
         layout = layout_of(situation.trial)
         reading = read(situation.found, judgement, layout)
-        self.program, module = reading.program, situation.subject.module
-        parameters = Parameters.of(module)
-        worst = self._worst(reading, layout)
-        steps = (*self.program.steps(module, parameters), *self._of_heads(), *self._of_arguments())
-        first = case_of(situation.trial, None, "", seed=21)
-        rest = left_over(self.program, first, layout, reading.tolerance) if worst.size <= reading.tolerance else {}
-        return Holding(self.program, parameters, steps, worst, reading.tolerance, rest)
+        program, comparison = reading.program, self._comparison(reading.program, layout, reading.tolerance)
+        if not comparison.agrees and comparison.worst.case.startswith(WITH) and not program.bias.visible.is_everything:
+            other = replace(program, mask_replaces=True)  # a mask may take the place of what is hidden without one
+            again = self._comparison(other, layout, reading.tolerance)
+            program, comparison = (other, again) if again.agrees else (program, comparison)
+        steps = (*program.steps(module, Parameters.of(module)), *self._of_heads(program), *self._of_arguments(program))
+        rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
+        return Holding(program, Parameters.of(module), steps, comparison, rest)
 
-    def _of_heads(self) -> Iterator[Step]:
+    def _comparison(self, program: Program, layout: Layout, tolerance: float) -> Comparison:
+        """Compare a program with the user's code, which has to run in the first call."""
+        found = compare(partial(self._on, program, layout), self._cases(), layout, tolerance)
+        for case, error in found.left_out:
+            if case.words == FRESH and not isinstance(error, UnreadError):
+                raise UnreadError(f"it cannot be called with gradients ({said(error)})") from error
+        return found
+
+    def _on(self, program: Program, layout: Layout, case: Case) -> Computes:
+        """Give a program in one call, read anew for lengths of which it says nothing, as where a table is looked up."""
+
+        def computed(*given: Any) -> Tensor:
+            try:
+                return program(*given)
+            except UnreadError:
+                if case.lengths is None:
+                    raise
+                return self._read_at(*case.lengths, layout)(*given)
+
+        return computed
+
+    def _read_at(self, queries: int, keys: int, layout: Layout) -> Program:
+        sizes = replace(self.situation.trial.sizes, query_len=queries, key_len=keys)
+        other = situation_of(self.situation.subject, replace(self.situation.trial, sizes=sizes))
+        if other.judgement is None:
+            raise UnreadError("no attention runs in it at other lengths")
+        return read(other.found, other.judgement, layout).program
+
+    def _of_heads(self, program: Program) -> Iterator[Step]:
         """As many heads as each should have features, and the other way round."""
-        asked, heads = self.situation.subject.sizes, self.program.query.weight.shape[:2]
+        asked, heads = self.situation.subject.sizes, program.query.weight.shape[:2]
         counts = any(getattr(self.situation.subject.module, name, 0) == asked.num_heads for name in COUNTS_HEADS)
         if counts and heads == (asked.head_dim, asked.num_heads) != (asked.num_heads, asked.head_dim):
             yield Step(f"it has {heads[0]} heads of {heads[1]}; it was built for {heads[1]} of {heads[0]}", "", "heads")
 
-    def _of_arguments(self) -> Iterator[Step]:
+    def _of_arguments(self, program: Program) -> Iterator[Step]:
         """Each operand is made of the argument that has its role."""
         arguments = arguments_of(self.situation)
-        for role, one in self.program.roles:
+        for role, one in program.roles:
             made_of = {x.name for x in all_of(one.tokens) if isinstance(x, Given)}
             wanted = next((arguments[name] for name in MADE_OF[role] if name in arguments), "")
             if wanted and made_of and wanted not in made_of:
@@ -99,7 +129,7 @@ class Held:
 
     def written(self, holding: Holding, report: Report) -> Equivalent:
         """Write the program down."""
-        situation, worst = self.situation, holding.worst
+        situation = self.situation
         writer = AttentionWriter(holding.program, signature_of(situation), holding.parameters, situation.subject.module)
         try:
             source, why = writer.source(), ""
@@ -111,13 +141,9 @@ class Held:
             theirs=source_of(situation.subject.function),
             handed=tuple(writer.writer.handed.values()),
             steps=tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items()),
-            compared=tuple(self.compared),
-            not_run=tuple(self.not_run),
-            difference=worst.size,
-            where=f"{worst.what}, {worst.case}",
-            agrees=holding.agrees,
         )
-        if not source or not holding.agrees or self._gives_the_same(found, holding.tolerance):
+        found = holding.comparison.of(found)
+        if not source or not holding.agrees or self._gives_the_same(found, holding.comparison.tolerance):
             return found
         return replace(found, source="", unwritten="written down, it gives other numbers than were read")
 
@@ -138,61 +164,10 @@ class Held:
                 return False
         return True
 
-    def _worst(self, reading: Reading, layout: Layout) -> Difference:
-        """The greatest difference; the first that is more than rounding ends it."""
-        worst = Difference("", "output", 0.0)
-        for case in self._cases():
-            try:
-                differences = list(compare(self.program, case, layout, gradients=case.redrawn is not None))
-                if case.may_attend is not None and max(one.size for one in differences) > reading.tolerance:
-                    differences = self._replaced(case, layout, reading.tolerance) or differences
-            except UnreadError:
-                differences = self._read_again(case, layout)
-                if not differences:
-                    self.not_run.append(case.words)
-                    continue
-            except Exception as error:  # the code may take no other lengths
-                if case.words == "fresh inputs":
-                    raise UnreadError(
-                        f"it cannot be called with gradients ({type(error).__name__}: {error})"
-                    ) from error
-                self.not_run.append(case.words)
-                continue
-            self.compared.append(case.words)
-            worst = max([worst, *differences], key=lambda one: one.size)
-            if worst.size > reading.tolerance:
-                return next(one for one in differences if one.size > reading.tolerance)  # the output comes first
-        return worst
-
-    def _read_again(self, case: Case, layout: Layout) -> list[Difference]:
-        """Compare at lengths for which the program has to be read anew, as where a table is looked up."""
-        trial = self.situation.trial
-        if case.lengths is None:
-            return []
-        sizes = replace(trial.sizes, query_len=case.lengths[0], key_len=case.lengths[1])
-        try:
-            other = situation_of(self.situation.subject, replace(trial, sizes=sizes))
-            if other.judgement is None:
-                return []
-            return list(compare(read(other.found, other.judgement, layout).program, case, layout))
-        except UnreadError:
-            return []
-
-    def _replaced(self, case: Case, layout: Layout, tolerance: float) -> list[Difference]:
-        """Try whether a mask takes the place of what is hidden without one; none if it does not."""
-        if self.program.bias.visible.is_everything:
-            return []
-        other = replace(self.program, mask_replaces=True)
-        differences = list(compare(other, case, layout, gradients=False))
-        if max(one.size for one in differences) > tolerance:
-            return []
-        self.program = other
-        return differences
-
     def _cases(self) -> Iterator[Case]:
         """List the calls that are compared."""
         trial = self.situation.trial
-        yield case_of(trial, None, "fresh inputs", seed=21, redrawn=7)
+        yield case_of(trial, None, FRESH, seed=21, redrawn=7)
         yield case_of(trial, None, "parameters drawn anew", seed=22, redrawn=8)
         for place, (queries, keys) in enumerate(LENGTHS):
             keys = queries if trial.plan.self_attention else keys
@@ -200,7 +175,7 @@ class Held:
         for one in (self.situation, *self.situation.other_masks):
             form, name = one.understood, one.plan.mask_parameter
             if form is not None:
-                yield case_of(one.trial, None, f"with {name}: {form}", seed=31, form=form)
+                yield case_of(one.trial, None, f"{WITH} {name}: {form}", seed=31, form=form)
         if self.situation.subject.initial:
             own = case_of(trial, None, "the parameters as they came", seed=32)
             yield replace(own, initial=self.situation.subject.initial)
@@ -265,8 +240,7 @@ def hold(report: Report, situation: Situation) -> None:
     try:
         holding = held.holding()
     except UnreadError as why:
-        report.verdict, report.unread = "unchecked", str(why)
-        report.reason = f"It could not be written in torch's own parts: {why}."
+        unread(report, str(why))
         _state_difference(report, situation)
         return
     report.equivalent = held.written(holding, report)
@@ -280,7 +254,7 @@ def hold(report: Report, situation: Situation) -> None:
 
 def _failing(holding: Holding) -> Iterator[CheckResult]:
     """List the checks that fail where the output is that of the program, and something else is not."""
-    what, size = holding.worst.what, holding.worst.size
+    what, size = holding.comparison.worst.what, holding.comparison.worst.size
     if what.startswith(OF_ARGUMENTS) and size > ABOVE_ROUNDING:
         none = "the output carries no gradient: it is detached, or computed under no_grad"
         apart = f"the {what} differs by {size:.2g} of the largest value"
@@ -359,7 +333,8 @@ def _state_difference(report: Report, situation: Situation) -> None:
         return
     gap, plain = near
     report.reason += f" It differs from the program below by {gap:.2g} of the largest value."
-    holding = Holding(plain.program, Parameters.of(situation.subject.module), (), Difference("", "output", gap), EXACT)
+    apart = Comparison(EXACT, Difference("", "output", gap))
+    holding = Holding(plain.program, Parameters.of(situation.subject.module), (), apart)
     report.equivalent = Held(situation).written(holding, report)
 
 

@@ -17,8 +17,8 @@ from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call, Examination, is_data
 from equivalence_tests.checker.engine.watching import ModuleCall
 from equivalence_tests.checker.equivalent.beside import left_over
-from equivalence_tests.checker.equivalent.comparing import Case, Difference, compare, kept_parameters
-from equivalence_tests.checker.equivalent.deciding import Holding, decide
+from equivalence_tests.checker.equivalent.comparing import Case, compare, kept_parameters
+from equivalence_tests.checker.equivalent.deciding import Holding, decide, unread
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
@@ -60,30 +60,14 @@ def hold_call(report: Report, found: Examination, judgement: Judgement, intended
     """
     try:
         holding = _holding(_apart(found, judgement))
-    except UnreadError as why:
-        report.unread = str(why)
-        report.coverage.append(Exercise(WHOLE, False, f"not compared: {why}"))
-        report.verdict, report.reason = "unchecked", f"It could not be written in torch's own parts: {why}."
+    except UnreadError as error:
+        report.coverage.append(Exercise(WHOLE, False, f"not compared: {error}"))
+        unread(report, str(error))
         return
     decide(report, holding, intended)
-    report.equivalent = _compared_program(holding, report)
-
-
-def _compared_program(holding: Holding, report: Report) -> Equivalent:
-    """Describe the program and its comparison, without source: one call alone gives no signature to write it with."""
-    worst = holding.worst
-    return Equivalent(
-        source="",
-        unwritten="only a class or function can be written down, and this is one call",
-        theirs="",
-        handed=(),
-        steps=tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items()),
-        compared=("fresh inputs", "parameters drawn anew"),
-        not_run=(),
-        difference=worst.size,
-        where=f"{worst.what}, {worst.case}",
-        agrees=holding.agrees,
-    )
+    why = "only a class or function can be written down, and this is one call"  # which gives no signature
+    steps = tuple((step.words, evidence) for step, evidence in holding.evidence(report.intended).items())
+    report.equivalent = holding.comparison.of(Equivalent("", why, "", (), steps))
 
 
 def _apart(found: Examination, judgement: Judgement) -> _Apart:
@@ -206,24 +190,17 @@ def _holds_samples_first(judgement: Judgement, call: Call, axis: int = 1) -> boo
 
 
 def _holding(apart: _Apart) -> Holding:
-    module = apart.found.call.module
-    with kept_parameters(module):
+    call = apart.found.call
+    with kept_parameters(call.module):
         reading = read(apart.found, apart.judgement, apart.layout)
-        parameters = Parameters.of(module)
-        worst = Difference("", "output", 0.0)
-        for case in _cases(apart.found.call, reading.program):
-            try:
-                differences = list(compare(reading.program, case, apart.layout, gradients=True))
-            except RuntimeError as error:
-                raise UnreadError(f"it cannot be called again ({type(error).__name__}: {error})") from error
-            worst = max([worst, *differences], key=lambda one: one.size)
-        steps = tuple(
-            _with_lengths(step, reading, apart.found.call) for step in reading.program.steps(module, parameters)
-        )
-        agrees = worst.size <= reading.tolerance
-        first = Case(apart.found.call, None, "")
-        rest = left_over(reading.program, first, apart.layout, reading.tolerance) if agrees else {}
-    return Holding(reading.program, parameters, steps, worst, reading.tolerance, rest)
+        program = reading.program
+        comparison = compare(lambda _: program, _cases(call, program), apart.layout, reading.tolerance)
+        for _, error in comparison.left_out:
+            known = isinstance(error, UnreadError)
+            raise error if known else UnreadError(f"it cannot be called again ({type(error).__name__}: {error})")
+        steps = (_with_lengths(step, reading, call) for step in program.steps(call.module, Parameters.of(call.module)))
+        rest = left_over(program, call, apart.layout, comparison)
+        return Holding(program, Parameters.of(call.module), tuple(steps), comparison, rest)
 
 
 def _with_lengths(step: Step, reading: Reading, call: Call) -> Step:
@@ -241,11 +218,11 @@ def _cases(call: Call, program: Program) -> Iterator[Case]:
     expressions = [one.tokens for _, one in program.roles] + [program.output.around]
     used = {x.name for one in expressions for x in all_of(one) if isinstance(x, Given)}
     tokens = {id(x) for name, x in call.tensors if name in used}
-    for seed in (7, 8):
+    for seed, words in ((7, "fresh inputs"), (8, "parameters drawn anew")):
         args, kwargs = _drawn((call.args, call.kwargs), tokens, seed)
         other = Call(call.function, args, kwargs, call.module)
         other.seeds = {id(x): numbered(x.shape) for name, x in other.tensors if name in used}
-        yield Case(other, None, "fresh inputs", seed)
+        yield Case(other, None, words, seed)
 
 
 def _drawn(given: Any, tokens: set[int], seed: int) -> Any:

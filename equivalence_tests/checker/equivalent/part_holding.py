@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from equivalence_tests.checker.engine.running import Call
-from equivalence_tests.checker.equivalent.comparing import Case, Computes, Difference, compare, kept_parameters
-from equivalence_tests.checker.equivalent.deciding import differs
+from equivalence_tests.checker.equivalent.comparing import Case, Comparison, Computes, compare, kept_parameters
+from equivalence_tests.checker.equivalent.deciding import differs, unread
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.errors import said
@@ -79,9 +79,7 @@ def tensors_of(returned: Any) -> list[Tensor]:
     return [*watched_tensors(tree_map_only(np.ndarray, torch.from_numpy, returned))]
 
 
-def held(
-    part: WrittenPart, cases: Iterable[Case], output: Callable[[Any], Tensor], tolerance: float, skips: type[Exception]
-) -> tuple[Equivalent, Difference, list[tuple[Case, Exception]]]:
+def held(part: WrittenPart, cases: Iterable[Case], output: Callable[[Any], Tensor], tolerance: float) -> Comparison:
     """Compare a program with the user's code, until it differs.
 
     Args:
@@ -89,42 +87,17 @@ def held(
         cases: The calls that are compared.
         output: Finds what is compared in what comes back.
         tolerance: What differs by less, relative to the largest value, is rounding.
-        skips: What a call may raise that then is not compared.
-
-    Returns:
-        How the program compares, the greatest difference, and the calls that were left out, each with what it raised.
 
     Raises:
         UnreadError: If none could be compared.
     """
     layout = Layout(lambda x: x, lambda x: x, output)
-    worst, compared, left = Difference("", "output", 0.0), list[str](), list[tuple[Case, Exception]]()
-    for case in cases:
-        try:
-            with kept_parameters(case.call.module):
-                apart = list(compare(part.on(case.call, output), case, layout, gradients=case.redrawn is not None))
-        except skips as error:
-            if isinstance(error, UnreadError) and skips is not UnreadError:
-                raise
-            left.append((case, error))
-            continue
-        compared.append(case.words)
-        worst = max([worst, *apart], key=lambda one: one.size)
-        if worst.size > tolerance:
-            break
-    if not compared:
-        why = left[-1][1] if left else UnreadError("no call is known")
-        known = isinstance(why, UnreadError)
-        raise why if known else UnreadError(f"it cannot be called again ({said(why)}{raised_at(why)})")
-    found = replace(
-        part.equivalent,
-        compared=tuple(compared),
-        not_run=tuple(case.words for case, _ in left),
-        difference=worst.size,
-        where=f"{worst.what}, {worst.case}",
-        agrees=worst.size <= tolerance,
-    )
-    return found, worst, left
+    found = compare(lambda case: part.on(case.call, output), cases, layout, tolerance)
+    if found.compared:
+        return found
+    why = found.left_out[-1][1] if found.left_out else UnreadError("no call is known")
+    known = isinstance(why, UnreadError)
+    raise why if known else UnreadError(f"it cannot be called again ({said(why)}{raised_at(why)})")
 
 
 def hold_part(
@@ -136,20 +109,20 @@ def hold_part(
     tolerance: float = EXACT,
 ) -> None:
     """Compare a part with its equivalent, and let that decide: the report receives the equivalent and the verdict."""
+    listed = [*cases]
     try:
-        report.equivalent, worst, left = held(part, cases, output, tolerance, Exception)
+        with kept_parameters(listed[0].call.module if listed else None):
+            found = held(part, listed, output, tolerance)
     except UnreadError as why:
         unread(report, str(why))
         return
-    for case, error in left:  # the user's code may take no other lengths, or no gradients
+    for case, error in found.left_out:  # the user's code may take no other lengths, or no gradients
+        if isinstance(error, UnreadError):
+            unread(report, str(error))
+            return
         if case.redrawn is not None:
             report.coverage.append(Exercise(case.words, False, f"{said(error)}{raised_at(error)}"))
+    report.equivalent = found.of(part.equivalent)
     report.verdict = "partial" if report.not_exercised else report.verdict
-    if not report.equivalent.agrees:
-        differs(report, worst)
-
-
-def unread(report: Report, why: str) -> None:
-    """Say that there is no equivalent, and so no verdict."""
-    report.verdict, report.unread = "unchecked", why
-    report.reason = f"It could not be written in torch's own parts: {why}."
+    if not found.agrees:
+        differs(report, found.worst)

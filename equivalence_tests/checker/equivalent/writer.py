@@ -119,9 +119,8 @@ class Writer:
 
     def equivalent(self, source: str, theirs: str) -> Equivalent:
         """Give what was written, before it is compared."""
-        handed = tuple(self.handed.values())
         steps = tuple((f"{path} is called as it is", f"the sub-module {path}") for path in self.called_as_it_is)
-        return Equivalent(source, "", theirs, handed, steps, (), (), torch.inf, "", False, self.torchs)
+        return Equivalent(source, "", theirs, tuple(self.handed.values()), steps, torchs=self.torchs)
 
     # ------------------------------------------------------------------------------------------- weights
     def parameter(self, path: str, shape: tuple[int, ...] | None = None) -> Text:

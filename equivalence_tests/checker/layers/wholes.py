@@ -12,14 +12,13 @@ from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
-from equivalence_tests.checker.equivalent.deciding import differs, explained
+from equivalence_tests.checker.equivalent.deciding import differs, explained, unread
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.part_holding import (
     EXACT,
     WrittenPart,
     held,
     joined_output,
-    unread,
 )
 from equivalence_tests.checker.equivalent.steps import Step, evidence_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -139,12 +138,15 @@ class Whole:
     # ------------------------------------------------------------------------------------------- comparing
     def _compared(self, source: str, handed: tuple[str, ...], masked: bool) -> Equivalent:
         steps = tuple((step.words, step.evidence) for step in self.steps)
-        program = Equivalent(source, "", source_of(self.function), handed, steps, (), (), 0, "", True)
+        program = Equivalent(source, "", source_of(self.function), handed, steps)
         calls = self.calls.compared(masked)
         cases = (Case(replace(call, seeds=_seeds(call)), None, words, seed) for words, call, seed in calls)
-        found, self.worst, skipped = held(WrittenPart(program), cases, joined_output, EXACT, UnreadError)
+        found = held(WrittenPart(program), cases, joined_output, EXACT)
+        for error in (one for _, one in found.left_out if not isinstance(one, UnreadError)):
+            raise error
+        self.worst = found.worst
         left = [] if masked else [self.calls.with_masks([x.name]) for x in self.calls.masks]
-        return replace(found, not_run=(*left, *(f"{case.words}: {why}" for case, why in skipped)))
+        return replace(found.of(program), not_run=(*left, *(f"{case.words}: {why}" for case, why in found.left_out)))
 
 
 def _seeds(call: Call) -> dict[int, Tensor]:

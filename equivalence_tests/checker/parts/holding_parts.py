@@ -12,9 +12,10 @@ from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import FLOAT32_INSIDE
 from equivalence_tests.checker.equivalent.comparing import Case
+from equivalence_tests.checker.equivalent.deciding import unread
 from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
-from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part, tensors_of, unread
+from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part, tensors_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.writer import Text, Writer, signature_of
 from equivalence_tests.checker.intended import accepted

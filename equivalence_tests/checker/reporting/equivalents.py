@@ -1,6 +1,7 @@
 """The same in torch: a program of torch's own parts that gives the numbers of the code that was checked."""
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +39,11 @@ class Equivalent:
     theirs: str
     handed: tuple[str, ...]
     steps: tuple[tuple[str, str], ...]
-    compared: tuple[str, ...]
-    not_run: tuple[str, ...]
-    difference: float
-    where: str
-    agrees: bool
+    compared: tuple[str, ...] = ()
+    not_run: tuple[str, ...] = ()
+    difference: float = math.inf
+    where: str = ""
+    agrees: bool = False
     torchs: str = ""
 
     @property
