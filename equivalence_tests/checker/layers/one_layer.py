@@ -87,7 +87,7 @@ def _add_fresh_parts(walk: Walk, path: str, trial: Trial) -> None:
 def _add_layer_masks(walk: Walk, label: str, path: str, trial: Trial, wiring: Wiring) -> None:
     run = run_layer(trial)
     read = masks_of(walk, path, run, trial.sizes.num_heads)
-    called = [step.frames for step in wiring.steps if step.kind == "attention"] or [()]
+    called = [step.frames for step in wiring.steps.values() if step.kind == "attention"] or [()]
     whys = {mask.name: has_nothing_to_hide(mask.name, trial) for mask in read.masks if not mask.used}
     walk.report.coverage += [Exercise(name, False, why) for name, why in whys.items() if why]
     read = replace(read, masks=[mask for mask in read.masks if not whys.get(mask.name)])
