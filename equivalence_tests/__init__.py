@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from equivalence_tests.checker.divergence import first_divergence
     from equivalence_tests.checker.doors.pytest_checks import parametrize_with_checks
     from equivalence_tests.checker.doors.watch import watch
+    from equivalence_tests.checker.reach.loading import load
     from equivalence_tests.checker.reach.subject import Adapter
     from equivalence_tests.checker.verify import verify
     from equivalence_tests.instruments.differences import (
@@ -38,6 +39,7 @@ __all__ = [
     "copy_weights",
     "first_divergence",
     "first_stage_that_parts",
+    "load",
     "parametrize_with_checks",
     "randomize_parameters",
     "ulp_distance",
@@ -48,6 +50,7 @@ __all__ = [
 CHECKER = {
     "Adapter": "reach.subject",
     "first_divergence": "divergence",
+    "load": "reach.loading",
     "parametrize_with_checks": "doors.pytest_checks",
     "verify": "verify",
     "watch": "doors.watch",

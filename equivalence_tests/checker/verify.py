@@ -22,9 +22,11 @@ from equivalence_tests.checker.reach.errors import CannotCheckError, said
 from equivalence_tests.checker.reach.loading import check_forward, inside_wrappers, load, with_signature
 from equivalence_tests.checker.reach.state import preserved_global_state, uncompiled
 from equivalence_tests.checker.reach.subject import Adapter, either, subjects
+from equivalence_tests.checker.reach.tried import TRIED
 from equivalence_tests.checker.reporting.findings import KINDS
 from equivalence_tests.checker.reporting.lines import raised_at
 from equivalence_tests.checker.reporting.report import Report
+from equivalence_tests.checker.template import template_of
 from scratch.validation import check_choice
 
 FALLBACKS = ("feed_forward", "positional_encoding", "layers", "attention")
@@ -108,12 +110,14 @@ def verify(
 
     def checked() -> list[Report]:
         found, wrapped = inside_wrappers(with_signature(load(target, run_all)))
+        TRIED.begin(found)
         # Whatever the caller, or the imported file, has set.
         with torch.inference_mode(False), torch.enable_grad(), uncompiled():
             if inputs is not None:
                 reports = examine_call(found, inputs, name, given)
             else:
                 reports = [_verify(found, name, kind, replace(adapter or Adapter(), intended=given), progress)]
+                reports[0].template = template_of(found, target, reports[0], kind) if adapter is None else ""
         for report in reports:
             report.notes += without(wrapped)
         return reports

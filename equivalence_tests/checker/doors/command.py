@@ -89,6 +89,10 @@ def verify_command(
             help="Print the equivalent in torch's own parts, as Python; the report goes to standard error.",
         ),
     ] = False,
+    template: Annotated[
+        bool,
+        typer.Option("--template", help="Print how TARGET was built and called, as a script to edit and run."),
+    ] = False,
     run_all: Annotated[
         bool, typer.Option("--run-all", help="Run every cell of a notebook, not only imports and definitions.")
     ] = False,
@@ -119,11 +123,18 @@ def verify_command(
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"must be one of {', '.join(KINDS)}, got {kind!r}", param_hint="--kind")
     paths = (json_file, junit_file, sarif_file)
-    if paths.count(PRINTED) + equivalent > 1:
-        said = "only one of --json, --junit and --sarif can be -, and none beside --equivalent: give the others a file"
-        raise typer.BadParameter(said)
+    printed = paths.count(PRINTED) + equivalent + template
+    if printed > 1:
+        said = (
+            "only one of --json, --junit and --sarif can be -, and none beside --equivalent or --template, which print"
+        )
+        raise typer.BadParameter(f"{said} too: give the others a file")
+    if template and (inputs or adapter):
+        raise typer.BadParameter(
+            "shows the call that is worked out: leave --inputs and --adapter out", param_hint="--template"
+        )
     excused = _intended([*(meant or []), *(intended or [])], [file for file in (meant_file, intended_file) if file])
-    console = Console(stderr=equivalent or PRINTED in paths)
+    console = Console(stderr=bool(printed))
     if compiled and inputs:
         raise typer.BadParameter("works on single attentions, not with --inputs", param_hint="--compile")
     requests, unread = _requests(
@@ -141,6 +152,8 @@ def verify_command(
         typer.echo("\n".join(to_github(reports)))
     if equivalent:
         typer.echo("\n\n".join(_equivalent(report) for report in reports).rstrip("\n"))
+    if template:
+        typer.echo("\n\n".join(_template(report) for report in reports).rstrip("\n"))
     raise typer.Exit(VERDICTS["equal"] if skip_empty and not reports else _status(reports, allow_partial))
 
 
@@ -222,6 +235,11 @@ def _equivalent(report: Report) -> str:
     why = report.equivalent.unwritten if report.equivalent is not None else report.unread
     reason = why or (report.reason.splitlines() or [report.verdict])[0]
     return f"# {report.title}: no equivalent is written down: {reason}\n"
+
+
+def _template(report: Report) -> str:
+    reason = " ".join(report.reason.split()) or report.verdict
+    return report.template or f"# {report.title}: nothing was built or called: {reason}\n"
 
 
 def _alike(report: Report) -> Any:

@@ -34,8 +34,18 @@ class ImitatedConfig:
 
     def __init__(self, sizes: Sizes, optional: Collection[str] = (), nested: bool = False) -> None:
         self._sizes, self._optional, self._nested = sizes, optional, nested
+        self._answers, self._is_subscripted = dict[str, Any](), False
+        self._answered = dict[str, Any]()
+
+    def answers(self) -> tuple[dict[str, Any], bool]:
+        """Give all that was asked for and is known, and whether it was asked for as entries of a dictionary."""
+        return self._answers, self._is_subscripted
 
     def __getattr__(self, name: str) -> Any:
+        self._answers[name] = value = self._answer(name)
+        return value
+
+    def _answer(self, name: str) -> Any:
         if SECTION.search(name.lower()):
             return self
         absent = name.startswith("_") or (ABSENT.search(name.lower()) and not self._nested)
@@ -51,6 +61,7 @@ class ImitatedConfig:
         return value
 
     def __getitem__(self, name: str) -> Any:
+        self._is_subscripted = True
         if ENTRY_OF_A_PART.search(name.lower()):  # as an attribute such a name is a switch
             return self
         try:

@@ -37,6 +37,7 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import definitions_beside
 from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, used_as
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
+from equivalence_tests.checker.reach.tried import TRIED, Try
 from equivalence_tests.checker.reporting.lines import raised_in
 from equivalence_tests.instruments.weights import randomize_parameters
 
@@ -224,10 +225,15 @@ def _first_that_builds(
         before = making.entries
         try:
             with making:
-                return target(**arguments)
+                instance = target(**arguments)
         except Exception as error:  # the user's constructor may raise anything
             making.in_vain += making.entries - before
-            errors.append(f"{_call_text(target, arguments)} raised {type(error).__name__}: {error}{raised_in(error)}")
+            said = f"{type(error).__name__}: {error}{raised_in(error)}"
+            errors.append(f"{_call_text(target, arguments)} raised {said}")
+            TRIED.built(Try(target, (), arguments, said))
+            continue
+        TRIED.built(Try(target, (), arguments), instance)
+        return instance
     return None
 
 

@@ -20,6 +20,7 @@ from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
+from equivalence_tests.checker.reach.tried import TRIED, Try
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 AIM = re.compile(r"label|tgt|trg|target|decoder_input")
@@ -138,7 +139,7 @@ def _runs(module: nn.Module, errors: list[str]) -> Iterator[tuple[ModelRun, bool
 
 def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Iterator[tuple[ModelRun, bool]]:
     """Give what it may take to its arguments in every way, and say whether with a mask that is to hide nothing."""
-    given = tuple(p.name for p in parameters_of(module) if _role(p) == "mask")
+    masks = tuple(p.name for p in parameters_of(module) if _role(p) == "mask")
     names = sorted((n for n, role in roles.items() if not role), key=lambda name: bool(TARGET.search(name.lower())))
     if len(names) not in (1, 2):
         return
@@ -149,9 +150,13 @@ def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Ite
         turns = (False,) if kind == "image" else (False, True)
         for order, form, length_first in itertools.product(orders, forms, turns):
             given_roles = roles | dict(zip(order, ("source", "target"), strict=False))
-            run = partial(_run, module, partial(_arguments, given_roles, form, length_first), length_first)
-            if attempt(partial(run, source, target, {}), errors) is not None:
-                yield ModelRun(run, source, target, given, kind, length_first, patch), form is not None
+            arguments = partial(_arguments, given_roles, form, length_first)
+            run = partial(_run, module, arguments, length_first)
+            runs = attempt(partial(run, source, target, {}), errors) is not None
+            given = arguments(source, source if target is None else target)
+            TRIED.called(Try(module, (), given, "" if runs else errors[-1]))
+            if runs:
+                yield ModelRun(run, source, target, masks, kind, length_first, patch), form is not None
 
 
 def _role(parameter: Parameter) -> str:

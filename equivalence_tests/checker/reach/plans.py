@@ -21,6 +21,7 @@ from equivalence_tests.checker.reach.construction import exact_lengths
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reach.tried import TRIED, Try
 
 # What tensors are tried as where their names say nothing.
 THREE = tuple(itertools.permutations(("query", "key", "value")))
@@ -267,12 +268,14 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
     """Say which of what comes back is the output; None where it does not run."""
     inputs = trial.inputs(seed=1)
     tensors = attempt(lambda: trial.tensors(inputs), errors)
-    if tensors is None:
-        return None
-    found = [index for index, x in enumerate(tensors) if _is_output(x, trial, inputs)]
-    if not found:
+    found = [index for index, x in enumerate(tensors or ()) if _is_output(x, trial, inputs)]
+    if tensors is not None and not found:
         errors.append(f"no output of the query's length came back, but {[tuple(x.shape) for x in tensors]}")
+    if TRIED.searching:
+        TRIED.called(Try(trial.function, *trial.arguments(inputs), "" if found else errors[-1]))
+    if not found:
         return None
+    assert tensors is not None
     output = min(found, key=lambda index: _like_weights(tensors[index], inputs))
     return replace(trial, plan=replace(trial.plan, output=output))
 

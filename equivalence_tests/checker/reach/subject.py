@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from equivalence_tests.checker.reach.arguments import SIZES, Sizes
 from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
+from equivalence_tests.checker.reach.tried import TRIED, Try
 
 FACTORY = re.compile(r"(make|build|create|get)_|.*_factory")  # its arguments are sizes: make_model(d_model, h)
 
@@ -128,7 +129,9 @@ def subjects(target: Any, name: str, adapter: Adapter) -> Iterator[Subject]:
     elif not callable(target):
         raise CannotCheckError(f"{name} is {type(target).__name__}, neither a class, nor a function, nor a module")
     elif not _parameters(target):
-        yield subject(target())
+        made = target()
+        TRIED.built(Try(target, (), {}), made)
+        yield subject(made)
     else:
         if FACTORY.match(getattr(target, "__name__", "")):
             with contextlib.suppress(CannotCheckError):

@@ -40,6 +40,7 @@ class Report(Shown):
         place: Path of the module that runs it, where it is one of several in a call; "" otherwise.
         equivalent: Torch's own program with the user's weights, where one was made.
         unread: Why none could be made; "" otherwise.
+        template: The call that ran, or else the one that got furthest, as a script; "" where none was tried.
         seconds: CPU time that it took.
     """
 
@@ -57,6 +58,7 @@ class Report(Shown):
     place: str = ""
     equivalent: Equivalent | None = None
     unread: str = ""
+    template: str = ""
     seconds: float = 0.0
 
     def __bool__(self) -> bool:
@@ -96,6 +98,9 @@ class Report(Shown):
         """Lay the report out for a terminal: what is wrong first, and how the code was read after it."""
         head = [headline(self.verdict, self.title, self.kind, self.intended)]
         reason = [Padding(Text(self.reason), (0, 2))] if self.reason else []
+        if self.template and self.verdict == "unchecked":
+            named = f"sidebyside verify {self.target} --template" if ":" in self.target else "report.template"
+            reason.append(Padding(Text(f"{named} gives this call as a script to edit."), (0, 2)))
         return Group(*head, *reason, *(Padding(part, (1, 0, 0, 2)) for part in self._parts()))
 
     def _parts(self) -> Iterator[RenderableType]:
