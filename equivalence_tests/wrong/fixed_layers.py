@@ -20,6 +20,10 @@ ROWS = (
     ("Encoder", BLOCK, ("x:tokens",)),
     ("Gpt", {"vocab_size": WORDS, **BLOCK, "max_len": 32}, ("ids:words",)),
     ("Classifier", {"vocab_size": WORDS, **BLOCK, "classes": 5}, ("ids:words",)),
+    ("Decoder", LAYER, ("tgt:tokens memory:memory", "tgt:tokens memory:memory tgt_mask:hidden_by_itself")),
+    ("Translator", {"vocab_size": WORDS, **LAYER, "max_len": 32}, ("src:more_words tgt:words",)),
+    ("Bert", {"vocab_size": WORDS, **LAYER, "max_len": 32}, ("input_ids:words",)),
+    ("Vision", {"image_size": 8, "patch_size": 4, **BLOCK, "classes": 5}, ("images:picture",)),
 )
 # The class, what is done, what it is done to, and what stands there then.
 EDITS = (
@@ -29,6 +33,13 @@ EDITS = (
     ("PostNormLayer", "last norm dropped", "return self.norm2(", "return ("),
     ("PostNormLayer", "first norm in both places", "return self.norm2(", "return self.norm1("),
     ("PostNormLayer", "branch bent", "self.dropout(attended)", "self.dropout(attended).tanh()"),
+    (
+        "PostNormLayer",
+        "features of the feed-forward moved",
+        "F.relu(self.linear1(x))",
+        "F.relu(self.linear1(x.roll(1, -1)))",
+    ),
+    ("PreNormBlock", "softmax of a branch", "self.mlp(self.ln_2(x))", "self.mlp(self.ln_2(x)).softmax(-1)"),
     ("PreNormBlock", "residual doubled", "x + self.attn(", "2 * x + self.attn("),
     ("PreNormBlock", "sublayer run twice", "self.mlp(self.ln_2(x))", "self.mlp(self.mlp(self.ln_2(x)))"),
     ("PreNormBlock", "first norm in both places", "self.ln_2(x)", "self.ln_1(x)"),
@@ -57,6 +68,12 @@ EDITS = (
         "F.silu(self.w1(x) * self.w3(x))",
     ),
     ("GatedBlock", "residual left out", "h = x + self.attention", "h = self.attention"),
+    (
+        "GatedBlock",
+        "feed-forward with positions inside",
+        "F.silu(self.w1(x)) * self.w3(x)",
+        "F.silu(self.w1(x)) * self.w3(x) + 0.1 * torch.arange(x.size(1))[:, None]",
+    ),
     ("ScaledBlock", "first scale in both places", "self.gamma_2 *", "self.gamma_1 *"),
     ("ScaledBlock", "scale squared", "self.gamma_2 *", "self.gamma_2 * self.gamma_2 *"),
     (
@@ -65,6 +82,7 @@ EDITS = (
         "self.fc2(F.gelu(self.fc1(self.norm2(x))))",
         "F.gelu(self.fc2(self.fc1(self.norm2(x))))",
     ),
+    ("CrossLayer", "values in another order", "(tgt, tgt, tgt, attn", "(tgt, tgt, tgt.flip(1), attn"),
     ("CrossLayer", "values of the decoder", "(x, memory, memory)", "(x, memory, memory * x.mean(1, keepdim=True))"),
     (
         "CrossLayer",
@@ -89,6 +107,7 @@ EDITS = (
     ),
     ("Encoder", "residual around the last norm", "return self.norm(x)", "return self.norm(x) + x"),
     ("Gpt", "embedding added twice", "x = self.wte(ids)", "x = self.wte(ids) + self.wte(ids)"),
+    ("Gpt", "bias of a norm added", "self.head(self.ln_f(x))", "self.head(self.ln_f(x + self.ln_f.bias))"),
     ("Gpt", "last norm left out", "self.head(self.ln_f(x))", "self.head(x)"),
     ("Gpt", "logits scaled", "return self.head(", "return 0.5 * self.head("),
     ("Gpt", "positions multiplied", "self.wte(ids) + self.wpe", "self.wte(ids) * self.wpe"),

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Classifier", "CrossLayer", "Encoder", "Gpt", "GatedBlock", "PostNormLayer", "PreNormBlock", "ScaledBlock"]
+__all__ = [
+    "Bert", "Classifier", "CrossLayer", "Decoder", "Encoder", "Gpt", "GatedBlock", "PostNormLayer", "PreNormBlock",
+    "ScaledBlock", "Translator", "Vision",
+]  # fmt: skip
 
 
 class Attends(nn.Module):
@@ -164,3 +167,94 @@ class Classifier(nn.Module):
         x = self.embedding(ids) * math.sqrt(self.dim)
         x = x + self.positions[:, : ids.size(1)]
         return self.head(self.encoder(x).mean(dim=1))
+
+
+class Decoder(nn.Module):
+    """A stack of decoder layers, which read the same memory."""
+
+    def __init__(self, d_model: int, nhead: int, dim_feedforward: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CrossLayer(d_model, nhead, dim_feedforward) for _ in range(2))
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None) -> Tensor:
+        x = tgt
+        for layer in self.layers:
+            x = layer(x, memory, tgt_mask)
+        return self.norm(x)
+
+
+class SinusoidalPositions(nn.Module):
+    """The positions of the paper."""
+
+    pe: Tensor
+
+    def __init__(self, d_model: int, max_len: int) -> None:
+        super().__init__()
+        angles = torch.arange(max_len)[:, None] * 10000.0 ** (-torch.arange(0, d_model, 2) / d_model)
+        pe = torch.zeros(max_len, d_model)
+        pe[:, 0::2], pe[:, 1::2] = angles.sin(), angles.cos()[:, : d_model // 2]
+        self.register_buffer("pe", pe[None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pe[:, : x.size(1)]
+
+
+class Translator(nn.Module):
+    """The model of the paper, around torch's layers."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, dim_feedforward: int, max_len: int) -> None:
+        super().__init__()
+        self.d_model, self.embedding = d_model, nn.Embedding(vocab_size, d_model)
+        self.positions, self.generator = SinusoidalPositions(d_model, max_len), nn.Linear(d_model, vocab_size)
+        self.encoder_layers = nn.ModuleList(PostNormLayer(d_model, nhead, dim_feedforward) for _ in range(2))
+        self.decoder_layers = nn.ModuleList(CrossLayer(d_model, nhead, dim_feedforward) for _ in range(2))
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        memory = self.positions(self.embedding(src) * math.sqrt(self.d_model))
+        for layer in self.encoder_layers:
+            memory = layer(memory)
+        x = self.positions(self.embedding(tgt) * math.sqrt(self.d_model))
+        future = torch.ones(tgt.size(1), tgt.size(1), dtype=torch.bool).triu(1)
+        for layer in self.decoder_layers:
+            x = layer(x, memory, future)
+        return self.generator(x)
+
+
+class Bert(nn.Module):
+    """An encoder with a norm behind its embeddings, and a pooler."""
+
+    def __init__(self, vocab_size: int, d_model: int, nhead: int, dim_feedforward: int, max_len: int) -> None:
+        super().__init__()
+        self.word_embeddings, self.position_embeddings = (
+            nn.Embedding(vocab_size, d_model),
+            nn.Embedding(max_len, d_model),
+        )
+        self.LayerNorm, self.pooler = nn.LayerNorm(d_model), nn.Linear(d_model, d_model)
+        self.layers = nn.ModuleList(PostNormLayer(d_model, nhead, dim_feedforward) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.size(1), device=input_ids.device)
+        x = self.LayerNorm(self.word_embeddings(input_ids) + self.position_embeddings(positions))
+        for layer in self.layers:
+            x = layer(x)
+        return self.pooler(x[:, 0]).tanh()
+
+
+class Vision(nn.Module):
+    """An image model: patches, a token for the class, learnt positions."""
+
+    def __init__(self, image_size: int, patch_size: int, dim: int, heads: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, dim, patch_size, stride=patch_size)
+        self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, dim))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, (image_size // patch_size) ** 2 + 1, dim))
+        self.blocks = nn.ModuleList(PreNormBlock(dim, heads, hidden) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch_embed(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(x.size(0), -1, -1), x], dim=1) + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])

@@ -100,6 +100,8 @@ DRAWS: Mapping[str, Draw] = {
     "lengths": lambda generator, n: torch.randint(1, n + 3, (BATCH,), generator=generator),
     "growth": lambda generator, n: 1 + torch.rand(n, 1, generator=generator),
     "words": lambda generator, n: torch.randint(4, 31, (BATCH, n), generator=generator),
+    "more_words": lambda generator, n: torch.randint(4, 31, (BATCH, n + 2), generator=generator),
+    "picture": _of_shape(lambda _: (BATCH, 3, 8, 8)),
     "zero": lambda *_: 0,
     "angles": lambda _, n: _angles(n),
     "places": lambda _, n: torch.arange(n).flip(0),

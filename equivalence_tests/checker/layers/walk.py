@@ -30,6 +30,7 @@ class Walk:
         module: The model, prepared.
         sizes: Of the tensors.
         contained: For each part that was examined, whether it adds its own residual; None if that is not known.
+        unread: The parts that could not be read, each by what it shares with others.
         intended: Which deviations are on purpose.
         watched: What was found where it stands, in a run of the whole: path -> report on the attention there.
         held: Gives the same reports, each compared with torch's own program.
@@ -45,6 +46,7 @@ class Walk:
     module: nn.Module
     sizes: Sizes
     contained: dict[tuple[Any, ...], bool | None] = field(default_factory=dict)
+    unread: set[tuple[Any, ...]] = field(default_factory=set)
     watched: dict[str, Report] = field(default_factory=dict)
     held: Callable[[], dict[str, Report]] = dict
     ran: Run | None = None

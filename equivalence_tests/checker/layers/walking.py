@@ -128,7 +128,7 @@ def _examine_subject(subject: Subject, name: str) -> Report:
             say_that_it_does_not_run(walk, errors, mistakes)
         else:
             add_model(walk, run)
-    report = _concluded(walk.report, subject)
+    report = _concluded(walk.report, subject, bool(walk.unread))
     if run is not None and not walk.inline and _may_be_equal(report):
         _hold(walk, run, subject)
     return report
@@ -145,6 +145,7 @@ def _hold(walk: Walk, run: ModelRun, subject: Subject) -> None:
     """Hold the whole against a program of torch's parts; what the stages could not follow in it is followed there."""
     module, report = walk.module, walk.report
     kinds = {path: _kind_in_whole(walk, path, kind) for path, kind in atoms_of(module).items() if kind}
+    kinds = {path: kind for path, kind in kinds.items() if mark_of(module.get_submodule(path)) not in walk.unread}
     marks = {path: walk.equivalents.get(mark_of(module.get_submodule(path))) for path in kinds}
     parts = {path: found for path, found in marks.items() if found is not None}
     whole = Whole(report.target, subject.function, module, run, kinds, parts, walk.heads, walk.masks, walk.intended)
@@ -253,7 +254,7 @@ def _is_attention_alone(module: nn.Module) -> bool:
     return len(matrices) <= MOST_PROJECTIONS and not any(guess_kind(m) == "layer_norm" for m in module.modules())
 
 
-def _concluded(report: Report, subject: Subject) -> Report:
+def _concluded(report: Report, subject: Subject, unread: bool) -> Report:
     if not report.checks and type(subject.module).__module__.startswith("torch."):
         report.checks.append(CheckResult("torch.nn's own modules", "passed", "what others are compared with"))
     if not report.checks:
@@ -262,7 +263,8 @@ def _concluded(report: Report, subject: Subject) -> Report:
         )
     unchecked = [c for c in report.checks if c.outcome == "skipped"]
     failed = [c for c in report.checks if c.outcome == "failed"]
-    if any(c.outcome == "passed" for c in report.checks) and not any(c.name.endswith(NEEDED) for c in unchecked):
+    needed = unread or any(c.name.endswith(NEEDED) for c in unchecked)
+    if any(c.outcome == "passed" for c in report.checks) and not needed:
         report.coverage += [Exercise(c.name, False, c.detail) for c in unchecked]
         unchecked = []
     least: Verdict = "partial" if report.not_exercised else "equal"
@@ -299,6 +301,8 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
     elif kind == "attention":
         part = _as_called_here(walk, path, child, part)
     walk.contained[mark_of(child)] = _adds_residual(part)
+    if part.verdict == "unchecked":
+        walk.unread.add(mark_of(child))
     if part.equivalent is not None and part.equivalent.source and part.verdict in ("equal", "partial"):
         walk.equivalents[mark_of(child)] = part.equivalent
     _add_part(walk, path, part)

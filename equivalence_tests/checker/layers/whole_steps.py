@@ -16,13 +16,13 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.whole_sums import Sums
 from equivalence_tests.checker.layers.whole_values import (
     ACTS,
-    FEATURES,
     PASSES,
     POOLS,
     SHAPED,
     Labels,
     Terms,
     Value,
+    lies_in_order,
     lies_whole,
     places_of,
     relaid,
@@ -37,6 +37,7 @@ from equivalence_tests.checker.reporting.lines import Frames, code_lines
 
 OF_POSITIONS = "positional_encoding"
 NAMES = ("GELU", "tanh-GELU", "sigmoid-GELU", "SiLU", "squared ReLU", "Mish")  # of what is written out
+IN_ORDER = ("attention", "feed_forward", "layer_norm", "layer", "linear")
 MOST_OPERATIONS = 12  # of which an activation is written out
 NOT_FOLLOWED = (RuntimeError, IndexError, KeyError, ValueError, TypeError, AttributeError)
 
@@ -197,8 +198,8 @@ class Follower:
             places = places_of(outputs[0].shape)  # patches of an image
         if places is None:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
-        if kind in ("attention", "feed_forward", "layer_norm", "layer") and not all(lies_whole(x.places) for x in data):
-            self.sums.say(f"the tokens that {path} is given lie in another order", "project")
+        if kind in IN_ORDER and not all(lies_whole(x.places) for x in data if x.places.dim()):
+            self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
         if kind == "layer_norm" and self._stands_beside_a_norm(path, data[0]):
             self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")
         self._give(outputs[:1], Value(((label, 1.0),), places))
@@ -218,9 +219,9 @@ class Follower:
             self.sums.say(f"{path} reads what is not the stream of tokens", "project")
         for other in others:
             apart = self.labels.ancestors(query.terms).isdisjoint(self.labels.ancestors(other.terms))
-            if other.terms != query.terms and not apart:
+            if not apart and not other.is_same(query):
                 self.sums.say(f"{path} takes keys or values from another tensor than its queries", "project")
-        if len(others) > 1 and others[0].terms != others[1].terms:
+        if len(others) > 1 and not others[0].is_same(others[1]):
             self.sums.say(f"{path} takes values from another tensor than its keys", "project")
 
     def _looked_up(self, path: str, index: Tensor, output: Tensor) -> None:
@@ -247,7 +248,7 @@ class Follower:
             return
         if not data:
             self._of_constants(operation)
-        elif name in PASSES and len(data) == 1 and id(inputs[0]) in self.values:
+        elif name in PASSES and len(data) == 1 and id(inputs[0]) in self.values and not _rounds(operation):
             self._moved(operation, data[0])
         elif name in ("add", "sub", "rsub") and len(operation.inputs) == 2:
             self._added(operation, -1.0 if name == "sub" else 1.0)
@@ -263,7 +264,7 @@ class Follower:
             self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
         elif name in POOLS and data[0].places.dim() > operation.outputs[0].value.dim():
             self._pooled(name, data[0], operation)
-        elif name in ("softmax", "log_softmax") and self.labels.kind(data[0]) == "linear":
+        elif name in ("softmax", "log_softmax") and self.labels.kind(data[0]) == "linear" and _weighs(operation):
             self._function("softmax", name, data, operation)
         elif name == "cat" and len(data) == 1 and all(id(x) in self.learnt or id(x) in self.values for x in inputs):
             self._put_before(operation, data)
@@ -288,10 +289,13 @@ class Follower:
         places = places_of(torch.Size((*out.value.shape, 1)))[..., 0]
         self._new("given", f"{operation.name} of ids", data, [out.tensor], places)
 
-    def _strange(self, operation: Operation, data: list[Value]) -> None:
+    def _say_strange(self, operation: Operation) -> None:
         line = code_lines(operation.frames)[-1:]
         where = f" (line {line[0].number}: {line[0].text})" if line else ""
         self.sums.say(f"{operation.name} between the parts{where}", "project")
+
+    def _strange(self, operation: Operation, data: list[Value]) -> None:
+        self._say_strange(operation)
         self._function("strange", f"{operation.name} {operation.index}", data, operation)
 
     def _function(self, kind: str, words: str, data: list[Value], operation: Operation) -> None:
@@ -401,6 +405,8 @@ class Follower:
         known = [self.learnt[id(x)] for x in inputs if id(x) in self.learnt]
         if not known or not all(slot.value.is_floating_point() for slot in operation.outputs):
             return
+        if _rounds(operation):
+            self._say_strange(operation)
         names, places = known[0]
         if operation.name == "embedding":
             self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
@@ -419,9 +425,8 @@ class Follower:
         self.returned = known[0].terms
         for value in known[:1]:
             self.sums.used(value, "the output")
-            tokens = value.places[..., :1].flatten() // FEATURES if value.places.dim() else torch.zeros(1)
-            if bool((tokens.diff() < 0).any()):
-                self.sums.say("the tokens that come back lie in another order", "output")
+            if value.places.dim() and not lies_in_order(value.places):
+                self.sums.say("the tokens or features that come back lie in another order", "output")
             for label, _ in value.terms:
                 self.labels.users.setdefault(label, set()).add("output")
 
@@ -438,3 +443,15 @@ class Follower:
         label = self.labels.add(kind, words, data)
         self._give(tensors, Value(((label, 1.0),), places))
         return label
+
+
+def _rounds(operation: Operation) -> bool:
+    """Whether numbers are rounded to half precision."""
+    return operation.outputs[0].value.dtype in (torch.float16, torch.bfloat16)
+
+
+def _weighs(operation: Operation) -> bool:
+    """Whether a softmax goes over the features."""
+    found = operation.outputs[0].value
+    total = (found if operation.name == "softmax" else found.exp()).sum(-1)
+    return near(total, torch.ones_like(total))

@@ -79,8 +79,13 @@ class Sums:
         """
         for path, labels in calls.items():
             kinds = [self.labels.made[label].kind for label in labels]
-            if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or len([k for k in kinds if k == "table"]) > 1:
+            owner = {self.labels.made[label].kind for label in calls.get(path.rpartition(".")[0], ())} - {"embedding"}
+            tables = kinds.count("table") + len(owner) * ("table" in kinds)
+            if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or tables > 1:
                 self.say(f"{path} takes part {len(labels)} times, with other inputs", "residual")
+        for label, made in self.labels.of_kind("softmax"):
+            if self.labels.users.get(label, set()) != {"output"} or label in self.labels.summed:
+                self.say(f"{made.words} stands between the parts", "gate")
         for label, made in self.labels.of_kind("activation"):
             users = self.labels.users.get(label, set())
             ends = users <= {"linear", "product", "layer_norm"} or self.labels.is_pooled(made)

@@ -41,6 +41,10 @@ class Value:
         """The one label that it is; "" for a sum, or something scaled."""
         return self.terms[0][0] if len(self.terms) == 1 and self.terms[0][1] == 1 else ""
 
+    def is_same(self, other: "Value") -> bool:
+        """Whether it is the same sum, each token and feature at the same place."""
+        return self.terms == other.terms and torch.equal(self.places, other.places)
+
 
 def summed(one: Terms, other: Terms, factor: float = 1.0) -> Terms:
     """Add two sums.
@@ -167,7 +171,10 @@ def relaid(before: Tensor, shape: torch.Size) -> Tensor | None:
 
 
 def lies_whole(places: Tensor) -> bool:
-    """Whether the last axis holds all features of a token, in order."""
-    return torch.equal(places % FEATURES, torch.arange(places.size(-1)).expand(places.shape)) and torch.equal(
-        places // FEATURES, (places[..., :1] // FEATURES).expand(places.shape)
-    )
+    """Whether the last axis holds features of one token, in order."""
+    return bool((places.diff(dim=-1) == 1).all())
+
+
+def lies_in_order(places: Tensor) -> bool:
+    """Whether along each axis come later tokens, or later features."""
+    return all(bool((places.diff(dim=axis) > 0).all()) for axis in range(places.dim()))
