@@ -1,4 +1,4 @@
-"""Somebody's own model, called in their own way: every attention that runs in it is judged where it stands."""
+"""Check every attention that runs in a model when it is called with the user's own inputs."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ NO_ATTENTION = "No attention runs in"
 def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, str]) -> list[Report]:
     """Run a call once, watched, and judge every attention in it.
 
-    A module is copied, put into eval and into float64; where it does not run so, it stays in its own precision.
+    A module is copied, put into eval mode and into float64, or left in its own precision if it does not run in float64.
 
     Args:
         function: The model, or any function of tensors.
@@ -56,7 +56,7 @@ def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, s
         try:
             output = Call(ready, given_args, given_kwargs).run(read=False).output
             if dtype is not None and any(bool(x.isnan().any()) for x in tensors_in((output,))):
-                continue  # the least float64 is no float32: code that makes a mask of it in its own precision gets NaN
+                continue  # a mask filled with the lowest float64 overflows in code that casts it to float32: NaN
         except Exception as error:  # the user's code may raise anything
             last = said(error) + raised_at(error)
             continue
@@ -104,7 +104,7 @@ def _scripted(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _compared(scripted: Mapping[str, Any], name: str, intended: Mapping[str, str]) -> Iterator[Report]:
-    """Compare the output of what can be called as an attention by itself, and cannot be watched."""
+    """Compare the outputs of scripted parts, which cannot be watched, if they can be called as attentions."""
     for path, part in scripted.items():
         with contextlib.suppress(CannotCheckError):
             report = examine_attention(part, name, Adapter(intended=intended))
@@ -128,7 +128,7 @@ def _prepared(function: Any, args: Any, kwargs: Any, dtype: torch.dtype | None) 
             copied = copy.deepcopy(owner)
         except Exception as error:
             raise CannotCheckError(f"The model cannot be deep-copied: {type(error).__name__}: {error}") from error
-        copied.eval()  # a train() of the user's own may return nothing
+        copied.eval()  # not chained: a user's own train() may return None
         copied = copied if dtype is None else copied.to(dtype)
         function = copied if owner is function else MethodType(function.__func__, copied)
     return function, *in_dtype((args, kwargs), dtype)

@@ -1,4 +1,4 @@
-"""Decoding with a cache, step by step and in two chunks, held against the same tokens in one pass."""
+"""Decoding with a cache, step by step and in two chunks, compared with the same tokens in one pass."""
 
 import copy
 import importlib
@@ -29,7 +29,7 @@ from equivalence_tests.checker.reporting.findings import Exercise, Finding
 from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
 
 TOKENS = 6
-ROUNDS = 6  # operations of one step that may depart beside one another
+ROUNDS = 6  # departures of one step that are looked for
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
@@ -40,13 +40,17 @@ SWITCHES = re.compile(
 
 
 class _Protocol(NamedTuple):
-    """One way in which code may keep keys and values from step to step: the arguments that it uses, and what these get.
+    """One way in which code may keep keys and values from step to step.
 
-    That is what ``first`` gives, and then one of the things that come back; the same object where none is fed back.
+    Args:
+        names: The argument that takes the cache, "" for none, and all arguments that serve it.
+        detail: The same in words.
+        first: Gives the cache of the first step.
+        fed_back: Which of the returned values the next step takes as the cache; None if it takes the same object.
     """
 
     names: tuple[str, ...]
-    detail: str  # in words
+    detail: str
     first: Callable[[], Any]
     fed_back: int | slice | None = None
 
@@ -73,7 +77,7 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
     if not names or unread_arguments(trial.function).issuperset(names):
         return [Exercise(name, True, NEVER_READ) for name in names], []
     if not _attends_to_itself(trial) or trial.plan.positional:
-        return [Exercise(name, False, "its call does not show what is kept") for name in names], []
+        return [Exercise(name, False, "how to call it with a cache is not known") for name in names], []
     reasons: list[str] = []
     for causal in _causal_ways(trial):
         for protocol in _protocols(trial, names):
@@ -82,27 +86,27 @@ def exercised_cache(trial: Trial) -> tuple[list[Exercise], list[Finding]]:
                 refused, findings = answer.value
                 ran = [Exercise(name, True, protocol.detail) for name in names]
                 return [*ran, *refused, *_limits_not_reached(trial)], findings
-            error = answer.error  # this is not how this cache is used; another way may be
+            error = answer.error  # another way to use this cache may work
             reasons.append(str(error) if isinstance(error, CannotCheckError) else said(error) if error else "")
-    why = next(iter(dict.fromkeys(reasons)), "no full pass hides the future, so that steps cannot be held against it")
+    why = next(iter(dict.fromkeys(reasons)), "no full pass hides the future, so that steps cannot be compared with it")
     return [Exercise(name, False, why) for name in names], []
 
 
 def _limits_not_reached(trial: Trial) -> Iterator[Exercise]:
-    """List the lengths of caches that an instance holds and that no call came to: what is dropped then was not run."""
+    """List the cache lengths of an instance that no call reached: whether it drops the right tokens was not run."""
     for name, value in vars(trial.function).items() if isinstance(trial.function, nn.Module) else ():
         if type(value) is int and value > TOKENS and "cache" in name.lower():
             yield Exercise(f"a cache of more than {name} = {value} tokens", False, f"{TOKENS} tokens were decoded")
 
 
 def _attends_to_itself(trial: Trial) -> bool:
-    """Whether one tensor may be queries, keys and values: it is, or there is an argument for each, or for a memory."""
+    """Whether it can attend to its own input: with one argument, with one each for q, k and v, or with a memory."""
     given = {role for _, role in trial.plan.roles}
     return trial.plan.self_attention or ("query" in given and ("memory" in given or {"key", "value"} <= given))
 
 
 def _causal_ways(trial: Trial) -> Iterator[Hiding]:
-    """Whatever hides the future in a pass over all tokens: the code itself, a switch, or a mask in some form."""
+    """Find what hides the future in a pass over all tokens: the code itself, a switch, or a mask in some form."""
     mask, sizes = trial.plan.mask_parameter, trial.sizes
 
     def masked(form: MaskForm, start: int, stop: int) -> dict[str, Any]:
@@ -115,19 +119,19 @@ def _causal_ways(trial: Trial) -> Iterator[Hiding]:
     alone = [partial(given, {}), *(partial(given, {name: True}) for name in causal_switches(trial))]
     forms = [form for form in mask_forms() if mask and form.pattern in ("shared", "full")]
     for way in (*alone, *(partial(masked, form) for form in forms)):
-        if ask(partial(_hides_the_future, trial, way)).value:  # it may be no form of its mask
+        if ask(partial(_hides_the_future, trial, way)).value:  # its mask may not take this form
             yield way
 
 
 def _hides_the_future(trial: Trial, way: Hiding) -> bool:
     extra, last = way(0, TOKENS), TOKENS - 1
-    if bool(probed(trial, TOKENS, extra, [last])[:, :-1].any()):  # most ways show the future: two calls say so
+    if bool(probed(trial, TOKENS, extra, [last])[:, :-1].any()):  # two calls rule out most ways, which show the future
         return False
     return pattern_of(probed(trial, TOKENS, extra).any(0), ahead_of(TOKENS)) == "causal"
 
 
 def _protocols(trial: Trial, names: list[str]) -> Iterator[_Protocol]:
-    """List what may be handed over from step to step, the likeliest first."""
+    """List the ways in which a cache may be passed from step to step, the likeliest first."""
     parameters = {p.name: p for p in parameters_of(trial.function)}
     places = [name for name in names if POSITION.search(name)]
     holders = [name for name in names if name not in places and not _is_switch(parameters[name])]
@@ -144,7 +148,7 @@ def _is_switch(parameter: inspect.Parameter) -> bool:
 
 
 def _objects(parameter: inspect.Parameter) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What can be made without arguments: the class of the annotation, transformers' cache, a dict, a list."""
+    """What an empty cache may be: an object of the annotated class, transformers' cache, a dict, a list."""
     for annotation in (parameter.annotation, *getattr(parameter.annotation, "__args__", ())):
         if inspect.isclass(annotation) and annotation not in (type(None), Tensor, tuple, list, dict, bool, int):
             yield f"a {annotation.__name__}", annotation
@@ -155,7 +159,7 @@ def _objects(parameter: inspect.Parameter) -> Iterator[tuple[str, Callable[[], A
 
 
 class _Step(NamedTuple):
-    """What one step gave, as (batch, tokens, features) and as it came back, and what ran in it."""
+    """The output of one step, as (batch, tokens, features) and as it was returned, and what ran in it."""
 
     output: Tensor
     returned: Tensor
@@ -164,7 +168,7 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class _Decoder:
-    """Decodes tokens, (batch, tokens, features), with a cache, and without."""
+    """Decodes tokens of shape (batch, tokens, features), with and without a cache."""
 
     trial: Trial
     protocol: _Protocol
@@ -177,11 +181,11 @@ class _Decoder:
         return self.trial.output(Inputs(x, x, x), self.hiding(0, length))
 
     def steps(self, lengths: Sequence[int], right: Mapping[int, Tensor] | None = None) -> Iterator[_Step]:
-        """Decode on a copy of the module, so that what it keeps does no harm.
+        """Decode with the cache, on a copy of the module, which may keep keys and values.
 
         Args:
             lengths: How many tokens each step is given.
-            right: What operations of the last step are to give, by their index.
+            right: The values to substitute for the outputs of operations of the last step, by their index.
         """
         function = copy.deepcopy(self.trial.function) if isinstance(self.trial.function, nn.Module) else None
         trial, protocol = replace(self.trial, function=function or self.trial.function), self.protocol
@@ -213,7 +217,7 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
         if error is not None:  # in the step after those that are done
             if not done or decoder.protocol.fed_back is None or isinstance(error, CannotCheckError):
                 raise error
-            if lengths[len(done)] > 1:  # made for one token at a step, as was run before
+            if lengths[len(done)] > 1:  # it takes one token at a step, and was run that way
                 why = f"{said(error)}{raised_at(error)}"
                 refused.append(Exercise(f"several tokens at a step, {detail}", False, why))
                 continue
@@ -232,7 +236,7 @@ def _compared(decoder: _Decoder) -> tuple[list[Exercise], list[Finding]]:
 
 
 def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
-    """The first line at which a step departs from one pass, if the step is right once its numbers are put right."""
+    """The first line at which a step departs from one pass, if the step is right with the right numbers there."""
     lengths = (max(lengths[0], 3), lengths[-1])
     with Recorder() as whole:
         want = decoder.whole(sum(lengths))[:, lengths[0] :]
@@ -257,13 +261,13 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def _are_keys_and_values(handed: Any) -> bool:
-    """Whether two tensors may be keys and values: of as many tokens and heads."""
+    """Whether these are two tensors of as many tokens and heads, as keys and values are."""
     tensors = [x for x in handed if isinstance(x, Tensor) and x.dim() > 2]
     return len(tensors) == len(handed) == 2 and tensors[0].shape[:-1] == tensors[1].shape[:-1]
 
 
 def _holds(handed: Any) -> bool:
-    """Whether something is a cache with something in it: attention weights come back too, as one tensor."""
+    """Whether it is a cache with something in it; a single tensor may also be attention weights."""
     if handed is None or isinstance(handed, (Tensor, bool, int, float)):
         return isinstance(handed, Tensor) and handed.dim() == KEYS_AND_VALUES
     if isinstance(handed, (dict, list, tuple)):
@@ -274,12 +278,12 @@ def _holds(handed: Any) -> bool:
 
 
 def _kept(function: nn.Module | None) -> dict[str, Tensor]:
-    """The tensors that a module keeps beside its parameters."""
+    """The tensors that a module keeps besides its parameters."""
     return {name: x for name, x in held_by(function).items() if isinstance(x, Tensor)}
 
 
 def _sizes(function: nn.Module | None) -> dict[str, float]:
-    """How large these are: other numbers have another size."""
+    """The sums of squares of these, which change when the tensors do."""
     return {name: float(x.double().square().sum()) for name, x in _kept(function).items()}
 
 
@@ -296,7 +300,7 @@ def _angles(trial: Trial, start: int, stop: int) -> dict[str, Any]:
 
 
 def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: Any) -> dict[str, Any]:
-    """What a step is called with beside its tokens: the cache, its switches, and where the step begins."""
+    """The arguments of a step besides its tokens: the cache, its switches, and the position of the first token."""
     parameters = {p.name: p for p in parameters_of(trial.function)}
     holder, *names = protocol.names
     given: dict[str, Any] = {holder: handed} if holder else {}

@@ -1,7 +1,7 @@
-"""The small checks of an attention whose formula was found right: precision, the same numbers in each call.
+"""The small checks of an attention whose formula is right, such as its float32 error, or that two calls agree.
 
-Each is a function ``check_*`` of a call whose attention is right, and what was found out so far. It returns what it
-saw, raises ``FailedError`` with what is wrong, or ``SkippedError`` with why it does not apply.
+Each is a function ``check_*`` of the call and the report so far. It returns what it saw, raises ``FailedError`` with
+what is wrong, or ``SkippedError`` with why it does not apply.
 """
 
 import copy
@@ -28,7 +28,7 @@ from equivalence_tests.instruments.differences import compare_errors
 
 Check = Callable[[Situation, Report], str]
 KEPT = frozenset(name for name, mistake in MISTAKES.items() if mistake.kept)
-# What the comparison with torch's program answers: the check, and what should be true.
+# Answered by the comparison with torch's program: the check, and what should be true.
 ANSWERED = {
     "check_gradients": "The gradients of the arguments are those of torch's program",
     "check_returned_weights": "The returned weights are the ones that were used, for each head or averaged",
@@ -44,18 +44,18 @@ class SkippedError(Exception):
 
 
 def attention_checks() -> list[Check]:
-    """List the checks that make calls of their own, in the order of the report, which is their order in this file."""
+    """List the checks that make calls of their own, in the order of this file, which is that of the report."""
     return [check for name, check in globals().items() if name.startswith("check_")]
 
 
 def all_checks() -> dict[str, str]:
-    """Give for each check what should be true."""
+    """Say for each check what should be true."""
     said = {check.__name__: (check.__doc__ or "").partition("\n")[0].rstrip(".") for check in attention_checks()}
     return ANSWERED | said
 
 
 def judge_checks(report: Report) -> None:
-    """Let a check that fails decide the verdict; what fails without a name is reported as it is."""
+    """Make the verdict "deviates" if a check failed; without a finding, the reason says what should be true."""
     failed = [check.name for check in report.checks if check.outcome == "failed" and check.name not in NOT_JUDGED]
     report.verdict = "deviates" if failed else report.verdict
     if failed and not report.findings:
@@ -64,12 +64,12 @@ def judge_checks(report: Report) -> None:
 
 
 def run_check(check: Check, situation: Situation, report: Report) -> CheckResult:
-    """Run one check: any exception of the user's code fails it."""
+    """Run one check; an exception raised by the user's code fails it."""
     name, answer = check.__name__, ask(partial(check, situation, report))
     match answer.error:
         case None:
             return CheckResult(name, "passed", answer.value or "")
-        case SkippedError() | NotImplementedError() as error:  # of the user's code, which says so itself
+        case SkippedError() | NotImplementedError() as error:  # the user's code may raise the latter
             return CheckResult(name, "skipped", str(error) or "it raises NotImplementedError")
         case FailedError() as error:
             return CheckResult(name, "failed", str(error))

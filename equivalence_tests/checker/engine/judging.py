@@ -1,4 +1,4 @@
-"""Hold the attentions of a call against torch's formula, stage after stage."""
+"""Compare the attentions of a call with torch's formula, stage by stage."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,12 +27,12 @@ from equivalence_tests.checker.engine.running import Call, Examination
 from equivalence_tests.checker.engine.same import LOOSE, SINGLE
 
 ROUNDS = 8
-# The stages between the product of queries and keys and what the values are averaged to.
+# The stages from the product of queries and keys to the averaged values.
 WEIGHING = ("scale", "scores", "mask", "softmax", "context")
 
 
 def judge(attention: Attention, expected: Mapping[int, Expectation]) -> Judgement:
-    """Hold an attention against torch's formula."""
+    """Compare an attention with torch's formula."""
     found = Judgement(attention)
     found.departures += layout_departures(attention)
     if not found.blocked() and attention.tiled:
@@ -64,7 +64,7 @@ def _divided_later(found: Judgement) -> bool:
 
 
 def _of_context(found: Judgement, expected: Mapping[int, Expectation]) -> Iterator[Departure]:
-    """Values that are rotated as the keys are, and rotated back once they are averaged, are intended."""
+    """Judge the averaged values; values that are rotated like the keys, and back once averaged, are intended."""
     attention = found.attention
     rotated = [departure for departure in found.departures if departure.name == "rotary_values"]
     back = rotated_back(attention) if rotated and len(attention.parts) == 1 else False
@@ -85,7 +85,7 @@ def padding_of(attention: Attention, expected: Mapping[int, Expectation]) -> Ten
 
 
 def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> None:
-    """Parts that add up to the weights of one query are judged by what comes out."""
+    """Judge tiles, which only together hold all weights of a query, by the output."""
     attention = found.attention
     for part in attention.parts:
         operands = _judge_operands(found, part)
@@ -98,7 +98,7 @@ def _judge_tiles(found: Judgement, expected: Mapping[int, Expectation]) -> None:
 
 
 def _judge_beside(found: Judgement, part: Part, operands: list[Operand], expected: Expectation) -> None:
-    """A part whose scores lie beside those of others in one softmax: its scale and its mask can be read."""
+    """Judge the scale and the mask of a part whose scores share one softmax with those of others."""
     model = read_weights(found.attention.run, part, part.contexts[0])
     found.models.append(model)
     for departure in Scores(found.attention, part, operands, model, expected).beside_others():
@@ -132,7 +132,7 @@ def _judge_part(found: Judgement, part: Part, expected: Expectation) -> None:
 
 
 def _once(departures: list[Departure]) -> list[Departure]:
-    """The same departure of several parts, in one line, is one, or of queries and keys; its patches belong together."""
+    """Merge the same departure, with its patches, where several parts, or queries and keys, have it in one line."""
     kept: dict[tuple[object, ...], Departure] = {}
     for departure in departures:
         of_both = departure.stage == "rotary" and not departure.facts
@@ -142,7 +142,7 @@ def _once(departures: list[Departure]) -> list[Departure]:
 
 
 def examine(call: Call, expecting: Expecting | None = None) -> Examination:
-    """Find the attentions of a call, judge each, and put right what keeps the rest from being read."""
+    """Find the attentions of a call and judge each, patching what keeps the rest from being read."""
     names: dict[int, Tensor] = {}
     found = Examination(call, call.run())
     for _ in range(ROUNDS):
@@ -159,7 +159,7 @@ def examine(call: Call, expecting: Expecting | None = None) -> Examination:
 
 
 def _keep(found: Examination, judgements: list[Judgement]) -> None:
-    """Add what is new: the attentions are those of the run before, in the same order."""
+    """Add the departures that are new; the attentions are those of the previous run, in the same order."""
     if len(judgements) < len(found.judgements):
         return
     found.judgements = judgements

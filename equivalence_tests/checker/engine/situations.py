@@ -1,4 +1,4 @@
-"""One way to call what is checked, what it was given, and what was seen in it."""
+"""One way to call what is checked, its inputs, and what was found in the call."""
 
 import itertools
 from collections.abc import Iterator
@@ -31,16 +31,16 @@ OF_TOKENS = {"query": "q", "key": "k", "value": "v", "memory": "kv", "input": "q
 
 @dataclass(eq=False)
 class Situation:
-    """One way to call the subject, and what came of it.
+    """One way to call the subject, and what was found in the call.
 
     Args:
         subject: What is checked.
         trial: How it is called.
-        inputs: What it was given.
+        inputs: Its inputs.
         call: The call.
-        found: What was seen in it.
-        extra: What departs outside the attention itself: inputs, weights, residual.
-        understood: The form of mask in which nothing departs; None where no mask was read.
+        found: The attentions of the call, judged.
+        extra: The departures outside the attention itself: inputs, weights, residual.
+        understood: The form of mask that the code reads without a departure; None if no mask was tried.
         other_masks: The same, called with each of the other masks.
     """
 
@@ -55,17 +55,17 @@ class Situation:
 
     @property
     def plan(self) -> CallPlan:
-        """What its arguments are."""
+        """What each argument is."""
         return self.trial.plan
 
     @property
     def departures(self) -> list[Departure]:
-        """All that departs, in the order of the stages."""
+        """All departures, in the order of the stages."""
         return [*(d for found in self.found.departures for d in found), *self.extra]
 
     @property
     def judgement(self) -> Judgement | None:
-        """Of the first attention."""
+        """What was found out about the first attention."""
         return self.found.judgements[0] if self.found.judgements else None
 
     @property
@@ -80,12 +80,12 @@ class Situation:
 
     @property
     def blocked(self) -> bool:
-        """Whether something kept the rest from being read."""
+        """Whether something keeps the later stages from being read."""
         return not self.found.judgements or any(j.blocked() for j in self.found.judgements)
 
 
 def trials_for(subject: Subject, errors: Errors) -> list[Trial]:
-    """List the ways to call it; those whose names say what each argument is are believed."""
+    """List the ways to call it: those that follow the names of all arguments, or else every one that runs."""
     if subject.adapter.call is not None:
         plan = CallPlan(tuple((role, role) for role in ("query", "key", "value", "mask")), "b l e", positional=True)
         return [Trial(subject.function, plan, subject.sizes, subject.dtype, subject.adapter.call)]
@@ -99,7 +99,7 @@ def trials_for(subject: Subject, errors: Errors) -> list[Trial]:
 
 
 def likeliest(subject: Subject, trials: list[Trial]) -> Situation:
-    """The way to call it in which least departs; where names say what arguments mean, the first one."""
+    """The way to call it with the fewest departures, or the first, if the names say what the arguments mean."""
     best: Situation | None = None
     for trial in _alternatives(trials) if trials[0].plan.named and subject.module is not None else trials[:6]:
         situation = situation_of(subject, trial)
@@ -112,16 +112,16 @@ def likeliest(subject: Subject, trials: list[Trial]) -> Situation:
 
 
 def _alternatives(trials: list[Trial]) -> list[Trial]:
-    """The first way to call it, on all heads and on one, with each mask that may hide nothing if one is required.
+    """The first way to call it, on all heads or on one, with each mask that may mean "hide nothing", if it needs one.
 
-    Where torch's own attention runs in it, and takes the length first as it does by default, so may its caller.
+    If torch's attention runs in it with its default layout, (len, batch, features), the code may have that layout too.
     """
     plan, sizes, function = trials[0].plan, trials[0].sizes, trials[0].function
     modules = function.modules() if isinstance(function, nn.Module) else ()
     if any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in modules):
         length_first = [trial for trial in trials if trial.plan.layout == "l b e" and trial.plan.roles == plan.roles]
         plan = next((one.plan for one in (trials[0], *length_first) if one.keeps_samples_apart), plan)
-    layouts = HEADS if plan.layout in HEADS else (plan.layout,)  # which of them is meant, no name says
+    layouts = HEADS if plan.layout in HEADS else (plan.layout,)  # no name says which of them it is
     laid = [trial for trial in trials if trial.plan.layout in layouts]
     alike = [trial for trial in laid if replace(trial.plan, neutral=plan.neutral, layout=plan.layout) == plan]
     return [trial for trial in alike if replace(trial.sizes, num_heads=sizes.num_heads) == sizes]
@@ -134,7 +134,7 @@ def _rank(situation: Situation) -> tuple[bool, bool, bool, int]:
 
 
 def shifts_scores(situation: Situation) -> bool:
-    """Whether the mask changes the scores of visible keys, or leaves none visible: True that is added counts as 1."""
+    """Whether the mask changes the scores of visible keys, as an added True does, or leaves no key visible."""
     run, function, mask = situation.found.run, situation.trial.function, situation.plan.mask_parameter
     parts = (part for judgement in situation.found.judgements for part in judgement.attention.parts)
     for operation, _, given in (step for part in parts for step in part.steps(run)):
@@ -155,7 +155,7 @@ def situation_of(
     size: float = 1.0,
     expecting: Expecting | None = None,
 ) -> Situation:
-    """Call it in one way, and look at what runs."""
+    """Call it in one way, and judge what runs."""
     inputs = replace(trial.inputs(seed=1).scaled(size), may_attend=may)
     call, roles = call_of(trial, inputs, form)
     found = examine(call, expecting)
@@ -167,7 +167,7 @@ def situation_of(
 
 
 def _named_by_heads(departure: Departure, situation: Situation) -> Departure:
-    """Name one head where there should be several, scaled as one of several; any other departure as it is."""
+    """Rename a departure of the scale that shows that the heads are never split; give back any other as it is."""
     heads, judgement = situation.subject.sizes.num_heads, situation.judgement
     if departure.stage != "scale" or heads < 2 or judgement is None:
         return departure
@@ -194,7 +194,7 @@ def call_of(trial: Trial, inputs: Inputs, form: MaskForm | None = None) -> tuple
 
 
 def _outside(situation: Situation, roles: dict[int, str], expecting: Expecting | None) -> Iterator[Departure]:
-    """What departs before the projections and after the merge."""
+    """The departures before the attention, in inputs and projections, and after the merge."""
     found = situation.found
     if not found.judgements:
         return
@@ -217,7 +217,7 @@ def _outside(situation: Situation, roles: dict[int, str], expecting: Expecting |
 
 
 def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What comes back, the names of its elements, and the tokens that should lie there; None if they are not known."""
+    """The output, the names of its elements, and the tokens that should be there; None if the names are not known."""
     run, plan = situation.found.run, situation.plan
     outputs = list(tensors_in((run.output,)))
     found = run.names.last_of(outputs[plan.output]) if plan.output < len(outputs) else None
@@ -231,7 +231,7 @@ def output_codes(situation: Situation) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def new_departures(known_ones: list[Departure], others: list[Departure]) -> list[Departure]:
-    """What is not known yet: another name, or the same in another line."""
+    """Those of the others that are not known yet: another name, or the same in another line."""
     old = {(d.name, d.lines[:1]) for d in known_ones}
     lines = {d.lines[:1] for d in known_ones if d.lines}
     fresh = []

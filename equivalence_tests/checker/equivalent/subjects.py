@@ -1,4 +1,4 @@
-"""The door to one attention: a class or function that is built, called, and held against torch in all it offers."""
+"""Check one attention: build the class or function, call it in every way it offers, and compare it with torch."""
 
 import re
 import time
@@ -46,7 +46,7 @@ from equivalence_tests.checker.reporting.lines import code_lines, raised_at
 from equivalence_tests.checker.reporting.report import Report
 
 FIXED = ("NameError", "ModuleNotFoundError")  # what no other argument or size would change
-MOST_SIZES = 3  # after which what could not be read at any is not tried at others
+MOST_SIZES = 3  # code that could be read at none of so many sizes is not tried at others
 
 
 def examine_attention(
@@ -55,7 +55,7 @@ def examine_attention(
     """Check an attention that has been imported already; the caller preserves the global state.
 
     Returns:
-        The report on the first sizes at which it could be read; what can be called is not excused at easier ones.
+        The report on the first sizes at which it could be read; no others are tried for a kinder verdict.
 
     Raises:
         CannotCheckError: If it cannot be built, or called as an attention.
@@ -83,7 +83,7 @@ def examine_attention(
 
 
 def _watched(subject: Subject, errors: Errors) -> Report | None:
-    """Watch one built subject run, in float64; in float32 where float64 cannot be called."""
+    """Check one built subject in float64, or in float32 if it cannot be called in float64."""
     subject.function = subject.copied()
     if subject.module is not None:
         subject.initial = {name: x.detach().clone() for name, x in subject.module.named_parameters()}
@@ -99,7 +99,7 @@ def _watched(subject: Subject, errors: Errors) -> Report | None:
 
 
 def _cannot_call(errors: list[str]) -> str:
-    """Say what the code answered; first what came from its last lines, where a call that fits its first ones ends."""
+    """List what the calls raised, what was raised furthest down the code first: that call came closest to fitting."""
     lines = {text: re.search(r":(\d+)\)$", text) for text in errors}
     last_first = sorted(lines, key=lambda text: -int(place[1]) if (place := lines[text]) else 0)
     shown = "\n".join(f"  {text}" for text in last_first[:4])
@@ -148,7 +148,7 @@ def diagnose_subject(subject: Subject, errors: Errors | None = None) -> Report |
 
 
 def _beyond_the_call(report: Report, situation: Situation) -> None:
-    """Go on from what one call showed: other inputs, then the whole against its equivalent."""
+    """Go on after the first call: other inputs, then the comparison of the whole with its equivalent."""
     called_plainly, judged = situation.subject.adapter.call is None, bool(situation.found.judgements)
     if report.verdict == "equal":
         _cover(report, situation)
@@ -165,7 +165,7 @@ def _beyond_the_call(report: Report, situation: Situation) -> None:
 
 
 def _callers_scale(situation: Situation) -> str:
-    """Say which numbers of our own choice the scores are scaled by; "" if there is none."""
+    """Say which scale the module was built with, if its caller chooses it; "" if not."""
     subject = situation.subject
     scales = callers_scales(type(subject.function)) if subject.built else {}
     chosen = {name: power for name, power in scales.items() if _scales(situation, subject.sizes.head_dim**power)}
@@ -193,7 +193,7 @@ def _factors(judgements: Sequence[Judgement]) -> list[float]:
 
 
 def _beyond(situation: Situation, found: list[Departure], report: Report) -> list[Departure]:
-    """What departs in other calls than the first."""
+    """List the departures that only other calls than the first show."""
     more: list[Departure] = []
 
     def add(others: list[Departure]) -> None:
@@ -220,7 +220,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
 
 
 def _check(report: Report, situation: Situation) -> None:
-    """Ask the small questions that no stage answers, and that the comparison with torch's program does not either."""
+    """Run the small checks: what neither the stages nor the comparison with torch's program cover."""
     report.checks = [run_check(check, situation, report) for check in attention_checks()]
     failed = [check for check in report.checks if check.outcome == "failed" and check.name in NOT_JUDGED]
     report.notes += [f"{check.name}: {check.detail}" for check in failed]
@@ -257,7 +257,7 @@ def _cover(report: Report, situation: Situation) -> None:
 
 
 def _what_is_missing(situation: Situation) -> str:
-    """What keeps it from being an attention."""
+    """Say what it lacks to be an attention."""
     names = situation.found.run.names
     products = [*names.products, *names.across]
     if not products:
@@ -268,7 +268,7 @@ def _what_is_missing(situation: Situation) -> str:
 
 
 def _ungrouped(subject: Subject, judgement: Judgement) -> Iterator[Exercise]:
-    """Heads that could share keys, where it was run only with as many key heads as query heads."""
+    """List grouped heads as not run if the class offers them and ran only with as many key heads as query heads."""
     heads, keys = counted_heads(judgement)
     if subject.built and heads == keys and asks_for_groups(type(subject.function)):
         yield Exercise("heads that share keys", False, "it was run only with as many key heads as query heads")

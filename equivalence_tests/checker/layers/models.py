@@ -1,4 +1,4 @@
-"""Run a whole model: are its layers chained, does the decoder read the encoder, do positions count?"""
+"""Run a whole model: are its layers chained, does the decoder read the encoder, does the order of tokens matter?"""
 
 import itertools
 import re
@@ -54,7 +54,7 @@ def _judged_masks(walk: Walk, run: ModelRun) -> Iterator[tuple[str, str, str]]:
 
 
 def _layer_around(path: str) -> str:
-    """The first module of a list that an attention stands in, or else the module around it."""
+    """The outermost module of a list that holds an attention, or else the module around it."""
     numbered = re.match(r"(.*?\.)?\d+(?=\.|$)", path)
     return numbered.group() if numbered else path.rpartition(".")[0]
 
@@ -65,7 +65,7 @@ def _called_at(called: Mapping[str, Frames], mistake: str, where: str) -> Frames
 
 
 def _ran_at(walk: Walk, mistake: str, where: str) -> Frames:
-    """The lines of a sub-module that show a mistake; where no position counts, those of the first to take one."""
+    """The lines of a sub-module that show a mistake; if no position has an effect, those that first use one."""
     ran = [op for op in walk.ran.operations if op.frames] if walk.ran is not None else []
     if walk.ran is not None and mistake == "no_positions":
         taken = ((op.frames, walk.ran.recorder.named(bits)) for op in ran for bits in op.origins)
@@ -76,7 +76,7 @@ def _ran_at(walk: Walk, mistake: str, where: str) -> Frames:
 
 
 def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequence[str]) -> None:
-    """List the whole among what was not run, with what it said, or name what shows in the ways in which it runs."""
+    """Name what shows in every way in which the model runs, or list the whole as not run, with the error."""
     if mistakes:
         seen = "it is called twice" if mistakes[0] == "random_in_eval" else "one sample of the batch is changed"
         evidence = f"seen when {seen}, in every way in which the model runs"
@@ -90,7 +90,7 @@ def say_that_it_does_not_run(walk: Walk, errors: Sequence[str], mistakes: Sequen
 
 
 def _model_rows(run: ModelRun) -> Iterator[tuple[str, str, str]]:
-    """Say what a model reads: what is right for one that classifies is wrong for one that predicts the next token."""
+    """Say whether outputs read later tokens: right in a classifier, wrong in a model that predicts the next token."""
     if run.length_first:
         yield "the model: layout", "(len, batch)", "(len, batch) unless batch_first"
     later = reads_later_tokens(run) if run.kind != "stack" else None
@@ -120,7 +120,7 @@ def _judge_stacks(run: ModelRun, ran: Run, stacks: list[Stack]) -> Iterator[Row]
 
 
 def _unused(module: nn.Module, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
-    """Name the norms, the embeddings and the layers that take no part, where what stands beside them does."""
+    """Name the norms, embeddings and layers that have no effect, unless the whole module around them has none."""
     idle, called = idle_modules(ran, module), {call.path for call in ran.recorder.calls}
     for stack, layers in stacks:
         left_out = [path for path in (f"{stack}.{i}" for i in range(len(layers))) if path not in called]
@@ -170,7 +170,7 @@ def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterat
 
 
 def _patches_are_mixed(module: nn.Module, run: ModelRun, stack: str) -> bool:
-    """Whether another patch changes more tokens than its own and one of the whole, where patches do not overlap."""
+    """Whether changing one patch changes more tokens than its own and a class token; patches must not overlap."""
     patches = [child for child in module.modules() if isinstance(child, nn.Conv2d)]
     if len(patches) != 1 or patches[0].kernel_size != patches[0].stride:
         return False
@@ -189,7 +189,7 @@ def _owner_of_patches(module: nn.Module) -> str:
 
 
 def _moved_with_its_place(module: nn.Module, run: ModelRun) -> str | None:
-    """Name what first gives a sample other numbers where it stands elsewhere in the batch; None if all is well."""
+    """Name the first module whose output for a sample depends on its place in the batch; None if there is none."""
     flipped = (run.source.flip(0), None if run.target is None else run.target.flip(0))
     if _same(run.call(run.source, run.target).flip(0), run.call(*flipped)):
         return None
@@ -210,7 +210,7 @@ def _holds_positions(module: nn.Module) -> bool:
 
 
 def _is_lost(call: Callable[[Tensor], Tensor], run: ModelRun, x: Tensor) -> bool:
-    """Whether exchanging the first two tokens leaves the last output alone, though it reads them."""
+    """Whether exchanging the first two tokens does not change the last output, though changing them does."""
     before, after, changed = (call(given)[:, -1] for given in (x, run.exchanged(x), run.replaced(x)))
     if torch.allclose(before, changed, rtol=1e-9, atol=1e-11):
         return False
@@ -257,14 +257,14 @@ def _inputs(ran: Run, path: str) -> list[Tensor]:
 
 
 def _chained(ran: Run, path: str, number: int) -> bool:
-    """Whether a layer of a stack reads something else than the first, or what the one before gives."""
+    """Whether a layer of a stack reads the output of the one before it, or at least not the same as the first."""
     first, given = (_inputs(ran, f"{path}.{i}") for i in (0, number))
     repeated = bool(given) and len(first) == len(given) and all(map(same_numbers, first, given))
     return not repeated or _reads(ran, f"{path}.{number}", f"{path}.{number - 1}")
 
 
 def _reads(ran: Run, reader: str, source: str) -> bool:
-    """Whether what a sub-module takes is made of what another gives; taken for granted if that one is not called."""
+    """Whether the input of a sub-module is made from the output of another; assumed if either is not called."""
     gives, takes = _call_of(ran, source), _call_of(ran, reader)
     if gives is None or takes is None:
         return True

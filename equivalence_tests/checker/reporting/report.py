@@ -1,4 +1,4 @@
-"""The answer to ``verify``, as data and on the screen."""
+"""The report of ``verify``, as data and on the screen."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -23,19 +23,19 @@ from equivalence_tests.checker.reporting.rendering import (
 
 @dataclass(repr=False)
 class Report(Shown):
-    """The answer to ``verify``: all that was found out about one attention, layer, part or model.
+    """The report of ``verify`` on one attention, layer, part or model.
 
     Args:
         target: What was checked.
         kind: What it is: "multi-head attention", "decoder layer", ...
         verdict: "equal" (except where ``intended``), "partial" (equal as far as it ran), "deviates" or "unchecked".
         findings: What is wrong.
-        suspected: What may be wrong, and no number shows; no line is blamed for it.
+        suspected: What may be wrong though no number shows it; no line is blamed for it.
         intended: What deviates from torch's formula on purpose.
         coverage: What the code offers, exercised or not.
         conventions: What was found out about the code: (what, as found, as torch.nn has it).
-        checks: The small checks.
-        notes: What else the user should know.
+        checks: The results of the small checks, such as that two calls agree.
+        notes: Anything else that the user should know.
         reason: Why it could not be checked, or what differs where no finding says so; "" otherwise.
         place: Path of the module that runs it, where it is one of several in a call; "" otherwise.
         equivalent: Torch's own program with the user's weights, where one was made.

@@ -1,4 +1,4 @@
-"""From the merged heads to what comes back: the output projection, the residual and the LayerNorm around it."""
+"""From the merged heads to the output: the output projection, and the residual and the LayerNorm around it."""
 
 from collections.abc import Iterator
 
@@ -31,11 +31,11 @@ WRAPS = {"out": "none", "input + out": "residual", "norm(input + out)": "post_no
 def ending_departures(
     attention: Attention, output: Tensor, codes: Tensor, wanted: Tensor, padding: Tensor | None = None
 ) -> Iterator[Departure]:
-    """Hold what comes back against the attention, with a residual and a LayerNorm around it or not.
+    """Compare the output of a call with the attention's, with or without a residual and a LayerNorm around it.
 
     Args:
         attention: The last one of the call.
-        output: What the call gave back.
+        output: What the call returned.
         codes: Its names.
         wanted: The tokens that should lie there, in its shape.
         padding: Tokens that are padding: what comes out for them may be anything.
@@ -61,7 +61,7 @@ def ending_departures(
 
 
 def output_departures(attention: Attention) -> Iterator[Departure]:
-    """Hold what a call returns first against what the last weights or products gave."""
+    """Compare the first tensor that a call returns with what the last weights or products gave."""
     output = next(tensors_of(attention.run.output), None)
     found = None if output is None else attention.run.names.last_of(output)
     if found is None or not bool(known(found[1]).all()):  # else nobody knows which of its elements is which
@@ -149,7 +149,7 @@ def _operands(attention: Attention) -> set[int]:
 
 
 def _repeats_a_matrix(attention: Attention, source: Source, parents: list[Source]) -> bool:
-    """Whether it is the input once more through a matrix of the attention: a shortcut has one of its own."""
+    """Whether it is the input, projected by a matrix of the attention again: a shortcut has a matrix of its own."""
     if not parents or any(parent.kind not in ("input", "given", "normed") for parent in parents):
         return False
     (mine, _), others = matrix_of(attention, source.operation), attention.run.names.sources.values()
@@ -162,7 +162,7 @@ def _one_of_the_other(one: Source, other: Source) -> bool:
 
 
 def _factors(source: Source, parents: list[Source]) -> tuple[float, ...] | None:
-    """Of a sum of two, how often each is in it."""
+    """The factors of the two terms of a sum; None if it is not a sum of multiples of them."""
     table = torch.stack([values_at([p], retagged(source.codes, p.number)).reshape(-1) for p in parents], -1)
     if bool(table.isnan().any()):
         return None

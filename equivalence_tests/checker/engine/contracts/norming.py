@@ -1,4 +1,4 @@
-"""Norms that are written out: whatever their gain, each token comes out as large as the others."""
+"""Norms that are written by hand: before the gain, every token must have the same size."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.lines import Frames
 
 FOLDS = words("mean var var_mean norm sum vector_norm")
-SLACK = 0.05  # what an epsilon below the root may do
+SLACK = 0.05  # by so much an epsilon under the root may make sizes differ
 
 
 def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[Departure]:
@@ -34,11 +34,11 @@ def norm_departures(attention: Attention, module: nn.Module | None) -> Iterator[
 
 
 def _normalised(run: Run, operation: Operation, norms: set[str], gains: set[int]) -> tuple[Tensor, Tensor] | None:
-    """Give what an operation of a norm has normalised, without the gain, and its names; None for any other.
+    """Give what a norm made, before the gain, and its names, if this is the norm's last operation; None if not.
 
     Args:
         run: The recorded run.
-        operation: Any.
+        operation: Any operation of the run.
         norms: The paths of the user's own norms.
         gains: The operations that multiply by a gain.
     """
@@ -56,7 +56,7 @@ def _normalised(run: Run, operation: Operation, norms: set[str], gains: set[int]
 
 
 def _is_a_norm(part: nn.Module) -> bool:
-    """Whether it is called a norm and is none of torch's, one of which folds the samples."""
+    """Whether it is called a norm and is not torch's: BatchNorm takes its mean over the samples."""
     return "norm" in type(part).__name__.lower() and not type(part).__module__.startswith("torch.")
 
 
@@ -65,12 +65,12 @@ def _sizes_differ(value: Tensor, codes: Tensor) -> bool:
     if bool((token == token[..., :1]).all()):  # each row of features by itself, and so each head
         token = torch.arange(token[..., 0].numel()).view(*token.shape[:-1], 1).expand(token.shape)
     sizes = squares_by(token, value)
-    sizes = sizes[sizes > 0]  # what is zero, as padding without a bias, cannot be made larger
+    sizes = sizes[sizes > 0]  # a token of zeros, such as padding, stays zero
     return bool(len(sizes)) and float(sizes.max() - sizes.min()) > SLACK * float(sizes.max())
 
 
 def _guilty(attention: Attention, gain: Operation, taken: Tensor) -> Operation:
-    """The fold over another axis than the last; else what made the tensor that the gain multiplies; else the gain."""
+    """The mean over an axis other than the last; else what made the tensor that the gain multiplies; else the gain."""
     near_by = [op for op in attention.run.operations[max(gain.index - 12, 0) : gain.index] if _in_its_norm(op, gain)]
     for operation in near_by:
         axis = operation.argument(1, "dim", -1)

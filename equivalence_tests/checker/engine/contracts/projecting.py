@@ -51,10 +51,10 @@ SAID_NORM = {role: re.compile(rf"(^|[._])({role}|{role[0]})_?(layer)?_?norm|norm
 def projection_departures(
     attention: Attention, operands: list[Operand], roles: Mapping[int, str], module: nn.Module | None
 ) -> Iterator[Departure]:
-    """Hold the inputs and weights of queries, keys and values against their roles.
+    """Check that queries, keys and values are made of the inputs and weights of their roles.
 
     Args:
-        attention: Whose.
+        attention: The attention.
         operands: Its queries, keys and values.
         roles: The role of each input, by the number of its source; where one tensor has several, all letters.
         module: Holds the weights.
@@ -87,7 +87,7 @@ def _inputs(attention: Attention, operands: list[Operand], roles: Mapping[int, s
 
 
 def _first_in_another_role(operands: list[Operand], letters: str) -> Operand:
-    """The first of queries, keys and values that is made of what belongs to another one."""
+    """The first of queries, keys and values that is made of what belongs to another role."""
     return next(operand for operand, has in zip(operands, letters, strict=True) if operand.role[0] != has)
 
 
@@ -111,7 +111,7 @@ def weight_of(attention: Attention, operand: Operand) -> str:
 
 
 def output_weight(attention: Attention) -> str:
-    """Name the parameter that takes what is merged; "" if none does."""
+    """Name the parameter of the output projection; "" if there is none."""
     made = (s for s in _projections_of_context(attention) if s.operation is not None)
     return next((name for s in made if (name := matrix_of(attention, s.operation)[0])), "")
 
@@ -159,7 +159,7 @@ def _is_twice(one: int, other: int, weights: list[str], features: list[Tensor]) 
 
 
 def _shared_by_heads(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
-    """A weight that projects the part of each head by itself, in the place of one that sees the whole token."""
+    """Weights that project the features of each head on their own, where they should see the whole token."""
     for operand in operands:
         made = next((s.operation for s in operand.sources if s.kind == "projection"), None)
         contraction = contraction_of(made) if made is not None else None
@@ -183,7 +183,7 @@ def _any_number(path: str) -> str:
 
 
 def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[str, str]) -> Iterator[Departure]:
-    """Names of weights that all say a role, and say another one."""
+    """Weights whose names all say a role, but not the one that they have."""
     said = {role: [r for r, pattern in OWN.items() if pattern.search(weights[role])] for role in weights}
     if not all(len(found) == 1 for found in said.values()):
         return
@@ -199,7 +199,7 @@ def _misnamed(attention: Attention, operands: list[Operand], weights: Mapping[st
 
 
 def _norms_exchanged(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
-    """Norms of queries and keys that say the other role, where one packed matrix made both."""
+    """Norms of queries and keys that are named after each other's role, where one packed matrix made both."""
     names, said = attention.run.names, list[set[str]]()
     for operand in operands[:2]:
         made = (s.operation for s in names.made_of(s.number for s in operand.sources) if s.kind in ("normed", "gain"))
@@ -224,7 +224,7 @@ def _assigned(operation: Operation) -> str:
 
 
 def _unprojected(attention: Attention, operands: list[Operand], unused: list[str]) -> Iterator[Departure]:
-    """Inputs that go into a product as they are, while a weight lies idle."""
+    """Inputs that go into a product without a projection, while a weight is unused."""
     idle = [name for name in unused if "norm" not in name.lower() and not name.endswith("bias")]
     bare = [operand for operand in operands if all(source.kind in ("input", "given") for source in operand.sources)]
     if not idle or len(bare) == 3:
@@ -244,7 +244,7 @@ def _first_use(attention: Attention, operand: Operand) -> Operation:
 
 
 def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
-    """Where queries and keys come from one tensor, both see it normalised, or neither does."""
+    """Queries, keys and values of one tensor, of which some are made from it normalised and some are not."""
     if operands[0].codes.size(1) != operands[1].codes.size(1):
         return  # what makes fewer keys of the tokens may normalise what it makes
     names = attention.run.names
@@ -267,7 +267,7 @@ def _normalised_alike(attention: Attention, operands: list[Operand]) -> Iterator
 
 
 def _bent_biases(attention: Attention, operands: list[Operand]) -> Iterator[Departure]:
-    """What no known model does to the biases of projections."""
+    """Biases of projections that are changed before they are added, as no known model does."""
     made = {operation for operand in operands if (operation := _made_by(attention, operand)) is not None}
     for operation in made:
         for slot in (slot for slot, _ in attention.run.names.beside(operation) if slot.value.dim() == 1):
@@ -276,12 +276,12 @@ def _bent_biases(attention: Attention, operands: list[Operand]) -> Iterator[Depa
 
 
 def unused_departures(attention: Attention, module: nn.Module | None, found: list[Departure]) -> Iterator[Departure]:
-    """Weights that exist and take no part: biases, output projections, norms; those that no line shows together.
+    """Weights that have no effect: biases, output projections, norms; those without a line are reported as one.
 
     Args:
         attention: Of the call.
         module: Holds the weights.
-        found: What departs already; a weight whose idleness that explains is not reported again.
+        found: The departures so far; a weight that one of them leaves unused is not reported again.
     """
     missed = list(_unused(attention, module, found)) if module is not None else []
     norms = [one.facts["norms"] for one in missed if one.name == "norm_never_used" and one.operation is None]
@@ -312,7 +312,7 @@ def _unused(attention: Attention, module: nn.Module, found: list[Departure]) -> 
 
 
 def idle_departures(attention: Attention, function: Callable[..., Any]) -> Iterator[Departure]:
-    """Biases of the scores, and arguments, that do nothing to the output."""
+    """Biases of the scores, and arguments, that have no effect on the output."""
     biases = [(argument_name(known, function), x) for known, x in idle_biases(attention)]
     for name, x in (*biases, *idle_arguments(attention.run, function)):
         kind, facts = "bias" if "bias" in name or biases else "argument", {"unused": [name], "parameter": name}
@@ -320,7 +320,7 @@ def idle_departures(attention: Attention, function: Callable[..., Any]) -> Itera
 
 
 def _missed(attention: Attention, module: nn.Module, name: str, worked: Operation | None) -> Iterator[Departure]:
-    """What it is that a parameter takes no part, and where it could."""
+    """Name the mistake that leaves a parameter unused, with the operation that should use it."""
     stem, _, last = name.rpartition(".")
     kind, facts = "bias" if "bias" in name else "weight", {"unused": [name], "parameter": name}
     user = _user_of(attention, name.removesuffix("bias") + "weight") if last.endswith("bias") else None
@@ -334,7 +334,7 @@ def _missed(attention: Attention, module: nn.Module, name: str, worked: Operatio
         yield Departure(f"{kind}_never_used", "project", worked, facts)
     elif last == "weight" or not stem:
         if parameter.dim() >= 2 and kind == "weight" and not any(_projections_of_context(attention)):
-            named = any(said.search(stem.rpartition(".")[2]) for said in SAID.values())  # for a way not taken here
+            named = any(said.search(stem.rpartition(".")[2]) for said in SAID.values())  # for another branch
             skipped = Departure("output_projection_skipped", "output", attention.end, facts)
             yield Departure("weight_never_used", "project", None, facts) if named else skipped
         elif f"{attention.first.place}.".startswith(f"{stem}." if stem else ""):
@@ -342,7 +342,7 @@ def _missed(attention: Attention, module: nn.Module, name: str, worked: Operatio
 
 
 def _could_take(attention: Attention, idle: Tensor) -> Operation:
-    """What could have taken a tensor that nothing takes: the product of queries, what follows it, or the softmax."""
+    """The operation that could take an unused tensor: the product of queries and keys, one after it, or the softmax."""
     part = attention.parts[0]
     if idle.numel() in (part.product.left.size(-1), part.product.left.size(-1) * len(part.table.heads)):
         return part.product.operation
@@ -351,16 +351,16 @@ def _could_take(attention: Attention, idle: Tensor) -> Operation:
 
 
 def _of_idle_part(stem: str, idle: list[str], module: nn.Module) -> bool:
-    """Whether a weight belongs to a part with others, none of which the call reached."""
+    """Whether the call used none of the weights of the sub-module that a weight belongs to."""
     part = stem.rpartition(".")[0]
     own = [name for name, _ in module.named_parameters() if part and name.startswith(f"{part}.")]
     return bool(own) and set(own) <= set(idle)
 
 
 def _worked_in_vain(attention: Attention, parameter: str, idle: set[str]) -> Operation | None:
-    """What could have taken what was made from a parameter, where nothing did; None where nothing was made from it.
+    """The operation that could have taken what was made from a parameter, though none did; None if nothing was made.
 
-    Where a module does nothing else, its last operation.
+    In a module without any other effect, its own last operation.
     """
     live, bit = attention.run.live(), _bit_of(attention, parameter)
     made = [op.index for op in attention.run.operations if op.index not in live and any(x & bit for x in op.origins)]
@@ -372,7 +372,7 @@ def _worked_in_vain(attention: Attention, parameter: str, idle: set[str]) -> Ope
 
 
 def _norm_never_used(attention: Attention, weight: str) -> Departure:
-    """A norm by whose name it should follow the projection of queries or keys: what comes where the other's is."""
+    """A norm that is not used; one named after queries or keys is missing after their projection, on that line."""
     part, names = attention.parts[0], attention.run.names
     facts = {"unused": [weight], "norms": weight.removesuffix(".weight")}
     role = next((role for role in ("query", "key") if SAID_NORM[role].search(weight.rpartition(".")[0])), "")
@@ -388,7 +388,7 @@ def _norm_never_used(attention: Attention, weight: str) -> Departure:
 
 
 def _beside(operation: Operation, other: Operation) -> Frames:
-    """The lines that led to an operation, down to the function in which another line led to the other one."""
+    """The stack of an operation, up to where that of another one parts from it."""
     pairs = zip(reversed(operation.frames), reversed(other.frames), strict=False)
     apart = next((place for place, (own, its) in enumerate(pairs) if own != its), None)
     return operation.frames[len(operation.frames) - 1 - apart :] if apart is not None else ()
