@@ -16,6 +16,7 @@ from equivalence_tests.checker.engine.covered import Covered, Judge
 from equivalence_tests.checker.engine.lengths import LIMITED, WINDOW, cover_lengths, is_tile
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
 from equivalence_tests.checker.engine.same import MEASURED, near
+from equivalence_tests.checker.engine.taking_part import NEVER_READ, unread_arguments
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.angles import AngleForm
@@ -104,6 +105,8 @@ def _argument(parameter: inspect.Parameter, covered: Covered) -> None:
         covered.add(name, (), "left at its default, which drops nothing")
     elif type(parameter.default) is int and is_tile(name, parameter.default, covered):
         return
+    elif name in unread_arguments(trial.function):
+        covered.exercises.append(Exercise(name, True, NEVER_READ))
     else:
         covered.leave_out(name, "its name does not say what it does")
 

@@ -48,15 +48,15 @@ class Attention(Parts):
         return self.attend(*self.project(x))
 
 
-class TakesACacheInVain(Attention):
-    def forward(self, x: Tensor, kv_cache: object = None) -> Tensor:
+class IgnoresArguments(Attention):
+    def forward(self, x: Tensor, kv_cache: object = None, rel_table: object = None) -> Tensor:
         return super().forward(x)
 
 
-def test_a_cache_that_no_line_reads_is_told_and_leaves_nothing_to_run() -> None:
-    report = verify(TakesACacheInVain)
+def test_arguments_that_no_line_reads_are_noted_and_leave_nothing_to_run() -> None:
+    report = verify(IgnoresArguments)
     assert report.verdict == "equal", str(report)
-    assert "kv_cache: no line of its forward reads it" in report.notes
+    assert {f"{name}: no line of its forward reads it" for name in ("kv_cache", "rel_table")} <= {*report.notes}
 
 
 def above(queries: int, keys: int) -> Tensor:

@@ -74,7 +74,7 @@ class ReZeroLayer(layers.SequentialFeedForwardLayer):
 def test_a_way_that_is_lost_is_no_verdict() -> None:
     report = verify(ReZeroLayer)
     assert (report.verdict, report.mistakes) == ("unchecked", ())
-    assert "alpha takes part 2 times" in report.reason
+    assert "alpha is used 2 times" in report.reason
 
 
 class SmallAttention(nn.MultiheadAttention):

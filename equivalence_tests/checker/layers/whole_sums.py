@@ -82,7 +82,7 @@ class Sums:
             owner = {self.labels.made[label].kind for label in calls.get(path.rpartition(".")[0], ())} - {"embedding"}
             tables = kinds.count("table") + len(owner) * ("table" in kinds)
             if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or tables > 1:
-                self.say(f"{path} takes part {len(labels)} times, with other inputs", "residual")
+                self.say(f"{path} is used {len(labels)} times, with different inputs", "residual")
         for label, made in self.labels.of_kind("softmax"):
             if self.labels.users.get(label, set()) != {"output"} or label in self.labels.summed:
                 self.say(f"{made.words} stands between the parts", "gate")

@@ -108,7 +108,7 @@ def _advice(errors: list[str]) -> str:
     """Say what would help where nothing was built; the same error from most attempts is hardly one of arguments."""
     ends = [text.partition(" raised ")[2] for text in errors]
     alike = ends.count(ends[0]) if ends else 0
-    tried = f"{alike} of the {len(ends)} constructions that were tried end there. If that line is right, pass"
+    tried = f"{alike} of the {len(ends)} constructions that were tried ended there. If that line is right, pass"
     return (
         f"{tried if 1 < alike >= len(ends) / 2 else 'Could not work out how to construct it. Pass'} an instance, "
         "a factory (verify(lambda: Mine(...))) or Adapter(build=lambda: Mine(...))."

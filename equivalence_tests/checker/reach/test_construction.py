@@ -379,7 +379,7 @@ def test_a_constructor_that_fails_by_itself_is_told_its_lines() -> None:
     first, entry = (inspect.getsourcelines(found)[1] for found in (RaisesItself.made, RaisesItself.__init__))
     where = rf"\(\S+:{first + 1}, called from \S+:{entry + 2}\)"
     with pytest.raises(
-        CannotCheckError, match=rf"no attribute 'Relu' {where}\n\d+ of the \d+ constructions .* end there"
+        CannotCheckError, match=rf"no attribute 'Relu' {where}\n\d+ of the \d+ constructions .* ended there"
     ):
         list(build(RaisesItself))
 

@@ -109,7 +109,8 @@ class Equivalent:
             return Group(heading, *rows, Text(f"  It is not written down: {self.unwritten}.", style="dim"))
         ours = self.source.split("\n\n\ndef from_theirs")[0].split("\n\n\n", 1)[1]
         panels = [_panel("your code", self.theirs), _panel("torch", ours)] if self.theirs else [_panel("torch", ours)]
-        said = f"Equal to {self.difference:.0e} in {len(self.compared)} calls" if self.agrees else "It differs"
+        equal = f"Equal to {f'{self.difference:.0e}' if self.difference else 'the last bit'}"
+        said = f"{equal} in {len(self.compared)} calls" if self.agrees else "It differs"
         more = "" if self.is_function else ", with the conversion of the weights"
         closing = Text(f"  {said}; --equivalent prints all of it{more}.", style="dim")
         return Group(heading, *rows, _Beside(panels), closing)
