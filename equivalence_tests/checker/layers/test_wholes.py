@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,74 @@ class PaddedPreNormLayer(nn.Module):
         hidden = None if pad is None else ~pad
         x = x + self.drop(self.attn(y, y, y, hidden, need_weights=False, attn_mask=None if mask is None else ~mask)[0])
         return x + self.drop(self.down(self.drop(F.gelu(self.up(self.ln_2(x))))))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        added: Tensor = x + self.dropout(sublayer(self.norm(x)))
+        return added
+
+
+class HandsItsSublayersOver(nn.Module):
+    """Each residual connection is given what it goes around, and holds a norm and no matrix."""
+
+    def __init__(self, d_model: int, num_heads: int, dim_feedforward: int) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(d_model, num_heads, batch_first=True)
+        self.ffn = nn.Sequential(nn.Linear(d_model, dim_feedforward), nn.ReLU(), nn.Linear(dim_feedforward, d_model))
+        self.around_attn, self.residual_ffn = Residual(d_model), Residual(d_model)
+
+    def values(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.around_attn(x, lambda y: self.attn(y, y, self.values(y), need_weights=False)[0])
+        added: Tensor = self.residual_ffn(x, self.ffn)
+        return added
+
+
+class RollsItsValues(HandsItsSublayersOver):
+    def values(self, x: Tensor) -> Tensor:
+        return x.roll(1, 1)
+
+
+def test_residual_connections_that_are_given_their_sublayer_are_written_where_they_are_called() -> None:
+    report = verify(HandsItsSublayersOver)
+    assert (report.verdict, report.not_exercised) == ("equal", []), str(report)
+    assert report.equivalent is not None
+    assert "self.around_attn = nn.Module()" in report.equivalent.source
+    assert "values from another tensor than its keys" in verify(RollsItsValues).reason
+
+
+class CastsItsIds(nn.Module):
+    """Whole numbers are ids in any width; of tokens they would be the rounded ones."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(vocab_size, d_model), nn.Embedding(64, d_model)
+        self.layer = nn.TransformerEncoderLayer(d_model, 3, 40, batch_first=True)
+
+    def tokens(self, ids: Tensor) -> Tensor:
+        tokens: Tensor = self.embedding(ids.long()) + self.places(torch.arange(ids.size(1)))
+        return tokens
+
+    def forward(self, ids: Tensor) -> Tensor:
+        encoded: Tensor = self.layer(self.tokens(ids))
+        return encoded
+
+
+class RoundsItsTokens(CastsItsIds):
+    def tokens(self, ids: Tensor) -> Tensor:
+        return super().tokens(ids).mul(1.0).to(torch.long).double()
+
+
+def test_ids_may_be_cast_and_tokens_may_not() -> None:
+    assert verify(CastsItsIds, kind="layers").verdict == "equal"
+    assert verify(RoundsItsTokens, kind="layers").verdict not in ("equal", "partial")
 
 
 def test_a_layer_that_is_torchs_is_torchs_own_layer() -> None:

@@ -42,6 +42,7 @@ class WholeWriter:
     texts: dict[str, str] = field(default_factory=dict)  # each text, by the name of its class
     converted: list[str] = field(default_factory=list)  # the paths of parts whose weights lie otherwise
     tables: set[str] = field(default_factory=set)  # what no state_dict holds
+    inlined: set[str] = field(default_factory=set)  # the paths of modules that are written where they are called
 
     def __post_init__(self) -> None:
         one, other = self.recorders
@@ -183,7 +184,7 @@ class WholeWriter:
         if constructor(module):
             return constructor(module)
         inside = [self._made(f"{path}.{name}", base) for name, _ in module.named_children()]
-        ran = any(other.startswith(f"{path}.") for other in self.classes)
+        ran = path in self.inlined or any(other.startswith(f"{path}.") for other in self.classes)
         return HOLDERS[isinstance(module, nn.ModuleDict)] if ran and any(inside) else ""
 
     def _reached(self, base: str, path: str) -> str:
@@ -196,18 +197,18 @@ class WholeWriter:
         """Write the lines of one call: its operations, and the sub-modules that it calls, in their order."""
         call = self.calls[number][0]
         place = call.first
-        for i in self._inside(number):
+        for i in self._inside(number, scope.path):
             self._add_operations(scope, place, self.calls[i][0].first)
             self._add_call(scope, i)
             place = self.calls[i][0].end
         self._add_operations(scope, place, call.end)
 
-    def _inside(self, number: int) -> Iterator[int]:
-        """List the calls that a call makes itself, not those inside of these."""
+    def _inside(self, number: int, path: str) -> Iterator[int]:
+        """List the calls that a call makes of what lies under a path, not those inside of these."""
         call = self.calls[number][0]
         place = call.first
         for i, (child, _) in enumerate(self.calls):
-            own = child.path.startswith(f"{call.path}.") if call.path else bool(child.path)
+            own = child.path.startswith(f"{path}.") if path else bool(child.path)
             if i > number and own and place <= child.first and child.end <= call.end:
                 place = child.end
                 yield i
@@ -241,12 +242,16 @@ class WholeWriter:
     def _add_call(self, scope: Scope, number: int) -> None:
         """Write the call of a sub-module."""
         call = self.calls[number][0]
+        if self._calls_what_it_is_given(number, scope.path):
+            self.inlined.add(call.path)
+            self._fill(scope, number)
+            return
         module = self.module.get_submodule(call.path)
         taken = self._is_taken(call, module)
         if taken:
             self._embed(call.path, self.parts[call.path], module)
         elif isinstance(module, LISTS):
-            for i in self._inside(number):
+            for i in self._inside(number, call.path):
                 if self.calls[i][0].path in self.parts:
                     raise UnreadError(f"{self.calls[i][0].path} stands in a sequence")
                 if not constructor(self.module.get_submodule(self.calls[i][0].path)):
@@ -254,6 +259,12 @@ class WholeWriter:
         elif not constructor(module):
             self._write(number, frozenset(self._maybe(scope, call, module)))
         self._called(scope, number, module, taken)
+
+    def _calls_what_it_is_given(self, number: int, around: str) -> bool:
+        """Whether a call runs modules that are not its own, as a residual connection runs its sub-layer."""
+        path = self.calls[number][0].path
+        inside = (self.calls[i][0].path for i in self._inside(number, around))
+        return any(not other.startswith(f"{path}.") for other in inside)
 
     def _maybe(self, scope: Scope, call: ModuleCall, module: nn.Module) -> Iterator[str]:
         """Name the arguments of a sub-module that may be None."""

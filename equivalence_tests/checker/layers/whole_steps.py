@@ -446,8 +446,10 @@ class Follower:
 
 
 def _rounds(operation: Operation) -> bool:
-    """Whether numbers are rounded to half precision."""
-    return operation.outputs[0].value.dtype in (torch.float16, torch.bfloat16)
+    """Whether numbers are rounded to half precision, or to whole numbers."""
+    made, was = operation.outputs[0].value, operation.inputs[0].value
+    cut = was.is_floating_point() and not (made.is_floating_point() or made.is_complex())
+    return cut or made.dtype in (torch.float16, torch.bfloat16)
 
 
 def _weighs(operation: Operation) -> bool:

@@ -96,10 +96,12 @@ def kind_of(path: str, child: nn.Module) -> str:
     says_all = type(child).__module__.startswith("torch.") or OTHER_NORMS.search(type(child).__name__)
     attribute = "" if says_all else path.rpartition(".")[2]
     kind = guess_kind(child) or kind_of_name(attribute)
-    if kind == "attention" and not guess_kind(child) and _is_one_matrix(child):
-        return ""  # a projection, whatever holds it
+    if kind == "attention" and not guess_kind(child) and _stands_beside_an_attention(child):
+        return ""  # whatever holds it
     if kind in EXAMINED and kind != "attention" and any(guess_kind(m) == "attention" for m in child.modules()):
         return "layers"  # whatever its name says
+    if kind == "feed_forward" and not any(p.dim() > 1 for p in child.parameters()):
+        return ""  # a residual connection around one
     if kind == "layer_norm" and any(True for _ in child.children()):
         linears = sum(isinstance(m, nn.Linear | nn.Conv1d) for m in child.modules())
         return "feed_forward" if linears == 2 and "feed" in type(child).__name__.lower() else ""
@@ -115,9 +117,11 @@ def runs(child: nn.Module) -> bool:
     return type(child).forward is not nn.Module.forward or type(child).__call__ is not nn.Module.__call__
 
 
-def _is_one_matrix(child: nn.Module) -> bool:
-    matrices = [p for p in child.parameters() if p.dim() > 1]
-    return len(matrices) == 1 and not any(True for _ in child.children())
+def _stands_beside_an_attention(child: nn.Module) -> bool:
+    """Whether it is a projection, or the norm of a residual connection around an attention."""
+    parameters = list(child.parameters())
+    matrices = sum(p.dim() > 1 for p in parameters)
+    return bool(parameters) and (not matrices or (matrices == 1 and not any(True for _ in child.children())))
 
 
 def is_torchs(child: nn.Module) -> bool:

@@ -42,6 +42,8 @@ class ImitatedConfig:
         return self._answers, self._is_subscripted
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy asks for these before there is anything to answer with
+            raise AttributeError(name)
         self._answers[name] = value = self._answer(name)
         return value
 

@@ -1,6 +1,7 @@
 """What a constructor is told: by names, by widths that the file fixes, and by what one head needs."""
 
 import contextlib
+import copy
 import inspect
 import math
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
+from equivalence_tests.checker.reach.configs import ImitatedConfig
 from equivalence_tests.checker.reach.construction import build, exact_lengths
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
@@ -494,6 +496,10 @@ def test_a_config_that_lies_beside_is_used_in_small_sizes(tmp_path: Path, width:
     (tmp_path / "model.py").write_text(RANKED.format(width=width, rank=rank))
     built, sizes = next(build(load(f"{tmp_path / 'model.py'}:Attention")))
     assert (built.down.in_features, built.down.out_features) == (sizes.embed_dim, 17)
+
+
+def test_an_imitated_config_that_a_module_keeps_is_copied_with_it() -> None:
+    assert copy.deepcopy(ImitatedConfig(Sizes(num_heads=3, head_dim=9))).n_embd == 27
 
 
 def test_a_part_that_lies_in_a_file_beside_is_handed_over(tmp_path: Path) -> None:
