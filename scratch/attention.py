@@ -209,7 +209,7 @@ class MultiheadAttention(nn.Module):
         # With a cache, is_causal would misplace the diagonal, so the mask itself is read.
         visible = resolve_masks(attn_mask, key_padding_mask, q, k, is_causal and cache is None, need_weights)
         context, weights = self._attend(q, k, v, visible, need_weights)  # (b, h, q, d), (b, h, q, k)
-        # All tokens of all samples in one dimension, as in torch.nn: the gradient of the bias is then summed alike.
+        # All tokens of all samples in one dimension: the gradient of the bias is then summed as in torch.nn.
         output = self.out_proj(merge_heads(context).flatten(0, 1)).unflatten(0, query.shape[:2])
 
         if weights is not None and average_attn_weights:
@@ -355,7 +355,7 @@ def resolve_masks(
         q: Queries, (batch, num_heads, query_len, head_dim).
         k: Keys, with the appended tokens, (batch, num_heads, key_len, head_dim).
         is_causal: Whether ``attn_mask`` is promised to be causal.
-        need_weights: Whether weights are asked for: ``attn_mask`` is then read, whatever is promised.
+        need_weights: Whether weights are asked for; ``attn_mask`` is then read even if it is promised to be causal.
 
     Returns:
         A causal diagonal if the promise replaces the mask; else a score bias, -inf where a query may not look,
@@ -387,7 +387,7 @@ def score_scale(d_k: int) -> float:
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, dropout_p: float) -> Tensor:
     """Attend without returning the weights.
 
-    In tiles if the inputs are long (see ``paths.chosen_kernel``), else by ``sdpa.textbook_attention``: that is
+    Long inputs are computed in tiles (see ``paths.chosen_kernel``), others by ``sdpa.textbook_attention``:
     ``functional.attention``, but with 0 instead of NaN for a query that may look at no key.
 
     Args:
@@ -416,7 +416,7 @@ def attend_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Attend and return the weights too, both equal to those of torch.nn's module to the last bit.
 
-    It is ``functional.attention`` again, with batch and heads folded into one dimension as in torch.nn:
+    This is ``functional.attention`` with batch and heads folded into one dimension as in torch.nn:
     ``folded_scores`` gives q kᵀ · scale + score_bias, and ``weigh`` the softmax, the dropout and the product with v.
 
     Args:

@@ -176,7 +176,7 @@ def who_may_attend(
         query_len: Number of queries.
         key_len: Number of keys.
         is_causal: No query looks at a later key.
-        window: A query looks at keys fewer than ``window`` places away.
+        window: A query looks at keys fewer than ``window`` positions away.
         may_attend: True = may look; the last of its keys are these.
         device: Where to build it.
 
@@ -212,7 +212,7 @@ class GroupedQueryAttention(nn.Module):
         head_dim: Size of each head; embed_dim / num_heads if not given.
         qk_norm: Divide each head's queries and keys by their root mean square before they are turned.
         norm_eps: Epsilon of those norms.
-        window: A query looks at keys fewer than ``window`` places away: with ``is_causal`` at the last ``window``
+        window: A query looks at keys fewer than ``window`` positions away: with ``is_causal`` at the last ``window``
             tokens, its own included.
         soft_cap: Keeps scores within -soft_cap ... soft_cap by a tanh.
         sinks: Learn for each head a score that takes weight and gives nothing.

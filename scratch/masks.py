@@ -84,14 +84,14 @@ def sliding_window(
     align: Alignment = "upper_left",
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "query_len key_len"]:
-    """Let a query look at keys that are fewer than ``window`` places away, on either side.
+    """Let a query look at keys that are fewer than ``window`` positions away, on either side.
 
     may_attend[i, j] = |i + offset - j| < window
 
     Args:
         query_len: Number of queries.
         key_len: Number of keys; as many as queries if not given.
-        window: 1 lets a query see its own place only. With ``& causal(...)`` it sees the last ``window`` places.
+        window: 1 lets a query see its own position only. With ``& causal(...)`` it sees the last ``window`` positions.
         align: As in ``causal``.
         device: Where to build it.
 
@@ -126,7 +126,7 @@ def sliding_window(
 
 
 def from_lengths(lengths: Int[Tensor, " batch"], max_len: int | None = None) -> Bool[Tensor, "batch key_len"]:
-    """Let everyone look at the first ``lengths[i]`` keys of sample i; the rest is padding.
+    """Let all queries look at the first ``lengths[i]`` keys of sample i; the rest is padding.
 
     may_attend[i, j] = j < lengths[i]
 
@@ -155,7 +155,7 @@ def from_lengths(lengths: Int[Tensor, " batch"], max_len: int | None = None) -> 
 
 
 def from_token_ids(token_ids: Int[Tensor, "*batch key_len"], pad_id: int) -> Bool[Tensor, "*batch key_len"]:
-    """Let everyone look at each token that is not padding.
+    """Let all queries look at each token that is not padding.
 
     may_attend[i, j] = token_ids[i, j] != pad_id
 
@@ -224,7 +224,7 @@ def to_module_mask(may_attend: Bool[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]
 
 
 def to_score_bias(may_attend: Bool[Tensor, "*shape"], dtype: torch.dtype = torch.float32) -> Float[Tensor, "*shape"]:
-    """Turn ``may_attend`` into what is added to the scores: 0 where the query may look, -inf elsewhere.
+    """Turn ``may_attend`` into a bias on the scores: 0 where the query may look, -inf elsewhere.
 
     Args:
         may_attend: True = may look.
@@ -303,8 +303,8 @@ class Visible(NamedTuple):
 
     Args:
         score_bias: Broadcastable to (..., query_len, key_len). Float: added to the scores; bool: True = may look.
-        diagonal: Query i may look at keys 0 ... i + diagonal. Excludes ``score_bias``, and needs no memory until
-            ``as_bias`` writes it down.
+        diagonal: Query i may look at keys 0 ... i + diagonal. Never together with ``score_bias``; takes no memory
+            until ``as_bias`` builds the mask.
 
     >>> Visible(diagonal=0).as_bias(torch.zeros(2, 4), torch.zeros(3, 4))
     tensor([[0., -inf, -inf],
@@ -315,7 +315,7 @@ class Visible(NamedTuple):
     diagonal: int | None = None
 
     def as_bias(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Write down what is added to the scores; None where every query may look at every key."""
+        """Build the bias on the scores; None if every query may look at every key."""
         visible = self.score_bias
         if self.diagonal is not None:
             visible = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril(self.diagonal)

@@ -2,7 +2,7 @@
 
 Three paths give the same numbers:
 
-- **textbook**: ``functional.attention``, which writes down every score;
+- **textbook**: ``functional.attention``, which keeps every score in memory;
 - **tiles**: ``tiling.tiled_attention``, where the scores would fill too much memory and nobody asks for the weights;
 - **a kernel**: ``triton_attention``, instead of tiles on the devices for which it is switched on.
 """
@@ -43,7 +43,7 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, visible: Visible, dropout_p: 
 
     Returns:
         What to call, or None for the textbook. On devices other than the CPU, where nothing has been measured, it is a
-        kernel only if one is switched on, and only without a written mask.
+        kernel only if one is switched on, and only without a ``score_bias``.
 
     In torch.nn: the choice of a backend inside ``F.scaled_dot_product_attention``.
 
@@ -105,7 +105,7 @@ def switched_on(device_type: str, kernel: Kernel) -> Iterator[None]:
 
 
 def are_plain(*tensors: Tensor) -> bool:
-    """Return whether these are plain tensors, computed at once, so that memory may be written into.
+    """Return whether these are plain tensors, computed eagerly, so that their memory may be reused.
 
     Args:
         *tensors: Any tensors.
@@ -124,10 +124,10 @@ def softmax(masked_scores: Float[Tensor, "*heads query_len key_len"]) -> Float[T
     Allocating as much memory again would cost as much time as the softmax itself.
 
     Args:
-        masked_scores: Not to be read afterwards.
+        masked_scores: May hold the weights afterwards: do not read them again.
 
     Returns:
-        The weights of each row, with a sum of 1.
+        The weights; those of each row sum to 1.
     """
     reused = not (masked_scores.requires_grad and torch.is_grad_enabled()) and are_plain(masked_scores)
     return torch.softmax(masked_scores, dim=-1, out=masked_scores if reused else None)
@@ -168,7 +168,7 @@ def weigh(
     weights = softmax(masked_scores); context = dropout(weights) v
 
     Args:
-        masked_scores: Not to be read afterwards.
+        masked_scores: May be overwritten: do not read them again.
         v: Values.
         dropout_p: Probability of dropping each attention weight.
 

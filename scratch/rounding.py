@@ -82,11 +82,11 @@ def halve_the_scale(k: Tensor, scale: float) -> tuple[Tensor, float]:
     It keeps float16 in range and is how torch's MATH backend rounds.
 
     Args:
-        k: (..., key_len, head_dim); scaled as it lies in the product, so that the strides are torch's.
+        k: (..., key_len, head_dim); scaled in the layout that the product takes, so that the strides are torch's.
         scale: Factor on the scores.
 
     Returns:
-        The scaled keys, and the factor that is left for the queries: the other root, with the sign.
+        The scaled keys, and the factor for the queries: the same root, with the sign of the scale.
 
     In torch.nn: ``torch.ops.aten._scaled_dot_product_attention_math``.
 
@@ -103,7 +103,7 @@ def folded_scores(q: Tensor, k: Tensor, score_bias: Tensor | None, scale: float)
     """Compute scores and bias in one batched product, as torch.nn's module does if weights are asked for.
 
     masked_scores = q kᵀ * scale + score_bias, where a product and a sum would round twice. Without a bias ``@`` would
-    do, except for heads of size 1, whose factors it lays out differently.
+    do, except for heads of size 1, whose operands it lays out differently.
 
     Args:
         q: (batch, num_heads, query_len, head_dim).
@@ -126,13 +126,13 @@ def laid_out_like(query: Tensor, context: Tensor) -> Tensor:
     ``context.transpose(1, 2).view(batch, query_len, -1)`` is then possible, as after torch's kernels.
 
     Args:
-        query: (batch, num_heads, query_len, head_dim), or of any other rank, where nothing is done.
+        query: (batch, num_heads, query_len, head_dim). With any other rank the context is returned as it is.
         context: (batch, num_heads, query_len, v_head_dim).
 
     Returns:
         The context, copied if need be.
 
-    In torch.nn: what the fused kernels of ``F.scaled_dot_product_attention`` give; its MATH backend does not.
+    In torch.nn: what the fused kernels of ``F.scaled_dot_product_attention`` return; its MATH backend does not.
 
     >>> query = torch.randn(2, 5, 3, 11).transpose(1, 2)
     >>> laid_out_like(query, torch.randn(2, 3, 5, 13)).transpose(1, 2).is_contiguous()
@@ -144,7 +144,7 @@ def laid_out_like(query: Tensor, context: Tensor) -> Tensor:
 
 
 def _holds(condition: bool) -> bool:
-    """Decide a comparison of sizes; in an exported program, one that depends on its inputs counts as false."""
+    """Evaluate a comparison of sizes; when compiled or exported, one that depends on the inputs counts as false."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # it takes a second to import
@@ -161,6 +161,6 @@ def upcast_half(*tensors: Tensor) -> tuple[Tensor, ...]:
     Returns:
         As many tensors.
 
-    In torch.nn: what the MATH backend of ``F.scaled_dot_product_attention`` does, and the fused kernels inside.
+    In torch.nn: what the MATH backend of ``F.scaled_dot_product_attention`` does, and the fused kernels do internally.
     """
     return tuple(x.float() if x.dtype in HALF_PRECISION else x for x in tensors)

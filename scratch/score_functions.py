@@ -96,7 +96,7 @@ def causal(offset: int = 0) -> MaskFunction:
 
 
 def sliding_window(window: int, offset: int = 0) -> MaskFunction:
-    """Let a query look at keys that are fewer than ``window`` places away, on either side.
+    """Let a query look at keys that are fewer than ``window`` positions away, on either side.
 
     may_attend(i, j) = |i + offset - j| < window
 

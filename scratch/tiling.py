@@ -1,24 +1,25 @@
 """Exact attention in tiles: what FlashAttention does, forward and backward, from plain tensor operations.
 
-The textbook writes down every score, query_len * key_len of them for each head. Here only one tile of them exists at a
-time, and the next one uses the same memory: memory grows with the length and not with its square, and the numbers that
-are worked on stay in the cache. Three ideas make that possible:
+The textbook keeps every score in memory, query_len * key_len of them for each head. Here only one tile of them exists
+at a time, and the next one uses the same memory: memory grows with the length and not with its square, and the numbers
+in use stay in the cache. Three ideas make that possible:
 
-1. **A softmax can be summed block by block.** For each query keep the greatest score so far, m, the sum of the weights
-   so far, l = Σ exp(s - m), and what they have gathered, Σ exp(s - m) v. Where a block raises m to m', everything
-   summed before shrinks by exp(m - m'). At the end the context is what was gathered, divided by l. See
+1. **A softmax can be summed block by block.** For each query keep the greatest score so far, m, and two sums so far: of
+   the weights, l = Σ exp(s - m), and of the weighted values, Σ exp(s - m) v. Where a block raises m to m', both sums
+   shrink by exp(m - m'). At the end the context is the sum of the weighted values, divided by l. See
    ``_attend_rows`` and ``_raise_maximum``.
 2. **The backward computes the weights again** instead of keeping them: from q, k and the two numbers m and l of a row
    they are one product and one exponential away, weights = exp(s - m) / l. (FlashAttention keeps one number, the
-   log-sum-exp m + log l, and takes exp(s - lse). Two lose nothing where a bias is so large that log l is rounded
-   away.) The gradient of a softmax needs the sum of weights * grad_weights over a whole row, which no tile has; but it
-   equals grad_context · context, known before the first tile. See ``_row_gradients``, and ``_textbook_gradients`` for
-   the same equations without tiles.
+   log-sum-exp m + log l, and takes exp(s - lse). Two numbers lose nothing, even if a bias is so large that log l would
+   be rounded away.) The gradient of a softmax needs the sum of weights * grad_weights over a whole row, which no tile
+   has; but it equals grad_context · context, known before the first tile. See ``_row_gradients``, and
+   ``_textbook_gradients`` for the same equations without tiles.
 3. **What no query of a tile may see is not computed**: keys later than all of them, keys outside of their window,
-   padding at the end. See ``_Mask``. It is not read either, so a NaN there stays unnoticed.
+   padding at the end. See ``_Mask``. It is not read either, so a NaN there goes unnoticed.
 
 Dimension letters: b batch, h num_heads, q query_len, k key_len, d head_dim; g = query heads for each key head, whose
-queries are stacked, as they share the keys: q * g rows. n key heads are worked on at once; c columns (keys) of a tile.
+queries are stacked, as they share the keys: q * g rows; n key heads that are computed at once; c columns (keys) of a
+tile.
 
 Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4; Milakov and Gimelshein 2018 for the sum block by block.
 """
@@ -44,7 +45,7 @@ TILES_FROM = 512 * 512
 # Rows and columns of a tile: enough for the products to run at full speed. The backward, which needs room for two tiles
 # at once, takes half the rows. With a mask there are fewer, as fewer rows have more keys that none of them sees.
 ROWS, MASKED_ROWS, COLUMNS = 1024, 256, 256
-# Scores that a thread works on at once, 1 MiB of float32: they stay in its cache. That is a tile of each of some heads.
+# Scores that a thread computes at once, 1 MiB of float32, which stays in its cache: one tile for each of several heads.
 SCORES_AT_ONCE = 1024 * 256
 # The exponentials of scores this near to 0 neither overflow nor vanish: the greatest score need not be subtracted.
 # Where it must be, as in many trained models, forward and backward take about a tenth longer.
@@ -54,7 +55,7 @@ LOG2E = math.log2(math.e)
 
 
 def is_transformed(x: Tensor) -> bool:
-    """Return whether this runs under ``torch.func``, or x is a batch of gradients that stands for one."""
+    """Return whether this runs under ``torch.func``, or x is a batch of gradients (``is_grads_batched=True``)."""
     return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
@@ -66,12 +67,12 @@ def tiled_attention(
     diagonal: int | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "... query_len v_head_dim"]:
-    """Weigh the values as ``functional.attention`` does, in memory that grows with the length and not with its square.
+    """Compute ``functional.attention`` in memory that grows with the length and not with its square.
 
     context = softmax(q kᵀ * scale + score_bias) v
 
     Args:
-        q: Queries, (batch, heads, query_len, head_dim), or less the batch, or less the heads.
+        q: Queries, (batch, heads, query_len, head_dim); the batch, or the batch and the heads, may be missing.
         k: Keys, likewise, of as many heads as the queries or of fewer that divide them: grouped heads.
         v: Values, likewise.
         score_bias: Broadcastable to (batch, heads, query_len, key_len). Float: added to the scores, -inf hides a key;
@@ -129,7 +130,7 @@ def aligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Call(NamedTuple):
-    """What is no tensor: the diagonal, g, the scale, and how q lay in memory, which the context takes over."""
+    """The arguments that are not tensors: the diagonal, g, the scale, and the strides of q, which the context gets."""
 
     diagonal: int | None
     group: int
@@ -166,7 +167,7 @@ class _Inputs:
         q: (b, h / g, q * g, d).
         k: (b, h / g, k, d).
         v: (b, h / g, k, v_head_dim).
-        mask: Who may look at whom.
+        mask: Which keys each query may look at.
         scale: Factor on the scores.
         safe: Whether no score is so far from 0 that a maximum must be subtracted.
     """
@@ -179,18 +180,18 @@ class _Inputs:
     safe: bool
 
     def blocks(self, buffers: int) -> Iterator[tuple["_Block", "_Mask"]]:
-        """Return the heads of a sample that are worked on at once, a head or more for each thread, and their mask."""
+        """Return the heads of a sample that are computed at once, one or more for each thread, with their mask."""
         for sample in range(self.k.size(0)):
             for heads in _pieces(0, self.k.size(1), self._heads_at_once(buffers)):
                 yield (sample, heads), self.mask.of(sample, heads)
 
     def buffers(self, count: int) -> list[Tensor]:
-        """Make room for a tile of each of the heads that are worked on at once."""
+        """Allocate room for one tile of each of the heads that are computed at once."""
         size = self._heads_at_once(count) * self._rows(count) * min(COLUMNS, self.k.size(2))
         return [self.q.new_empty(size) for _ in range(count)]
 
     def pieces(self, x: Tensor) -> list[Tensor]:
-        """Make room for a gradient of keys or values: each piece contiguous, so that products of heads add to it."""
+        """Allocate a gradient of keys or values, in contiguous pieces to which products of several heads are added."""
         count = self._heads_at_once(2)
         return [x.new_empty(count, *piece.shape[2:]) for piece in x.split(COLUMNS, dim=2)]
 
@@ -207,7 +208,7 @@ _Block = tuple[int, slice]
 
 def _attend(x: _Inputs, context: Tensor) -> tuple[Tensor, Tensor]:
     """Write the context, and return m and l of every row."""
-    # The least number, and not -inf: in a row that sees no key, exp(-inf - m) is 0 then and not NaN.
+    # The least finite number, not -inf: in a row that sees no key, exp(-inf - m) is then 0 and not NaN.
     row_max = x.q.new_full((*x.q.shape[:3], 1), 0.0 if x.safe else torch.finfo(x.q.dtype).min)
     row_sum = torch.zeros_like(row_max)
     (buffer,) = x.buffers(1)
@@ -225,7 +226,7 @@ def _attend(x: _Inputs, context: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Sums:
-    """What some rows have summed up so far: their m if it is subtracted, their l, and Σ exp(s - m) v."""
+    """The running sums of some rows: m if it is subtracted, l, and the weighted values Σ exp(s - m) v."""
 
     row_max: Tensor | None
     row_sum: Tensor
@@ -244,7 +245,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, tiles: list["_Tile"], sums: _S
 
 
 def _raise_maximum(scores: Tensor, row_max: Tensor, sums: _Sums) -> None:
-    """Subtract the greatest score of each row so far, and shrink by as much what was summed before."""
+    """Subtract the greatest score of each row so far, and rescale the sums so far to it."""
     raised = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True))
     shrink = (row_max - raised).exp2_()
     sums.row_sum.mul_(shrink)
@@ -277,7 +278,7 @@ def _gradients(
 
 
 def _put_together(pieces: list[Tensor], whole: Tensor, factor: float) -> None:
-    """Write pieces of keys one after another, each times the factor."""
+    """Concatenate pieces of keys into the whole, each times the factor."""
     for piece, part in zip(pieces, whole.split(COLUMNS, dim=1), strict=True):
         torch.mul(piece, factor, out=part)
 
@@ -303,9 +304,9 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Keys:
-    """The keys and values of some heads, and their gradients so far: in pieces, each in one place of memory.
+    """The keys and values of some heads, and their gradients so far: in contiguous pieces, one for each tile of keys.
 
-    The products of several heads can be added to such a piece as they come.
+    The products of several heads are added to such a piece in one call.
     """
 
     k: Tensor
@@ -332,7 +333,7 @@ def _row_gradients(rows: _Rows, keys: _Keys, tiles: list["_Tile"], buffers: list
 
 
 def _textbook_gradients(x: _Inputs, grad_context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v in one piece, from operations that have gradients themselves."""
+    """Return the gradients of q, k and v without tiles, from operations that have gradients themselves."""
     q, k, v, mask = x.q, x.k, x.v, x.mask
     queries, columns = slice(0, mask.query_len), slice(0, mask.key_len)
     bias = mask.bias(queries, columns, q.dtype, mask.diagonal_of(queries, columns))
@@ -362,7 +363,7 @@ def _scores_are_safe(q: Tensor, k: Tensor, score_bias: Tensor | None, scale: flo
     longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1).amax(dim=-1) for x in (q, k))  # (b, h / g)
     farthest = (longest_q * longest_k).max() * abs(scale)
     if score_bias is not None and score_bias.is_floating_point():
-        if score_bias.numel() > q.numel():  # looking through it would take longer than it can save
+        if score_bias.numel() > q.numel():  # reading it would take longer than it can save
             return False
         farthest = farthest + score_bias.masked_fill(score_bias == -math.inf, 0.0).abs().amax()
     return bool(farthest <= SAFE_SCORE)
@@ -370,7 +371,7 @@ def _scores_are_safe(q: Tensor, k: Tensor, score_bias: Tensor | None, scale: flo
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some keys of a row of tiles, and which of them its queries may look at.
+    """Some of the keys, and which of them the queries of a row of tiles may look at.
 
     Args:
         columns: The keys.
@@ -385,12 +386,12 @@ class _Tile:
     group: int
 
     def of(self, pieces: list[Tensor]) -> Tensor:
-        """Take the keys of this tile out of what lies in pieces of ``COLUMNS``."""
+        """Return the part of these pieces of ``COLUMNS`` keys that belongs to this tile."""
         number, start = divmod(self.columns.start, COLUMNS)
         return pieces[number].narrow(1, start, self.columns.stop - self.columns.start)
 
     def without_later(self, weights: Tensor) -> Tensor:
-        """Let the weights of keys beyond the diagonal be 0, in place."""
+        """Set the weights of keys beyond the diagonal to 0, in place."""
         if self.diagonal is not None:
             weights.unflatten(1, (-1, self.group)).transpose(1, 2).squeeze(1).tril_(self.diagonal)  # (n, g, q, c)
         return weights
@@ -398,7 +399,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Mask:
-    """Who may look at whom, asked tile by tile.
+    """The masks, tile by tile: which keys each query may look at.
 
     Args:
         score_bias: (b, h / g, q, g, k), or (n, q, g, k) of the heads of a block, each of them or 1; bool (True = may
@@ -416,19 +417,19 @@ class _Mask:
     key_len: int
 
     def queries_at_once(self, buffers: int) -> int:
-        """Return the number of queries whose rows make a tile, where so many tiles are held at once."""
+        """Return the number of queries of a tile, if room for so many tiles is needed at once."""
         masked = self.score_bias is not None or self.diagonal is not None
         return max((MASKED_ROWS if masked else ROWS // buffers) // self.group, 1)
 
     def of(self, sample: int, heads: slice) -> "_Mask":
-        """Take the bias of some heads, unless one stands for all of them: (n or 1, q, g, k)."""
+        """Return the mask of some heads, (n or 1, q, g, k); one that all heads share stays whole."""
         if self.score_bias is None:
             return self
         of_sample = self.score_bias[sample if self.score_bias.size(0) > 1 else 0]
         return replace(self, score_bias=_part(of_sample, 0, heads))
 
     def row_tiles(self, dtype: torch.dtype, safe: bool, buffers: int) -> Iterator[tuple[slice, list[_Tile]]]:
-        """Cut the rows into tiles, and for each of them the keys."""
+        """Cut the queries into tiles, and for each of them the keys."""
         for queries in _pieces(0, self.query_len, self.queries_at_once(buffers)):
             rows = slice(queries.start * self.group, queries.stop * self.group)
             yield rows, list(self.column_tiles(queries, dtype, safe))
@@ -436,7 +437,7 @@ class _Mask:
     def column_tiles(self, queries: slice, dtype: torch.dtype, safe: bool) -> Iterator[_Tile]:
         """Cut the keys that any of the queries may look at into tiles.
 
-        Where no maximum is subtracted, weights beyond the diagonal are set to 0; else their scores must be -inf before.
+        If no maximum is subtracted, weights beyond the diagonal are set to 0; else their scores must be -inf first.
         """
         for columns in self._visible_columns(queries):
             diagonal = self.diagonal_of(queries, columns)
@@ -444,7 +445,7 @@ class _Mask:
             yield _Tile(columns, bias, diagonal if safe else None, self.group)
 
     def _visible_columns(self, queries: slice) -> list[slice]:
-        """Cut the keys that any of the queries may look at into blocks, and skip blocks that none may look at."""
+        """Cut the keys into blocks, without those that none of the queries may look at."""
         stop = self.key_len if self.diagonal is None else min(max(queries.stop + self.diagonal, 0), self.key_len)
         if self.score_bias is None:
             return _pieces(0, stop, COLUMNS)
@@ -468,13 +469,13 @@ class _Mask:
         return None if diagonal >= columns.stop - columns.start - 1 else diagonal
 
     def bias(self, queries: slice, columns: slice, dtype: torch.dtype, diagonal: int | None) -> Tensor | None:
-        """Return what is added to the scores of a tile, (n or 1, q, g, c); None where every query may look at all."""
+        """Return the bias of a tile, (n or 1, q, g, c); None if every query may look at all of its keys."""
         tile = None
         if self.score_bias is not None:
             tile = _part(_part(self.score_bias, -3, queries), -1, columns)
             if tile.dtype == torch.bool:
                 tile = None if tile.all() else torch.zeros_like(tile, dtype=dtype).masked_fill_(~tile, -math.inf)
-            else:  # the least number stays finite: rows that are hidden by it throughout are a mean of all
+            else:  # the lowest number stays finite: a row full of it averages all values
                 least = torch.finfo(dtype).min
                 tile = (tile.to(dtype) * LOG2E).clamp_(min=least).masked_fill_(tile == -math.inf, -math.inf)
         query_len, key_len = (x.stop - x.start for x in (queries, columns))
@@ -485,7 +486,7 @@ class _Mask:
 
 
 def _part(x: Tensor, dim: int, places: slice) -> Tensor:
-    """Cut out the places, unless one stands for all of them."""
+    """Slice a dimension, unless it has size 1 and broadcasts."""
     return x if x.size(dim) == 1 else x.narrow(dim, places.start, places.stop - places.start)
 
 
