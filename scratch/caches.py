@@ -76,7 +76,7 @@ class GrowingCache:
 
 def _written_behind(kept: Tensor, length: int, new: Tensor) -> Tensor:
     """Write the new places after the first ``length`` kept ones: into the same tensor if it has room."""
-    if (torch.is_grad_enabled() and (kept.requires_grad or new.requires_grad)) or not are_plain(kept, new):
+    if torch.is_grad_enabled() or not are_plain(kept, new):
         return torch.cat([kept[:length], new])  # a backward pass needs what is kept as it is
     end = length + new.size(0)
     if kept.size(0) < end or kept.dtype != new.dtype or _is_frozen(kept):

@@ -195,7 +195,6 @@ def keep_likeliest(
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(dim=-1)
         enough = probabilities.cumsum(dim=-1) - probabilities >= top_p  # those before it suffice
-        enough[..., 0] = False
         logits = logits.masked_fill(enough.scatter(-1, order, enough), -math.inf)
     return logits
 

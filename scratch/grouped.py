@@ -4,9 +4,8 @@ Dimension letters: b batch, h num_heads, g num_key_heads, q query_len, k key_len
 """
 
 import math
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,8 +29,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Scoring:
+class Scoring(NamedTuple):
     """How a query scores a key.
 
     score = cap(scale q · k)

@@ -1338,6 +1338,9 @@ BLOCK_MASK_CASES = [
         error=TypeError,
     ),
     bad_call("flex.create_mask", "Q_LEN negative", {"Q_LEN": -5}, "Q_LEN must not be negative, got -5"),
+    bad_call("flex.create_mask", "KV_LEN negative", {"KV_LEN": -7}, "KV_LEN must not be negative, got -7"),
+    bad_call("flex.create_mask", "B negative", {"B": -2}, "B must not be negative, got -2"),
+    bad_call("flex.create_mask", "H negative", {"H": -3}, "H must not be negative, got -3"),
     bad_call(
         "flex.create_mask",
         "floats",

@@ -350,6 +350,19 @@ def test_the_trained_half_bias_of_torch_is_as_in_scratch() -> None:
         assert_equal({"output": ours.eval()(**x)[0]}, {"output": theirs.eval()(**x)[0]})
 
 
+@pytest.mark.parametrize("widths", [{"kdim": 19}, {"vdim": 23}, {"kdim": 19, "vdim": 19}], ids=describe)
+def test_widths_of_their_own_start_with_torchs_parameters_and_share_no_product(widths: dict[str, int]) -> None:
+    drawn = []
+    for package in (scratch, nn):
+        torch.manual_seed(0)
+        drawn.append(package.MultiheadAttention(**SIZES, **widths, add_bias_kv=True).double())
+    ours, theirs = drawn
+    assert all(torch.equal(x, y) for x, y in zip(ours.parameters(), theirs.parameters(), strict=True))
+    query, key = random_tensor(5, 2, 33), random_tensor(7, 2, ours.kdim, seed=1)
+    value = key if ours.kdim == ours.vdim else random_tensor(7, 2, ours.vdim, seed=2)
+    assert torch.equal(ours(query, key, value)[0], theirs(query, key, value)[0])
+
+
 def test_one_head_of_one_feature_is_enough() -> None:
     attention = scratch.MultiheadAttention(1, 1)
     assert (attention.embed_dim, attention.head_dim) == (1, 1)

@@ -307,6 +307,10 @@ class TestKeepLikeliest:
         assert kept.nonzero().flatten().tolist() == sorted(candidates)
         assert torch.equal(keep_likeliest(x, top_k, top_p)[kept], x[kept])
 
+    def test_of_equally_likely_tokens_the_first_are_kept(self) -> None:
+        kept = keep_likeliest(torch.zeros(64), top_p=0.5) == 0
+        assert torch.equal(kept, torch.arange(64) < 32)
+
     def test_rows_are_cut_each_by_itself(self) -> None:
         logits = random_tensor(3, 5, 7)
         cut = keep_likeliest(logits, top_k=4, top_p=0.7)

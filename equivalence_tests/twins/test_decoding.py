@@ -1,5 +1,6 @@
 """A cache changes the work and not the result; greedy decoding and beam search against slow searches that list all."""
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from scratch.decoding import (
     Ending,
     FixedCache,
     GrowingCache,
+    LayerCache,
     Sampling,
     beam_search,
     greedy_decode,
@@ -95,14 +97,14 @@ class TestRoom:
 
     def test_rows_go_on_from_others_in_the_middle(self) -> None:
         module, cache, rows = scratch.MultiheadAttention(EMBED_DIM, HEADS).double(), GrowingCache(), [1, 1, 0]
-        x = random_tensor(5, 3, EMBED_DIM)
-        moved = torch.cat([x[:3, rows], x[3:]])
+        x = random_tensor(6, 3, EMBED_DIM)
+        moved = torch.cat([x[:4, rows], x[4:]])
         with torch.no_grad():
-            for i in range(3):
+            for i in range(4):  # there is room for three more then
                 module(x[i : i + 1], x[i : i + 1], x[i : i + 1], cache=cache)
             cache.reorder(torch.tensor(rows))
-            output, _ = module(x[3:], x[3:], x[3:], attn_mask=~masks.causal(2, 5, align="lower_right"), cache=cache)
-        assert_close(output, module(moved, moved, moved, attn_mask=~masks.causal(5))[0][3:])
+            output, _ = module(x[4:], x[4:], x[4:], attn_mask=~masks.causal(2, 6, align="lower_right"), cache=cache)
+        assert_close(output, module(moved, moved, moved, attn_mask=~masks.causal(6))[0][4:])
 
     @pytest.mark.parametrize("later", [torch.no_grad, torch.enable_grad])
     def test_what_inference_mode_left_is_extended_outside_of_it(self, later: Any) -> None:
@@ -123,6 +125,41 @@ class TestRoom:
         torch.cat(outputs).sum().backward()
         assert module.in_proj_weight is not None
         assert module.in_proj_weight.grad is not None
+
+    def test_so_where_only_the_queries_are_trained(self) -> None:
+        module, cache = scratch.MultiheadAttention(EMBED_DIM, HEADS, kdim=EMBED_DIM + 1), GrowingCache()
+        module.requires_grad_(False)
+        assert module.q_proj_weight is not None
+        module.q_proj_weight.requires_grad_()
+        query, memory = torch.randn(4, BATCH, EMBED_DIM), torch.randn(4, BATCH, EMBED_DIM + 1)
+        outputs = [module(*(x[i : i + 1] for x in (query, memory, query)), cache=cache)[0] for i in range(4)]
+        torch.cat(outputs).sum().backward()
+        assert module.q_proj_weight.grad is not None
+
+    def test_a_cache_goes_on_in_a_wider_dtype(self) -> None:
+        module, cache, x = (
+            scratch.MultiheadAttention(EMBED_DIM, HEADS),
+            GrowingCache(),
+            torch.randn(3, BATCH, EMBED_DIM),
+        )
+        with torch.no_grad():
+            for i in range(2):
+                module(x[i : i + 1], x[i : i + 1], x[i : i + 1], cache=cache)
+            module, x = module.double(), x.double()
+            output, _ = module(x[2:], x[2:], x[2:], cache=cache)
+            expected, _ = module(x[2:], x, x)
+        assert torch.allclose(output, expected, atol=1e-6)
+
+    def test_several_continuations_can_be_mapped_over(self) -> None:
+        module, cache = scratch.MultiheadAttention(EMBED_DIM, HEADS).double(), GrowingCache()
+        x, candidates = random_tensor(2, BATCH, EMBED_DIM), random_tensor(5, 1, BATCH, EMBED_DIM, seed=1)
+        with torch.no_grad():
+            for i in range(2):
+                module(x[i : i + 1], x[i : i + 1], x[i : i + 1], cache=cache)
+            outputs = torch.func.vmap(lambda y: module(y, y, y, cache=copy.copy(cache))[0])(candidates)
+            for y, output in zip(candidates, outputs, strict=True):
+                whole = torch.cat([x, y])
+                assert_close(output, module(y, whole, whole)[0])
 
 
 @pytest.mark.parametrize("pieces", PIECES, ids=str)
@@ -226,12 +263,12 @@ class TestCaches:
         assert torch.equal(module(query, other, other, cache=cache)[0], first)
 
     def test_reordered_rows_go_on_from_the_rows_they_are_told(self) -> None:
-        module, cache, rows = attention("plain"), GrowingCache(), torch.tensor([2, 0, 2])
+        module, cache, rows = attention("plain"), LayerCache(), torch.tensor([2, 0, 2])
         x, last = random_tensor(4, 3, EMBED_DIM), random_tensor(1, 3, EMBED_DIM, seed=1)
-        module(x, x, x, cache=cache)
+        module(x, x, x, cache=cache.self_attn)
         cache.reorder(rows)
         whole = torch.cat([x[:, rows], last])
-        assert_close(module(last, last, last, cache=cache)[0], module(whole, whole, whole)[0][4:])
+        assert_close(module(last, last, last, cache=cache.self_attn)[0], module(whole, whole, whole)[0][4:])
 
     def test_reordering_an_empty_cache_does_nothing(self) -> None:
         cache = new_cache(1)[0]

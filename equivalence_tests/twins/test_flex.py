@@ -1,6 +1,7 @@
 """Flex attention: torch's values, the gradients of the mask written out, and hidden blocks that are never computed."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -579,6 +580,16 @@ class TestTools:
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="masks are built there")
     def test_masks_are_built_on_the_cpu_where_there_is_nothing_else(self) -> None:
         assert flex.create_mask(flex.noop_mask, None, None, 2, 3).device.type == "cpu"
+
+    def test_masks_are_built_where_they_are_asked_for(self) -> None:
+        functions: list[Any] = [flex.noop_mask, SCORES["hides"]]
+        for function, query_len in itertools.product(functions, (0, 2)):
+            assert flex.create_mask(function, None, None, query_len, 3, "meta").device.type == "meta"
+
+    @pytest.mark.parametrize("combine", ["and_masks", "or_masks"])
+    def test_only_functions_combine(self, combine: str) -> None:
+        with pytest.raises(TypeError, match=r"mask_mods must be functions of .*, got 3"):
+            getattr(flex, combine)(MASKS["causal"], 3)
 
     def test_samples_may_be_mapped_over(self) -> None:
         inputs = heads()

@@ -46,17 +46,17 @@ OPTIONS: list[dict[str, Any]] = [
 MASKS: dict[str, list[dict[str, Any]]] = {
     "TransformerEncoderLayer": [
         {},
-        {"src_mask": torch.ones(7, 7, dtype=torch.bool).triu(1), "is_causal": True},
+        {"src_mask": torch.ones(7, 7, dtype=torch.bool).triu(2), "is_causal": True},  # promised, and so not read
         {"src_mask": random_tensor(7, 7, seed=5)},
         {"src_key_padding_mask": padding_with_holes(7)},
         {"src_mask": random_tensor(6, 7, 7, seed=6) > 0.8, "src_key_padding_mask": padding_with_holes(7)},
     ],
     "TransformerDecoderLayer": [
         {},
-        {"tgt_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "tgt_is_causal": True},
+        {"tgt_mask": torch.ones(5, 5, dtype=torch.bool).triu(2), "tgt_is_causal": True},
         {"tgt_mask": random_tensor(5, 5, seed=5), "memory_mask": random_tensor(5, 7, seed=6)},
         {"tgt_key_padding_mask": padding_with_holes(5), "memory_key_padding_mask": padding_with_holes(7)},
-        {"memory_mask": torch.ones(5, 7, dtype=torch.bool).triu(1), "memory_is_causal": True},
+        {"memory_mask": torch.ones(5, 7, dtype=torch.bool).triu(2), "memory_is_causal": True},
         {"tgt_mask": random_tensor(6, 5, 5, seed=5) > 0.8, "memory_mask": random_tensor(6, 5, 7, seed=6) > 0.8},
     ],
 }

@@ -256,10 +256,8 @@ class TestLayers:
 
         assert_same(program)
 
-    @EACH_PACKAGE
-    def test_the_cache_reaches_what_knows_it(self, package: Any) -> None:
-        if package is not scratch:
-            return
+    @pytest.mark.parametrize("norm_first", [False, True])
+    def test_the_cache_reaches_what_knows_it(self, norm_first: bool) -> None:
         seen = []
 
         class Noting(scratch.TransformerDecoderLayer):
@@ -267,10 +265,14 @@ class TestLayers:
                 seen.append(set(kwargs))
                 return super()._sa_block(*args, **kwargs)
 
-        layer = Noting(**SIZES).double()
+            def _mha_block(self, *args: Any, **kwargs: Any) -> Tensor:
+                seen.append(set(kwargs))
+                return super()._mha_block(*args, **kwargs)
+
+        layer = Noting(**SIZES, norm_first=norm_first).double()
         layer(embedded(), embedded(7))
         layer(embedded(), embedded(7), cache=scratch.decoding.LayerCache())
-        assert seen == [set(), {"cache"}]
+        assert seen == [set(), set(), {"cache"}, {"cache"}]
 
     def test_marks_of_the_fast_path_are_torchs(self) -> None:
         activations = ["relu", "gelu", F.relu, F.gelu, nn.ReLU(), nn.GELU(), nn.SiLU(), torch.tanh]
@@ -420,6 +422,7 @@ class TestMultiheadAttention:
             state = {name: x for name, x in vars(attention).items() if name != "_qkv_same_embed_dim"}
             old = object.__new__(type(attention))
             old.__setstate__(state)
+            assert old._qkv_same_embed_dim
             return old(*[embedded()] * 3)[0]
 
         assert_same(program)
