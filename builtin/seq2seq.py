@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from builtin import masks
@@ -88,7 +87,6 @@ class Seq2SeqTransformer(by_hand.Seq2SeqTransformer):
     def _new_cache(self) -> None:
         """Remember nothing: torch.nn has no cache."""
 
-    @torch.no_grad()
     def generate(
         self,
         src_ids: Tensor,
@@ -99,6 +97,7 @@ class Seq2SeqTransformer(by_hand.Seq2SeqTransformer):
         """Translate: build the target token by token, greedily or by beam search.
 
         Dropout acts in train mode here as everywhere: call ``eval()`` first. Each step computes all tokens so far anew.
+        The model runs in ``torch.inference_mode``.
 
         Traps:
             The more tokens there are, the more each costs: see trap `no_cache`.

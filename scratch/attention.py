@@ -242,8 +242,8 @@ class MultiheadAttention(nn.Module):
 
     def _in_projection(self) -> "InProjection":
         d_k, d_v = self._head_dims()
-        packed, separate = self.in_proj_weight, (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weights = separate if packed is None else (packed,)
+        packed = self.in_proj_weight
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else (packed,)
         widths = self.num_heads * d_k, self.num_heads * d_k, self.num_heads * d_v
         return InProjection(tuple(x for x in weights if x is not None), self.in_proj_bias, widths)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scratch import masks, validation
-from scratch.decoding import Ending, KeyValueCache, Sampling, sample_decode
+from scratch.decoding import Ending, KeyValueCache, Sampling, in_inference_mode, sample_decode
 from scratch.grouped import GroupedQueryAttention
 from scratch.norms import RMSNorm
 from scratch.rotary import Pairing, RotaryEmbedding, RotaryScaling
@@ -335,7 +335,7 @@ class DecoderOnlyTransformer(nn.Module):
         """
         return [KeyValueCache(window) for window in self.windows]
 
-    @torch.no_grad()
+    @in_inference_mode
     def generate(
         self,
         prompt_ids: Tensor,
@@ -348,7 +348,8 @@ class DecoderOnlyTransformer(nn.Module):
     ) -> Tensor:
         """Continue the text, token by token.
 
-        The keys and values of earlier tokens are remembered, so that each step costs one token's work.
+        The keys and values of earlier tokens are remembered, so that each step costs one token's work. The model
+        runs in ``torch.inference_mode``.
 
         Args:
             prompt_ids: (batch, prompt_len). Shorter prompts are padded on the left.

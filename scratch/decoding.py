@@ -1,9 +1,10 @@
 """One token after another: greedy decoding, sampling and beam search. What is kept between steps is in ``caches``."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,6 +29,7 @@ __all__ = [
     "sample_decode",
 ]
 
+P = ParamSpec("P")
 NextLogits = Callable[[Tensor], Tensor]
 
 
@@ -278,6 +280,18 @@ def hypothesis_score(
     tensor([-2., -1.])
     """
     return log_probs / ((5 + torch.as_tensor(lengths, dtype=log_probs.dtype)) / 6) ** length_penalty
+
+
+def in_inference_mode(generate: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Run a function in inference mode, where small operations cost less, and return its token ids as plain tensors."""
+
+    @functools.wraps(generate)
+    def faster(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        with torch.inference_mode():
+            token_ids = generate(*args, **kwargs)
+        return token_ids.clone()
+
+    return faster
 
 
 def without_padding(logits: Float[Tensor, "*rows vocabulary"], pad_id: int | None) -> Float[Tensor, "*rows vocabulary"]:

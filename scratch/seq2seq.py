@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scratch import masks, validation
-from scratch.decoding import Ending, LayerCache, beam_search, greedy_decode, new_cache
+from scratch.decoding import Ending, LayerCache, beam_search, greedy_decode, in_inference_mode, new_cache
 from scratch.layers import TransformerEncoderLayer, given
 from scratch.paths import are_plain
 from scratch.positional import Layout, PositionalEncoding
@@ -236,7 +236,7 @@ class Seq2SeqTransformer(nn.Module):
     def _new_cache(self) -> Sequence[LayerCache] | None:
         return new_cache(self.transformer.decoder.num_layers)
 
-    @torch.no_grad()
+    @in_inference_mode
     def generate(
         self,
         src_ids: Tensor,
@@ -247,7 +247,7 @@ class Seq2SeqTransformer(nn.Module):
         """Translate: build the target token by token, greedily or by beam search.
 
         Dropout acts in train mode here as everywhere: call ``eval()`` first. The keys and values of earlier tokens are
-        remembered, so that each step costs one token's work.
+        remembered, so that each step costs one token's work. The model runs in ``torch.inference_mode``.
 
         Args:
             src_ids: (batch, src_len).

@@ -151,7 +151,7 @@ def decoding(model: Any, src_ids: Tensor, length: int, *, cached: bool) -> Calla
         A function without arguments that gives the token ids, (batch, length).
     """
 
-    @torch.no_grad()
+    @torch.inference_mode()  # as ``generate`` does
     def run() -> Tensor:
         model.eval()
         memory = model.encode(src_ids)

@@ -407,7 +407,9 @@ class TestGenerate:
     def test_ids_come_back_as_they_went_in(self, package: str, beam_size: int, dtype: torch.dtype) -> None:
         model = build(package)
         src_ids = draw_source(model).to(dtype)
-        assert model.generate(src_ids, 4, beam_size).dtype == dtype
+        found = model.generate(src_ids, 4, beam_size)
+        assert found.dtype == dtype
+        assert not found.is_inference()  # or it could not be changed in place
         assert model.training
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -252,7 +252,8 @@ def check_projection_dtypes(attention: Any, query: Tensor, key: Tensor, value: T
     """Require that the inputs have the dtype of the weights they are multiplied with."""
     if autocast_is_on(query.device):
         return
-    weight = attention.q_proj_weight if attention.in_proj_weight is None else attention.in_proj_weight
+    weight = attention.in_proj_weight
+    weight = attention.q_proj_weight if weight is None else weight
     for name, x in zip(names, (query, key, value), strict=False):
         if x.dtype != weight.dtype:
             raise ArgumentTypeError(
