@@ -45,7 +45,7 @@ from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
 from equivalence_tests.checker.reporting.lines import code_lines, raised_at
 from equivalence_tests.checker.reporting.report import Report
 
-FIXED = ("NameError", "ModuleNotFoundError")  # what no other argument or size would change
+FIXED = ("NameError", "ModuleNotFoundError", "AttributeError: module '")  # what no other argument or size would change
 MOST_SIZES = 3  # code that could be read at none of so many sizes is not tried at others
 
 

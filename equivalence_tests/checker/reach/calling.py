@@ -1,6 +1,7 @@
 """Call somebody's attention: argument order, layout, mask arguments, and what comes back."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -117,18 +118,11 @@ class Trial:
         """Draw inputs, equal tensors where the plan has one argument for several roles; of other lengths if given."""
         queries = query_len or self.sizes.query_len
         keys = key_len or (query_len if self.plan.self_attention and query_len else self.sizes.key_len)
-        generator = torch.Generator().manual_seed(seed)
         batch = 1 if self.plan.layout == "l e" else self.sizes.batch
-
-        def draw(length: int) -> Tensor:
-            x = torch.randn(batch, length, self.sizes.embed_dim, generator=generator, dtype=torch.float64)
-            return x.to(self.dtype)
-
-        query = draw(queries)
-        if self.plan.self_attention:
-            return Inputs(query, query, query)
-        key = draw(keys)
-        return Inputs(query, key, key if "memory" in dict(self.plan.roles).values() else draw(keys))
+        tensors = 1 if self.plan.self_attention else 2 if "memory" in dict(self.plan.roles).values() else 3
+        lengths = (queries, keys, keys)[:tensors]
+        drawn = _drawn(batch, lengths, self.sizes.embed_dim, seed, self.dtype)
+        return Inputs(drawn[0], *(drawn[-1:] * 2 if tensors < 3 else drawn[1:]))
 
     def arguments(
         self, inputs: Inputs, extra: Extra = None, mask: MaskForm | None = None
@@ -182,6 +176,7 @@ class Trial:
             length = inputs.query.size(1)
             width = max(n for n in range(1, length + 1) if length % n == 0 and n * n <= length)
             constants = {"=None": None, "=False": False, "=0": 0, "=2": 2, "=height": length // width, "=width": width}
+            constants["=positions"] = torch.arange(length).expand(inputs.query.size(0), -1)
             return constants[role] if role in constants else value_for(role[1:], self.sizes)[1]
         if role == "angles" and self.plan.angles is not None:
             return self.angles(name, self.plan.angles, inputs)
@@ -196,6 +191,14 @@ class Trial:
         x = inputs.query.to(self.dtype)
         head = x[0, :, : inputs.query.size(-1) // self.sizes.num_heads]
         return form.build(name, x if form.kind == "encoding" else head, base_of(self.function))
+
+
+@functools.lru_cache(maxsize=256)
+def _drawn(batch: int, lengths: tuple[int, ...], width: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
+    """Draw one tensor for each length; a call gets copies of them."""
+    generator = torch.Generator().manual_seed(seed)
+    made = (torch.randn(batch, n, width, generator=generator, dtype=torch.float64) for n in lengths)
+    return [x.to(dtype) for x in made]
 
 
 def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:

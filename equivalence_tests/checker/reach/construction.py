@@ -35,7 +35,7 @@ from equivalence_tests.checker.reach.arguments import (
 from equivalence_tests.checker.reach.configs import ImitatedConfig, configs_for, is_config
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.importing import definitions_beside
-from equivalence_tests.checker.reach.proposing import parameters_of, ranked, scales_of, used_as
+from equivalence_tests.checker.reach.proposing import compared_by, parameters_of, ranked, scales_of, used_as
 from equivalence_tests.checker.reach.state import OF_ANY_MODULE
 from equivalence_tests.checker.reach.tried import TRIED, Try
 from equivalence_tests.checker.reporting.lines import raised_in
@@ -405,9 +405,10 @@ def _sized(name: str, value: Any, sizes: Sizes) -> Any:
 
 
 def _may_be_none(target: Any) -> set[str]:
-    """Name what a constructor of the same file takes None for."""
+    """Name what a constructor of the same file takes None for, and what the class compares with None."""
     taken = (p for one in _classes_beside(target) if issubclass(one, nn.Module) for p in parameters_of(one))
-    return {p.name for p in taken if p.default is None or re.search(r"\bNone\b|Optional", str(p.annotation))}
+    optional = {p.name for p in taken if p.default is None or re.search(r"\bNone\b|Optional", str(p.annotation))}
+    return optional | {name for name, others in compared_by(target).items() if None in others}
 
 
 def _parts_beside(target: Any, argument: str) -> list[type[nn.Module]]:

@@ -20,7 +20,7 @@ from equivalence_tests.checker.reach.plans import trials_of
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.tracing import tensors_in
-from equivalence_tests.checker.reach.tried import TRIED, Try
+from equivalence_tests.checker.reach.tried import TRIED
 
 TARGET = re.compile(r"tgt|trg|target|dec|^y$|output")
 AIM = re.compile(r"label|tgt|trg|target|decoder_input")
@@ -153,8 +153,8 @@ def _runs_of(module: nn.Module, roles: dict[str, str], errors: list[str]) -> Ite
             arguments = partial(_arguments, given_roles, form, length_first)
             run = partial(_run, module, arguments, length_first)
             runs = attempt(partial(run, source, target, {}), errors) is not None
-            given = arguments(source, source if target is None else target)
-            TRIED.called(Try(module, (), given, "" if runs else errors[-1]))
+            given = (), arguments(source, source if target is None else target)
+            TRIED.called(module, partial(tuple[Any, ...], given), "" if runs else errors[-1])
             if runs:
                 yield ModelRun(run, source, target, masks, kind, length_first, patch), form is not None
 

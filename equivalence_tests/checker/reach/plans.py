@@ -21,7 +21,7 @@ from equivalence_tests.checker.reach.construction import exact_lengths
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
-from equivalence_tests.checker.reach.tried import TRIED, Try
+from equivalence_tests.checker.reach.tried import TRIED
 
 # What tensors are tried as where their names say nothing.
 THREE = tuple(itertools.permutations(("query", "key", "value")))
@@ -34,10 +34,12 @@ SWITCH = re.compile(
     r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
 )
 
+MOST_FAILED = 10_000  # calls that fail: what can be called mostly runs among the first few
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
 NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
 TILE = re.compile(r"(block|chunk|tile|segment)_?(size|len(gth)?)$")  # several fit into a sequence
 LETTER = re.compile(r"^[a-z]_?\d?$")
+POSITIONS = re.compile(r"pos(ition)?_?ids?$|^(\w+_)?positions$")
 POSITION = re.compile(
     r"^(start_?(pos|idx)|(past|cache|kv)_?len\w*|((rope|seqlen|\w*pos\w*)_)?offset|(input_|cache_)?pos(ition)?|step)$"
 )
@@ -75,6 +77,8 @@ def trials_of(
                 continue
             if heads and "h" not in layout:
                 continue
+            if len(errors) > MOST_FAILED:
+                return
             trial = Trial(function, replace(plan, layout=layout, key_heads=heads), lengths, dtype)
             for working in _working(trial, errors):
                 found = True
@@ -188,6 +192,8 @@ def _role(parameter: inspect.Parameter) -> str:
     constant = isinstance(parameter.default, bool | int | float) or "str" in str(parameter.annotation)
     if optional and (constant or switch or role in ("", "angles")):
         return "default"
+    if POSITIONS.search(name) and not optional:
+        return "=positions"
     if switch:
         return "=None" if re.search("drop|cache|past", name) else "=0" if POSITION.search(name) else "=False"
     if TILE.search(name):
@@ -271,8 +277,7 @@ def _tried(trial: Trial, errors: list[str]) -> Trial | None:
     found = [index for index, x in enumerate(tensors or ()) if _is_output(x, trial, inputs)]
     if tensors is not None and not found:
         errors.append(f"no output of the query's length came back, but {[tuple(x.shape) for x in tensors]}")
-    if TRIED.searching:
-        TRIED.called(Try(trial.function, *trial.arguments(inputs), "" if found else errors[-1]))
+    TRIED.called(trial.function, lambda: trial.arguments(inputs), "" if found else errors[-1])
     if not found:
         return None
     assert tensors is not None

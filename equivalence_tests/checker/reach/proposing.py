@@ -42,14 +42,20 @@ def nodes_of(target: Any) -> list[ast.AST]:
     return [node for tree in trees for node in ast.walk(tree)]
 
 
-def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
-    """Give the optional Booleans of a constructor negated, and its strings the values that its class looks for."""
+def compared_by(target: Any) -> dict[str, list[object]]:
+    """List the constants with which a class compares what has a name."""
     compared: dict[str, list[object]] = {}
     for node in nodes_of(target):
         match node:
             case ast.Compare(left=ast.Name(id=name) | ast.Attribute(attr=name), comparators=[with_]):
                 one_of = with_.elts if isinstance(with_, ast.Tuple | ast.List | ast.Set) else [with_]
                 compared.setdefault(name, []).extend(x.value for x in one_of if isinstance(x, ast.Constant))
+    return compared
+
+
+def other_options(target: Any) -> Iterator[tuple[str, str | bool]]:
+    """Give the optional Booleans of a constructor negated, and its strings the values that its class looks for."""
+    compared = compared_by(target)
     for parameter in parameters_of(target):
         default = parameter.default
         if isinstance(default, bool):

@@ -6,6 +6,7 @@ import inspect
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,19 @@ class PartsOfADictionary(nn.Module):
 
 def test_a_dictionary_with_the_arguments_of_its_parts_is_imitated() -> None:
     assert verify(PartsOfADictionary).verdict == "equal"
+
+
+class PresetOrSizes(PartsOfADictionary):
+    """Takes the name of a preset or sizes, not both: the other is None."""
+
+    def __init__(self, config: Any) -> None:
+        assert (config.model_type is not None) ^ all(x is not None for x in (config.n_head, config.n_embd))
+        width = config.n_embd // config.n_head
+        super().__init__(config.n_embd, {"self_attention": {"n_head": config.n_head, "d_k": width}})
+
+
+def test_what_a_constructor_compares_with_none_may_be_none_in_its_config() -> None:
+    assert verify(PresetOrSizes).verdict == "equal"
 
 
 class FixedWidth(nn.Module):

@@ -64,15 +64,13 @@ class Tried:
         if instance is not None and type(instance).__weakrefoffset__:
             self._made[instance] = made
 
-    @property
-    def searching(self) -> bool:
-        """Whether no call has run yet."""
-        return self.call is None or bool(self.call.error)
-
-    def called(self, made: Try) -> None:
-        """Note a call; those of other code, such as the parts of a layer, are passed over."""
-        if self.searching and self._is_target(made.function):
-            self.call = max(self.call or made, made, key=lambda one: one.got_as_far_as)
+    def called(self, function: Any, given: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], error: str) -> None:
+        """Note a call and what it was given; those of other code, such as the parts of a layer, are passed over."""
+        if not self._is_target(function):
+            return
+        made = Try(function, (), {}, error)
+        if self.call is None or made.got_as_far_as > self.call.got_as_far_as:
+            self.call = Try(function, *given(), error)
 
     def construction_of(self, instance: Any) -> Try | None:
         """Give how an instance was built; None where it came ready."""
