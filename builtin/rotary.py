@@ -1,4 +1,4 @@
-"""Rotary position embeddings on torch's complex numbers: to turn a pair is to multiply it by e^(i angle)."""
+"""Rotary position embeddings on torch's complex numbers: to rotate a pair is to multiply it by e^(i angle)."""
 
 import torch
 from jaxtyping import Float

@@ -143,7 +143,7 @@ class FixedCache:
 class KeyValueCache:
     """Keys and values of the tokens so far, for grouped-query attention: of all of them, or of the last ``window``.
 
-    They are kept split into heads, normalised and turned by their positions. With a window the cache rolls: what no
+    They are kept split into heads, normalised and rotated by their positions. With a window the cache rolls: what no
     later token can see is forgotten, so that it stops growing.
 
     Args:

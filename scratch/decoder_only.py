@@ -93,11 +93,11 @@ class DecoderOnlyLayer(nn.Module):
         bias: Whether the projections of attention and feed-forward network have biases.
         num_key_heads: Number of key and value heads; as many as query heads if not given.
         head_dim: Size of each head; d_model / nhead if not given.
-        qk_norm: Divide each head's queries and keys by their root mean square before they are turned.
+        qk_norm: Divide each head's queries and keys by their root mean square before they are rotated.
         window: A token looks at the last ``window`` tokens, itself included; at all earlier ones if not given.
         soft_cap: Keeps scores within -soft_cap ... soft_cap by a tanh.
         sinks: Learn for each head a score that takes weight and gives nothing.
-        rotary: Turns queries and keys by their positions; a model shares one among its layers.
+        rotary: Rotates queries and keys by their positions; a model shares one among its layers.
         scale: Factor on the scores; 1 / sqrt(head_dim) if not given.
         sandwich_norm: Normalise also what attention and feed-forward network give, before it is added.
         device: Where the parameters live.
@@ -200,7 +200,7 @@ class DecoderOnlyTransformer(nn.Module):
         bias: Whether the projections in the layers have biases; the last one has none.
         num_key_heads: Number of key and value heads; as many as query heads if not given.
         head_dim: Size of each head; d_model / nhead if not given.
-        qk_norm: Divide each head's queries and keys by their root mean square before they are turned.
+        qk_norm: Divide each head's queries and keys by their root mean square before they are rotated.
         window: A token looks at the last ``window`` tokens, itself included; at all earlier ones if not given. One for
             all layers, or one for each.
         soft_cap: Keeps scores within -soft_cap ... soft_cap by a tanh.
@@ -208,7 +208,7 @@ class DecoderOnlyTransformer(nn.Module):
         scale: Factor on the scores; 1 / sqrt(head_dim) if not given.
         sandwich_norm: Normalise also what attention and feed-forward network give, before it is added.
         rotary_base: Base of the rotary positions.
-        pairing: Which features they turn together: "adjacent" or "halves"; see ``RotaryEmbedding``.
+        pairing: Which features they rotate together: "adjacent" or "halves"; see ``RotaryEmbedding``.
         rotary_scaling: How positions beyond those of the training are read; as all others if not given.
         logit_soft_cap: Keeps logits within -logit_soft_cap ... logit_soft_cap by a tanh.
         scale_embeddings: Multiply embeddings by sqrt(d_model). They are drawn from N(0, 1 / d_model) then, and from

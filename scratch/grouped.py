@@ -1,4 +1,4 @@
-"""Attention as today's language models have it: few key heads for many query heads, and positions turned in.
+"""Attention as today's language models have it: few key heads for many query heads, and rotary positions.
 
 Dimension letters: b batch, h num_heads, g num_key_heads, q query_len, k key_len, d head_dim, e embed_dim.
 """
@@ -208,13 +208,13 @@ class GroupedQueryAttention(nn.Module):
             attention); with 1 it is multi-query attention.
         bias: Whether the projections have biases.
         head_dim: Size of each head; embed_dim / num_heads if not given.
-        qk_norm: Divide each head's queries and keys by their root mean square before they are turned.
+        qk_norm: Divide each head's queries and keys by their root mean square before they are rotated.
         norm_eps: Epsilon of those norms.
         window: A query looks at keys fewer than ``window`` positions away: with ``is_causal`` at the last ``window``
             tokens, its own included.
         soft_cap: Keeps scores within -soft_cap ... soft_cap by a tanh.
         sinks: Learn for each head a score that takes weight and gives nothing.
-        rotary: Turns queries and keys by their positions.
+        rotary: Rotates queries and keys by their positions.
         scale: Factor on the scores; 1 / sqrt(head_dim) if not given.
         device: Where the parameters live.
         dtype: Their dtype.
@@ -306,7 +306,7 @@ class GroupedQueryAttention(nn.Module):
         return self.out_proj(context.transpose(1, 2).flatten(2))
 
     def project(self, x: Tensor, first_position: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values, normalised and turned.
+        """Compute queries, keys and values, normalised and rotated.
 
         Args:
             x: (batch, len, embed_dim).

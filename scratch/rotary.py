@@ -1,6 +1,6 @@
-"""Rotary position embeddings: queries and keys are turned by an angle that grows with their position.
+"""Rotary position embeddings: queries and keys are rotated by an angle that grows with their position.
 
-The features of a head form pairs, and each pair is turned by its own angle times the position. A score then depends on
+The features of a head form pairs, and each pair is rotated by its own angle times the position. A score then depends on
 how far query and key are apart, not on where they are.
 """
 
@@ -35,12 +35,12 @@ __all__ = [
 Pairing = Literal["adjacent", "halves"]
 
 
-# From head_dim and base to the frequencies, (head_dim / 2), and the factor on turned queries and keys.
+# From head_dim and base to the frequencies, (head_dim / 2), and the factor on rotated queries and keys.
 RotaryScaling = Callable[[int, float], tuple[Tensor, float]]
 
 
 def rotary_frequencies(head_dim: int, base: float = 10000.0) -> Float[Tensor, " pairs"]:
-    """Say by which angle each pair of features turns from one position to the next.
+    """Say by which angle each pair of features rotates from one position to the next.
 
     θ_i = base^(-2i / head_dim)
 
@@ -126,16 +126,16 @@ class YaRNScaling:
 
     θ'_i = γ_i θ_i / factor + (1 - γ_i) θ_i with γ_i = clamp((i - fast) / (slow - fast), 0, 1)
 
-    Pair ``fast`` turns ``beta_fast`` times within ``original_max_len``, pair ``slow`` turns ``beta_slow`` times.
-    Turned queries and keys are multiplied by 0.1 ln(factor) + 1.
+    Pair ``fast`` rotates ``beta_fast`` times within ``original_max_len``, pair ``slow`` rotates ``beta_slow`` times.
+    Rotated queries and keys are multiplied by 0.1 ln(factor) + 1.
 
     Args:
         factor: How many times longer texts may be than in training.
         original_max_len: Length of the texts in training.
-        beta_fast: Pairs that turn more often than this stay as they are.
-        beta_slow: Pairs that turn less often than this are squeezed by the whole factor.
+        beta_fast: Pairs that rotate more often than this stay as they are.
+        beta_slow: Pairs that rotate less often than this are squeezed by the whole factor.
         truncate: Round the two bounds to whole pairs, away from each other.
-        attention_factor: Multiplies turned queries and keys; by the formula if not given.
+        attention_factor: Multiplies rotated queries and keys; by the formula if not given.
 
     Raises:
         ValueError: For a factor below 1, an original_max_len or attention_factor that is not positive, or a beta_slow
@@ -185,8 +185,8 @@ class Llama3Scaling:
     Args:
         factor: How many times longer texts may be than in training.
         original_max_len: Length of the texts in training.
-        low_freq_factor: Pairs that turn less often than this within that length are squeezed by the whole factor.
-        high_freq_factor: Pairs that turn more often than this stay as they are.
+        low_freq_factor: Pairs that rotate less often than this within that length are squeezed by the whole factor.
+        high_freq_factor: Pairs that rotate more often than this stay as they are.
 
     Raises:
         ValueError: For a factor below 1, an original_max_len that is not positive, or a low_freq_factor that is not
@@ -217,7 +217,7 @@ class Llama3Scaling:
 def rotary_angles(
     positions: Int[Tensor, "*shape"], frequencies: Float[Tensor, " pairs"]
 ) -> Float[Tensor, "*shape pairs"]:
-    """Say how far each pair is turned at each position.
+    """Say how far each pair is rotated at each position.
 
     angle[m, i] = m θ_i
 
@@ -241,7 +241,7 @@ def rotary_angles(
 def rotate_adjacent(
     x: Float[Tensor, "... head_dim"], cosines: Float[Tensor, "... pairs"], sines: Float[Tensor, "... pairs"]
 ) -> Float[Tensor, "... head_dim"]:
-    """Turn pairs of features that are next to each other.
+    """Rotate pairs of features that are next to each other.
 
     (x_2i, x_2i+1) -> (x_2i cos - x_2i+1 sin, x_2i sin + x_2i+1 cos)
 
@@ -267,7 +267,7 @@ def rotate_adjacent(
 def rotate_halves(
     x: Float[Tensor, "... head_dim"], cosines: Float[Tensor, "... pairs"], sines: Float[Tensor, "... pairs"]
 ) -> Float[Tensor, "... head_dim"]:
-    """Turn pairs of features of which one is in the first half and the other in the second.
+    """Rotate pairs of features of which one is in the first half and the other in the second.
 
     (x_i, x_i+d/2) -> (x_i cos - x_i+d/2 sin, x_i sin + x_i+d/2 cos)
 
@@ -293,7 +293,7 @@ def adjacent_to_halves(weight: Shaped[Tensor, "width ..."], head_dim: int) -> Sh
     """Reorder a projection that was trained with adjacent pairs, so that it serves with halves.
 
     Features 0, 1, 2, 3, ... of each head go to 0, d/2, 1, d/2 + 1, ... Done to queries and keys alike it leaves their
-    products, and so the scores, as they are. Values are not turned, and stay.
+    products, and so the scores, as they are. Values are not rotated, and stay.
 
     Args:
         weight: The weight or the bias of a projection of queries or of keys, (num_heads * head_dim, ...), or the gains
@@ -339,12 +339,12 @@ def halves_to_adjacent(weight: Shaped[Tensor, "width ..."], head_dim: int) -> Sh
 
 
 class RotaryEmbedding(nn.Module):
-    """Turn queries and keys by their positions, so that a score depends on how far the two are apart.
+    """Rotate queries and keys by their positions, so that a score depends on how far the two are apart.
 
     f(x, m) = R(m) x, so that f(q, m)ᵀ f(k, n) = qᵀ R(n - m) k
 
     There are no parameters and no greatest length. The frequencies stay in float64 whatever the module is moved to, and
-    half precision is turned in float32.
+    half precision is rotated in float32.
 
     Args:
         head_dim: Number of features of each head; even.
@@ -396,7 +396,7 @@ class RotaryEmbedding(nn.Module):
         return self.scaling(self.head_dim, self.base)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Turn the features of each token by its position.
+        """Rotate the features of each token by its position.
 
         Args:
             x: (..., len, head_dim): queries or keys.

@@ -99,7 +99,7 @@ def with_rotary() -> None:
     rotary = scratch.RotaryEmbedding(head_dim=4)
     x = torch.randn(1, 1, 12).expand(1, 5, 12)  # the same token at 5 places
     q, _, _ = GroupedQueryAttention(12, 3, rotary=rotary).project(x)
-    print("turned:", not torch.allclose(q[:, :, 0], q[:, :, 1]))
+    print("rotated:", not torch.allclose(q[:, :, 0], q[:, :, 1]))
     print("as long:", torch.allclose(q[:, :, 0].norm(), q[:, :, 1].norm()))
 
 
@@ -227,7 +227,7 @@ EXPLANATIONS = (
     Explanation(
         "qk_norm",
         WITH_HEADS,
-        "Divides queries and keys of each head by their root mean square, before they are turned. Scores then stay "
+        "Divides queries and keys of each head by their root mean square, before they are rotated. Scores then stay "
         "within "
         "bounds, however large the input grows.",
         (Place(GroupedQueryAttention.project, "self.q_norm(q)"),),
@@ -273,7 +273,7 @@ EXPLANATIONS = (
     Explanation(
         "rotary",
         OF_TOKENS,
-        "Turns queries and keys by their positions. Without it, the attention knows nothing of the order of the "
+        "Rotates queries and keys by their positions. Without it, the attention knows nothing of the order of the "
         "tokens except through the causal mask.",
         (Place(GroupedQueryAttention.project, "self.rotary(q"),),
         with_rotary,

@@ -71,7 +71,7 @@ EXPLANATIONS = (
     Explanation(
         "head_dim",
         (ROTARY,),
-        "The number of features of each head, which form pairs: it is even. Each pair is turned by an angle of its "
+        "The number of features of each head, which form pairs: it is even. Each pair is rotated by an angle of its "
         "own.",
         (FREQUENCIES,),
         turned,
@@ -79,7 +79,7 @@ EXPLANATIONS = (
     Explanation(
         "base",
         (ROTARY,),
-        "How slowly the slowest pair turns. From one position to the next the first pair turns by 1, and pair i by "
+        "How slowly the slowest pair rotates. From one position to the next the first pair rotates by 1, and pair i by "
         "base^(-2i / head_dim). Models for long texts take a large base.",
         (FREQUENCIES,),
         slower_and_slower,
@@ -100,7 +100,7 @@ EXPLANATIONS = (
         (ROTARY,),
         "How positions beyond those of the training are read. LinearScaling squeezes all pairs alike, the others "
         "spare those "
-        "that turn fast: NTKScaling, YaRNScaling and Llama3Scaling.",
+        "that rotate fast: NTKScaling, YaRNScaling and Llama3Scaling.",
         (Place(RotaryEmbedding._frequencies, "return self.scaling("),),
         squeezed,
     ),
@@ -114,15 +114,15 @@ EXPLANATIONS = (
     Explanation(
         "x",
         (ROTARY,),
-        "Queries or keys, (..., len, head_dim). Values are not turned: only the scores should depend on positions.",
+        "Queries or keys, (..., len, head_dim). Values are not rotated: only the scores should depend on positions.",
         (Place(RotaryEmbedding.forward, "return self._rotate"),),
         turned,
     ),
     Explanation(
         "positions",
         (ROTARY,),
-        "Where each token stands; 0, 1, 2, ... if not given. A score depends only on how far apart its two tokens "
-        "are, which is why a cache can keep turned keys.",
+        "The position of each token; counted from 0 if not given. A score depends only on how far apart its two tokens "
+        "are, which is why a cache can keep rotated keys.",
         (Place(rotary.rotary_angles, "return positions"),),
         at_positions,
     ),
@@ -136,7 +136,7 @@ EXPLANATIONS = (
     Explanation(
         "pairing",
         (LANGUAGE_MODEL,),
-        "Which features are turned together: adjacent or halves. It has to be that of the weights.",
+        "Which features are rotated together: adjacent or halves. It has to be that of the weights.",
         OF_A_MODEL,
         of_a_model,
         PAIRS,
