@@ -1,8 +1,8 @@
 """A kernel in tiles with a switch for each mistake that people make in such kernels; it proves the judge."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,25 @@ MISTAKES = {
 }
 
 
+class _Call(NamedTuple):
+    """The arguments of a call that are not tensors, and the mistake that is made in it."""
+
+    scale: float
+    mistake: str
+    causal: bool
+
+
+class _Saved(NamedTuple):
+    """What the forward keeps for the backward."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 def planted(mistake: str = "") -> Callable[..., Tensor]:
     """Make the kernel with one mistake, or none."""
 
@@ -82,7 +101,7 @@ def planted(mistake: str = "") -> Callable[..., Tensor]:
         bias = _bias(q, k, attn_mask, is_causal, mistake)
         if mistake == "mask scaled" and attn_mask is not None and attn_mask.is_floating_point():
             bias = bias * scale
-        return _Tiles.apply(q, k, v, bias, scale, mistake, is_causal)  # type: ignore[no-untyped-call]
+        return _Tiles.apply(q, k, v, bias, _Call(scale, mistake, is_causal))  # type: ignore[no-untyped-call]
 
     return attention
 
@@ -117,9 +136,8 @@ def _as_if_contiguous(x: Tensor) -> Tensor:
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, mistake: str, causal: bool
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, call: _Call) -> Tensor:
+        mistake = call.mistake
         if mistake == "writes into keys":
             k.detach().mul_(1.001)
         read_k = _as_if_contiguous(k) if mistake == "key strides" else k
@@ -131,24 +149,22 @@ class _Tiles(torch.autograd.Function):
             rows = slice(start, start + ROWS)
             if mistake == "rows not written" and start + ROWS > q.shape[-2]:
                 continue
-            out[..., rows, :], lse[..., rows, :] = _rows(
-                q[..., rows, :], keys, values, bias[..., rows, :], scale, mistake, causal
-            )
+            out[..., rows, :], lse[..., rows, :] = _rows(q[..., rows, :], keys, values, bias[..., rows, :], call)
         ctx.save_for_backward(q, k, v, bias, out, lse)
-        ctx.scale, ctx.mistake = scale, mistake
+        ctx.call = call
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, lse = ctx.saved_tensors
-        dq, dk, dv = _gradients(q, k, v, bias, out, lse, grad, ctx.scale, ctx.mistake)
+        call: _Call = ctx.call
+        dq, dk, dv = _gradients(_Saved(*ctx.saved_tensors), grad, call)
         factor = {
-            "dk scaled twice": (1, ctx.scale, 1),
-            "dq not scaled": (1 / ctx.scale, 1, 1),
+            "dk scaled twice": (1, call.scale, 1),
+            "dq not scaled": (1 / call.scale, 1, 1),
             "dv negative": (1, 1, -1),
         }
-        of_q, of_k, of_v = factor.get(ctx.mistake, (1, 1, 1))
-        return dq * of_q, dk * of_k, dv * of_v, None, None, None, None
+        of_q, of_k, of_v = factor.get(call.mistake, (1, 1, 1))
+        return dq * of_q, dk * of_k, dv * of_v, None, None
 
 
 def _repeated(x: Tensor, q: Tensor, mistake: str) -> Tensor:
@@ -156,26 +172,29 @@ def _repeated(x: Tensor, q: Tensor, mistake: str) -> Tensor:
     return x.repeat(1, group, 1, 1) if mistake == "groups alternate" else x.repeat_interleave(group, 1)
 
 
-def _rows(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, mistake: str, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Go over the keys tile by tile for some rows."""
-    greatest = torch.full_like(q[..., :1], -math.inf)
-    total, mean = torch.zeros_like(greatest), torch.zeros_like(q[..., :1] * v[..., :1, :])
-    alone = torch.zeros_like(mean)
+def _tiles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, call: _Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give the scores and the values of each tile of keys."""
     length = k.shape[-2]
     for start in range(0, length, COLUMNS):
-        if (mistake == "first tile only" and start) or (
-            mistake == "last tile left out" and 0 < length - start < COLUMNS
-        ):
+        if call.mistake == "first tile only" and start:
+            break
+        if call.mistake == "last tile left out" and 0 < length - start < COLUMNS:
             break
         tile = slice(start, start + COLUMNS)
-        scores = _scores(q @ k[..., tile, :].mT, bias[..., tile], scale, mistake, causal)
-        values = v[..., tile, :]
-        if mistake == "padding scored 0" and scores.shape[-1] < COLUMNS:
+        scores, values = _scores(q @ k[..., tile, :].mT, bias[..., tile], call), v[..., tile, :]
+        if call.mistake == "padding scored 0" and scores.shape[-1] < COLUMNS:
             more = COLUMNS - scores.shape[-1]
             scores = torch.nn.functional.pad(scores, (0, more))
             values = torch.nn.functional.pad(values, (0, 0, 0, more))
+        yield scores, values
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    """Go over the keys tile by tile for some rows."""
+    mistake, greatest = call.mistake, torch.full_like(q[..., :1], -math.inf)
+    total, mean = torch.zeros_like(greatest), torch.zeros_like(q[..., :1] * v[..., :1, :])
+    alone = torch.zeros_like(mean)
+    for scores, values in _tiles(q, k, v, bias, call):
         before, greatest = greatest, torch.maximum(greatest, scores.amax(-1, keepdim=True))
         shrink = (before - greatest).exp().nan_to_num()
         if mistake == "maximum replaced":
@@ -200,22 +219,22 @@ def _rows(
     return out, lse
 
 
-def _scores(products: Tensor, bias: Tensor, scale: float, mistake: str, causal: bool) -> Tensor:
+def _scores(products: Tensor, bias: Tensor, call: _Call) -> Tensor:
+    scale = call.scale
     factor = {
         "scale forgotten": 1.0,
         "scale twice": scale * scale,
         "root of the scale": math.sqrt(scale),
         "base 2 forgotten": scale / LOG2_E,
         "base 2 and exp": scale * LOG2_E,
-    }.get(mistake, scale)
-    if mistake == "causal 0" and causal:
+    }.get(call.mistake, scale)
+    if call.mistake == "causal 0" and call.causal:
         return (products * factor).masked_fill(bias == -math.inf, 0.0)
     return products * factor + bias
 
 
-def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float, mistake: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(saved: _Saved, grad: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    (q, k, v, bias, out, lse), (scale, mistake, _) = saved, call
     keys, values = (_repeated(x, q, "") for x in (k, v))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(keys), torch.zeros_like(values)
     delta = (out * grad).sum(-1, keepdim=True) * {"delta forgotten": 0, "delta added": -1}.get(mistake, 1)

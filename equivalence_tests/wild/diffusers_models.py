@@ -46,6 +46,19 @@ POOLED = [
     "text_pooled_dim",
 ]
 WIDTH, POOLED_WIDTH, BATCH, TOKENS = 40, 24, 2, 7
+# The names that what is given in a call has among the arguments of forward.
+OF_HIDDEN = ("hidden_states", "sample", "x", "control_hidden_states", "context_latents", "controlnet_cond")
+OF_TEXT = ("encoder_hidden_states", "cap_feats", "context", "encoder_hidden_states_text", "text_bth")
+OF_POOLED = (
+    "pooled_projections",
+    "pooled_text_emb",
+    "pooled_projection",
+    "global_hidden_states",
+    "clip_text_pooled",
+    "proj_embedding",
+)
+OF_TIME = ("timestep", "t", "timestep_r", "r_timestep", "timesteps", "timestep_ratio")
+OF_IMAGE_IDS = ("img_ids", "image_ids")
 RECIPES = (
     Recipe(heads=3, head_dim=1000, width=96, layers=1, image=16, patch=2),
     Recipe(layers=2, image=16, patch=2),
@@ -58,16 +71,13 @@ def diffusers_models() -> list[WildModel]:
     import diffusers
     from diffusers.models import attention_processor
 
-    named = {
-        name: getattr(diffusers, name, None)
-        for name in dir(diffusers)
-        if not name.startswith("Auto") or "coder" in name
-    }
-    classes = {
-        found.__name__: found
-        for found in named.values()
-        if inspect.isclass(found) and issubclass(found, diffusers.ModelMixin) and found is not diffusers.ModelMixin
-    }
+    named = [getattr(diffusers, n, None) for n in dir(diffusers) if not n.startswith("Auto") or "coder" in n]
+    classes = {x.__name__: x for x in named if inspect.isclass(x) and issubclass(x, diffusers.ModelMixin)}
+    classes.pop(diffusers.ModelMixin.__name__, None)
+    models = [
+        WildModel("diffusers", name, functools.partial(_builds, found), _inputs)
+        for name, found in sorted(classes.items())
+    ]
     processors = [
         found
         for name, found in vars(attention_processor).items()
@@ -75,17 +85,9 @@ def diffusers_models() -> list[WildModel]:
         and name.endswith(("Processor", "Processor2_0"))
         and found.__module__.endswith("attention_processor")
     ]
-    return [
-        *(
-            WildModel("diffusers", name, functools.partial(_builds, found), _inputs)
-            for name, found in sorted(classes.items())
-        ),
-        *(
-            WildModel(
-                "diffusers", f"Attention/{found.__name__}", functools.partial(_attentions, found), _attention_inputs
-            )
-            for found in processors
-        ),
+    return models + [
+        WildModel("diffusers", f"Attention/{found.__name__}", functools.partial(_attentions, found), _attention_inputs)
+        for found in processors
     ]
 
 
@@ -166,46 +168,43 @@ def _inputs(model: nn.Module) -> Iterator[Inputs]:
 
 
 def _offered(model: Any, hidden: Tensor, draw: Callable[..., Tensor], typed: torch.dtype) -> dict[str, Any]:
+    """Give a value to each argument that a model may have."""
     tokens = hidden.shape[1] if hidden.dim() == 3 else 16
     text = draw(BATCH, TOKENS, _config(model, TEXT, WIDTH))
     pooled = draw(BATCH, _config(model, POOLED, POOLED_WIDTH))
-    time = torch.tensor([3, 5]).to(typed)
-    ids = torch.stack(
-        torch.meshgrid(torch.arange(1), torch.arange(4), torch.arange(tokens // 4), indexing="ij"), -1
-    ).reshape(-1, 3)
+    time, ids = torch.tensor([3, 5]).to(typed), _position_ids(model, tokens)
+    named = {OF_HIDDEN: hidden, OF_TEXT: text, OF_POOLED: pooled, OF_TIME: time, OF_IMAGE_IDS: ids}
+    offered: dict[str, Any] = {name: x for names, x in named.items() for name in names}
+    return offered | {"txt_ids": torch.zeros(TOKENS, ids.shape[1]), "added_time_ids": draw(BATCH, 3)} | _fixed(tokens)
+
+
+def _position_ids(model: Any, tokens: int) -> Tensor:
+    """Give each token of an image its place on every axis that the model counts."""
+    grid = torch.meshgrid(torch.arange(1), torch.arange(4), torch.arange(tokens // 4), indexing="ij")
+    ids = torch.stack(grid, -1).reshape(-1, 3).float()
     axes = len(model.config.get("axes_dims_rope", None) or (0, 0, 0))
-    ids = torch.cat([ids, torch.zeros(len(ids), axes - 3, dtype=ids.dtype)], 1) if axes > 3 else ids
-    offered: dict[str, Any] = dict.fromkeys(
-        ("hidden_states", "sample", "x", "control_hidden_states", "context_latents"), hidden
-    )
-    offered |= dict.fromkeys(("encoder_hidden_states", "cap_feats", "context", "encoder_hidden_states_text"), text)
-    offered |= dict.fromkeys(("timestep", "t", "timestep_r", "r_timestep", "timesteps", "timestep_ratio"), time)
-    offered |= dict.fromkeys(
-        ("pooled_projections", "pooled_text_emb", "pooled_projection", "global_hidden_states", "clip_text_pooled"),
-        pooled,
-    )
-    offered |= {"img_ids": ids.float(), "image_ids": ids.float(), "txt_ids": torch.zeros(TOKENS, ids.shape[1])}
-    offered |= {
+    return torch.cat([ids, torch.zeros(len(ids), axes - 3)], 1) if axes > 3 else ids
+
+
+def _fixed(tokens: int) -> dict[str, Any]:
+    """Give the arguments that depend on nothing but the number of tokens."""
+    return {
         "guidance": torch.tensor([1.0, 2.0]),
         "encoder_attention_mask": torch.ones(BATCH, TOKENS),
         "encoder_hidden_states_mask": torch.ones(BATCH, TOKENS, dtype=torch.bool),
         "img_shapes": [[(1, 4, tokens // 4)]] * BATCH,
         "txt_seq_lens": [TOKENS] * BATCH,
-        "controlnet_cond": hidden,
         "conditioning_scale": 1.0,
         "class_labels": torch.tensor([0, 1]),
         "num_frames": 2,
         "height": 4,
         "width": tokens // 4,
-        "added_time_ids": draw(BATCH, 3),
         "fps": torch.tensor([8, 8]),
         "original_size": torch.tensor([[64, 64]] * BATCH),
         "target_size": torch.tensor([[64, 64]] * BATCH),
         "crop_coords": torch.tensor([[0, 0]] * BATCH),
         "position_ids": torch.zeros(BATCH, TOKENS + tokens, 3, dtype=torch.int64),
-        "proj_embedding": pooled,
         "chunk_partition": (1, 2),
-        "text_bth": text,
         "text_lens": torch.tensor([TOKENS, TOKENS - 2]),
         "prior_token_id": torch.ones(BATCH, tokens, dtype=torch.int64),
         "prior_token_drop": torch.zeros(BATCH, tokens, dtype=torch.bool),
@@ -213,7 +212,6 @@ def _offered(model: Any, hidden: Tensor, draw: Callable[..., Tensor], typed: tor
         "image_rotary_emb": None,
         "return_dict": False,
     }
-    return offered
 
 
 def _attentions(processor: type) -> Iterator[Callable[[], nn.Module]]:
