@@ -6,6 +6,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,9 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        settings = (work, num_ranks, told, argument, f"file://{Path(folder) / 'rendezvous'}", device, patience)
-        processes = [context.Process(target=_begin, args=(rank, *settings), daemon=True) for rank in range(num_ranks)]
+        group = _Group(num_ranks, f"file://{Path(folder) / 'rendezvous'}", device, patience)
+        given = (group, work, told, argument)
+        processes = [context.Process(target=_begin, args=(rank, *given), daemon=True) for rank in range(num_ranks)]
         for process in processes:
             process.start()
         try:
@@ -96,30 +98,35 @@ def _check_alive(processes: list[Any], running: set[int]) -> None:
             raise RanksFailedError(f"rank {rank} of {len(processes)} {how}")
 
 
-def _begin(
-    rank: int,
-    work: Callable[[int, int, Tell, Any], None],
-    num_ranks: int,
-    told: Any,
-    argument: Any,
-    rendezvous: str,
-    device: str,
-    patience: float,
-) -> None:
+@dataclass(frozen=True)
+class _Group:
+    """The processes that talk to one another, and where they meet."""
+
+    num_ranks: int
+    rendezvous: str
+    device: str
+    patience: float
+
+    def join(self, rank: int) -> None:
+        """Make this process one of them."""
+        if self.device == "cuda":
+            torch.cuda.set_device(rank)
+        distributed.init_process_group(
+            "nccl" if self.device == "cuda" else "gloo",
+            init_method=self.rendezvous,
+            rank=rank,
+            world_size=self.num_ranks,
+            timeout=timedelta(seconds=self.patience + PATIENCE),  # the silence is noticed before
+        )
+
+
+def _begin(rank: int, group: _Group, work: Callable[[int, int, Tell, Any], None], told: Any, argument: Any) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     try:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        distributed.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
-            init_method=rendezvous,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=patience + PATIENCE),  # the silence is noticed before
-        )
+        group.join(rank)
         told.put(("began", rank, None))
-        work(rank, num_ranks, lambda what: told.put(("told", rank, what)), argument)
+        work(rank, group.num_ranks, lambda what: told.put(("told", rank, what)), argument)
         distributed.destroy_process_group()
         told.put(("done", rank, None))
     except Exception as error:
