@@ -61,23 +61,16 @@ class Held:
 
     def holding(self) -> Holding:
         """Read the program, and compare it."""
-        situation = self.situation
-        judgement = situation.judgement
-        assert judgement is not None  # only what holds an attention is held
-        if len(situation.found.judgements) != 1:
-            raise UnreadError("more than one attention runs in it")
-        with kept_parameters(situation.subject.module):
-            return self._compared(situation)
+        with kept_parameters(self.situation.subject.module):
+            return self._compared(self.situation)
 
     def _compared(self, situation: Situation) -> Holding:
-        judgement, module = situation.judgement, situation.subject.module
-        assert judgement is not None  # the same
-        layout = layout_of(situation.trial)
-        reading = read(situation.found, judgement, layout)
-        program, comparison = reading.program, self._comparison(reading.program, layout, reading.tolerance)
+        module, layout = situation.subject.module, layout_of(situation.trial)
+        program, tolerance = read(situation.found, layout)
+        comparison = self._comparison(program, layout, tolerance)
         if not comparison.agrees and comparison.worst.case.startswith(WITH) and not program.bias.visible.is_everything:
             other = replace(program, mask_replaces=True)  # a mask may take the place of what is hidden without one
-            again = self._comparison(other, layout, reading.tolerance)
+            again = self._comparison(other, layout, tolerance)
             program, comparison = (other, again) if again.agrees else (program, comparison)
         steps = (*program.steps(module, Parameters.of(module)), *self._of_heads(program), *self._of_arguments(program))
         rest = left_over(program, case_of(situation.trial, None, "", seed=21).call, layout, comparison)
@@ -107,9 +100,7 @@ class Held:
     def _read_at(self, queries: int, keys: int, layout: Layout) -> Program:
         sizes = replace(self.situation.trial.sizes, query_len=queries, key_len=keys)
         other = situation_of(self.situation.subject, replace(self.situation.trial, sizes=sizes))
-        if other.judgement is None:
-            raise UnreadError("no attention runs in it at other lengths")
-        return read(other.found, other.judgement, layout).program
+        return read(other.found, layout)[0]
 
     def _of_heads(self, program: Program) -> Iterator[Step]:
         """As many heads as each should have features, and the other way round."""
@@ -347,8 +338,6 @@ def equivalent_of(situation: Situation) -> Equivalent:
     Raises:
         UnreadError: If none can be made.
     """
-    if situation.judgement is None:
-        raise UnreadError("no attention runs in it")
     held = Held(situation)
     return held.written(held.holding(), Report(situation.subject.name))
 

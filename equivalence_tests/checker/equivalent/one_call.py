@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,31 +22,17 @@ from equivalence_tests.checker.equivalent.deciding import Holding, decide, unrea
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.reading import Reading, plain_layout, read
+from equivalence_tests.checker.equivalent.reading import plain_layout, read
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.equivalent.watched import Layout
+from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise
 from equivalence_tests.checker.reporting.report import Report
 
 WHOLE = "the whole, beside torch's own program"
-
-
-@dataclass(frozen=True)
-class _Apart:
-    """The call of the sub-module that holds one attention, examined by itself.
-
-    Args:
-        found: What was seen in it.
-        judgement: Of its attention.
-        layout: Of its arguments and its output.
-    """
-
-    found: Examination
-    judgement: Judgement
-    layout: Layout
 
 
 def hold_call(report: Report, found: Examination, judgement: Judgement, intended: Mapping[str, str]) -> None:
@@ -59,7 +45,7 @@ def hold_call(report: Report, found: Examination, judgement: Judgement, intended
         intended: What the user says is intended, by name, each with the reason.
     """
     try:
-        holding = _holding(_apart(found, judgement))
+        holding = _holding(*_apart(found, judgement))
     except UnreadError as error:
         report.coverage.append(Exercise(WHOLE, False, f"not compared: {error}"))
         unread(report, str(error))
@@ -70,7 +56,7 @@ def hold_call(report: Report, found: Examination, judgement: Judgement, intended
     report.equivalent = holding.comparison.of(Equivalent("", why, "", (), steps))
 
 
-def _apart(found: Examination, judgement: Judgement) -> _Apart:
+def _apart(found: Examination, judgement: Judgement) -> tuple[Examination, Layout]:
     """Call the sub-module that holds an attention with its projections again, on a copy of it."""
     call, inside = found.call, _call_around(found, judgement)
     if inside is not None and (inside.path or not _is_own(call)):
@@ -81,25 +67,24 @@ def _apart(found: Examination, judgement: Judgement) -> _Apart:
     call.seeds = {id(x): numbered(x.shape) for x in tokens}
     if all(x.dim() == 4 for x in tokens) and _convolves(call.module, tokens):
         call.seeds = {id(x): numbered(x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for x in tokens}
-        return _one(examine(call, GivenMasks(call)), Layout(_features_last, _features_last, _first_tensor))
-    apart = examine(call, GivenMasks(call))
-    if len(apart.judgements) != 1:
-        raise UnreadError("more than one attention runs in one forward")
+        return _examined(call), Layout(_features_last, _features_last, _first_tensor)
+    apart = _examined(call)
     if _holds_samples_first(apart.judgements[0], call):
-        return _Apart(apart, apart.judgements[0], plain_layout(_first_tensor))
+        return apart, plain_layout(_first_tensor)
     if any(x.dim() != 3 for x in tokens):
         raise UnreadError("its first axis does not hold the samples")
     call.seeds = {id(x): numbered(x.transpose(0, 1).shape).transpose(0, 1) for x in tokens}
-    found_apart = _one(examine(call, GivenMasks(call)), Layout(_exchanged, _exchanged, _first_tensor))
-    if not _holds_samples_first(found_apart.judgement, call, axis=0):
+    apart = _examined(call)
+    if not _holds_samples_first(apart.judgements[0], call, axis=0):
         raise UnreadError("neither its first axis nor its second holds the samples")
-    return found_apart
+    return apart, Layout(_exchanged, _exchanged, _first_tensor)
 
 
-def _one(apart: Examination, layout: Layout) -> _Apart:
-    if len(apart.judgements) != 1:
+def _examined(call: Call) -> Examination:
+    found = examine(call, GivenMasks(call))
+    if len(found.judgements) != 1:
         raise UnreadError("more than one attention runs in one forward")
-    return _Apart(apart, apart.judgements[0], layout)
+    return found
 
 
 def _convolves(module: nn.Module | None, tokens: Sequence[Tensor]) -> bool:
@@ -148,7 +133,7 @@ def _copied(call: Call) -> Call:
     try:
         other = copy.deepcopy(module)
     except Exception as error:  # some modules cannot be copied
-        raise UnreadError(f"it cannot be copied ({type(error).__name__}: {error})") from error
+        raise UnreadError(f"it cannot be copied ({said(error)})") from error
     if not _is_own(call):
         raise UnreadError("what is called is neither a module nor a method of it")
     if call.function is not module:
@@ -189,23 +174,22 @@ def _holds_samples_first(judgement: Judgement, call: Call, axis: int = 1) -> boo
     return bool(lengths) and bool((tokens // lengths[0] == tokens[0] // lengths[0]).all())
 
 
-def _holding(apart: _Apart) -> Holding:
-    call = apart.found.call
+def _holding(found: Examination, layout: Layout) -> Holding:
+    call = found.call
     with kept_parameters(call.module):
-        reading = read(apart.found, apart.judgement, apart.layout)
-        program = reading.program
-        comparison = compare(lambda _: program, _cases(call, program), apart.layout, reading.tolerance)
+        program, tolerance = read(found, layout)
+        comparison = compare(lambda _: program, _cases(call, program), layout, tolerance)
         for _, error in comparison.left_out:
             known = isinstance(error, UnreadError)
-            raise error if known else UnreadError(f"it cannot be called again ({type(error).__name__}: {error})")
-        steps = (_with_lengths(step, reading, call) for step in program.steps(call.module, Parameters.of(call.module)))
-        rest = left_over(program, call, apart.layout, comparison)
-        return Holding(program, Parameters.of(call.module), tuple(steps), comparison, rest)
+            raise error if known else UnreadError(f"it cannot be called again ({said(error)})")
+        parameters = Parameters.of(call.module)
+        steps = tuple(_with_lengths(step, program, call) for step in program.steps(call.module, parameters))
+        return Holding(program, parameters, steps, comparison, left_over(program, call, layout, comparison))
 
 
-def _with_lengths(step: Step, reading: Reading, call: Call) -> Step:
+def _with_lengths(step: Step, program: Program, call: Call) -> Step:
     """Windows of tokens are intended where an argument holds where each begins."""
-    block = reading.program.bias.visible.block
+    block = program.bias.visible.block
     if step.stage != "mask" or step.evidence or block is None:
         return step
     starts = {name: x for name, x in call.tensors if not x.is_floating_point() and x.dim() == 1 and len(x) > 1}

@@ -1,7 +1,7 @@
 """Read somebody's attention into a program."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,37 +22,28 @@ NOT_READ = (RuntimeError, IndexError, KeyError, ValueError, TypeError)  # of sha
 NOTHING = Output(torch.zeros(0, dtype=torch.long), None, around=Attended())
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A program, and how exactly it can agree.
-
-    Args:
-        program: What was read.
-        tolerance: What differs by less, relative to the largest value, is rounding.
-    """
-
-    program: Program
-    tolerance: float
-
-
-def read(found: Examination, judgement: Judgement, layout: Layout) -> Reading:
-    """Read one attention of a call.
+def read(found: Examination, layout: Layout) -> tuple[Program, float]:
+    """Read the one attention of a call.
 
     Args:
         found: What the engine saw in the call.
-        judgement: Of the attention.
         layout: Of the arguments and the output.
 
+    Returns:
+        The program, and what differs by less than rounding in it, relative to the largest value.
+
     Raises:
-        UnreadError: If it is made of anything that an equivalent has no part for.
+        UnreadError: If there is not one, or if it is made of anything that an equivalent has no part for.
     """
+    if len(found.judgements) != 1:
+        raise UnreadError(f"{'more than one' if found.judgements else 'no'} attention runs in it")
     try:
-        return _read(Watched(found, judgement, layout))
+        return _read(Watched(found, layout))
     except NOT_READ as error:
         raise UnreadError(f"its shapes could not be followed ({type(error).__name__}: {error})") from error
 
 
-def _read(watched: Watched) -> Reading:
+def _read(watched: Watched) -> tuple[Program, float]:
     reader = OperandReader(watched)
     three = [reader.read(role) for role in ("query", "key", "value")]
     if any(one.change.rotation is not None and one.change.rotation.single for one in three):
@@ -67,7 +58,7 @@ def _read(watched: Watched) -> Reading:
         except UnreadError as error:
             why = error
             continue
-        return Reading(replace(program, output=output), watched.tolerance)
+        return replace(program, output=output), watched.tolerance
     raise why
 
 

@@ -48,14 +48,12 @@ class Watched:
 
     Args:
         found: What the engine saw.
-        judgement: Of the attention that is read.
         layout: Of its arguments and its output.
         operations: Those of the second run, by the same numbers.
         returned: What the second run gave.
     """
 
     found: Examination
-    judgement: Judgement
     layout: Layout
     recorder: Recorder = field(init=False)
     returned: Any = field(init=False)
@@ -75,6 +73,11 @@ class Watched:
     def call(self) -> Call:
         """What is called."""
         return self.found.call
+
+    @property
+    def judgement(self) -> Judgement:
+        """Of the attention that is read."""
+        return self.found.judgements[0]
 
     @property
     def operations(self) -> list[Operation]:

@@ -59,7 +59,7 @@ class Follower:
     hides: Collection[str]
     labels: Labels = field(default_factory=Labels)
     values: dict[int, Value] = field(default_factory=dict)
-    learnt: dict[int, tuple[frozenset[str], Tensor]] = field(default_factory=dict)  # parameters, and cuttings
+    learnt: dict[int, tuple[str, Tensor]] = field(default_factory=dict)  # parameters, and which elements
     sums: Sums = field(init=False)
     paths: set[str] = field(init=False)
     returned: Terms = ()  # what comes back
@@ -93,7 +93,7 @@ class Follower:
                 self.given(named, slot.tensor)
             else:
                 places = torch.arange(slot.tensor.numel()).view_as(slot.tensor)
-                self.learnt.setdefault(slot.key, (frozenset({named}), places))
+                self.learnt.setdefault(slot.key, (named, places))
         events = {call.first: call for call in reversed([*self._events()])}
         place = 0
         while place < len(self.recorder.operations):
@@ -366,15 +366,15 @@ class Follower:
             return self.values[id(x)]
         if id(x) not in self.learnt:
             return None
-        names, places = self.learnt[id(x)]
+        name, places = self.learnt[id(x)]
         wanted = torch.arange(places.numel()).view_as(places) + places.flatten()[0]
         if not torch.equal(places, wanted):
-            self.sums.say(f"{', '.join(names)} is added in another order", "scores")
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        if not any(name in parameters or kind_of_name(name.rpartition(".")[2]) == OF_POSITIONS for name in names):
-            self.sums.say(f"{', '.join(names)} is added", "scores")
-        label = self.labels.add("table", ", ".join(sorted(names)))
-        self.calls[", ".join(sorted(names))].add(label)
+            self.sums.say(f"{name} is added in another order", "scores")
+        learns = name in dict(self.module.named_parameters(remove_duplicate=False))
+        if not learns and kind_of_name(name.rpartition(".")[2]) != OF_POSITIONS:
+            self.sums.say(f"{name} is added", "scores")
+        label = self.labels.add("table", name)
+        self.calls[name].add(label)
         return Value(((label, 1.0),), torch.zeros(()))
 
     def _multiplied(self, operation: Operation, data: list[Value]) -> None:
@@ -407,15 +407,15 @@ class Follower:
             return
         if _rounds(operation):
             self._say_strange(operation)
-        names, places = known[0]
+        name, places = known[0]
         if operation.name == "embedding":
             self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
             return
         if operation.name in MOVES and len(inputs) == 1 and len(operation.outputs) == 1:
-            self.learnt[id(operation.outputs[0].tensor)] = names, operation.call([places])
+            self.learnt[id(operation.outputs[0].tensor)] = name, operation.call([places])
             return
         if operation.name in ("to", "type_as", "float", "double"):
-            self.learnt[id(operation.outputs[0].tensor)] = names, places
+            self.learnt[id(operation.outputs[0].tensor)] = name, places
 
     # ------------------------------------------------------------------------------------------- the end
     def _end(self, outputs: list[Tensor]) -> None:
@@ -431,8 +431,7 @@ class Follower:
                 self.labels.users.setdefault(label, set()).add("output")
 
     def _names(self, *tensors: Tensor) -> str:
-        names = [name for x in tensors if id(x) in self.learnt for name in sorted(self.learnt[id(x)][0])]
-        return ", ".join(names[:1])
+        return next((self.learnt[id(x)][0] for x in tensors if id(x) in self.learnt), "")
 
     def _give(self, tensors: list[Tensor], value: Value) -> None:
         for x in tensors:
