@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.checks import judge_checks
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of
-from equivalence_tests.checker.equivalent.beside import left_over
 from equivalence_tests.checker.equivalent.comparing import (
     NO_GRADIENTS,
     OF_ARGUMENTS,
@@ -24,7 +23,7 @@ from equivalence_tests.checker.equivalent.comparing import (
     difference_of,
     kept_parameters,
 )
-from equivalence_tests.checker.equivalent.deciding import Holding, decide, suspicion, unread
+from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, suspicion, unread
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.plain import MADE_OF, Plain, plain_programs

@@ -16,9 +16,8 @@ from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.judging import examine
 from equivalence_tests.checker.engine.running import Call, Examination, is_data
 from equivalence_tests.checker.engine.watching import ModuleCall
-from equivalence_tests.checker.equivalent.beside import left_over
 from equivalence_tests.checker.equivalent.comparing import Case, compare, kept_parameters
-from equivalence_tests.checker.equivalent.deciding import Holding, decide, unread
+from equivalence_tests.checker.equivalent.deciding import Holding, decide, left_over, unread
 from equivalence_tests.checker.equivalent.expressions import Given, all_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
