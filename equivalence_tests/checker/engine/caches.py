@@ -4,7 +4,8 @@ import copy
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from equivalence_tests.checker.engine.graph import Graph
 from equivalence_tests.checker.engine.same import MEASURED, TABLE, near
 from equivalence_tests.checker.engine.taking_part import NEVER_READ, unread_arguments
 from equivalence_tests.checker.engine.visibility import ahead_of, pattern_of, probed
-from equivalence_tests.checker.engine.watching import Operation, Recorder, Slot
+from equivalence_tests.checker.engine.watching import Operation, Recorder
 from equivalence_tests.checker.mistakes import found_mistake
 from equivalence_tests.checker.reach.calling import Inputs, Trial
 from equivalence_tests.checker.reach.errors import CannotCheckError, said
@@ -26,10 +27,10 @@ from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import CACHE, ask, held_by
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise, Finding
-from equivalence_tests.checker.reporting.lines import code_lines, frames_of, raised_at
+from equivalence_tests.checker.reporting.lines import Frames, code_lines, frames_of, raised_at
 
 TOKENS = 6
-ROUNDS = 6  # departures of one step that are looked for
+ROUNDS = 6  # of putting operations right
 KEYS_AND_VALUES = 5  # axes of a tensor that holds both, as GPT-2's does
 NO_CACHE = re.compile(r"causal|mask|pad|^(encoder_)?memory$")  # the second tensor of a cross-attention
 CHUNKS = {"token by token": (1,) * TOKENS, "in two chunks": (4, 2)}
@@ -240,24 +241,98 @@ def _located(decoder: _Decoder, lengths: Sequence[int]) -> dict[str, Any]:
     lengths = (max(lengths[0], 3), lengths[-1])
     with Recorder() as whole:
         want = decoder.whole(sum(lengths))[:, lengths[0] :]
-    against = Against(whole, lengths[-1], sum(lengths))
-    departing: dict[int, Operation] = {}
-    right: dict[int, Tensor] = {}
+    against, right = _Against(whole, lengths[-1], sum(lengths)), dict[int, Tensor]()
 
-    def step(without: int | None = None) -> _Step:
-        return [*decoder.steps(lengths, {index: rows for index, rows in right.items() if index != without})][-1]
+    def step(right: Mapping[int, Tensor]) -> _Step:
+        return [*decoder.steps(lengths, right)][-1]
 
     for _ in range(ROUNDS):
-        last = step()
-        found = None if near(last.output, want) else against.departing(last.run, last.returned, departing)
-        if found is None:
+        last = step(right)
+        found = {} if near(last.output, want) else dict(against.departing(last.run, right))
+        right |= found
+        if not found:
             break
-        departing[found[0].index], right[found[0].index] = found
-    needed = [index for index in departing if near(last.output, want) and not near(step(index).output, want)]
-    if not needed:
+    for index in sorted(right) if near(last.output, want) else ():
+        others = {other: rows for other, rows in right.items() if other != index}
+        if near(step(others).output, want):
+            right = others
+    if not right or not near(last.output, want):
         return {}
-    first = departing[min(needed)]
+    first = last.run.operations[min(right)]
     return {"stack": code_lines(first.frames if first.inputs else first.frames[-1:])}
+
+
+@dataclass(frozen=True)
+class _Against:
+    """A run over all tokens, with which a step over only the last of them is compared, line by line.
+
+    Args:
+        whole: The run over all.
+        new: How many tokens the step is over.
+        total: How many the whole run is over.
+    """
+
+    whole: Recorder
+    new: int
+    total: int
+
+    def departing(self, run: Recorder, known: Container[int]) -> Iterator[tuple[int, Tensor]]:
+        """List the operations of a step that depart where nothing that they take does, and what each should give.
+
+        Args:
+            run: The step.
+            known: The indices of operations that are listed already.
+        """
+        graph, departs, passed = Graph(run.operations), set[int](), dict[int, Tensor]()
+        lines: dict[tuple[str, Frames], list[Tensor]] = defaultdict(list)
+        for operation in self.whole.operations:
+            lines[operation.name, operation.frames] += [slot.value for slot in operation.outputs[:1]]
+        for operation in run.operations:
+            made = (graph.maker(slot, operation.index) for slot in operation.inputs)
+            before = {maker.index for maker in made if maker is not None}
+            wanted = self._wanted(operation, lines, passed, before)
+            have = operation.outputs[0].value if wanted else None
+            if before & departs or (have is not None and not any(near(_real(have), _real(x), TABLE) for x in wanted)):
+                departs.add(operation.index)
+                if not before & departs and operation.index not in known:
+                    yield operation.index, wanted[0]
+
+    def _wanted(
+        self,
+        operation: Operation,
+        lines: Mapping[tuple[str, Frames], list[Tensor]],
+        passed: dict[int, Tensor],
+        before: Collection[int],
+    ) -> list[Tensor]:
+        """List what an operation may have to give: what the same line gave in one pass, or else what it takes."""
+        if not operation.frames or len(operation.outputs) != 1:
+            return []
+        shape, own = operation.outputs[0].value.shape, lines[operation.name, operation.frames]
+        if own:
+            passed[operation.index] = own.pop(0)
+            return [*self._rows(passed[operation.index], shape)]
+        # In one pass there is no such line, as where new tokens are joined with those of a cache.
+        return [passed[index] for index in before if index in passed and passed[index].shape == shape]
+
+    def _rows(self, whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+        """Yield the last tokens of a tensor, for each way in which its axes may hold tokens, alone or flattened."""
+        if whole.dim() != len(shape):
+            return
+        found = [whole]
+        for axis, (have, size) in enumerate(zip(shape, whole.shape, strict=True)):
+            if have != size and have * self.total != size * self.new:
+                return
+            if have != size:
+                found = [rows for x in found for rows in self._last(x, axis)]
+        yield from found
+
+    def _last(self, x: Tensor, axis: int) -> Iterator[Tensor]:
+        for sizes, tokens in (((-1, self.total), axis + 1), ((self.total, -1), axis)):
+            yield x.unflatten(axis, sizes).narrow(tokens, self.total - self.new, self.new).flatten(axis, axis + 1)
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _are_keys_and_values(handed: Any) -> bool:
@@ -312,95 +387,3 @@ def _extra(trial: Trial, protocol: _Protocol, start: int, length: int, handed: A
             many = "int" not in str(parameters[name].annotation) and name in ("cache_position", "input_pos")
             given[name] = torch.arange(start, start + length) if many else start
     return given
-
-
-@dataclass(frozen=True)
-class Against:
-    """A run over all tokens, with which a run over only the last of them, such as a decoding step, is compared.
-
-    Args:
-        whole: The run over all.
-        new: How many tokens the other run is over.
-        total: How many the whole run is over.
-    """
-
-    whole: Recorder
-    new: int
-    total: int
-
-    def departing(self, run: Recorder, output: Tensor, known: Container[int]) -> tuple[Operation, Tensor] | None:
-        """Find the first operation whose difference from the whole run reaches the output, and what it should give.
-
-        Args:
-            run: The run over the last tokens.
-            output: The output of that run.
-            known: The indices of operations that are reported already, which are passed over.
-
-        Returns:
-            None where no operation of the whole run corresponds to it.
-        """
-        graph, guilty = Graph(run.operations), dict[int, Tensor]()
-        departs: set[int] = set()
-        same: dict[int, Tensor] = {}  # what the whole run has where this one has some rows of it
-        for operation in run.operations:
-            made = (graph.maker(slot, operation.index) for slot in operation.inputs)
-            before = [maker.index for maker in made if maker is not None]
-            found = self._found(operation)
-            if found is not None:
-                same[operation.index] = found
-            elif departs.intersection(before):
-                departs.add(operation.index)
-            elif operation.frames and len(operation.outputs) == 1 and operation.index not in known:
-                want = self._wanted(run, operation, [same[index] for index in before if index in same])
-                if want is not None:
-                    departs.add(operation.index)
-                    guilty[operation.index] = want
-        way = graph.ancestors(
-            Slot(output, output), len(run.operations), lambda op: op.inputs if op.index in departs else ()
-        )
-        first = min((op.index for op in way if op.index in guilty), default=None)
-        return None if first is None else (run.operations[first], guilty[first])
-
-    def _found(self, operation: Operation) -> Tensor | None:
-        """Find the tensor of the whole run that has this operation's output as its last rows; None if there is none.
-
-        Operations of the same name come first; others are searched only where none of these has rows of this shape.
-        """
-        x = operation.outputs[0].value if operation.outputs else torch.zeros(0)
-        given = [
-            (y.name, s.value, r) for y in self.whole.operations for s in y.outputs for r in self._rows(s.value, x.shape)
-        ]
-        own = [one for one in given if one[0] == operation.name] or given
-        return next((whole for _, whole, rows in own if near(_real(x), _real(rows), TABLE)), None)
-
-    def _wanted(self, run: Recorder, operation: Operation, taken: list[Tensor]) -> Tensor | None:
-        """Give the output that the operation should have had, of its shape; None if the whole run has none.
-
-        That is what the same line gave in the whole run; else one of the whole inputs, as where new keys are to be
-        concatenated to a cache.
-        """
-        shape, own = operation.outputs[0].value.shape, (operation.name, operation.frames)
-        same_line = [other for other in self.whole.operations if (other.name, other.frames) == own]
-        place = sum((other.name, other.frames) == own for other in run.operations[: operation.index])
-        here = [rows for one in same_line[place : place + 1] for rows in self._rows(one.outputs[0].value, shape)]
-        return next(iter([*here, *(whole for whole in taken if whole.shape == shape)]), None)
-
-    def _rows(self, whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-        """Yield the last tokens of a tensor, for each way in which its axes may hold tokens, alone or flattened."""
-        if whole.dim() != len(shape):
-            return
-        found = [whole]
-        for axis, (have, size) in enumerate(zip(shape, whole.shape, strict=True)):
-            if have != size and have * self.total != size * self.new:
-                return
-            if have != size:
-                found = [rows for x in found for rows in self._last(x, axis)]
-        yield from found
-
-    def _last(self, x: Tensor, axis: int) -> Iterator[Tensor]:
-        for sizes, tokens in (((-1, self.total), axis + 1), ((self.total, -1), axis)):
-            yield x.unflatten(axis, sizes).narrow(tokens, self.total - self.new, self.new).flatten(axis, axis + 1)
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
