@@ -82,6 +82,7 @@ EDITS = (
         "self.fc2(F.gelu(self.fc1(self.norm2(x))))",
         "F.gelu(self.fc2(self.fc1(self.norm2(x))))",
     ),
+    ("CrossLayer", "queries of no token", "(tgt, tgt, tgt, attn", "(torch.zeros_like(tgt), tgt, tgt, attn"),
     ("CrossLayer", "values in another order", "(tgt, tgt, tgt, attn", "(tgt, tgt, tgt.flip(1), attn"),
     ("CrossLayer", "values of the decoder", "(x, memory, memory)", "(x, memory, memory * x.mean(1, keepdim=True))"),
     (
@@ -118,6 +119,13 @@ EDITS = (
         "torch.arange(ids.size(1), device=ids.device).flip(0)",
     ),
     ("Gpt", "a norm between the blocks", "x = block(x)", "x = self.ln_f(block(x))"),
+    ("Vision", "patches in another order", "1, -1), x], dim=1)", "1, -1), x.flip(1)], dim=1)"),
+    (
+        "Translator",
+        "positions added twice",
+        "self.positions(self.embedding(src) * math.sqrt(self.d_model))",
+        "self.positions(self.positions(self.embedding(src) * math.sqrt(self.d_model)))",
+    ),
     ("Classifier", "embedding scaled by its width", "math.sqrt(self.dim)", "self.dim"),
     ("Classifier", "mean of squares", "self.encoder(x).mean(dim=1)", "self.encoder(x).pow(2).mean(dim=1)"),
     (

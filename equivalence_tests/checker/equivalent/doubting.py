@@ -24,11 +24,13 @@ class Doubt:
         watched: The run, with the places of its operations.
         repair: What is left out.
         module: The user's; None for a function.
+        behind: Whether it stands behind an attention, wherever it is, as in a layer.
     """
 
     watched: Without
     repair: Repair
     module: nn.Module | None
+    behind: bool = False
 
     def said(self) -> str:
         """Say what may be said for it; "" where nothing may."""
@@ -81,6 +83,8 @@ class Doubt:
     def _behind(self) -> list[Operation]:
         """The operations between the last softmax before the expression, and that; none if there is no softmax."""
         before = self.watched.operations[: self.repair.operation.index]
+        if self.behind:
+            return before
         last = max((one.index for one in before if one.name in SOFTMAXES), default=len(before))
         return before[last + 1 :]
 

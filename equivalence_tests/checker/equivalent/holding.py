@@ -285,15 +285,18 @@ def _shown(finding: Finding, situation: Situation, exact: Holding | None) -> Fin
     if finding.is_proven:
         return finding
     proving = Proving(situation, layout_of(situation.trial))
+    plain = [proving.difference(one.program) for one in _plain(situation)]
     unexplained = [] if exact is None else [one for one in exact.evidence(()) if not one.evidence]
     steps = [one for one in unexplained if one.is_named_by(finding)]
     if exact is not None and finding.stage != "wrap":
-        right = [exact.program.without(step.stage) for step in steps] + [one.program for one in _plain(situation)]
-        gap = max((proving.difference(program) for program in right), default=0.0) if steps else 0.0
+        gaps = [proving.difference(exact.program.without(step.stage)) for step in steps]
+        gap = max([*gaps, *plain]) if steps else 0.0
         if not ABOVE_ROUNDING < gap < math.inf:
             return finding
         said = f"Your code returns the numbers of the program below, in which {steps[0].words}; without that the"
         return replace(finding, evidence=f"{said} difference is {gap:.2g}.")
+    if any(gap <= ABOVE_ROUNDING for gap in plain):  # it is torch's attention: what is found changes nothing
+        return finding
     blamed = next((one.operation for one in situation.departures if one.name == finding.name), None)
     proofs = (proving.proof(plain, blamed) for plain in _plain(situation))
     return replace(finding, proof=next((proof for proof in proofs if proof is not None), finding.proof))

@@ -22,6 +22,7 @@ from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.proving import Proving
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.state import ask, attempt, keeping_state
+from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Finding, Proof
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
@@ -59,30 +60,47 @@ def locate(report: Report, situation: Situation) -> None:
     if len(situation.found.run.operations) > MOST_OPERATIONS:
         return
     found = _Locating(situation, report).located()
-    asked = "" if found is None else situation.subject.adapter.intended.get(_name(found.repair), "")
-    if found is not None and (asked or found.doubt):
-        line, proof = code_lines(found.repair.operation.frames)[-1], found.proof
-        said, kept = _written(found.repair)
+    if found is not None:
+        written = found.held.written(found.holding, report)
+        asked = situation.subject.adapter.intended.get(name_of(found.repair), "")
+        say(report, found.repair, written, found.proof, asked or found.doubt)
+
+
+def say(
+    report: Report,
+    repair: Repair,
+    written: Equivalent,
+    proof: Proof,
+    doubt: str,
+    words: tuple[str, str] = ("torch's attention", "torch's"),
+) -> None:
+    """Blame an expression without which code is torch's, or name it where it may be intended.
+
+    Args:
+        report: Could not be checked; receives the finding with its proof, or the line in its reason.
+        repair: What is left out.
+        written: Torch's program of the rest.
+        proof: What leaving it out does.
+        doubt: Why it may be intended; "" where nothing says so.
+        words: What it is no part of, and what the code is without it.
+    """
+    name, lines = name_of(repair), code_lines(repair.operation.frames)
+    if doubt:
+        said, kept = _written(repair)
         change = f"With {kept} in the place of {said}" if kept else f"Without {said}"
         report.reason += (
-            f" {change} in line {line.number} it is torch's attention to {proof.error:.0e}; as it is, the difference "
-            f"is {proof.without:.2g}. It may be intended: {asked or found.doubt}."
+            f" {change} in line {lines[-1].number} it is {words[0]} to {proof.error:.0e}; as it is, the difference "
+            f"is {proof.without:.2g}. It may be intended: {doubt}."
         )
-    elif found is not None:
-        _accuse(report, found)
-
-
-def _accuse(report: Report, located: Located) -> None:
-    name, lines = _name(located.repair), code_lines(located.repair.operation.frames)
-    known = next((one for one in report.suspected if one.name.endswith(name)), _finding(name, located.repair))
-    report.findings = [replace(known, stack=lines, proof=located.proof)]
+        return
+    known = next((one for one in report.suspected if one.name.endswith(name)), _finding(name, repair, *words))
+    report.findings = [replace(known, stack=lines, proof=proof)]
     report.verdict, report.reason, report.suspected, report.unread = "deviates", "", [], ""
     report.checks = []  # that they pass says nothing now
-    written = located.held.written(located.holding, report)
-    report.equivalent = replace(written, agrees=False, difference=located.proof.without, where="output, fresh inputs")
+    report.equivalent = replace(written, agrees=False, difference=proof.without, where="output, fresh inputs")
 
 
-def _finding(name: str, repair: Repair) -> Finding:
+def _finding(name: str, repair: Repair, whole: str, torchs: str) -> Finding:
     said, kept = _written(repair)
     without = f"with {kept} in its place" if kept else "without it"
     fix = f"Write {kept} instead" if kept else "Leave it out"
@@ -90,14 +108,15 @@ def _finding(name: str, repair: Repair) -> Finding:
     return Finding(
         name,
         "whole",
-        f"{said} is not part of torch's attention: {without}, this is torch's.",
+        f"{said} is not part of {whole}: {without}, this is {torchs}.",
         said,
         kept or f"the same without {repair.operation.name}",
         f"{fix}, or say with --intended {name}=REASON that it is intended.",
     )
 
 
-def _name(repair: Repair) -> str:
+def name_of(repair: Repair) -> str:
+    """Name an expression as a finding."""
     return f"changed_by_{repair.operation.name}"
 
 

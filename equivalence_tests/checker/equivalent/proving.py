@@ -79,13 +79,15 @@ class Proving:
         return difference_of(want, patched), difference_of(want, self._run(seed, {}))
 
     def difference(self, program: Program) -> float:
-        """How far the user's code is from a program, relative to the largest value."""
-        values = self.values(1)
-        try:
-            with torch.no_grad():
+        """How far the user's code is from a program, relative to the largest value, with parameters drawn anew."""
+        module = self.situation.subject.module
+        with kept_parameters(module), torch.no_grad():
+            redraw(module, 9)
+            values = self.values(1)
+            try:
                 return difference_of(program(values.given, values.module, values.parameters), self._run(1, {}))
-        except NOT_ITS_SIZE:
-            return math.inf
+            except NOT_ITS_SIZE:
+                return math.inf
 
     def values(self, seed: int) -> Values:
         """Give what a program computes from, with fresh inputs."""

@@ -23,6 +23,7 @@ from equivalence_tests.checker.equivalent.subjects import examine_attention
 from equivalence_tests.checker.layers.models import add_model, say_that_it_does_not_run
 from equivalence_tests.checker.layers.one_layer import add_idle_arguments, add_layer, ways_to_call
 from equivalence_tests.checker.layers.walk import Walk, mark_of, one_of_each, recorded, same_numbers
+from equivalence_tests.checker.layers.whole_locating import locate_in_whole
 from equivalence_tests.checker.layers.wholes import Whole, hold_whole
 from equivalence_tests.checker.parts.checking import examine_part
 from equivalence_tests.checker.parts.kinds import BY_DATA_FLOW, EXAMINED, atoms_of, guess_kind, is_torchs, kind_of, runs
@@ -149,7 +150,10 @@ def _hold(walk: Walk, run: ModelRun, subject: Subject) -> None:
     marks = {path: walk.equivalents.get(mark_of(module.get_submodule(path))) for path in kinds}
     parts = {path: found for path, found in marks.items() if found is not None}
     whole = Whole(report.target, subject.function, module, run, kinds, parts, walk.heads, walk.masks, walk.intended)
-    if hold_whole(report, whole) and report.verdict == "unchecked":
+    holds = hold_whole(report, whole)
+    if not holds:
+        locate_in_whole(report, whole)
+    if holds and report.verdict == "unchecked":
         report.checks = [
             replace(check, outcome="passed", detail="") if check.outcome == "skipped" else check
             for check in report.checks
@@ -312,12 +316,13 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
 def _as_called_here(walk: Walk, path: str, child: nn.Module, alone: Report) -> Report:
     """Add what goes wrong only with what the whole hands over: a context that is the input, angles of other pairs."""
     for call in [call for call in walk.calls if call.path == path][:1]:
-        found = diagnose_call(
-            child, call.args, call.kwargs, module=child, intended=walk.intended, features_last=True, held=False
-        )
-        for finding in (finding for report in found for finding in report.findings):
-            if finding.stage in ("project", "rotary") and finding.name not in alone.mistakes:
-                alone = replace(alone, verdict="deviates", findings=[*alone.findings, finding])
+        asked = partial(diagnose_call, child, call.args, call.kwargs, module=child, intended=walk.intended)
+        for held in (False, True):  # most often nothing is found, which is quickly said
+            found = [finding for report in asked(features_last=True, held=held) for finding in report.findings]
+            found = [one for one in found if one.stage in ("project", "rotary") and one.name not in alone.mistakes]
+            if not found:
+                return alone
+        alone = replace(alone, verdict="deviates", findings=[*alone.findings, *found])
     return alone
 
 

@@ -175,7 +175,16 @@ class Follower:
         elif kind == "activation":
             self._acted(type(self.module.get_submodule(path)).__name__, data[0], call.outputs)
         else:
+            for x in call.inputs if kind == "attention" else ():
+                self._given_beside(path, x, data[0])
             self._part(kind, path, data, call.outputs, call.frames)
+
+    def _given_beside(self, path: str, x: Tensor, value: Value) -> None:
+        """Tokens that an attention is given, and that are made of no argument."""
+        if id(x) not in self.values and x.dim() == value.places.dim() and x.shape[-1:] == value.places.shape[-1:]:
+            names = self._names(x)
+            said = f"the parameter {names}" if names else ""
+            self.sums.say(f"{path} takes tokens that are made of none that are given", "project", said)
 
     def _part(self, kind: str, path: str, data: list[Value], outputs: list[Tensor], frames: Frames) -> None:
         """A part, or one of torch's functions in its place."""
@@ -183,6 +192,8 @@ class Follower:
             self.sums.used(value, path)
         if kind == "attention":
             self._attended(path, data)
+        if kind == "positions" and self.labels.kind(data[0]) == "positions":
+            self.sums.say(f"{path} adds positions to what has positions", "scores")
         if kind == "linear" and self.labels.kind(data[0]) in ("linear", "feed_forward"):
             self.sums.say(f"{path} stands behind another matrix with nothing between", "project")
         if kind == "linear" and self.labels.kind(data[0]) == "given":
@@ -274,6 +285,8 @@ class Follower:
             self._strange(operation, data)
 
     def _put_before(self, operation: Operation, data: list[Value]) -> None:
+        if not lies_in_order(data[0].places):
+            self.sums.say("the tokens that something is put before lie in another order", "project")
         self.sums.used(data[0], operation.name)
         out = operation.outputs[0]
         self._new("tokens", "what is put before the tokens", data, [out.tensor], places_of(out.value.shape))
@@ -352,13 +365,19 @@ class Follower:
         if learnt == [1] and projected is not None:  # its bias, which is a parameter of its own
             self._give([operation.outputs[0].tensor], projected)
             return
+        for slot in operation.inputs:
+            if slot.value.numel() == slot.value.size(-1) and (name := self._names(slot.tensor)):
+                self.sums.say(f"{name} is added to each token", "residual", f"the parameter {name}")
         for value in (one, other):
             self.labels.summed.setdefault(value.only, operation.frames)
         both = [x for x in (one, other) if x.places.dim()]
         if len(both) > 1 and not torch.equal(both[0].places, both[1].places):
             self.sums.say("what is added lies in another order", "project")
         largest = max(both, key=lambda x: x.places.numel()).places.expand(operation.outputs[0].value.shape)
-        self._give([operation.outputs[0].tensor], Value(summed(one.terms, other.terms, sign), largest))
+        terms = summed(one.terms, other.terms, sign)
+        for label in {*dict(one.terms)} & {*dict(other.terms)} - {*dict(terms)}:
+            self.sums.say(f"{self.labels.words(label)} is added and subtracted again", "residual")
+        self._give([operation.outputs[0].tensor], Value(terms, largest))
 
     def _operand(self, x: Tensor) -> Value | None:
         """A value, or a table that is learnt."""

@@ -11,6 +11,8 @@ from equivalence_tests.checker.layers.whole_values import BASES, Labels, Terms, 
 
 EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
 
+GIVEN = ("given", "embedding", "table", "positions")
+
 
 @dataclass(eq=False)
 class Sums:
@@ -35,7 +37,8 @@ class Sums:
             if count != 1:
                 made = self.labels.made[label]
                 width = value.places.size(-1) if value.places.dim() else 0
-                usual = made.kind == "embedding" and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
+                looked_up = made.kind == "embedding" and made.inputs[0].places.dim() < value.places.dim()
+                usual = looked_up and math.isclose(count, math.sqrt(width), rel_tol=1e-6)
                 said = "the square root of the width, as embeddings are scaled" if usual else ""
                 self.say(f"{made.words} times {count:.6g}", "factor", said)
         kinds = {label: self.labels.made[label].kind for label, _ in value.terms}
@@ -80,9 +83,14 @@ class Sums:
         for path, labels in calls.items():
             kinds = [self.labels.made[label].kind for label in labels]
             owner = {self.labels.made[label].kind for label in calls.get(path.rpartition(".")[0], ())} - {"embedding"}
-            tables = kinds.count("table") + len(owner) * ("table" in kinds)
-            if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or tables > 1:
-                self.say(f"{path} is used {len(labels)} times, with different inputs", "residual")
+            elsewhere = len(owner) * ("table" in kinds)
+            if len([kind for kind in kinds if kind not in EXEMPT]) > 1 or kinds.count("table") + elsewhere > 1:
+                self.say(f"{path} is used {len(labels) + elsewhere} times, with different inputs", "residual")
+        for label, made in self.labels.of_kind("layer_norm"):
+            stays = self.labels.users.get(label, set()) - {"attention", "feed_forward", "linear"}
+            if stays and all(self.labels.made[x].kind in GIVEN for x, _ in made.inputs[0].terms):
+                own = made.words in self.paths
+                self.say(f"{made.words} normalises the embeddings", "project", f"the sub-module {made.words}" * own)
         for label, made in self.labels.of_kind("softmax"):
             if self.labels.users.get(label, set()) != {"output"} or label in self.labels.summed:
                 self.say(f"{made.words} stands between the parts", "gate")

@@ -79,10 +79,7 @@ class Whole:
             UnreadError: If none can be made.
         """
         with kept_parameters(self.module):
-            run = self._run(0, masked=False)
-            hides = {mask.name for mask in self.masks} | {*self.run.masks}
-            follower = Follower(self.module, run.recorder, self.kinds, hides)
-            self.steps = tuple(follower.steps(list(tensors_in((run.output,)))))
+            run, follower = self._followed()
             found, why = self._in_torch(run, follower), UnreadError("")
             for masked, parts in self._ways() if found is None else ():
                 try:
@@ -97,6 +94,21 @@ class Whole:
         if found is None:
             raise why
         return found
+
+    def _followed(self) -> tuple[Run, Follower]:
+        """Follow one run, and note the steps that torch does not have."""
+        run = self._run(0, masked=False)
+        hides = {mask.name for mask in self.masks} | {*self.run.masks}
+        follower = Follower(self.module, run.recorder, self.kinds, hides)
+        self.steps = tuple(follower.steps(list(tensors_in((run.output,)))))
+        return run, follower
+
+    def is_explained(self, report: Report) -> bool:
+        """Whether all that torch does not have is intended, by what a report says."""
+        if not self.runs:
+            self._followed()
+        said = evidence_of(self.steps, report.intended, set())
+        return all(found or self.intended.get(step.name) for step, found in said.items())
 
     def _in_torch(self, run: Run, follower: Follower) -> Equivalent | None:
         """Give torch's own layer with the user's weights, where it is the whole; then no step is left to explain."""

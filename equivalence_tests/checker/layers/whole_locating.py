@@ -1,0 +1,116 @@
+"""Find the line that keeps a layer or a model from being made of torch's parts: without one expression, it is."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence_tests.checker.engine.leaving_out import Repair, Without
+from equivalence_tests.checker.engine.running import Call, named_tensors
+from equivalence_tests.checker.equivalent.comparing import difference_of, kept_parameters, redraw
+from equivalence_tests.checker.equivalent.doubting import Doubt
+from equivalence_tests.checker.equivalent.locating import MOST_OPERATIONS, MOST_TRIED, name_of, say
+from equivalence_tests.checker.equivalent.parameters import Parameters
+from equivalence_tests.checker.equivalent.part_holding import WrittenPart, joined_output
+from equivalence_tests.checker.equivalent.proving import INPUTS
+from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.layers.wholes import Whole
+from equivalence_tests.checker.reach.state import attempt, keeping_state
+from equivalence_tests.checker.reporting.equivalents import Equivalent
+from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Proof
+from equivalence_tests.checker.reporting.report import Report
+
+WORDS = "a Transformer of torch's parts", "one"
+
+
+def locate_in_whole(report: Report, whole: Whole) -> None:
+    """Look for an expression without which a whole is made of torch's parts.
+
+    Args:
+        report: Could not be checked; receives the finding with its proof, or the line in its reason.
+        whole: What was followed.
+    """
+    module = whole.module
+    call = whole.calls.drawn(whole.calls.sizes[0], 21)
+    named = [*module.named_parameters(), *module.named_buffers(), *named_tensors((), call.kwargs)]
+    watched = Without(named)
+    returned = attempt(partial(watched.run, module, **call.kwargs))
+    if returned is None or len(watched.operations) > MOST_OPERATIONS:
+        return
+    parts = {id(inside) for path in whole.kinds for inside in module.get_submodule(path).modules()}
+    ours = [one for one in watched.repairs(returned) if id(watched.holders[one.operation.index]) not in parts]
+    smallest_first, before = sorted(ours, key=lambda one: len(one.parts)), joined_output(returned)
+    tried = (one for one in smallest_first if _changes(module, one, call, before))
+    for repair in itertools.islice(tried, MOST_TRIED):
+        found = _without(report, whole, repair)
+        if found is not None:
+            doubt = whole.intended.get(name_of(repair), "") or Doubt(watched, repair, module, behind=True).said()
+            say(report, repair, *found, doubt, WORDS)
+            return
+
+
+@contextmanager
+def _left_out(module: nn.Module, repair: Repair) -> Iterator[None]:
+    """Let a module run without an expression."""
+    own, forward = vars(module).get("forward"), module.forward
+
+    @wraps(forward)
+    def repaired(*args: Any, **kwargs: Any) -> Any:
+        return repair.run(forward, *args, **kwargs)
+
+    vars(module)["forward"] = repaired
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
+
+
+def _changes(module: nn.Module, repair: Repair, call: Call, before: Tensor) -> bool:
+    """Whether what comes back is something else, of the same shape, without an expression."""
+    with _left_out(module, repair):
+        after = _output(module, call)
+    return after is not None and ABOVE_ROUNDING < difference_of(after, before) < math.inf
+
+
+def _output(module: nn.Module, call: Call) -> Tensor | None:
+    with keeping_state(module):
+        return attempt(lambda: joined_output(module(**call.fresh()[1])))
+
+
+def _without(report: Report, whole: Whole, repair: Repair) -> tuple[Equivalent, Proof] | None:
+    """Give the program of a whole without an expression, and the proof; None where there is none."""
+    other = replace(whole, steps=(), runs={}, why="")
+    try:
+        with _left_out(whole.module, repair):
+            if not other.is_explained(report):
+                return None
+            found = other.equivalent()
+            if not (found.agrees and other.is_explained(report)):
+                return None
+    except UnreadError:
+        return None
+    module = whole.module
+    with kept_parameters(module), torch.no_grad():
+        redraw(module, 9)
+        gaps = [_gaps(whole, found, repair, seed) for seed in range(INPUTS)]
+    proof = Proof(max(error for error, _ in gaps), max(without for _, without in gaps), INPUTS)
+    return (found, proof) if proof.holds else None
+
+
+def _gaps(whole: Whole, found: Equivalent, repair: Repair, seed: int) -> tuple[float, float]:
+    """How far the code is from a program without an expression, and with it."""
+    module, call = whole.module, whole.calls.drawn(whole.calls.sizes[seed % 2], 40 + seed)
+    want = WrittenPart(found).on(call, joined_output)({}, module, Parameters.of(module), None)
+    with _left_out(module, repair):
+        without = _output(module, call)
+    ways = without, _output(module, call)
+    one, other = [math.inf if x is None else difference_of(want, x) for x in ways]
+    return one, other
