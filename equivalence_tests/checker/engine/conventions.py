@@ -191,13 +191,14 @@ class Conventions:
         return [s for s in made_of if s.kind in NORMED and (s.operation is None or s.operation.name != "batch_norm")]
 
     def _parameters_between(self, functions: frozenset[str]) -> list[str]:
-        """Parameters that such functions take between the two products."""
-        between = (operation for operation, _ in self._between() if operation.name in functions)
-        return [name for operation in between for name in self._parameters_beside(operation)]
+        """Parameters that such functions take between the two products, without those that the scores are made of."""
+        between = ((one, part.product.operation) for one, part in self._between() if one.name in functions)
+        pairs = ((one, self.recorder.origins_of(product.outputs[0].tensor)) for one, product in between)
+        return [name for one, own in pairs for name in self._parameters_beside(one, but=own)]
 
-    def _parameters_beside(self, operation: Operation) -> list[str]:
-        """The parameters of which an operation takes something beside what has names."""
-        return [name for _, bits in self._names.beside(operation) for name in self.recorder.parameters(bits)]
+    def _parameters_beside(self, operation: Operation, but: int = 0) -> list[str]:
+        """The parameters, but for these, of which an operation takes something besides what has names."""
+        return [name for _, bits in self._names.beside(operation) for name in self.recorder.parameters(bits & ~but)]
 
     def _between(self) -> Iterator[tuple[Operation, Part]]:
         for part in self.judgement.attention.parts:

@@ -77,6 +77,12 @@ def test_a_bias_that_is_worked_with_in_vain_is_named(tmp_path: Path) -> None:
     assert verify(written(tmp_path, broken("itself", changes))).mistakes == ("bias_never_used",)
 
 
+def test_the_sum_of_a_softmax_by_hand_is_no_learnt_scale(tmp_path: Path) -> None:
+    by_hand = "e = (scores - scores.amax(-1, keepdim=True)).exp()\n        weights = e / e.sum(-1, keepdim=True)"
+    changes = ((WEIGHTS, by_hand), ("q @ k.mT", "2 * q @ k.mT"))
+    assert verify(written(tmp_path, broken("itself", changes))).mistakes == ("scale_wrong",)
+
+
 @pytest.mark.parametrize(
     "added", ["merged", "q.transpose(1, 2).flatten(2)", "v.transpose(1, 2).flatten(2)", "self.v_proj(x)"]
 )
