@@ -71,7 +71,7 @@ def run(
     need_weights: Annotated[str | None, _listed("Whether attention returns its weights (no, yes)")] = None,
     compiled: Annotated[str | None, _listed("Whether to use torch.compile (no, yes)")] = None,
     bias: Annotated[str | None, _listed("Whether projections have biases (no, yes)")] = None,
-    key_heads: Annotated[str | None, _listed("Numbers of heads of keys that the function's heads share")] = None,
+    key_heads: Annotated[str | None, _listed("Numbers of key heads, for grouped queries (the function only)")] = None,
     threads: Annotated[str | None, _listed("Numbers of threads on the CPU; by default as many as torch uses")] = None,
     device: Annotated[str, _listed("Where to run", ["cpu", "cuda", "cuda:1"])] = "cpu",
     contender: Annotated[str | None, _listed("What to compare with builtin", list(CONTENDERS))] = None,
@@ -79,7 +79,8 @@ def run(
         list[str] | None, typer.Option(metavar="FILE:NAME", help="Your own attention; may be given several times.")
     ] = None,
     with_equivalent: Annotated[
-        bool, typer.Option("--with-equivalent", help="Time what --implementation names in torch's own parts too.")
+        bool,
+        typer.Option("--with-equivalent", help="Also time the equivalent of --implementation in torch's own parts."),
     ] = False,
     memory: Annotated[
         float | None,

@@ -105,7 +105,7 @@ def verify_command(
             "--example",
             callback=_print_example,
             is_eager=True,
-            help="Print an attention with a mistake, to try this on: the my_attention.py of the documents.",
+            help="Print an attention with a mistake to try this on: the my_attention.py of the README.",
         ),
     ] = False,
     compiled: Annotated[
