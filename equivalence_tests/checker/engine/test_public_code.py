@@ -1415,3 +1415,42 @@ def test_a_mask_made_from_ids_that_leaves_no_key_is_inverted() -> None:
     assert [report.mistakes for report in verify(HidesWhatItReads(), ids)] == [()]
     (report,) = verify(HidesAllThatItReads(), ids)
     assert (report.mistakes, report.findings[0].is_proven) == (("mask_inverted",), True), str(report)
+
+
+class WeightThenBias(nn.Module):
+    """Projects by addmm with a weight of its own, (in, out), as GPT-2's Conv1D does, and is given its positions."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.packed, self.bias = (
+            nn.Parameter(torch.randn(hidden_size, 3 * hidden_size)),
+            nn.Parameter(torch.zeros(3 * hidden_size)),
+        )
+        self.out = nn.Linear(hidden_size, hidden_size)
+
+    def project(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, 1), self.packed).unflatten(0, x.shape[:2])
+
+    def rotated(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        half = x.size(-1) // 2
+        angles = position_ids[:, None, :, None] * 10000.0 ** -(torch.arange(half, dtype=x.dtype) / half)
+        cos, sin, (first, second) = angles.cos(), angles.sin(), x.split(half, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+        q, k = self.rotated(q, position_ids), self.rotated(k, position_ids)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class BiasTwice(WeightThenBias):
+    def project(self, x: Tensor) -> Tensor:
+        return super().project(x) + self.bias
+
+
+def test_a_bias_that_is_added_after_the_product_is_part_of_the_projection_but_only_once() -> None:
+    report = verify(WeightThenBias)
+    assert (report.verdict, [one.name for one in report.intended]) == ("equal", ["rotary_positions"])
+    assert "position_ids: positions" in next(here for what, here, _ in report.conventions if what == "arguments")
+    assert verify(BiasTwice).verdict not in ("equal", "partial")

@@ -119,13 +119,24 @@ class Watched:
         return list(found.values())
 
     def taken_by(self, source: Source) -> tuple[Tensor, Operation] | None:
-        """Give the tokens that a projection takes, and the operation; None for what is an argument itself."""
-        if source.operation is None:
+        """Give the tokens that a projection takes, and the operation that ends it, by adding a bias where it does.
+
+        Returns:
+            None for what is an argument itself.
+        """
+        begun = self._begun(source)
+        if begun is None or source.operation is None:
             return None
-        operation = self.operations[source.operation.index]
-        before = self.found.run.names.before[operation.index]
+        before = self.found.run.names.before[begun.index]
+        operation = self.operations[begun.index]
         named = [slot.tensor for slot, codes in zip(operation.inputs, before, strict=True) if codes is not None]
-        return (named or [operation.inputs[0].tensor])[0], operation
+        return (named or [operation.inputs[0].tensor])[0], self.operations[source.operation.index]
+
+    def _begun(self, source: Source) -> Operation | None:
+        """Give the operation that takes the tokens of a source: where a bias is added, that of its projection."""
+        parents = [self.found.run.names.sources[number] for number in source.parents]
+        biased = source.kind == "added" and [parent.kind for parent in parents] == ["projection"]
+        return parents[0].operation if biased else source.operation
 
     def maker_of(self, tensor: Tensor, before: int) -> Operation | None:
         """Give the last operation that gave a tensor, of those before another one; None where none did."""
@@ -172,10 +183,11 @@ class Watched:
         numbers = sorted({number for codes in sides for number in sources_in(codes)})
         cut: list[Operation | None] = [*ends, run.operations[attention.end.index]]
         for source in self.sources(numbers):
-            if source.operation is not None:
-                before = run.names.before[source.operation.index]
-                taken = [x for x, codes in zip(source.operation.inputs, before, strict=True) if codes is not None]
-                cut += [run.graph.maker(slot, source.operation.index) for slot in taken[:1]]
+            begun = self._begun(source)
+            if begun is not None:
+                before = run.names.before[begun.index]
+                taken = [x for x, codes in zip(begun.inputs, before, strict=True) if codes is not None]
+                cut += [run.graph.maker(slot, begun.index) for slot in taken[:1]]
         return [op for op in cut if op is not None and len(op.outputs) == 1 and not op.inplace]
 
 

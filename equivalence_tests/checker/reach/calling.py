@@ -175,7 +175,8 @@ class Trial:
         if role.startswith("="):
             length = inputs.query.size(1)
             width = max(n for n in range(1, length + 1) if length % n == 0 and n * n <= length)
-            constants = {"=None": None, "=False": False, "=0": 0, "=2": 2, "=height": length // width, "=width": width}
+            constants: dict[str, Any] = {"=None": None, "=False": False, "=0": 0, "=2": 2}
+            constants |= {"=height": length // width, "=width": width}
             constants["=positions"] = torch.arange(length).expand(inputs.query.size(0), -1)
             return constants[role] if role in constants else value_for(role[1:], self.sizes)[1]
         if role == "angles" and self.plan.angles is not None:
