@@ -23,6 +23,7 @@ NO_BUILDER = re.compile(r"^(apply|check|plot|draw|show|test|print|load|save|use)
 WEIGHING = {"softmax", "Softmax", "scaled_dot_product_attention", "MultiheadAttention", "multi_head_attention_forward"}
 TORCHS_LAYER = re.compile(r"Transformer((En|De)coder(Layer)?)?")
 MAKES_MASKS = {"tril", "triu", "masked_fill", "arange", "ones", "ne", "eq", "full"}
+Definition = ast.ClassDef | ast.FunctionDef
 NO_MODULES = {"Exception", "Enum", "NamedTuple", "Protocol", "TestCase", "Dataset", "object"}
 
 
@@ -74,12 +75,20 @@ def candidates(target: str) -> tuple[list[Candidate], dict[str, str]]:
     Raises:
         CannotCheckError: If there is no such thing, or nothing in it looks like an attention.
     """
-    files, found, unread = list(_files(target)), list[Candidate](), dict[str, str]()
+    files, defined, unread = list(_files(target)), dict[Path, list[Definition]](), dict[str, str]()
     for file in files:
         try:
-            found += _in_file(file)
+            defined[file] = [node for node in _statements(file) if isinstance(node, Definition)]
         except CannotCheckError as error:
             unread[str(file)] = str(error)
+    kinds = {file: _kinds(nodes) for file, nodes in defined.items()}
+    everywhere = {name: kind for named in kinds.values() for name, kind in named.items()}
+    found = [
+        Candidate(file, node.name, node.lineno, kind)
+        for file, nodes in defined.items()
+        for node in nodes
+        if (kind := kinds[file].get(node.name) or _kind_of_bases(node, everywhere))
+    ]
     if not found and not unread:
         if not files:
             raise CannotCheckError(f"there is no Python file and no notebook in {target}")
@@ -124,16 +133,25 @@ def _package_files(name: str) -> Iterator[Path]:
     raise CannotCheckError(f"there is no file, folder or package {name}")
 
 
-def _in_file(path: Path) -> Iterator[Candidate]:
-    nodes = [node for node in _statements(path) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+def _kinds(nodes: Iterable[Definition]) -> dict[str, str]:
+    """Say what each definition of a file is, by its name; what holds an attention or a layer is a layer."""
     named = [(n.name, _class_kind(n) if isinstance(n, ast.ClassDef) else _function_kind(n)) for n in nodes]
     kinds = {name: kind for name, kind in named if kind}
-    for _ in nodes:  # what holds one of these is a layer, what holds a layer too
+    for _ in nodes:
         holders = [node.name for node in nodes if node.name not in kinds and _holds(node, kinds)]
         if not holders:
             break
         kinds |= dict.fromkeys(holders, "layers")
-    yield from (Candidate(path, node.name, node.lineno, kinds[node.name]) for node in nodes if node.name in kinds)
+    return kinds
+
+
+def _kind_of_bases(node: Definition, kinds: Mapping[str, str]) -> str:
+    """Say what a class is by what it inherits from; "" if that says nothing."""
+    return next((kinds[name] for name in _bases(node) if name in kinds), "") if isinstance(node, ast.ClassDef) else ""
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases]
 
 
 def _statements(path: Path) -> Iterator[ast.stmt]:
@@ -163,7 +181,7 @@ def _holds(node: ast.stmt, kinds: Mapping[str, str]) -> bool:
 def _class_kind(node: ast.ClassDef) -> str:
     """Tell what a class is; "" if it is nothing that can be checked."""
     methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-    bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
+    bases = set(_bases(node))
     if not bases - NO_MODULES or not methods & {"forward", "__call__", "__init__"}:
         return ""
     used = _words(node)
@@ -185,7 +203,8 @@ def _is_stack(name: str) -> bool:
 def _function_kind(node: ast.FunctionDef) -> str:
     """Tell what a function is; "" if it is nothing that can be checked."""
     used, arguments = _words(node), [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
-    if len(arguments) >= 2 and used & (WEIGHING - {"MultiheadAttention"}) and _has_queries(arguments):
+    weighs = used & (WEIGHING - {"MultiheadAttention"}) or used >= {"exp", "sum"}
+    if len(arguments) >= 2 and weighs and _has_queries(arguments):
         return "attention"
     builds = MASK_BUILDER.search(node.name) and not NO_BUILDER.search(node.name) and used & MAKES_MASKS
     return "mask_builder" if builds and arguments else ""

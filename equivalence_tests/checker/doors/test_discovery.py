@@ -191,3 +191,14 @@ def test_a_folder_without_init_that_is_called_like_ours_is_theirs(tmp_path: Path
 )
 def test_what_names_one_thing(target: str, one: bool) -> None:
     assert names_one_thing(target) is one
+
+
+def test_a_subclass_counts_like_its_base_in_another_file_and_exp_over_its_sum_like_a_softmax(tmp_path: Path) -> None:
+    (tmp_path / "b.py").write_text(MODULE)
+    (tmp_path / "a.py").write_text(
+        "class Wider(b.Mixer):\n    def width(self): ...\n\n"
+        "class Settled(Settings):\n    def width(self): ...\n\n"
+        "def mix(q, k, v):\n    e = (q @ k.mT).exp()\n    return e / e.sum(-1, keepdim=True) @ v\n"
+    )
+    found = [(one.name, one.kind) for one in candidates(str(tmp_path))[0] if one.path.name == "a.py"]
+    assert found == [("Wider", "attention"), ("mix", "attention")]
