@@ -62,7 +62,7 @@ def examine_call(function: Any, inputs: Any, name: str, intended: Mapping[str, s
             continue
         module = getattr(ready, "__self__", None)  # of a method
         module = module if isinstance(module, nn.Module) else None
-        found = diagnose_call(ready, given_args, given_kwargs, module=module, name=name, intended=dict(intended))
+        found = diagnose_call(Call(ready, given_args, given_kwargs, module), name=name, intended=dict(intended))
         scripted = dict(_scripted(module or ready))
         compared = list(_compared(scripted, name, intended))
         found += [report for report in compared if report.verdict == "partial"] if found else compared

@@ -53,10 +53,11 @@ def listed_models(libraries: list[str]) -> list[WildModel]:
 
 def judged_by_checker(attention: Attention) -> Report:
     """Judge an attention where it stands: the call that was seen, on the module in its model."""
+    from equivalence_tests.checker.engine.running import Call
     from equivalence_tests.checker.equivalent.calls import diagnose_call
 
     call = attention.call
-    found = diagnose_call(attention.module, call.args, dict(call.kwargs), module=attention.module, name=attention.name)
+    found = diagnose_call(Call(attention.module, call.args, dict(call.kwargs)), name=attention.name)
     return max(found, key=severity, default=Report(attention.name, reason="no attention was found in the call"))
 
 

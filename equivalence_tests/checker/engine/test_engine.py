@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.subjects import diagnose_subject
 from equivalence_tests.checker.reach.construction import prepare
@@ -327,9 +328,10 @@ def test_what_is_wrong_is_found(target: type[nn.Module], name: str, line: str) -
 
 
 def test_a_sum_of_two_tensors_is_no_attention() -> None:
-    assert diagnose_call(lambda a, b: a + b, (torch.randn(2, 3), torch.randn(2, 3))) == []
+    assert diagnose_call(Call(lambda a, b: a + b, (torch.randn(2, 3), torch.randn(2, 3)))) == []
 
 
 def test_every_attention_of_a_model_is_judged_where_it_stands() -> None:
     model = nn.Sequential(Oneself(12, 3), Causal(12, 3), SeesNext(12, 3)).eval()
-    assert [d.mistakes for d in diagnose_call(model, (torch.randn(2, 5, 12),))] == [(), (), ("causal_sees_one_ahead",)]
+    found = diagnose_call(Call(model, (torch.randn(2, 5, 12),)))
+    assert [one.mistakes for one in found] == [(), (), ("causal_sees_one_ahead",)]

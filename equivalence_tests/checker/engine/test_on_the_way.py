@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.test_styles import (
     HEADS,
     WIDTH,
@@ -1126,7 +1127,7 @@ class RolledBeforeItsSum(NormedBehind):
 def test_a_residual_meets_its_own_tokens(
     target: type[nn.Module], shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
-    (report,) = diagnose_call(target().double().eval(), (torch.randn(shape).double(),))
+    (report,) = diagnose_call(Call(target().double().eval(), (torch.randn(shape).double(),)))
     assert report.mistakes == names, str(report)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.reach.state import preserved_global_state
 from equivalence_tests.checker.reporting.report import Report
@@ -24,7 +25,7 @@ def judged(target: Callable[[], nn.Module], *more: Tensor, length: int = 5) -> R
         module = target().double().eval()
         for parameter in module.parameters():
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
-        found: list[Report] = diagnose_call(module, (torch.randn(2, length, WIDTH).double(), *more))
+        found: list[Report] = diagnose_call(Call(module, (torch.randn(2, length, WIDTH).double(), *more)))
     assert len(found) == 1
     return found[0]
 
@@ -1282,7 +1283,7 @@ class Cascaded(Base):
 def test_queries_are_not_held_against_what_another_attention_averaged() -> None:
     with preserved_global_state():
         torch.manual_seed(0)
-        found = diagnose_call(Cascaded().double().eval(), (torch.randn(2, 5, WIDTH).double(),))
+        found = diagnose_call(Call(Cascaded().double().eval(), (torch.randn(2, 5, WIDTH).double(),)))
     assert not any(finding.stage == "operand" for report in found for finding in report.findings)
 
 

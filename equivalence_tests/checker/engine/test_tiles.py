@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivalence_tests import verify
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 
 
@@ -239,8 +240,7 @@ class BesideTwice(Beside):
 )
 def test_keys_of_two_kinds_share_a_softmax(target: type[nn.Module], verdict: str, names: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    (report,) = diagnose_call(
-        target().double().eval(), (torch.randn(2, 8, 12).double(), torch.randn(2, 3, 12).double())
-    )
+    given = torch.randn(2, 8, 12).double(), torch.randn(2, 3, 12).double()
+    (report,) = diagnose_call(Call(target().double().eval(), given))
     assert (report.verdict, report.mistakes) == (verdict, names), str(report)
     assert all(finding.proof is None or finding.proof.error < 1e-9 for finding in report.findings)

@@ -1,9 +1,8 @@
 """The door to any call that runs: find its attentions, judge each where it stands."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -30,11 +29,8 @@ from equivalence_tests.checker.reporting.report import Report
 
 
 def diagnose_call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    call: Call,
     *,
-    module: nn.Module | None = None,
     name: str = "",
     intended: Mapping[str, str] | None = None,
     proofs: bool = True,
@@ -44,10 +40,7 @@ def diagnose_call(
     """Run a call once, watched, and judge every attention in it against torch's formula.
 
     Args:
-        function: What is called.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-        module: Holds the parameters, where the function is not the module itself.
+        call: The call.
         name: What to call it.
         intended: Findings that are intended, by name, each with the user's reason.
         proofs: Whether to show by further runs that what was found is all, and needed.
@@ -58,7 +51,6 @@ def diagnose_call(
         One diagnosis for each attention, in the order in which they run; none where none is found.
     """
     started = time.process_time()
-    call = Call(function, tuple(args), dict(kwargs or {}), module)
     broken = next((name for name, x in call.tensors if x.is_floating_point() and bool(x.isnan().any())), "")
     if broken:
         why = f"The argument {broken} holds NaN, and so does all that is made of it: hand over numbers."

@@ -29,6 +29,7 @@ from equivalence_tests.checker.engine.probing import (
     query_by_query,
 )
 from equivalence_tests.checker.engine.reading import counted_heads, notes_of, reading_of
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.situations import Situation, likeliest, new_departures, trials_for
 from equivalence_tests.checker.engine.taking_part import NEVER_READ
 from equivalence_tests.checker.equivalent.calls import conclude, diagnose_call
@@ -238,7 +239,7 @@ def _cover(report: Report, situation: Situation) -> None:
     def judge(one: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Report]:
         module = one if isinstance(one, torch.nn.Module) else subject.module
         intended = subject.adapter.intended
-        return diagnose_call(one, args, kwargs, module=module, intended=intended, proofs=False, features_last=last)
+        return diagnose_call(Call(one, args, kwargs, module), intended=intended, proofs=False, features_last=last)
 
     covered = cover(situation.trial, judge, [exercise.what for exercise in report.coverage])
     if subject.built and subject.module is not None:

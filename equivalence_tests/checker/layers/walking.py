@@ -17,6 +17,7 @@ from torch import nn
 
 from equivalence_tests.checker.engine.coverage import built_alike, never_asked
 from equivalence_tests.checker.engine.meaning import HIDDEN
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.calls import diagnose_call
 from equivalence_tests.checker.equivalent.one_call import WHOLE
 from equivalence_tests.checker.equivalent.subjects import examine_attention
@@ -191,8 +192,8 @@ def _watch(walk: Walk, run: ModelRun) -> None:
 def _attentions(walk: Walk, run: ModelRun, held: bool) -> dict[str, Report]:
     """Judge the attentions of one run, by the path at which they stand; compared with torch's program only if asked."""
     found: dict[str, Report] = {}
-    call = diagnose_call(run.call, (run.source, run.target), module=walk.module, name=walk.report.target, held=held)
-    for report in call:
+    call = Call(run.call, (run.source, run.target), module=walk.module)
+    for report in diagnose_call(call, name=walk.report.target, held=held):
         found[report.place] = joined(found[report.place], report) if report.place in found else report
     return found
 
@@ -316,9 +317,10 @@ def _add_child(walk: Walk, path: str, child: nn.Module) -> None:
 def _as_called_here(walk: Walk, path: str, child: nn.Module, alone: Report) -> Report:
     """Add what goes wrong only with what the whole hands over: a context that is the input, angles of other pairs."""
     for call in [call for call in walk.calls if call.path == path][:1]:
-        asked = partial(diagnose_call, child, call.args, call.kwargs, module=child, intended=walk.intended)
+        own = Call(child, call.args, call.kwargs)
         for held in (False, True):  # most often nothing is found, which is quickly said
-            found = [finding for report in asked(features_last=True, held=held) for finding in report.findings]
+            asked = diagnose_call(own, intended=walk.intended, features_last=True, held=held)
+            found = [finding for report in asked for finding in report.findings]
             found = [one for one in found if one.stage in ("project", "rotary") and one.name not in alone.mistakes]
             if not found:
                 return alone
