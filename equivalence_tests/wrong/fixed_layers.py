@@ -82,6 +82,12 @@ EDITS = (
         "self.fc2(F.gelu(self.fc1(self.norm2(x))))",
         "F.gelu(self.fc2(self.fc1(self.norm2(x))))",
     ),
+    (
+        "CrossLayer",
+        "feed-forward bent at its end",
+        "self.linear2(F.relu(self.linear1(x)))",
+        "self.linear2(F.relu(self.linear1(x))).tanh()",
+    ),
     ("CrossLayer", "queries of no token", "(tgt, tgt, tgt, attn", "(torch.zeros_like(tgt), tgt, tgt, attn"),
     ("CrossLayer", "values in another order", "(tgt, tgt, tgt, attn", "(tgt, tgt, tgt.flip(1), attn"),
     ("CrossLayer", "values of the decoder", "(x, memory, memory)", "(x, memory, memory * x.mean(1, keepdim=True))"),

@@ -96,7 +96,8 @@ class Sums:
                 self.say(f"{made.words} stands between the parts", "gate")
         for label, made in self.labels.of_kind("activation"):
             users = self.labels.users.get(label, set())
-            ends = users <= {"linear", "product", "layer_norm"} or self.labels.is_pooled(made)
+            inside = users <= {"linear", "product", "layer_norm"} and label not in self.labels.summed
+            ends = inside or self.labels.is_pooled(made)
             if users and not ends:
                 self.say(f"{made.words} stands behind the last matrix", "gate")
         for _, made in self.labels.of_kind("gain"):
