@@ -235,10 +235,8 @@ def assemble(pieces: Sequence[Any], num_blocks: Tensor) -> Any:
 def one_block(query: Tensor, key: Tensor) -> "BlockMask":
     """Let every query see every key, in one block that no mask function is asked about."""
     none = torch.zeros(1, 1, 1, dtype=torch.int32, device=query.device)
-    lengths = query.size(-2), key.size(-2)
-    return BlockMask.from_kv_blocks(
-        none, none[None], none + 1, none[None], (max(lengths[0], 1), lengths[1]), seq_lengths=lengths
-    )
+    size = max(query.size(-2), 1), key.size(-2)
+    return BlockMask.from_kv_blocks(none, none[None], none + 1, none[None], size)
 
 
 def working_copies(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

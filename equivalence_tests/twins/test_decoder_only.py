@@ -1,5 +1,6 @@
 """The language model in both packages: equal, trained, cached as recomputed, and what it draws."""
 
+import inspect
 import math
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import builtin
@@ -151,6 +152,7 @@ class TestParts:
         ours, theirs = (
             randomize_parameters(package.DecoderOnlyLayer(12, 6, 13, **arguments)) for package in PACKAGES.values()
         )
+        assert all(isinstance(x, nn.Identity) != sandwich_norm for x in (ours.post_norm1, ours.post_norm2))
         may_attend = IDS[:, None, None] != PAD
         call: dict[str, Any] = {"may_attend": may_attend, "is_causal": is_causal}
         results = [outputs_and_gradients(layer, layer_inputs(), **call) for layer in (ours, theirs)]
@@ -186,6 +188,7 @@ class TestParts:
         torch.manual_seed(0)
         model = scratch.DecoderOnlyTransformer(999, 64, 4, 1, 16, **arguments)
         assert model.embedding.weight.std().item() == pytest.approx(std, rel=0.02)
+        assert model.embedding_scale == (8.0 if arguments.get("scale_embeddings") else 1.0)
 
     def test_a_cap_keeps_logits_within(self) -> None:
         model = build(scratch, {"logit_soft_cap": 0.25})
@@ -400,6 +403,30 @@ class TestErrors:
             parts.DecoderOnlyLayer(12, 3, 16)(torch.ones(2, 5, 11))
         with pytest.raises(ValueError, match="top_k must be greater than 0, got top_k=0"):
             Sampling(top_k=0)
+
+
+DEFAULTS = {
+    "d_model": 512,
+    "nhead": 8,
+    "num_layers": 6,
+    "dim_feedforward": 2048,
+    "norm_eps": 1e-6,
+    "bias": False,
+    "qk_norm": False,
+    "sinks": False,
+    "sandwich_norm": False,
+    "rotary_base": 10000.0,
+    "pairing": "adjacent",
+    "scale_embeddings": False,
+    "tie_weights": False,
+}
+
+
+@pytest.mark.parametrize("part", ["SwiGLU", "DecoderOnlyLayer", "DecoderOnlyTransformer"])
+def test_defaults_are_those_of_the_transformer_and_nothing_of_one_model_alone(part: str) -> None:
+    given = inspect.signature(getattr(scratch, part)).parameters
+    found = {name: x.default for name, x in given.items() if isinstance(x.default, bool | int | float | str)}
+    assert found == {name: x for name, x in DEFAULTS.items() if name in found}
 
 
 def test_the_model_is_in_both_packages() -> None:

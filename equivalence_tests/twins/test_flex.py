@@ -148,6 +148,19 @@ class TestValues:
         seen = flex.flex_attention(q, k, v, block_mask=mask)
         assert_equal({"output": seen}, {"output": flex.flex_attention(q, k[..., :3, :], v[..., :3, :])})
 
+    def test_two_heads_see_their_own_keys_where_queries_outnumber_keys(self) -> None:
+        q, k = random_tensor(1, 2, 9, 5), random_tensor(1, 2, 7, 5, seed=1)
+
+        def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return kv_idx <= q_idx + h
+
+        may_attend = flex.create_mask(shifted, None, 2, 9, 7, "cpu")
+        expected = F.scaled_dot_product_attention(q, k, k, attn_mask=may_attend)
+        for separate in (True, False):
+            mask = flex.create_block_mask(shifted, None, 2, 9, 7, "cpu", 2, separate_full_blocks=separate)
+            assert_equal({"output": flex.flex_attention(q, k, k, block_mask=mask)}, {"output": expected})
+        assert_equal({"output": flex.flex_attention(q, k, k)}, {"output": F.scaled_dot_product_attention(q, k, k)})
+
     @EACH_PACKAGE
     @pytest.mark.parametrize("empty", ["query", "batch", "values"])
     def test_empty_tensors_give_empty_tensors(self, package: Any, empty: str) -> None:
@@ -156,6 +169,13 @@ class TestValues:
         )
         inputs = heads(query=(batch, 3, query_len, 11), key=(batch, 3, 7, 11), value=(batch, 3, 7, width))
         assert package.flex_attention(**inputs).shape == (batch, 3, query_len, width)
+
+    @EACH_PACKAGE
+    def test_lists_of_no_row_serve_no_query(self, package: Any) -> None:
+        counts = torch.zeros(1, 1, 0, dtype=torch.int32)
+        mask = package.BlockMask.from_kv_blocks(counts, counts.new_zeros(1, 1, 0, 4), BLOCK_SIZE=2)
+        inputs = heads(query=(1, 3, 0, 11), key=(1, 3, 8, 11), value=(1, 3, 8, 13))
+        assert package.flex_attention(**inputs, block_mask=mask).shape == (1, 3, 0, 13)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("mask", ["documents", "blind rows"])
@@ -496,8 +516,16 @@ class TestBlockMasks:
         assert mask.shape == (1, 1, 6, 6)
         assert mask.to_dense().tolist() == [[[[0, 1], [1, 1]]]]
         assert mask.q_num_blocks.tolist() == [[[1, 2]]]
-        assert package.BlockMask.from_kv_blocks(*lists, compute_q_blocks=False).q_indices is None
+        without = package.BlockMask.from_kv_blocks(*lists, *lists, BLOCK_SIZE=3, compute_q_blocks=False)
+        assert without.q_indices is without.full_q_indices is None
         assert mask.mask_mod.__name__ == "noop_mask"
+
+    def test_many_blocks_stay_in_order_and_are_drawn_as_torch_draws_them(self) -> None:
+        ours, theirs = (
+            package.create_block_mask(MASKS["causal"], None, None, 41, 41, "cpu", 1) for package in PACKAGES.values()
+        )
+        assert_same_lists(ours, theirs)
+        assert ours.to_string() == theirs.to_string()
 
     def test_what_lies_behind_the_count_of_a_row_is_not_read(self) -> None:
         counts = torch.tensor([[[1, 0]]], dtype=torch.int32)
@@ -523,9 +551,10 @@ class TestBlockMasks:
     @NEEDS_A_RECENT_TORCH
     @EACH_PACKAGE
     def test_so_do_those_without_lists_of_full_blocks(self, package: Any) -> None:
-        mask = package.create_block_mask(MASKS["causal"], 1, 1, 5, 7, "cpu", 2, False, False).to("meta")
-        assert mask.kv_indices.device.type == "meta"
-        assert mask.full_kv_indices is None
+        mask = package.create_block_mask(MASKS["causal"], 1, 1, 5, 7, "cpu", 2, False, False)
+        for moved in (mask.to("meta"), mask[:, :, :1].to("meta")):
+            assert moved.kv_indices.device.type == "meta"
+            assert moved.full_kv_indices is moved.full_kv_num_blocks is None
 
     @pytest.mark.skipif(IS_RECENT, reason="torch has the argument")
     def test_an_older_torch_is_named(self) -> None:
@@ -585,6 +614,8 @@ class TestTools:
         functions: list[Any] = [flex.noop_mask, SCORES["hides"]]
         for function, query_len in itertools.product(functions, (0, 2)):
             assert flex.create_mask(function, None, None, query_len, 3, "meta").device.type == "meta"
+        mask = flex.create_block_mask(flex.noop_mask, None, None, 2, 3, "meta")
+        assert mask.kv_indices.device.type == mask.to_dense().device.type == "meta"
 
     @pytest.mark.parametrize("combine", ["and_masks", "or_masks"])
     def test_only_functions_combine(self, combine: str) -> None:

@@ -161,6 +161,21 @@ class TestBothPackages:
         assert list(built[0]) == list(built[1])
         assert all(torch.equal(built[0][name], built[1][name]) for name in built[0])
 
+    def test_queries_and_keys_are_normalised_and_then_turned(self) -> None:
+        rotary = scratch.RotaryEmbedding(4)
+        attention = scratch.GroupedQueryAttention(12, 3, 1, qk_norm=True, rotary=rotary, scale=0.7).double()
+        assert attention.scale == 0.7
+        assert isinstance(attention.q_norm, scratch.RMSNorm)
+        assert isinstance(attention.k_norm, scratch.RMSNorm)
+        x, positions = random_tensor(2, 5, 12), torch.arange(3, 8)
+        q, k, _ = attention.project(x, 3)
+        for found, projection, norm in (
+            (q, attention.q_proj, attention.q_norm),
+            (k, attention.k_proj, attention.k_norm),
+        ):
+            split = projection(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            assert torch.equal(found, rotary(norm(split), positions))
+
     def test_free_functions_agree_on_a_mask_of_any_shape(self) -> None:
         q, k, v = random_tensor(2, 6, 5, 11), random_tensor(2, 3, 7, 11, seed=1), random_tensor(2, 3, 7, 11, seed=2)
         options: dict[str, Any] = {"scoring": Scoring(-0.5), "sinks": random_tensor(6)}

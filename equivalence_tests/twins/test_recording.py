@@ -321,7 +321,7 @@ def test_a_reparametrised_torch_attention_is_traced_with_its_present_weights() -
 def test_trace_refuses_what_it_cannot_read(package: Any) -> None:
     attention = attention_of(package, batch_first=True)
     query, key, value = inputs_of(attention)
-    with pytest.raises(TypeError, match=r"module must be a MultiheadAttention of scratch, .*, got Parameter"):
+    with pytest.raises(TypeError, match=r"module must be a MultiheadAttention of scratch, .* torch\.nn, got Parameter"):
         trace_attention(attention.out_proj.weight, query, key, value)
     with pytest.raises(ValueError, match=r"attn_mask must have shape \(query_len, key_len\) = \(5, 7\)"):
         trace_attention(attention, query, key, value, attn_mask=torch.zeros(7, 5, dtype=torch.bool))
