@@ -119,6 +119,7 @@ TESTS = {
     "validation/varlen.py": ["errors", "varlen"],
     "validation/grouped.py": ["errors", "grouped", "parallel"],
     "validation/tokens.py": [
+        "decoder_only::TestErrors",
         *REFUSED,
         "seq2seq::TestErrors",
         "seq2seq::TestCache::test_a_target_without_new_tokens_is_refused",
