@@ -134,6 +134,10 @@ class TestTextbook:
             assert_as_the_textbook(heads(spread=spread, **shapes), score_bias=score_bias)
             assert_as_the_textbook(heads(spread=spread, **shapes), score_bias=score_bias > 0)
 
+    def test_two_heads_have_a_bias_each(self, spread: float) -> None:
+        shapes: Any = {"q": (2, 2, 17, 7), "k": (2, 2, 23, 7), "v": (2, 2, 23, 11)}
+        assert_as_the_textbook(heads(spread=spread, **shapes), score_bias=random_tensor(1, 2, 17, 23, seed=9))
+
     @pytest.mark.parametrize("diagonal", [None, 0, 3, -3])
     def test_lengths_around_the_borders_of_tiles(self, diagonal: int | None, spread: float) -> None:
         for query_len in (1, 5, 6, 7, 11, 12, 13, 24):
