@@ -189,6 +189,8 @@ def keep_likeliest(
     tensor([0.0000, 0.2000, 0.3000, 0.4000])
     >>> keep_likeliest(logits, top_p=0.6).exp()
     tensor([0.0000, 0.0000, 0.3000, 0.4000])
+    >>> keep_likeliest(logits, top_p=0.0).exp()
+    tensor([0.0000, 0.0000, 0.0000, 0.4000])
     """
     if top_k is not None:
         least = logits.topk(min(top_k, logits.size(-1)), dim=-1).values[..., -1:]
@@ -197,6 +199,7 @@ def keep_likeliest(
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(dim=-1)
         enough = probabilities.cumsum(dim=-1) - probabilities >= top_p  # those before it suffice
+        enough[..., 0] = False
         logits = logits.masked_fill(enough.scatter(-1, order, enough), -math.inf)
     return logits
 

@@ -499,6 +499,11 @@ class TestFunction:
         assert taken
 
 
+def test_inputs_shorter_than_512_are_rounded_as_by_torch() -> None:
+    q = torch.randn(1, 2, 511, 8)
+    assert chosen_kernel(q, q, q, Visible(), 0.0) is None
+
+
 def test_short_sequences_go_by_the_textbook(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "TILES_FROM", 17 * 23)
     for query_len in (16, 17):
