@@ -1454,3 +1454,40 @@ def test_a_bias_that_is_added_after_the_product_is_part_of_the_projection_but_on
     assert (report.verdict, [one.name for one in report.intended]) == ("equal", ["rotary_positions"])
     assert "position_ids: positions" in next(here for what, here, _ in report.conventions if what == "arguments")
     assert verify(BiasTwice).verdict not in ("equal", "partial")
+
+
+class RootOfChannels(nn.Module):
+    """Takes the length of each pixel's channels to one, and its gain has axes for rows and columns."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1, dim, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=1) * self.g * x.size(1) ** 0.5
+
+
+class AttentionOfPixels(nn.Module):
+    def __init__(self, dim: int, heads: int = 3) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, RootOfChannels(dim)
+        self.to_qkv, self.to_out = nn.Conv2d(dim, 3 * dim, 1, bias=False), nn.Conv2d(dim, dim, 1)
+
+    def merged(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x.reshape(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(1, (self.heads, -1)).flatten(3).mT for y in self.to_qkv(self.norm(x)).chunk(3, 1))
+        attended: Tensor = self.to_out(self.merged(F.scaled_dot_product_attention(q, k, v).mT, x.shape)) + x
+        return attended
+
+
+class ExchangesRowsAndColumns(AttentionOfPixels):
+    def merged(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x.reshape(*shape[:2], shape[3], shape[2]).mT
+
+
+def test_pixels_are_put_back_where_they_were_and_normed_over_their_channels() -> None:
+    right = verify(AttentionOfPixels)
+    assert (right.verdict, len(right.intended)) == ("equal", 2), str(right)
+    assert verify(ExchangesRowsAndColumns).verdict not in ("equal", "partial")

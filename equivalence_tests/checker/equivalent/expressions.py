@@ -1,5 +1,6 @@
 """What is done to tokens outside of the attention itself: a small tree of named parts, each a step of the program."""
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.steps import Step
+from equivalence_tests.checker.reach.calling import columns_of
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -132,10 +134,14 @@ class Called(Expression):
 
     def _of(self, values: Values) -> Tensor:
         given = [inner(values).mT if self.transposed else inner(values) for inner in self.inner]
-        given = given if self.grid is None else [x.unflatten(-1, self.grid) for x in given]
+        given = given if self.grid is None else [x.unflatten(-1, self._grid_for(x.size(-1))) for x in given]
         found = values.called(self.path, given, dict(self.numbers))
         found = found if self.grid is None else found.flatten(2)
         return found.mT if self.transposed else found
+
+    def _grid_for(self, pixels: int) -> tuple[int, int]:
+        assert self.grid is not None
+        return self.grid if math.prod(self.grid) == pixels else (-1, columns_of(pixels))
 
 
 @dataclass(frozen=True)

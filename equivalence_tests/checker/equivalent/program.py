@@ -263,7 +263,7 @@ class Program:
 def _is_norm(module: nn.Module) -> bool:
     """Whether all that it learns is a number for each feature."""
     learnt = list(module.parameters())
-    return bool(learnt) and all(x.dim() == 1 for x in learnt)
+    return bool(learnt) and all(sum(n > 1 for n in x.shape) <= 1 for x in learnt)  # of images too: (1, features, 1, 1)
 
 
 def _projecting(around: Expression, module: nn.Module) -> str | None:

@@ -20,9 +20,10 @@ from equivalence_tests.checker.reach.tracing import tensors_in
 # "b l e": batch first; "l b e": sequence first; with heads given: "b h l d", "b l h d"; "l e": no batch.
 # "b e l", "b e l 1": sounds and images, features first. Each group is tried where the ones before it cannot be called;
 # the one tensor that a module takes holds heads only where it can be nothing else, not even a film.
+IMAGE = "b e l 1"
 HEADS = ("b h l d", "b l h d")
 OF_ONE = (("b 1 l e",), ("b e 1 l", "b e l 1 1"), HEADS)
-LAYOUTS = (("b l e", "l b e", *HEADS), ("b e l", "b e l 1"), ("l e",), *OF_ONE)
+LAYOUTS = (("b l e", "l b e", *HEADS), ("b e l", IMAGE), ("l e",), *OF_ONE)
 
 Extra = Mapping[str, Any] | None  # more arguments, by name
 LEFT_OUT = inspect.Parameter.empty  # an argument that is left to its default
@@ -209,13 +210,25 @@ def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
     kept = [name for name in names if name != "1"]
     axes = given.split() if "b" in names else given.split()[1:]
     laid_out = (x if "b" in names else x[0]).permute([axes.index(name) for name in kept]).contiguous()
+    if layout == IMAGE:
+        return laid_out.unflatten(-1, (-1, columns_of(laid_out.size(-1))))
     return laid_out[tuple(None if name == "1" else slice(None) for name in names)]
+
+
+def columns_of(pixels: int) -> int:
+    """How wide an image of so many pixels is: more than one where it can be, so that mixed-up axes show.
+
+    >>> columns_of(9), columns_of(6), columns_of(5)
+    (3, 2, 1)
+    """
+    return next((width for width in range(2, pixels) if pixels % width == 0), 1)
 
 
 def from_layout(x: Tensor, layout: str) -> Tensor:
     """Turn the user's layout into (b, l, e); what has its heads merged is there already."""
     if "h" in layout and x.dim() != 4:
         return x
+    x = x.flatten(2)[..., None] if layout == IMAGE else x
     x = x[tuple(0 if name == "1" else slice(None) for name in layout.split())] if "1" in layout else x
     names = layout.replace(" 1", "").split()
     x, names = (x, names) if "b" in names else (x[None], ["b", *names])

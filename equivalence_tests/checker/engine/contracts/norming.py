@@ -62,7 +62,7 @@ def _is_a_norm(part: nn.Module) -> bool:
 
 def _sizes_differ(value: Tensor, codes: Tensor) -> bool:
     token = token_of(codes)
-    if bool((token == token[..., :1]).all()):  # each row of features by itself, and so each head
+    if token.size(-1) > 1 and bool((token == token[..., :1]).all()):  # each row of features by itself, so each head
         token = torch.arange(token[..., 0].numel()).view(*token.shape[:-1], 1).expand(token.shape)
     sizes = squares_by(token, value)
     sizes = sizes[sizes > 0]  # a token of zeros, such as padding, stays zero
