@@ -64,6 +64,7 @@ class Seq2SeqTransformer(nn.Module):
 
     Source: Vaswani et al. 2017, figure 1 and section 3.4.
 
+    >>> import torch
     >>> model = Seq2SeqTransformer(11, 13, d_model=12, nhead=3, num_encoder_layers=1, num_decoder_layers=1)
     >>> src_ids = torch.tensor([[5, 3, 7], [4, 0, 0]])  # 0 is padding
     >>> model(src_ids, tgt_ids=torch.tensor([[1, 8], [1, 6]])).shape
