@@ -73,15 +73,15 @@ def scaled_dot_product_attention(
     if enable_gqa and not query.size(-3) == key.size(-3) == value.size(-3):
         # After the upcast, so that the gradients of a group are summed in float32.
         k, v = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (k, v))
-    k, scale = halve_the_scale(k, scale)
     return laid_out_like(query, textbook_attention(q, k, v, visible, scale, dropout_p)).to(query.dtype)
 
 
 def textbook_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, dropout_p: float) -> Tensor:
-    """Compute ``functional.attention``, but with 0 for a query that sees no key."""
+    """Compute ``functional.attention`` rounded as by torch's MATH backend, with 0 for a query that sees no key."""
     score_bias = visible.as_bias(q, k)
+    k, scale_of_q = halve_the_scale(k, scale)
     if score_bias is None:
-        return attention(q, k, v, None, scale, dropout_p)[0]
+        return attention(q, k, v, None, scale_of_q, dropout_p)[0]
     score_bias, row_sees = open_blind_rows(score_bias)
-    context, _ = attention(q, k, v, score_bias, scale, dropout_p)
+    context, _ = attention(q, k, v, score_bias, scale_of_q, dropout_p)
     return context * row_sees

@@ -118,6 +118,7 @@ def verify(
             else:
                 reports = [_verify(found, name, kind, replace(adapter or Adapter(), intended=given), progress)]
                 reports[0].template = template_of(found, target, reports[0], kind) if adapter is None else ""
+        TRIED.begin(None)  # or it would hold the user's model and inputs
         for report in reports:
             report.notes += without(wrapped)
         return reports

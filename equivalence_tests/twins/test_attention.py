@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import scratch
 from equivalence_tests.instruments.side_by_side import (
@@ -361,6 +362,25 @@ def test_widths_of_their_own_start_with_torchs_parameters_and_share_no_product(w
     query, key = random_tensor(5, 2, 33), random_tensor(7, 2, ours.kdim, seed=1)
     value = key if ours.kdim == ours.vdim else random_tensor(7, 2, ours.vdim, seed=2)
     assert torch.equal(ours(query, key, value)[0], theirs(query, key, value)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_weights_the_bits_are_those_of_torchs_math_kernel(masked: bool, dtype: torch.dtype) -> None:
+    theirs = randomize_parameters(nn.MultiheadAttention(**SIZES, dtype=dtype))
+    ours = scratch.MultiheadAttention(**SIZES, dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    inputs = {"query": random_tensor(5, 2, 33, dtype=dtype), "key": random_tensor(7, 2, 33, seed=1, dtype=dtype)}
+    given: dict[str, Any] = {"attn_mask": random_tensor(5, 7, seed=2) > 0.5} if masked else {}
+
+    def run(module: nn.Module) -> Any:
+        def attend(query: Tensor, key: Tensor) -> Any:
+            return module(query, key, key, need_weights=False, **given)[0]
+
+        return outputs_and_gradients(attend, inputs)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_equal(run(ours), run(theirs), relative_bound=0)
 
 
 def test_one_head_of_one_feature_is_enough() -> None:

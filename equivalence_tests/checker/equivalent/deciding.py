@@ -82,8 +82,8 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
         report.verdict = "unchecked"
         words = [*dict.fromkeys(step.words for step in unexplained)]
         shown = "; ".join(words[:MOST_SAID]) + (f"; and {len(words) - MOST_SAID} more" if words[MOST_SAID:] else "")
-        names = "; ".join(dict.fromkeys(step.name for step in unexplained))
-        report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with --intended {names}."
+        names = " ".join(dict.fromkeys(f"--intended {step.name}=REASON" for step in unexplained))
+        report.reason = f"Nothing says whether this is intended: {shown}. If it is, say so with {names}."
         return False
     unlisted = [step for step in reasons if not any(step.is_named_by(finding) for finding in report.intended)]
     report.intended += [step.as_intended(reasons[step]) for step in unlisted]
@@ -93,8 +93,8 @@ def explained(report: Report, evidence: Mapping[Step, str], intended: Mapping[st
 def suspicion(suspected: Sequence[Finding]) -> str:
     """Say what is suspected, in sentences that blame no line."""
     said = " ".join(dict.fromkeys(finding.sentence for finding in suspected))
-    names = "; ".join(dict.fromkeys(finding.name for finding in suspected))
-    return f"This is suspected but could not be proven: {said} If it is intended, say so with --intended {names}."
+    names = " ".join(dict.fromkeys(f"--intended {finding.name}=REASON" for finding in suspected))
+    return f"This is suspected but could not be proven: {said} If it is intended, say so with {names}."
 
 
 def differs(report: Report, worst: Difference) -> None:

@@ -19,7 +19,7 @@ from equivalence_tests.checker.equivalent.deciding import Holding
 from equivalence_tests.checker.equivalent.doubting import Doubt
 from equivalence_tests.checker.equivalent.holding import Held, layout_of
 from equivalence_tests.checker.equivalent.program import Program
-from equivalence_tests.checker.equivalent.proving import Proving
+from equivalence_tests.checker.equivalent.proving import Proving, proven
 from equivalence_tests.checker.reach.calling import Trial
 from equivalence_tests.checker.reach.state import ask, attempt, keeping_state
 from equivalence_tests.checker.reporting.equivalents import Equivalent
@@ -193,8 +193,8 @@ class _Locating:
         }
         doubt = next((f"{name} goes with it, and {said}" for name, said in gone.items()), "")
         left = partial(repair.run, self.situation.trial.called)
-        proof = self.proving.over_inputs(partial(self._gaps, holding.program, left))
-        return Located(repair, held, holding, proof, doubt) if proof is not None and proof.holds else None
+        proof = proven(self.situation.subject.module, partial(self._gaps, holding.program, left))
+        return None if proof is None else Located(repair, held, holding, proof, doubt)
 
     def _gaps(self, program: Program, without: Callable[..., Any], seed: int) -> tuple[float, float]:
         """How far the code is from a program without an expression, and with it."""

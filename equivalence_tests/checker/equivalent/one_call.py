@@ -23,7 +23,7 @@ from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.program import Program
 from equivalence_tests.checker.equivalent.reading import plain_layout, read
 from equivalence_tests.checker.equivalent.steps import Step
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.tracing import tensors_in
@@ -179,8 +179,7 @@ def _holding(found: Examination, layout: Layout) -> Holding:
         program, tolerance = read(found, layout)
         comparison = compare(lambda _: program, _cases(call, program), layout, tolerance)
         for _, error in comparison.left_out:
-            known = isinstance(error, UnreadError)
-            raise error if known else UnreadError(f"it cannot be called again ({said(error)})")
+            raise not_called_again(error)
         parameters = Parameters.of(call.module)
         steps = tuple(_with_lengths(step, program, call) for step in program.steps(call.module, parameters))
         return Holding(program, parameters, steps, comparison, left_over(program, call, layout, comparison))

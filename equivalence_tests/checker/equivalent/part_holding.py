@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.comparing import Case, Comparison, Computes, compare, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import differs, unread
-from equivalence_tests.checker.equivalent.unread import UnreadError
+from equivalence_tests.checker.equivalent.unread import UnreadError, not_called_again
 from equivalence_tests.checker.equivalent.watched import Layout
 from equivalence_tests.checker.reach.errors import said
 from equivalence_tests.checker.reach.tracing import tensors_of as watched_tensors
@@ -95,9 +95,7 @@ def held(part: WrittenPart, cases: Iterable[Case], output: Callable[[Any], Tenso
     found = compare(lambda case: part.on(case.call, output), cases, layout, tolerance)
     if found.compared:
         return found
-    why = found.left_out[-1][1] if found.left_out else UnreadError("no call is known")
-    known = isinstance(why, UnreadError)
-    raise why if known else UnreadError(f"it cannot be called again ({said(why)}{raised_at(why)})")
+    raise not_called_again(found.left_out[-1][1] if found.left_out else UnreadError("no call is known"))
 
 
 def hold_part(

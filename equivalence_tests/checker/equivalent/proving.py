@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.situations import Situation
 from equivalence_tests.checker.engine.taking_part import unused_parameters
@@ -20,6 +20,26 @@ from equivalence_tests.checker.reporting.findings import Proof
 
 INPUTS = 20
 NOT_ITS_SIZE = (RuntimeError, IndexError)  # a program by names alone may be of other sizes
+
+
+def proven(module: nn.Module | None, gaps: Callable[[int], tuple[float, float]]) -> Proof | None:
+    """Give the greatest differences with something put right, and without, on fresh inputs and other parameters.
+
+    Args:
+        module: Holds the parameters.
+        gaps: Gives both for the inputs of a seed.
+
+    Returns:
+        None where they prove nothing, or the program is of other sizes.
+    """
+    with kept_parameters(module), torch.no_grad():
+        redraw(module, 9)
+        try:
+            errors, without = map(max, zip(*map(gaps, range(1, INPUTS + 1)), strict=True))
+        except NOT_ITS_SIZE:
+            return None
+    proof = Proof(errors, without, INPUTS)
+    return proof if proof.holds else None
 
 
 @dataclass
@@ -49,26 +69,8 @@ class Proving:
         place = blamed if late else place
         if place is None or not self._accounts_for_all(plain):
             return None
-        found = self.over_inputs(lambda seed: self._gaps(plain.program, seed, place, late))
-        return found if found is not None and found.holds else None
-
-    def over_inputs(self, gaps: Callable[[int], tuple[float, float]]) -> Proof | None:
-        """Give the greatest differences with something put right, and without, on fresh inputs and other parameters.
-
-        Args:
-            gaps: Gives both for the inputs of a seed.
-
-        Returns:
-            None where the program is of other sizes.
-        """
         module = self.situation.subject.module
-        with kept_parameters(module), torch.no_grad():
-            redraw(module, 9)
-            try:
-                errors, without = map(max, zip(*map(gaps, range(1, INPUTS + 1)), strict=True))
-            except NOT_ITS_SIZE:
-                return None
-        return Proof(errors, without, INPUTS)
+        return proven(module, lambda seed: self._gaps(plain.program, seed, place, late))
 
     def _gaps(self, program: Program, seed: int, place: Operation, late: bool) -> tuple[float, float]:
         """How far the user's code is from a program with the right values put in, and without."""

@@ -39,7 +39,7 @@ from equivalence_tests.checker.equivalent.unwatched import compare_output
 from equivalence_tests.checker.mistakes.attention import SCALES
 from equivalence_tests.checker.reach.construction import asks_for_groups, callers_scales, prepare
 from equivalence_tests.checker.reach.errors import CannotCheckError
-from equivalence_tests.checker.reach.plans import Errors, other_masks
+from equivalence_tests.checker.reach.plans import MOST_FAILED, Errors, other_masks
 from equivalence_tests.checker.reach.state import default_dtype
 from equivalence_tests.checker.reach.subject import Adapter, Subject, subjects
 from equivalence_tests.checker.reporting.findings import NOT_JUDGED, Exercise
@@ -105,8 +105,9 @@ def _cannot_call(errors: list[str]) -> str:
     last_first = sorted(lines, key=lambda text: -int(place[1]) if (place := lines[text]) else 0)
     shown = "\n".join(f"  {text}" for text in last_first[:4])
     answered = f"Its forward answered:\n{shown}\n" if shown else "Its forward names no argument to pass tensors to. "
+    ended = f"The search ended after {MOST_FAILED:,} calls that failed. " if len(errors) > MOST_FAILED else ""
     return (
-        f"No way to call it as an attention was found. {answered}"
+        f"No way to call it as an attention was found. {answered}{ended}"
         "Give Adapter(call=lambda module, query, key, value, may_attend: ...), or --kind if it is something else."
     )
 

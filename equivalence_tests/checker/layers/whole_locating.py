@@ -8,17 +8,16 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.leaving_out import Repair, Without
 from equivalence_tests.checker.engine.running import Call, named_tensors
-from equivalence_tests.checker.equivalent.comparing import difference_of, kept_parameters, redraw
+from equivalence_tests.checker.equivalent.comparing import difference_of
 from equivalence_tests.checker.equivalent.doubting import Doubt
 from equivalence_tests.checker.equivalent.locating import MOST_OPERATIONS, MOST_TRIED, name_of, say
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart, joined_output
-from equivalence_tests.checker.equivalent.proving import INPUTS
+from equivalence_tests.checker.equivalent.proving import proven
 from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.wholes import Whole
 from equivalence_tests.checker.reach.state import attempt, keeping_state
@@ -97,12 +96,8 @@ def _without(report: Report, whole: Whole, repair: Repair) -> tuple[Equivalent, 
                 return None
     except UnreadError:
         return None
-    module = whole.module
-    with kept_parameters(module), torch.no_grad():
-        redraw(module, 9)
-        gaps = [_gaps(whole, found, repair, seed) for seed in range(INPUTS)]
-    proof = Proof(max(error for error, _ in gaps), max(without for _, without in gaps), INPUTS)
-    return (found, proof) if proof.holds else None
+    proof = proven(whole.module, partial(_gaps, whole, found, repair))
+    return None if proof is None else (found, proof)
 
 
 def _gaps(whole: Whole, found: Equivalent, repair: Repair, seed: int) -> tuple[float, float]:

@@ -26,14 +26,16 @@ from equivalence_tests.checker.layers.whole_values import (
     lies_whole,
     places_of,
     relaid,
+    rounds,
     scaled,
     summed,
+    weighs,
 )
 from equivalence_tests.checker.parts.feed_forwards import ACTIVATIONS
 from equivalence_tests.checker.parts.names import kind_of_name
 from equivalence_tests.checker.reach.arguments import role_of_parameter
 from equivalence_tests.checker.reach.errors import said
-from equivalence_tests.checker.reporting.lines import Frames, code_lines
+from equivalence_tests.checker.reporting.lines import Frames
 
 OF_POSITIONS = "positional_encoding"
 NAMES = ("GELU", "tanh-GELU", "sigmoid-GELU", "SiLU", "squared ReLU", "Mish")  # of what is written out
@@ -191,7 +193,7 @@ class Follower:
         for value in data if kind != "gain" else ():
             self.sums.used(value, path)
         if kind == "attention":
-            self._attended(path, data)
+            self.sums.attended(path, data)
         if kind == "positions" and self.labels.kind(data[0]) == "positions":
             self.sums.say(f"{path} adds positions to what has positions", "scores")
         if kind == "linear" and self.labels.kind(data[0]) in ("linear", "feed_forward"):
@@ -211,29 +213,11 @@ class Follower:
             raise UnreadError(f"what {path} gives has not the tokens that it is given")
         if kind in IN_ORDER and not all(lies_whole(x.places) for x in data if x.places.dim()):
             self.sums.say(f"the tokens or features that {path} is given lie in another order", "project")
-        if kind == "layer_norm" and self._stands_beside_a_norm(path, data[0]):
+        if kind == "layer_norm" and self.sums.is_beside_a_norm(path, data[0]):
             self.sums.say(f"{path} normalises what is normalised already", "project", f"the sub-module {path}")
         self._give(outputs[:1], Value(((label, 1.0),), places))
         if kind in ("positions", "layer"):
             self.labels.streams.add(((label, 1.0),))
-
-    def _stands_beside_a_norm(self, path: str, value: Value) -> bool:
-        """Whether a value comes from a norm of the same layer; torch has two in a row only where a stack ends."""
-        if self.labels.kind(value) != "layer_norm":
-            return False
-        both = self.labels.made[value.only].words, path
-        return self.paths.issuperset(both) and len({x.rpartition(".")[0] for x in both}) == 1
-
-    def _attended(self, path: str, data: list[Value]) -> None:
-        query, *others = data
-        if query.terms not in self.labels.streams:
-            self.sums.say(f"{path} reads what is not the stream of tokens", "project")
-        for other in others:
-            apart = self.labels.ancestors(query.terms).isdisjoint(self.labels.ancestors(other.terms))
-            if not apart and not other.is_same(query):
-                self.sums.say(f"{path} takes keys or values from another tensor than its queries", "project")
-        if len(others) > 1 and not others[0].is_same(others[1]):
-            self.sums.say(f"{path} takes values from another tensor than its keys", "project")
 
     def _looked_up(self, path: str, index: Tensor, output: Tensor) -> None:
         """Rows of a table, by ids or by positions."""
@@ -259,7 +243,7 @@ class Follower:
             return
         if not data:
             self._of_constants(operation)
-        elif name in PASSES and len(data) == 1 and id(inputs[0]) in self.values and not _rounds(operation):
+        elif name in PASSES and len(data) == 1 and id(inputs[0]) in self.values and not rounds(operation):
             self._moved(operation, data[0])
         elif name in ("add", "sub", "rsub") and len(operation.inputs) == 2:
             self._added(operation, -1.0 if name == "sub" else 1.0)
@@ -275,7 +259,7 @@ class Follower:
             self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
         elif name in POOLS and data[0].places.dim() > operation.outputs[0].value.dim():
             self._pooled(name, data[0], operation)
-        elif name in ("softmax", "log_softmax") and self.labels.kind(data[0]) == "linear" and _weighs(operation):
+        elif name in ("softmax", "log_softmax") and self.labels.kind(data[0]) == "linear" and weighs(operation):
             self._function("softmax", name, data, operation)
         elif name == "cat" and len(data) == 1 and all(id(x) in self.learnt or id(x) in self.values for x in inputs):
             self._put_before(operation, data)
@@ -302,13 +286,8 @@ class Follower:
         places = places_of(torch.Size((*out.value.shape, 1)))[..., 0]
         self._new("given", f"{operation.name} of ids", data, [out.tensor], places)
 
-    def _say_strange(self, operation: Operation) -> None:
-        line = code_lines(operation.frames)[-1:]
-        where = f" (line {line[0].number}: {line[0].text})" if line else ""
-        self.sums.say(f"{operation.name} between the parts{where}", "project")
-
     def _strange(self, operation: Operation, data: list[Value]) -> None:
-        self._say_strange(operation)
+        self.sums.say_strange(operation)
         self._function("strange", f"{operation.name} {operation.index}", data, operation)
 
     def _function(self, kind: str, words: str, data: list[Value], operation: Operation) -> None:
@@ -424,8 +403,8 @@ class Follower:
         known = [self.learnt[id(x)] for x in inputs if id(x) in self.learnt]
         if not known or not all(slot.value.is_floating_point() for slot in operation.outputs):
             return
-        if _rounds(operation):
-            self._say_strange(operation)
+        if rounds(operation):
+            self.sums.say_strange(operation)
         name, places = known[0]
         if operation.name == "embedding":
             self._looked_up(self._names(inputs[1]), inputs[0], operation.outputs[0].tensor)
@@ -461,17 +440,3 @@ class Follower:
         label = self.labels.add(kind, words, data)
         self._give(tensors, Value(((label, 1.0),), places))
         return label
-
-
-def _rounds(operation: Operation) -> bool:
-    """Whether numbers are rounded to half precision, or to whole numbers."""
-    made, was = operation.outputs[0].value, operation.inputs[0].value
-    cut = was.is_floating_point() and not (made.is_floating_point() or made.is_complex())
-    return cut or made.dtype in (torch.float16, torch.bfloat16)
-
-
-def _weighs(operation: Operation) -> bool:
-    """Whether a softmax goes over the features."""
-    found = operation.outputs[0].value
-    total = (found if operation.name == "softmax" else found.exp()).sum(-1)
-    return near(total, torch.ones_like(total))

@@ -1,13 +1,15 @@
 """What torch's layers do not have in the sums that flow between parts: factors, other residuals, parts side by side."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.equivalent.steps import Step
 from equivalence_tests.checker.layers.whole_values import BASES, Labels, Terms, Value
+from equivalence_tests.checker.reporting.lines import code_lines
 
 EXEMPT = ("embedding", "table", "positions", "activation", "product", "piece", "pool", "softmax", "given", "tokens")
 
@@ -24,7 +26,7 @@ class Sums:
     """
 
     labels: Labels
-    paths: Collection[str]
+    paths: set[str]
     found: list[Step] = field(default_factory=list)
     seen: set[Terms] = field(default_factory=set)
 
@@ -72,6 +74,31 @@ class Sums:
                 return
         names = " + ".join(self.labels.words(label) for label in whole)
         self.say(f"{names}, which {by} takes, is no residual connection", "residual")
+
+    def is_beside_a_norm(self, path: str, value: Value) -> bool:
+        """Whether a value comes from a norm of the same layer; torch has two in a row only where a stack ends."""
+        if self.labels.kind(value) != "layer_norm":
+            return False
+        both = self.labels.made[value.only].words, path
+        return self.paths.issuperset(both) and len({x.rpartition(".")[0] for x in both}) == 1
+
+    def attended(self, path: str, data: list[Value]) -> None:
+        """Ask what an attention takes: one stream, or keys and values of a memory."""
+        query, *others = data
+        if query.terms not in self.labels.streams:
+            self.say(f"{path} reads what is not the stream of tokens", "project")
+        for other in others:
+            apart = self.labels.ancestors(query.terms).isdisjoint(self.labels.ancestors(other.terms))
+            if not apart and not other.is_same(query):
+                self.say(f"{path} takes keys or values from another tensor than its queries", "project")
+        if len(others) > 1 and not others[0].is_same(others[1]):
+            self.say(f"{path} takes values from another tensor than its keys", "project")
+
+    def say_strange(self, operation: Operation) -> None:
+        """Note an operation between the parts, with its line."""
+        line = code_lines(operation.frames)[-1:]
+        where = f" (line {line[0].number}: {line[0].text})" if line else ""
+        self.say(f"{operation.name} between the parts{where}", "project")
 
     def judge_parts(self, calls: Mapping[str, set[str]], module: nn.Module) -> None:
         """Say what is strange in how often parts take part, and in what follows them.

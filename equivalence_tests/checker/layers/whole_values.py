@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equivalence_tests.checker.engine.same import near
 from equivalence_tests.checker.engine.vocabulary import MOVES, words
+from equivalence_tests.checker.engine.watching import Operation
 from equivalence_tests.checker.reporting.lines import Frames
 
 OTHER_ORDER = words("gather take_along_dim index_select masked_select take pad")
@@ -178,3 +180,17 @@ def lies_whole(places: Tensor) -> bool:
 def lies_in_order(places: Tensor) -> bool:
     """Whether along each axis come later tokens, or later features."""
     return all(bool((places.diff(dim=axis) > 0).all()) for axis in range(places.dim()))
+
+
+def rounds(operation: Operation) -> bool:
+    """Whether numbers are rounded to half precision, or to whole numbers."""
+    made, was = operation.outputs[0].value, operation.inputs[0].value
+    cut = was.is_floating_point() and not (made.is_floating_point() or made.is_complex())
+    return cut or made.dtype in (torch.float16, torch.bfloat16)
+
+
+def weighs(operation: Operation) -> bool:
+    """Whether a softmax goes over the features."""
+    found = operation.outputs[0].value
+    total = (found if operation.name == "softmax" else found.exp()).sum(-1)
+    return near(total, torch.ones_like(total))

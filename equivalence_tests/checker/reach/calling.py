@@ -175,7 +175,7 @@ class Trial:
             return HeldMask(tensor) if form.held else tensor
         if role.startswith("="):
             length = inputs.query.size(1)
-            width = max(n for n in range(1, length + 1) if length % n == 0 and n * n <= length)
+            width = columns_of(length)
             constants: dict[str, Any] = {"=None": None, "=False": False, "=0": 0, "=2": 2}
             constants |= {"=height": length // width, "=width": width}
             constants["=positions"] = torch.arange(length).expand(inputs.query.size(0), -1)
@@ -216,12 +216,12 @@ def to_layout(x: Tensor, layout: str, num_heads: int) -> Tensor:
 
 
 def columns_of(pixels: int) -> int:
-    """How wide an image of so many pixels is: more than one where it can be, so that mixed-up axes show.
+    """How wide an image of so many pixels is: nearly as wide as high, so that axes that change places show.
 
-    >>> columns_of(9), columns_of(6), columns_of(5)
+    >>> columns_of(12), columns_of(6), columns_of(5)
     (3, 2, 1)
     """
-    return next((width for width in range(2, pixels) if pixels % width == 0), 1)
+    return max(width for width in range(1, pixels + 1) if pixels % width == 0 and width * width <= pixels)
 
 
 def from_layout(x: Tensor, layout: str) -> Tensor:

@@ -41,9 +41,6 @@ from equivalence_tests.checker.reach.tried import TRIED, Try
 from equivalence_tests.checker.reporting.lines import raised_in
 from equivalence_tests.instruments.weights import randomize_parameters
 
-SHORT, LONGEST = 3, 256  # tables of other lengths are not tried
-
-
 # Heads of even width; two of keys, each for three of queries, so that neither their order nor their counts mix up.
 GROUPED_SIZES = (Sizes(num_heads=6, head_dim=10), *SIZES)
 ROTARY = re.compile(r"rotary|rotate_half|rope(_|\b)|freqs_c|view_as_complex", re.IGNORECASE)
@@ -441,14 +438,3 @@ def _call_text(target: Any, arguments: dict[str, Any]) -> str:
         for name, value in arguments.items()
     )
     return f"{getattr(target, '__name__', 'factory')}({inside})"
-
-
-def exact_lengths(module: nn.Module) -> list[int]:
-    """List the lengths that tables of positions may insist on.
-
-    Args:
-        module: Holds learned tables of shape (1, len, features), or indices into one whose last axis is the length.
-    """
-    learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
-    indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]
-    return [n for n in dict.fromkeys([*learned, *indices]) if SHORT < n <= LONGEST]

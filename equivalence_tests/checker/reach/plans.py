@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from equivalence_tests.checker.reach.angles import AngleForm
 from equivalence_tests.checker.reach.arguments import MAX_LEN, Sizes, role_of_parameter
 from equivalence_tests.checker.reach.calling import HEADS, LAYOUTS, OF_ONE, CallPlan, Inputs, Trial
-from equivalence_tests.checker.reach.construction import exact_lengths
 from equivalence_tests.checker.reach.masking import MaskForm
 from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import attempt
@@ -34,6 +33,7 @@ SWITCH = re.compile(
     r"^(is|use|need|return|output|average|training|train)_|^(training|train)$|cache|past|causal|head_mask|weights$|dropout|^p$|drop|scale|temperature|pos|verbose|need|rope|freqs|freq$|freq_c|kwargs|layer_idx|relative"
 )
 
+SHORT, LONGEST = 3, 256  # tables of other lengths are not tried
 MOST_FAILED = 10_000  # calls that fail: what can be called mostly runs among the first few
 SOME = 7  # of the neutral masks one in so many: still all ranks and all encodings
 NUMBER = re.compile(r"^(d_k|dk|d_model|num_heads|n_heads|heads)$")
@@ -296,3 +296,14 @@ def _like_weights(x: Tensor, inputs: Inputs) -> tuple[bool, bool]:
     """Order what might be the output: weights come last, then what has another width than the input."""
     sums_to_one = x.size(-1) == inputs.key.size(1) and bool(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))))
     return sums_to_one, x.size(-1) != inputs.query.size(-1)
+
+
+def exact_lengths(module: nn.Module) -> list[int]:
+    """List the lengths that tables of positions may insist on.
+
+    Args:
+        module: Holds learned tables of shape (1, len, features), or indices into one whose last axis is the length.
+    """
+    learned = [p.size(1) for p in module.parameters() if p.dim() == 3 and p.size(0) == 1]
+    indices = [b.size(-1) for b in module.buffers() if b.dim() and not b.is_floating_point()]
+    return [n for n in dict.fromkeys([*learned, *indices]) if SHORT < n <= LONGEST]

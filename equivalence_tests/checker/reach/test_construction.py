@@ -15,9 +15,10 @@ from torch.nn import functional
 
 from equivalence_tests.checker.reach.arguments import Sizes, value_for
 from equivalence_tests.checker.reach.configs import ImitatedConfig
-from equivalence_tests.checker.reach.construction import build, exact_lengths
+from equivalence_tests.checker.reach.construction import build
 from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.loading import load
+from equivalence_tests.checker.reach.plans import exact_lengths
 from equivalence_tests.checker.verify import verify
 
 WIDTH = 27

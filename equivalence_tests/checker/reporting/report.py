@@ -113,7 +113,8 @@ class Report(Shown):
             yield reading_view(self.conventions)
         if self.equivalent is not None:
             yield self.equivalent.__rich__()
-        if self.checks:
+        failed = any(check.outcome == "failed" for check in self.checks)
+        if self.checks and (failed or self.verdict != "unchecked"):  # that the others passed decides nothing then
             yield checks_view(self.checks, explained=bool(self.findings))
         if self.notes:
             yield Group(*(Text(f"Note: {note}", style="dim") for note in self.notes))
