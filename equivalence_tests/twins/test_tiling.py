@@ -79,6 +79,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "no mask": {},
     "scaled": {"scale": -0.3},
     "causal": {"diagonal": 0},
+    "causal, scaled": {"diagonal": 0, "scale": 0.1},
     "causal, lower right": {"diagonal": 6},
     "causal, with blind rows": {"diagonal": -4},
     "bool": {"score_bias": SOME},
@@ -112,6 +113,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @SMALL_TILES
+@pytest.mark.parametrize(
+    "far", ["one query", "one key", "all, by a scale", "many features", "a bias for all", "a bias for each head"]
+)
+def test_scores_whose_exponentials_overflow_are_noticed_wherever_they_are(far: str) -> None:
+    inputs, arguments = heads(), dict[str, Any]()
+    match far:
+        case "one query":
+            inputs["q"][1, 2, 4] *= 1000
+        case "one key":
+            inputs["q"] *= 30
+            inputs["k"][0, 1, 20] *= 30
+        case "all, by a scale":
+            arguments["scale"] = 500.0
+        case "many features":
+            inputs = {name: torch.full((1, 1, 1, 64), 4.0, dtype=torch.float64) for name in inputs}
+        case "a bias for all":
+            arguments["score_bias"] = 1000 * random_tensor(17, 23, seed=7)
+        case _:
+            arguments["score_bias"] = 1000 * random_tensor(2, 3, 17, 23, seed=7)
+    assert_as_the_textbook(inputs, **arguments)
+
+
+@SMALL_TILES
 @pytest.mark.parametrize("spread", [1.0, 30.0], ids=["scores near 0", "scores far from 0"])
 class TestTextbook:
     """Values and all gradients, within 1e-12 of the largest."""
@@ -121,7 +145,7 @@ class TestTextbook:
     def test_masks(self, mask: str, shape: str, spread: float) -> None:
         assert_as_the_textbook(heads(spread=spread, **SHAPES[shape]), **MASKS[mask])
 
-    @pytest.mark.parametrize("mask", ["no mask", "causal", "bool", "padding", "float", "float for keys"])
+    @pytest.mark.parametrize("mask", ["no mask", "causal, scaled", "bool", "padding", "float", "float for keys"])
     def test_grouped_heads(self, mask: str, spread: float) -> None:
         for query_heads, key_heads in ((6, 2), (6, 3), (7, 1), (16, 2)):
             shapes: Any = {"q": (2, query_heads, 17, 7), "k": (2, key_heads, 23, 7), "v": (2, key_heads, 23, 11)}
