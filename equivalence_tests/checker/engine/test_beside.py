@@ -68,9 +68,6 @@ class ParallelScaledAsItSays(Parallel):
 class PassesHalf(Base):
     """The second half of the samples passes the attention by, through the same matrices."""
 
-    def kept(self, x: Tensor) -> Tensor:
-        return x
-
     def passed(self, x: Tensor) -> Tensor:
         return self.o_proj(self.v_proj(x))
 
@@ -79,12 +76,7 @@ class PassesHalf(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         own, other = x.chunk(2)
-        return torch.cat([self.kept(super().forward(self.normed(own))), self.passed(other)])
-
-
-class PassesHalfAndScales(PassesHalf):
-    def kept(self, x: Tensor) -> Tensor:
-        return x.mul(1.3)
+        return torch.cat([super().forward(self.normed(own)), self.passed(other)])
 
 
 class PassesHalfFlipped(PassesHalf):
@@ -139,7 +131,6 @@ class InBlocksAllRolled(InBlocks):
         (ParallelScaled, ("changed_by_mul",)),
         (ParallelScaledAsItSays, ()),
         (PassesHalf, ()),
-        (PassesHalfAndScales, ("changed_by_mul",)),
         (PassesHalfFlipped, ("changed_by_flip",)),
         (PassesHalfRolled, ("changed_by_roll",)),
         (PassesHalfOfScaled, ("changed_by_mul",)),

@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_leaves
 
 from equivalence_tests.checker.engine.codes import numbered
 from equivalence_tests.checker.engine.contracts.departure import Departure
-from equivalence_tests.checker.engine.contracts.ending import output_departures
 from equivalence_tests.checker.engine.contracts.norming import norm_departures
 from equivalence_tests.checker.engine.contracts.projecting import (
     idle_departures,
@@ -131,14 +130,12 @@ def _proven(wrong: list[Departure], found: Examination, place: int) -> dict[int,
 
 
 def _of_weights(judgement: Judgement, module: nn.Module | None, known: list[Departure]) -> list[Departure]:
-    """Weights that stand for another role than their names say or take no part, and what follows the last of them."""
+    """Weights that stand for another role than their names say or take no part."""
     attention, operands = judgement.attention, judgement.first_operands
     found = list(projection_departures(attention, operands, {}, module)) if len(operands) == 3 else []
     found += norm_departures(attention, module)
     idle = unused_departures(attention, module, [*known, *found])
-    found += [departure for departure in idle if departure.lines]  # one call may not reach all norms
-    seen = {departure.operation for departure in (*known, *found)}
-    return [*found, *(departure for departure in output_departures(attention) if departure.operation not in seen)]
+    return found + [departure for departure in idle if departure.lines]  # one call may not reach all norms
 
 
 def _conventions(judgement: Judgement) -> list[tuple[str, str, str]]:

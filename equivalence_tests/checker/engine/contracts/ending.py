@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from equivalence_tests.checker.engine.codes import known, retagged, source_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.changing import adds_two, changed_on_the_way, has_twin, shuffling
-from equivalence_tests.checker.engine.contracts.departure import Departure, changed_by
+from equivalence_tests.checker.engine.codes import retagged, source_of, sources_in, token_of
+from equivalence_tests.checker.engine.contracts.changing import changed_on_the_way
+from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.same import MEASURED, near
 from equivalence_tests.checker.engine.taking_part import matrix_of
 from equivalence_tests.checker.engine.watching import Operation
-from equivalence_tests.checker.reach.tracing import tensors_of
 
 # What a tensor is a sum of, each with its factor: "out" (of the attention), "input", "inside" (an operand, the merged
 # heads, or the input once more through a matrix of the attention), "norm(...)" of one of these, or "other".
@@ -58,31 +57,6 @@ def ending_departures(
     name = _mistake(attention, root)
     if name:
         yield Departure(name, "wrap", root.operation)
-
-
-def output_departures(attention: Attention) -> Iterator[Departure]:
-    """Compare the first tensor that a call returns with what the last weights or products gave."""
-    output = next(tensors_of(attention.run.output), None)
-    found = None if output is None else attention.run.names.last_of(output)
-    if found is None or not bool(known(found[1]).all()):  # else nobody knows which of its elements is which
-        return
-    for number in sources_in(found[1]):
-        source = attention.run.names.sources[number]
-        if source.operation is not None and source.operation.index > attention.end.index:
-            yield from _unchanged(attention, source, *found)
-
-
-def _unchanged(attention: Attention, source: Source, output: Tensor, codes: Tensor) -> Iterator[Departure]:
-    alike, numbers = codes.shape == source.codes.shape, [source.number]
-    if not torch.equal(codes, source.codes):
-        moved = shuffling(attention.run, numbers, attention.end.index, len(attention.run.operations))
-        if moved is not None and (alike or moved.name in ("roll", "flip")):
-            if not has_twin(attention, moved):
-                yield changed_by(moved, "output", "output")
-            return
-    changed = changed_on_the_way(attention, numbers, output, codes)
-    if changed is not None and not adds_two(changed.operation):  # else a residual, whose own way is not followed
-        yield changed
 
 
 def wrap_of(attention: Attention, codes: Tensor) -> str:
