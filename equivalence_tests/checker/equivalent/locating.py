@@ -1,12 +1,13 @@
 """Find the line that keeps code from being torch's attention: without one of its expressions, it is."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.leaving_out import Repair, Without
@@ -15,7 +16,6 @@ from equivalence_tests.checker.engine.naming import finding_of
 from equivalence_tests.checker.engine.running import named_tensors
 from equivalence_tests.checker.engine.situations import Situation, situation_of
 from equivalence_tests.checker.equivalent.comparing import difference_of
-from equivalence_tests.checker.equivalent.deciding import Holding
 from equivalence_tests.checker.equivalent.doubting import Doubt
 from equivalence_tests.checker.equivalent.holding import Held, layout_of
 from equivalence_tests.checker.equivalent.program import Program
@@ -27,27 +27,9 @@ from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Finding
 from equivalence_tests.checker.reporting.lines import code_lines
 from equivalence_tests.checker.reporting.report import Report
 
+T = TypeVar("T")
 MOST_TRIED, MOST_OPERATIONS = 40, 600
 OF_ANOTHER_SORT = ("residual",)  # steps that right attentions have without saying so
-
-
-@dataclass(frozen=True)
-class Located:
-    """An expression without which the code is torch's attention.
-
-    Args:
-        repair: What is left out.
-        held: How the code without it compares with torch.
-        holding: Torch's program of that.
-        proof: What leaving it out does, on fresh inputs.
-        doubt: Why it may belong to a right attention of another sort; "" where nothing says so.
-    """
-
-    repair: Repair
-    held: Held
-    holding: Holding
-    proof: Proof
-    doubt: str
 
 
 def locate(report: Report, situation: Situation) -> None:
@@ -57,13 +39,35 @@ def locate(report: Report, situation: Situation) -> None:
         report: Could not be checked; receives the finding with its proof, or the line in its reason.
         situation: One call.
     """
-    if len(situation.found.run.operations) > MOST_OPERATIONS:
-        return
-    found = _Locating(situation, report).located()
-    if found is not None:
-        written = found.held.written(found.holding, report)
-        asked = situation.subject.adapter.intended.get(name_of(found.repair), "")
-        say(report, found.repair, written, found.proof, asked or found.doubt)
+    if len(situation.found.run.operations) <= MOST_OPERATIONS:
+        _Locating(situation, report).locate()
+
+
+def first_left_out(
+    repairs: Iterable[Repair], output: Callable[[Repair | None], Tensor | None], without: Callable[[Repair], T | None]
+) -> tuple[Repair, T] | None:
+    """Find the first expression without which code is made of torch's parts.
+
+    Args:
+        repairs: The expressions.
+        output: Gives what comes back without one, or as it is; None if the call fails.
+        without: Gives what is known of the code without one; None where it is not made of torch's parts.
+
+    Returns:
+        The expression, and what is known without it; None where there is none among those that change the output.
+    """
+    before = output(None)
+    changing = (one for one in repairs if before is not None and _differ(output(one), before))
+    for repair in itertools.islice(changing, MOST_TRIED):
+        found = ask(partial(without, repair)).value
+        if found is not None:
+            return repair, found
+    return None
+
+
+def _differ(after: Tensor | None, before: Tensor) -> bool:
+    """Whether something of the same shape comes back, and not the same."""
+    return after is not None and ABOVE_ROUNDING < difference_of(after, before) < math.inf
 
 
 def say(
@@ -138,40 +142,28 @@ class _Locating:
     situation: Situation
     report: Report
 
-    @property
-    def proving(self) -> Proving:
-        """Runs the code on fresh inputs."""
-        return Proving(self.situation, layout_of(self.situation.trial))
-
-    def located(self) -> Located | None:
-        """Find the last expression without which the code is torch's attention; None if there is none."""
-        trial, module = self.situation.trial, self.situation.subject.module
+    def locate(self) -> None:
+        """Say which is the last expression without which the code is torch's attention, if there is one."""
+        trial, subject = self.situation.trial, self.situation.subject
         args, kwargs, _ = self.situation.call.fresh()
-        held = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
-        watched = Without([*held, *named_tensors(args, kwargs)])
+        watched = Without(named_around(subject.module, args, kwargs))
         returned = attempt(partial(watched.run, trial.called, *args, **kwargs))
-        whole, tried = self._output(trial.called), 0
-        for repair in watched.repairs(returned) if whole is not None else ():
-            changed = self._output(partial(repair.run, trial.called))
-            if changed is None or whole is None or not ABOVE_ROUNDING < difference_of(changed, whole) < math.inf:
-                continue
-            tried += 1
-            found = ask(partial(self._without, repair)).value
-            if found is not None:
-                return replace(found, doubt=found.doubt or Doubt(watched, repair, module).said())
-            if tried == MOST_TRIED:
-                break
-        return None
+        found = first_left_out(watched.repairs(returned), self._output, self._without)
+        if found is not None:
+            repair, (written, proof, doubt) = found
+            doubt = subject.adapter.intended.get(name_of(repair), "") or doubt
+            say(self.report, repair, written, proof, doubt or Doubt(watched, repair, subject.module).said())
 
-    def _output(self, function: Callable[..., Any], seed: int | None = None) -> Tensor | None:
-        """What comes back, (b, q, e), as doubles; None if the call fails."""
+    def _output(self, repair: Repair | None, seed: int | None = None) -> Tensor | None:
+        """What comes back without an expression, or as it is, (b, q, e), as doubles; None if the call fails."""
+        called, layout = self.situation.trial.called, layout_of(self.situation.trial)
+        function = called if repair is None else partial(repair.run, called)
         args, kwargs, _ = self.situation.call.fresh(seed)
-        layout = layout_of(self.situation.trial)
         with keeping_state(self.situation.subject.module):
             return attempt(lambda: layout.outward(layout.output(function(*args, **kwargs))).double())
 
-    def _without(self, repair: Repair) -> Located | None:
-        """Compare the code without an expression with torch's program of it; None if that is not the same."""
+    def _without(self, repair: Repair) -> tuple[Equivalent, Proof, str] | None:
+        """Give torch's program of the code without an expression, the proof, and a doubt; None if it is not torch's."""
         situation = situation_of(self.situation.subject, _left_out(self.situation.trial, repair))
         situation.understood = self.situation.understood
         others = self.situation.other_masks
@@ -192,17 +184,25 @@ class _Locating:
             one.name: one.evidence for one in before if one.evidence and one.name not in {x.name for x in departures}
         }
         doubt = next((f"{name} goes with it, and {said}" for name, said in gone.items()), "")
-        left = partial(repair.run, self.situation.trial.called)
-        proof = proven(self.situation.subject.module, partial(self._gaps, holding.program, left))
-        return None if proof is None else Located(repair, held, holding, proof, doubt)
+        proof = proven(self.situation.subject.module, partial(self._gaps, holding.program, repair))
+        return None if proof is None else (held.written(holding, self.report), proof, doubt)
 
-    def _gaps(self, program: Program, without: Callable[..., Any], seed: int) -> tuple[float, float]:
+    def _gaps(self, program: Program, repair: Repair, seed: int) -> tuple[float, float]:
         """How far the code is from a program without an expression, and with it."""
-        values = self.proving.values(seed)
+        values = Proving(self.situation, layout_of(self.situation.trial)).values(seed)
         want = program(values.given, values.module, values.parameters)
-        ways = (self._output(one, seed) for one in (without, self.situation.trial.called))
-        one, other = (math.inf if x is None else difference_of(want, x) for x in ways)
-        return one, other
+        return gap_of(want, self._output(repair, seed)), gap_of(want, self._output(None, seed))
+
+
+def gap_of(want: Tensor, have: Tensor | None) -> float:
+    """How far what comes back is from what a program gives; infinite where nothing does."""
+    return math.inf if have is None else difference_of(want, have)
+
+
+def named_around(module: nn.Module | None, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:
+    """List what a module holds, and the tensors of a call, each with its name."""
+    held = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
+    return [*held, *named_tensors(args, kwargs)]
 
 
 def _explained(situation: Situation) -> list[Departure]:

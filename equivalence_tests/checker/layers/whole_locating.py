@@ -1,9 +1,7 @@
 """Find the line that keeps a layer or a model from being made of torch's parts: without one expression, it is."""
 
-import itertools
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -11,10 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.leaving_out import Repair, Without
-from equivalence_tests.checker.engine.running import Call, named_tensors
-from equivalence_tests.checker.equivalent.comparing import difference_of
+from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.doubting import Doubt
-from equivalence_tests.checker.equivalent.locating import MOST_OPERATIONS, MOST_TRIED, name_of, say
+from equivalence_tests.checker.equivalent.locating import (
+    MOST_OPERATIONS,
+    first_left_out,
+    gap_of,
+    name_of,
+    named_around,
+    say,
+)
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart, joined_output
 from equivalence_tests.checker.equivalent.proving import proven
@@ -22,7 +26,7 @@ from equivalence_tests.checker.equivalent.unread import UnreadError
 from equivalence_tests.checker.layers.wholes import Whole
 from equivalence_tests.checker.reach.state import attempt, keeping_state
 from equivalence_tests.checker.reporting.equivalents import Equivalent
-from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, Proof
+from equivalence_tests.checker.reporting.findings import Proof
 from equivalence_tests.checker.reporting.report import Report
 
 WORDS = "a Transformer of torch's parts", "one"
@@ -37,21 +41,18 @@ def locate_in_whole(report: Report, whole: Whole) -> None:
     """
     module = whole.module
     call = whole.calls.drawn(whole.calls.sizes[0], 21)
-    named = [*module.named_parameters(), *module.named_buffers(), *named_tensors((), call.kwargs)]
-    watched = Without(named)
+    watched = Without(named_around(module, (), call.kwargs))
     returned = attempt(partial(watched.run, module, **call.kwargs))
     if returned is None or len(watched.operations) > MOST_OPERATIONS:
         return
     parts = {id(inside) for path in whole.kinds for inside in module.get_submodule(path).modules()}
     ours = [one for one in watched.repairs(returned) if id(watched.holders[one.operation.index]) not in parts]
-    smallest_first, before = sorted(ours, key=lambda one: len(one.parts)), joined_output(returned)
-    tried = (one for one in smallest_first if _changes(module, one, call, before))
-    for repair in itertools.islice(tried, MOST_TRIED):
-        found = _without(report, whole, repair)
-        if found is not None:
-            doubt = whole.intended.get(name_of(repair), "") or Doubt(watched, repair, module, behind=True).said()
-            say(report, repair, *found, doubt, WORDS)
-            return
+    smallest_first = sorted(ours, key=lambda one: len(one.parts))
+    found = first_left_out(smallest_first, partial(_output, module, call), partial(_without, report, whole))
+    if found is not None:
+        repair, (written, proof) = found
+        doubt = whole.intended.get(name_of(repair), "") or Doubt(watched, repair, module, behind=True).said()
+        say(report, repair, written, proof, doubt, WORDS)
 
 
 @contextmanager
@@ -72,15 +73,9 @@ def _left_out(module: nn.Module, repair: Repair) -> Iterator[None]:
             vars(module)["forward"] = own
 
 
-def _changes(module: nn.Module, repair: Repair, call: Call, before: Tensor) -> bool:
-    """Whether what comes back is something else, of the same shape, without an expression."""
-    with _left_out(module, repair):
-        after = _output(module, call)
-    return after is not None and ABOVE_ROUNDING < difference_of(after, before) < math.inf
-
-
-def _output(module: nn.Module, call: Call) -> Tensor | None:
-    with keeping_state(module):
+def _output(module: nn.Module, call: Call, repair: Repair | None) -> Tensor | None:
+    """What comes back without an expression, or as it is; None if the call fails."""
+    with keeping_state(module), nullcontext() if repair is None else _left_out(module, repair):
         return attempt(lambda: joined_output(module(**call.fresh()[1])))
 
 
@@ -104,8 +99,4 @@ def _gaps(whole: Whole, found: Equivalent, repair: Repair, seed: int) -> tuple[f
     """How far the code is from a program without an expression, and with it."""
     module, call = whole.module, whole.calls.drawn(whole.calls.sizes[seed % 2], 40 + seed)
     want = WrittenPart(found).on(call, joined_output)({}, module, Parameters.of(module), None)
-    with _left_out(module, repair):
-        without = _output(module, call)
-    ways = without, _output(module, call)
-    one, other = [math.inf if x is None else difference_of(want, x) for x in ways]
-    return one, other
+    return gap_of(want, _output(module, call, repair)), gap_of(want, _output(module, call, None))
