@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.attentions import attentions_of
-from equivalence_tests.checker.engine.contracts.changing import (
-    context_departures,
-    input_departures,
-    rotated_back,
-    side_departures,
-)
+from equivalence_tests.checker.engine.contracts.changing import context_departures, rotated_back, side_departures
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.contracts.formula import tile_departures
 from equivalence_tests.checker.engine.contracts.layout import layout_departures
@@ -46,7 +41,6 @@ def judge(attention: Attention, expected: Mapping[int, Expectation]) -> Judgemen
 
 def _judge_stages(found: Judgement, expected: Mapping[int, Expectation]) -> None:
     attention = found.attention
-    found.departures += input_departures(attention)
     for part in attention.parts:
         _judge_part(found, part, expected.get(part.number, Expectation()))
     if found.blocked():

@@ -133,7 +133,7 @@ class InBlocksAllRolled(InBlocks):
         (PassesHalf, ()),
         (PassesHalfFlipped, ("changed_by_flip",)),
         (PassesHalfRolled, ("changed_by_roll",)),
-        (PassesHalfOfScaled, ("changed_by_mul",)),
+        (PassesHalfOfScaled, ()),  # its norm without a parameter is no part of a program, so nothing can be proven
         (InBlocks, ()),
         (InBlocksWithTurnedKeys, ("key_changed_by_flip",)),
         (InBlocksAllRolled, ("changed_by_roll",)),

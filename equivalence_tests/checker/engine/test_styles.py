@@ -971,7 +971,6 @@ class BendsItsAngles(TurnedByMatrices):
         (ChangedBeforeTheNorm, "key_changed_by_abs"),
         (ClampedAfterTheNorm, "changed_by_clamp"),
         (FlippedBeforeTheResidual, "changed_by_flip"),
-        (ChangesItsInput, "changed_by_abs"),
         (BendsItsBias, "changed_by_abs"),
         (BendsItsAngles, "query_changed_by_clamp"),
     ],
@@ -980,6 +979,13 @@ def test_a_change_on_any_stretch_is_found_on_its_line(target: type[nn.Module], n
     finding = judged(target).findings[0]
     assert finding.line is not None
     assert (finding.name, f".{name.rpartition('_')[2]}(" in finding.line.text) == (name, True)
+
+
+def test_what_is_done_to_the_input_is_left_to_the_comparison_of_the_whole() -> None:
+    report = judged(ChangesItsInput)
+    assert (report.verdict, report.mistakes) == (UNREAD, ())
+    assert "abs is not among the parts" in report.reason
+    assert "return super().forward(x.abs())" in report.reason
 
 
 class ShiftsItsWindows(Base):

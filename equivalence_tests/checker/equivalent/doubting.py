@@ -117,7 +117,7 @@ def of_its_values(out: Tensor, instead: Tensor) -> str:
         sizes = [torch.linalg.vector_norm(out, dim=axis), out.std(dim=axis)]
         if out.dim() > 1 and any(float(x.std() / x.mean().abs().clamp_min(1e-30)) < ALIKE for x in sizes):
             return "it normalises"
-    turned = torch.allclose(out.norm(dim=-1), instead.norm(dim=-1), rtol=1e-9)
+    turned = bool((out < 0).any()) and torch.allclose(out.norm(dim=-1), instead.norm(dim=-1), rtol=1e-9)
     moved = torch.allclose(out.flatten().sort().values, instead.flatten().sort().values)
     return "it rotates" if turned and not moved else ""
 

@@ -27,6 +27,7 @@ def changed(tmp_path: Path, *changes: tuple[str, str]) -> str:
     [
         (MERGED, f"{MERGED} * x.sigmoid()", "changed_by_mul"),
         (PROJECTED, PROJECTED.replace("self.k_proj(x)", WEIGHED), "changed_by_mul"),
+        (PROJECTED, PROJECTED.replace("self.k_proj(x)", "self.k_proj(x.abs())"), "changed_by_abs"),
         ("context = dropped @ v", "context = dropped[..., ::2] @ v[..., ::2, :]", "changed_by_getitem"),
     ],
 )
@@ -40,6 +41,14 @@ def test_the_expression_is_blamed(line: str, instead: str, name: str, tmp_path: 
     assert finding.proof.holds
     assert report.equivalent is not None
     assert report.equivalent.source
+
+
+def test_tokens_that_are_moved_before_they_are_projected_are_found_there(tmp_path: Path) -> None:
+    report = verify(changed(tmp_path, (PROJECTED, f"x = x.roll(1, 1)\n        {PROJECTED}")))
+    assert report.mistakes == ("output_tokens_moved",)
+    assert report.findings[0].line is not None
+    assert report.findings[0].line.text == "x = x.roll(1, 1)"
+    assert report.findings[0].is_proven
 
 
 @pytest.mark.parametrize(
@@ -90,6 +99,7 @@ ROTATED = torch.cat(
         (X * torch.tensor([1.0, 1, 1, 1, 1, 0]), ""),
         (X * X.sigmoid(), ""),
         (-X, ""),
+        (X.abs(), ""),
         (torch.ones_like(X), ""),
     ],
 )

@@ -1,8 +1,7 @@
 """What changes numbers or exchanges elements on a way on which torch's formula changes nothing.
 
-Of what comes from beside (the input, a bias of the scores, the angles of a rotation) nothing says what it should be.
-But some functions stand on none of these ways in any known model: an ``abs``, a ``clamp`` or a ``roll`` is shown
-wherever one is met.
+Of what comes from beside (a bias of the scores, the angles of a rotation) nothing says what it should be. But some
+functions stand on none of these ways in any known model: an ``abs``, a ``clamp`` or a ``roll`` is shown there.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -203,17 +202,6 @@ def _are_exchanged(taken: Tensor, given: Tensor) -> bool:
 
 def _is_carried(value: Tensor) -> bool:
     return value.is_floating_point() or value.dtype == torch.bool
-
-
-def input_departures(attention: Attention) -> Iterator[Departure]:
-    """Name what no known model does to the input of a projection, in the module that holds the attention."""
-    numbers = [number for part in attention.parts for codes, _ in part.sides.values() for number in sources_in(codes)]
-    made = [(s.kind, s.operation) for s in attention.run.names.made_of(numbers, beyond=True)]
-    weighing = [operation for kind, operation in made if kind == "projection" and operation is not None]
-    found = {bent: None for op in weighing for bent in strange_operations(attention.run, op.inputs[0], op.index, True)}
-    for bent in found:
-        if bent.place == attention.first.place and not has_twin(attention, bent):
-            yield changed_by(bent, "input", "input")
 
 
 def context_departures(attention: Attention, padding: Tensor) -> Iterator[Departure]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from equivalence_tests.checker.engine.codes import retagged, source_of, sources_in, token_of
-from equivalence_tests.checker.engine.contracts.changing import changed_on_the_way
+from equivalence_tests.checker.engine.contracts.changing import changed_on_the_way, shuffling
 from equivalence_tests.checker.engine.contracts.departure import Departure
 from equivalence_tests.checker.engine.names import Attention, Source, values_at
 from equivalence_tests.checker.engine.same import MEASURED, near
@@ -42,7 +42,9 @@ def ending_departures(
     if not bool(torch.isin(token_of(codes), wanted).all()):
         return
     if not torch.equal(token_of(codes), wanted):
-        yield Departure("output_tokens_moved", "output", _last_move(attention))
+        given = [number for number, source in attention.run.names.sources.items() if not source.parents]
+        moved = shuffling(attention.run, given, -1, attention.first.index)
+        yield Departure("output_tokens_moved", "output", moved or _last_move(attention))
         return
     source = _source_of_all(attention, codes)
     if source is None:
