@@ -214,7 +214,7 @@ def _kind_of_parts(module: nn.Module) -> str:
     named = guess_kind(module)  # a factory says less than what it makes
     kinds = {kind_of(path, child) for path, child in module.named_modules() if path}
     around = {"feed_forward"} if named == "attention" else {"layer_norm", "feed_forward"}  # one may norm inside
-    if "attention" in kinds and kinds & around:
+    if kinds & {"attention", "layers"} and kinds & around:
         return "layers"
     if named:
         return named

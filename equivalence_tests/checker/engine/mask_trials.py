@@ -24,7 +24,7 @@ from equivalence_tests.checker.engine.situations import (
     shifts_scores,
     situation_of,
 )
-from equivalence_tests.checker.engine.taking_part import NEVER_READ, unread_arguments
+from equivalence_tests.checker.engine.taking_part import NEVER_READ, argument_name, unread_arguments
 from equivalence_tests.checker.engine.visibility import probed
 from equivalence_tests.checker.engine.vocabulary import ELEMENTWISE, SOFTMAXES
 from equivalence_tests.checker.engine.watching import Operation
@@ -37,7 +37,7 @@ from equivalence_tests.checker.reach.proposing import parameters_of
 from equivalence_tests.checker.reach.state import ask, attempt, switch_off
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
-from equivalence_tests.checker.reporting.lines import frames_of
+from equivalence_tests.checker.reporting.lines import frames_of, source_of
 from equivalence_tests.checker.reporting.report import Report
 
 T = TypeVar("T")
@@ -50,6 +50,11 @@ OF_WHAT = re.compile(r"_?(key_|attn_|attention_)?(padding_)?(mask|lengths?|lens)
 CODE_ERRORS = (AttributeError, NameError)
 TOKENS = 5
 TOGETHER = f"tokens changed one at a time, {TOKENS} tokens: given alone, each of the two hides its keys"
+# What the words beside a mask say that 1 and True mean in it.
+SAYS = {
+    "look": re.compile(r"\b(1|true|ones?)\b[^.,;0-9]{1,25}?\b(real|valid|ke?ep|attend|visible)", re.IGNORECASE),
+    "block": re.compile(r"\b(1|true|ones?)\b[^.,;0-9]{1,25}?\b(pad|ignor|masked|hid|block)", re.IGNORECASE),
+}
 HIDE_KEYS = ("keys", "lengths", "shared", "full")  # patterns of masks
 
 
@@ -92,15 +97,6 @@ def masked_departures(situation: Situation, report: Report) -> list[Departure]:
     report.coverage.append(Exercise(masks.parameter, of_queries, why))
     report.notes += [f"{masks.parameter}: {why}"] if of_queries else []
     return [one for one in found if one.name != "mask_never_used"]
-
-
-def mask_form_of(situation: Situation) -> MaskForm | None:
-    """Give the form of mask that the code understands, or the nearest one that it takes; None if it takes none."""
-    if not situation.plan.mask_parameter:
-        return None
-    masks = _Masks(situation, Report(""))
-    masks.read(mask_forms())
-    return situation.understood or next(iter(masks.taken), None)
 
 
 @dataclass
@@ -203,6 +199,9 @@ class _Masks:
         general = [new for new in full if all(departure.mistake.by_query for departure in new)]
         self.situation.understood = form
         self._note_convention(form)
+        if (said := self._said_otherwise(form)) and (attempt := self._attempt(form)) is not None:
+            claim = f"Its own words say otherwise: {said}"
+            return [Departure("mask_inverted", "mask", self._taking(attempt.found.run), {"claim": claim})]
         if form.pattern != "full" and general:
             return general[0]
         self.report.coverage.append(Exercise(self.parameter, True, str(form)))
@@ -212,6 +211,21 @@ class _Masks:
             why = "all queries get its first row: right only if nobody hands over a mask that differs by query"
             self.report.coverage.append(Exercise(f"{self.parameter} with a row for each query", False, why))
         return []
+
+    def _said_otherwise(self, form: MaskForm) -> str:
+        """The line that says of 1 and True in the mask the opposite of what the code does with them; "" for none."""
+        told = re.compile(rf"\b{self.parameter}\b\s*[:(](?!.*\b(not|no)\b)")
+        lines = [x.strip() for x in source_of(self.situation.subject.function).splitlines() if told.search(x)]
+        said = {meaning: [x for x in lines if words.search(x)] for meaning, words in SAYS.items()}
+        meaning = form.encoding.partition("_")[0]
+        return next((x for one, found in said.items() for x in found if meaning in said and not said[meaning]), "")
+
+    def _taking(self, run: Run) -> Operation:
+        """The first operation that takes the mask."""
+        function, names = self.situation.trial.function, run.recorder.named
+        given = ((op, name) for op in run.operations for bits in op.origins for name in names(bits))
+        mine = (op for op, x in given if x.startswith("arg:") and argument_name(x, function) == self.parameter)
+        return next(mine, run.operations[0])
 
     def _note_convention(self, form: MaskForm) -> None:
         theirs = "key_padding_mask" if form.pattern == "keys" else "attn_mask"

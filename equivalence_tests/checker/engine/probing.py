@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equivalence_tests.checker.engine.codes import feature_of, known, source_of, token_of
+from equivalence_tests.checker.engine.codes import feature_of, known, source_of, sources_in, token_of
 from equivalence_tests.checker.engine.contracts.departure import Departure
+from equivalence_tests.checker.engine.contracts.projecting import output_weight
+from equivalence_tests.checker.engine.judgement import Judgement
 from equivalence_tests.checker.engine.meaning import Evidence
 from equivalence_tests.checker.engine.names import Attention, Run
 from equivalence_tests.checker.engine.ran import operations_of, unused_fill
@@ -39,8 +42,14 @@ from equivalence_tests.checker.reporting.lines import frames_of, is_refusal
 from equivalence_tests.checker.reporting.report import Report
 
 LOUD, LOUDEST = 30.0, 1000.0
+FORMS = {  # what training drops, if it is no weight
+    "query": "softmax(dropout(q) kᵀ) v",
+    "key": "softmax(q dropout(k)ᵀ) v",
+    "value": "softmax(scores) dropout(v)",
+    "output": "dropout(softmax(scores) v)",
+}
 # What speaks for a causal mask, what turns one off, and what leaves it to the caller.
-CLAIM = re.compile(r"causal|masked|auto_?regressive", re.IGNORECASE)
+CLAIM = re.compile(r"causal|masked(?!_?(lm|lang|model|im|tok|auto))|auto_?regressive", re.IGNORECASE)
 SWITCHED_ON = re.compile(r"^(?!.*mask).*(causal|auto_?regressive)", re.IGNORECASE)
 SWITCH = re.compile(r"mask|causal|decoder|directional|auto_?regressive", re.IGNORECASE)
 LEFT_TO_THE_CALLER = re.compile(r"mask|causal|bias|tril|triu|future|decoder|auto_?regressive", re.IGNORECASE)
@@ -156,31 +165,51 @@ def in_training(situation: Situation, report: Report) -> list[Departure]:
     if idle and any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules()):
         report.notes.append("there is a dropout layer, and nothing goes through it: training drops nothing")
     found = (_dropout(situation.found.run, run, part.number) for part in judgement.attention.parts)
-    return [one for one in found if one is not None][:1]
+    wrong = [one for one in found if one is not None] or list(_beside_weights(situation.found.run, run, judgement))
+    return wrong[:1]
 
 
 def _dropout(evaluated: Run, trained: Run, number: int) -> Departure | None:
     """What is wrong in how training drops the scores or weights that a product gives."""
     weighed = max((op.index for op, *_ in trained.names.carrying([number]) if op.name in WEIGHS), default=0)
-    hidden = {operation.frames for operation, _ in _dropping(evaluated, number)}
-    for operation, kept in _dropping(trained, number):
-        count = operation.outputs[0].value.numel()
+    for operation, kept, count in _dropping(evaluated, trained, [number]):
         if operation.index < weighed and "dropout" in operation.name:
             claim = f"In training, {count - len(kept)} of {count} scores became 0 here, before the softmax."
             return Departure("dropout_on_scores", "dropout", operation, {"claim": claim})
-        if operation.index > weighed > 0 and operation.frames not in hidden and bool((kept == 1).all()):
+        if operation.index > weighed > 0 and bool((kept == 1).all()):
             claim = f"In training, {count - len(kept)} of {count} weights became 0 here, and the others stayed."
             return Departure("dropout_not_rescaled", "dropout", operation, {"claim": claim})
     return None
 
 
-def _dropping(run: Run, number: int) -> Iterator[tuple[Operation, Tensor]]:
-    """List what makes some scores or weights zero, with the factors of the others."""
-    for operation, _, after in run.names.carrying([number]):
+def _beside_weights(evaluated: Run, trained: Run, judgement: Judgement) -> Iterator[Departure]:
+    """Name what training drops between the projections in the place of the weights."""
+    attention, sides = judgement.attention, defaultdict[str, set[int]](set)
+    for part in attention.parts:
+        for role, (codes, _) in part.sides.items():
+            sides[FORMS[role]] |= {*sources_in(codes)}
+    sides[FORMS["output"]] = {*attention.context_sources}
+    too = any(True for part in attention.parts for _ in _dropping(evaluated, trained, [part.number]))
+    for have, numbers in sides.items():
+        returned = have == FORMS["output"] and not output_weight(attention)
+        for operation, kept, count in _dropping(evaluated, trained, numbers) if not (too and returned) else ():
+            facts = {"have": have, "claim": f"In training, {count - len(kept)} of {count} numbers became 0 here."}
+            said = "the weights are dropped too" if too else "what comes back is dropped" if returned else ""
+            yield Departure("dropout_not_on_weights", "dropout", operation, facts, evidence=said)
+
+
+def _dropping(evaluated: Run, trained: Run, numbers: Collection[int]) -> Iterator[tuple[Operation, Tensor, int]]:
+    """List what makes some elements of these sources zero in training alone, with the factors of the others."""
+    hidden = {operation.frames for operation, *_ in _zeroing(evaluated, numbers)}
+    yield from (one for one in _zeroing(trained, numbers) if one[0].frames not in hidden)
+
+
+def _zeroing(run: Run, numbers: Collection[int]) -> Iterator[tuple[Operation, Tensor, int]]:
+    for operation, _, after in run.names.carrying(numbers):
         taken = (slot.value for slot, _ in run.names.taken(operation) if slot.value.shape == after.shape)
         before = next(taken, after)
         if bool(((after == 0) & (before != 0)).any()):
-            yield operation, after[after != 0] / before[after != 0]
+            yield operation, after[after != 0] / before[after != 0], after.numel()
 
 
 def crossing(situation: Situation) -> list[Departure]:

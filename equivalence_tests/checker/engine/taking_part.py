@@ -34,7 +34,7 @@ def unused_parameters(run: Run, module: nn.Module | None) -> list[str]:
     live = run.live()
     used = set(run.recorder.named(_taken_by(run, live)))
     hidden = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule))
-    named = [(name, x) for name, x in module.named_parameters() if not name.startswith(hidden)]
+    named = [(name, x) for name, x in module.named_parameters() if x.numel() and not name.startswith(hidden)]
     idle = [(name, x) for name, x in named if f"param:{name}" not in used]
     kept = _of_no_origin(run, live) if idle else []
     return [name for name, x in idle if not any(bool(torch.isin(own, x.detach().to(own.dtype)).all()) for own in kept)]

@@ -850,7 +850,7 @@ def test_norms_that_learn_of_keys_alone_and_values_of_two_matrices_are_right(tar
         (UpsampledAndClamped, "changed_by_clamp", "return x.clamp(-0.2, 0.2)"),
         (PackedAndTurned, "rotations_differ", "query = q * cos - turned * sin"),
         (PackedWithNormsExchanged, "query_key_swapped", "return (self.weigh(q @ k.mT * self.scale) @ v)"),
-        (HeadsInSlicesFlipped, "heads_merged_in_another_order", "return context.flip(-1)"),
+        (HeadsInSlicesFlipped, "changed_by_flip", "return context.flip(-1)"),
         (AmongSamples, "product_pairs_wrong_axes", "return ((q @ k.mT).softmax(-1) @ v)[..., None]"),
     ],
 )

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equivalence_tests import verify
 
@@ -162,3 +163,43 @@ def test_a_mask_by_query_of_which_one_row_is_taken_is_told() -> None:
     report = verify(TakesTheFirstRow)
     assert [exercise.what for exercise in report.not_exercised] == ["mask with a row for each query"], str(report)
     assert verify(TakesEachRow).verdict == "equal"
+
+
+class SaysWhatOneMeans(nn.Module):
+    """Attends to a text, of which text_mask: 1 = real token, 0 = padding."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(embed_dim, embed_dim) for _ in range(4))
+
+    def forward(self, x: Tensor, context: Tensor, text_mask: Tensor) -> Tensor:
+        made = self.q(x), self.k(context), self.v(context)
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in made)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self.allowed(text_mask)[:, None, None])
+        found: Tensor = self.o(attended.transpose(1, 2).flatten(2))
+        return found
+
+    def allowed(self, mask: Tensor) -> Tensor:
+        return mask != 0
+
+
+class DoesTheOpposite(SaysWhatOneMeans):
+    """Attends to a text, of which text_mask: 1 = real token, 0 = padding."""
+
+    def allowed(self, mask: Tensor) -> Tensor:
+        return mask == 0
+
+
+class SaysWhatItDoes(DoesTheOpposite):
+    """Attends to a text, of which text_mask: True = padding."""
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [(SaysWhatOneMeans, ()), (DoesTheOpposite, ("mask_inverted",)), (SaysWhatItDoes, ())],
+)
+def test_the_words_beside_a_mask_say_what_it_should_hide(target: type[nn.Module], names: tuple[str, ...]) -> None:
+    report = verify(target)
+    assert report.mistakes == names, str(report)
+    assert all(one.line is not None and one.line.text == "return mask == 0" for one in report.findings)

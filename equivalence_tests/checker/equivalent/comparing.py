@@ -178,10 +178,10 @@ def _differences(program: Computes, case: Case, layout: Layout) -> Iterator[Diff
 def _of_gradients(case: Case, ours: Tensor, theirs: Tensor, named: dict[str, Tensor]) -> Iterator[Difference]:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
-    asked = [name for name, x in named.items() if x.requires_grad]
+    asked = [name for name, x in named.items() if x.requires_grad and x.numel()]
     wanted = [named[name] for name in asked]
     one, other = (_gradients((y.double() * weight).sum(), wanted) for y in (ours, theirs))
-    size = max((float(x.abs().max()) for x in other if x is not None and x.numel()), default=0.0)
+    size = max((float(x.abs().max()) for x in other if x is not None), default=0.0)
     for name, a, b in zip(asked, one, other, strict=True):
         if a is not None or b is not None:
             gap = (0.0 if a is None else a) - (0.0 if b is None else b)

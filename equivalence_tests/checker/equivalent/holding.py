@@ -2,13 +2,12 @@
 
 import inspect
 import math
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from equivalence_tests.checker.engine.checks import judge_checks
 from equivalence_tests.checker.engine.situations import Situation, call_of, situation_of
@@ -41,6 +40,7 @@ from equivalence_tests.checker.reach.masking import draw_masks
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import ABOVE_ROUNDING, CheckResult, Finding
+from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
 
 FRESH, WITH = "fresh inputs", "with"  # of which calls a comparison is
@@ -329,24 +329,3 @@ def _state_difference(report: Report, situation: Situation) -> None:
     apart = Comparison(EXACT, Difference("", "output", gap))
     holding = Holding(plain.program, Parameters.of(situation.subject.module), (), apart)
     report.equivalent = Held(situation).written(holding, report)
-
-
-def equivalent_of(situation: Situation) -> Equivalent:
-    """Make the equivalent of code for the size at which it was read.
-
-    Args:
-        situation: What was seen.
-
-    Raises:
-        UnreadError: If none can be made.
-    """
-    held = Held(situation)
-    return held.written(held.holding(), Report(situation.subject.name))
-
-
-def source_of(function: Any) -> str:
-    """The source of a class or function; "" where there is none."""
-    try:
-        return textwrap.dedent(inspect.getsource(type(function) if isinstance(function, nn.Module) else function))
-    except (OSError, TypeError):
-        return ""

@@ -210,7 +210,7 @@ def _beyond(situation: Situation, found: list[Departure], report: Report) -> lis
     add(overflowing(situation))
     add(in_training(situation, report))
     add(made_in_forward(situation))
-    if not any(departure.stage == "mask" for departure in more):
+    if not any(departure.stage in ("mask", "softmax") for departure in [*found, *more]):
         add(never_causal(situation))
     add(crossing(situation))
     situation.other_masks = [replace(situation, trial=trial) for trial in other_masks(situation.trial)]

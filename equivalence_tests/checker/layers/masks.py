@@ -136,19 +136,25 @@ def read_masks(module: nn.Module, run: ModelRun, heads: int = 1) -> Masks:
         run: How it is called.
         heads: How many heads a mask may be repeated for.
     """
+    whole = run
     if run.target is not None:  # a mask that goes to the wrong attention fits there only on equal lengths
         length = min(run.source.size(1), run.target.size(1))
         run = replace(run, source=run.source[:, :length], target=run.target[:, :length])
-    reader = _Reader(module, run, heads)
+    reader = _Reader(module, run, heads, whole)
     masks = [reader.read(name) for name in run.masks]
     if run.kind in ("ids", "memory"):
         masks += [mask for side in ("source", "target") for mask in reader.padding(side)]
     return Masks(masks, list(reader.plain))
 
 
+def looks_ahead(module: nn.Module, run: ModelRun) -> bool:
+    """Whether some attention weighs a key that stands behind its query."""
+    return any(key > query for pairs in _Reader(module, run, 1, run).plain.values() for query, key in pairs)
+
+
 class _Reader:
-    def __init__(self, module: nn.Module, run: ModelRun, heads: int) -> None:
-        self.module, self.run, self.heads = module, run, heads
+    def __init__(self, module: nn.Module, run: ModelRun, heads: int, whole: ModelRun) -> None:
+        self.module, self.run, self.heads, self.whole = module, run, heads, whole
         self.plain = self.seen({}, run.source, run.target)
 
     def seen(self, given: Given, source: Tensor, target: Tensor | None) -> Seen:
@@ -165,13 +171,17 @@ class _Reader:
         return found
 
     def read(self, name: str) -> Mask:
-        """Hand a mask over in every form, until one hides a token that is seen else."""
+        """Hand a mask over in every form that other lengths have too, or else in any, until one hides a token."""
+        found = self._read(name, fitting=True)
+        return found if found.reached else self._read(name, fitting=False)
+
+    def _read(self, name: str, fitting: bool) -> Mask:
         mask = Mask(name, side=_side(name))
         for form in sorted(mask_forms(), key=lambda form: form.pattern == "shared"):  # which fit in more places
             before = self._output(self._given(name, form, None))
             hiding = self._given(name, form, HIDDEN)
             after = self._output(hiding) if before is not None and bool(before.isfinite().all()) else None
-            if before is None or after is None:
+            if before is None or after is None or (fitting and not self._fits(name, form)):
                 continue
             mask = replace(mask, tried=True)
             if not torch.allclose(before, after, equal_nan=True):
@@ -187,6 +197,14 @@ class _Reader:
         if hidden is not None:
             may[:, :, _place(form)] = False
         return {name: form.build(may, self.heads, torch.get_default_dtype())}
+
+    def _fits(self, name: str, form: MaskForm) -> bool:
+        """Whether a form is taken where source and target are of different lengths."""
+        run = self.whole
+        tokens = run.target if run.target is not None and _side(name) == "target" else run.source
+        may = torch.ones(len(tokens), *2 * [tokens.size(1)], dtype=torch.bool)
+        given = {name: form.build(may, self.heads, torch.get_default_dtype())}
+        return ask(lambda: run.run(run.source, run.target, given)).error is None
 
     def _output(self, given: Given) -> Tensor | None:
         """What comes back; None where a form is not taken."""

@@ -1,5 +1,6 @@
 """Run a whole model: are its layers chained, does the decoder read the encoder, does the order of tokens matter?"""
 
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from equivalence_tests.checker.engine.probing import causal_claim
 from equivalence_tests.checker.engine.ran import frames_where
 from equivalence_tests.checker.engine.taking_part import idle_modules
 from equivalence_tests.checker.engine.watching import ModuleCall, storage_of
+from equivalence_tests.checker.layers.masks import looks_ahead
 from equivalence_tests.checker.layers.walk import Walk, masks_of, recorded, same_numbers
 from equivalence_tests.checker.mistakes import named_mistake
 from equivalence_tests.checker.parts.names import kind_of_name
@@ -19,12 +21,17 @@ from equivalence_tests.checker.reach.errors import CannotCheckError
 from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.findings import Exercise
-from equivalence_tests.checker.reporting.lines import Frames
+from equivalence_tests.checker.reporting.lines import Frames, source_of
 
 Row = tuple[str, str, str]  # what was looked at, the mistake or "", and where
 Stack = tuple[str, list[nn.Module]]
 POSITIONS = re.compile(r"(?<![a-z])pos|position|sinusoid|(?<![a-z])w?pe(?![a-z])", re.IGNORECASE)
-GENERATES = re.compile(r"gpt|decoder|language|causal|lm$", re.IGNORECASE)
+# Names of models of tokens that predict the next one, and of those that read both ways whatever else they are called.
+GENERATES = re.compile(r"gpt|llama|decoder|language|causal|lm$", re.IGNORECASE)
+BOTH_WAYS = re.compile(r"masked_?(lm|lang|model|im|tok|auto)|bert|bidirect|encoder|prefix|diffusion", re.IGNORECASE)
+# What a method does that appends the token that the last output predicts, and a loss of outputs against next tokens.
+APPENDS = (r"\bself(\.forward)?\(", r"\[[^][]*,\s*(\[\s*)?-1\b", r"\b(cat|concat|hstack|append)\(")
+SHIFTS = (r"loss|cross_?entropy", r":\s*-1\s*[],]", r",\s*1\s*:\s*[],]")
 
 
 def add_model(walk: Walk, run: ModelRun) -> None:
@@ -107,7 +114,8 @@ def _judged(walk: Walk, run: ModelRun) -> Iterator[Row]:
     with torch.no_grad():
         yield from _judge_stacks(run, ran, stacks)
         if bool(run.call(run.source, run.target).isfinite().all()):
-            yield from _judge_tokens(walk.module, run, [path for path, _ in stacks])
+            paths = [path for path, _ in stacks]
+            yield from itertools.chain(_judge_tokens(walk.module, run, paths), _judge_future(walk, run, paths[-1:]))
 
 
 def _judge_stacks(run: ModelRun, ran: Run, stacks: list[Stack]) -> Iterator[Row]:
@@ -146,16 +154,44 @@ def reads_later_tokens(run: ModelRun) -> bool | None:
     return not torch.allclose(before[:, :-2], _with(run, other)[:, :-2], rtol=1e-9, atol=1e-11)
 
 
+def _judge_future(walk: Walk, run: ModelRun, last: Sequence[str]) -> Iterator[Row]:
+    """Say whether outputs read later tokens in a model that predicts the next one, and how it shows that it does."""
+    asked, calls = next_token_claim(walk.module) if run.kind in ("ids", "memory") else ("", "")
+    later = None if run.kind == "stack" else reads_later_tokens(run)
+    if later is None and asked and run.target is None:  # what comes back is of the last token alone
+        later = looks_ahead(walk.module, run)
+    if run.masked and (run.target is not None or "mask" in calls or not calls):
+        if asked and later and run.target is None:
+            walk.report.notes.append(f"{asked}; only {' or '.join(run.masks)} hides later tokens, if it is handed over")
+        return
+    claimed = asked or run.target is not None or causal_claim(walk.module, lambda: _with(run, run.source))
+    walk.report.notes += [f"it predicts the next token: {asked}"] if asked and later else []
+    if later is not None and (claimed or not later):
+        yield "the future is unseen", "future_is_seen" if later else "", next(iter(last), "")
+
+
+def next_token_claim(module: nn.Module) -> tuple[str, str]:
+    """Say what shows that a model predicts the next token: how it generates, its loss or its name; "" if nothing does.
+
+    Returns:
+        That, and the text of the method that shows it.
+    """
+    name = type(module).__name__
+    for own in itertools.takewhile(lambda made: made is not nn.Module, type(module).__mro__):
+        for method in filter(inspect.isfunction, vars(own).values()):
+            done, text = SHIFTS if method.__name__ == "forward" else APPENDS, source_of(method)
+            if all(re.search(one, text) for one in done):
+                how = "compares outputs with the next tokens" if done is SHIFTS else "appends what the last output says"
+                return f"{method.__name__} {how}", text
+    return (f"it is called {name}" if GENERATES.search(name) and not BOTH_WAYS.search(name) else ""), ""
+
+
 def _judge_tokens(module: nn.Module, run: ModelRun, stacks: list[str]) -> Iterator[Row]:
     if run.kind == "image" and stacks:
         mixed = any(_patches_are_mixed(module, run, path) for path in stacks)
         yield "a token for each patch", "patches_mixed" if mixed else "", _owner_of_patches(module)
     moved = _moved_with_its_place(module, run)
     yield "samples in any order", "position_indexed_by_batch" if moved is not None else "", moved or ""
-    later = None if run.masked or run.kind == "stack" else reads_later_tokens(run)
-    asked = run.target is not None or GENERATES.search(type(module).__name__)
-    if later is not None and (asked or not later or causal_claim(module, lambda: _with(run, run.source))):
-        yield "the future is unseen", "future_is_seen" if later else "", stacks[-1] if stacks else ""
     # Without ids, tokens may be a set, unless the model holds positions.
     if run.kind not in ("ids", "memory") and not _holds_positions(module):
         return

@@ -118,7 +118,8 @@ def add_idle_arguments(walk: Walk, label: str, path: str, trial: Trial, masks: S
     """Decode with the cache that a layer takes, and list the other arguments that no call has given."""
     exercises, findings = exercised_cache(trial)
     walk.report.coverage += [replace(one, what=f"{one.what} of {label}" if path else one.what) for one in exercises]
-    walk.report.findings += [replace(one, where=path) for one in findings]
+    known = {one.name for one in walk.report.findings if one.where.startswith(path)}  # a part decodes with it too
+    walk.report.findings += [replace(one, where=path) for one in findings if one.name not in known]
     given = {name for name, role in trial.plan.roles if not role.startswith("=")} | set(masks)
     given |= {exercise.what for exercise in exercises}
     for parameter in parameters_of(trial.function):

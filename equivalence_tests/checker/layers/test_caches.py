@@ -92,3 +92,34 @@ def test_the_cache_of_an_attention_in_the_forward_of_a_layer_is_run() -> None:
     (finding,) = verify(ReversedBlock).findings
     assert finding.name == "cache_differs_from_one_pass"
     assert "torch.cat" in line_of(finding)
+
+
+class HandsBackTheNewTokens(CachedAttention):
+    """Its caller joins what comes back to what there was, and hands over one token at a step: no mask hides more."""
+
+    def forward(self, x: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
+        q, k, v = (y.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        present, scale = (k, v), q.size(-1) ** -0.5
+        if past is not None:
+            k, v = self.joined(past[0], k), torch.cat([past[1], v], 2)
+        scores = q @ k.mT * scale
+        if past is None:
+            scores = scores.masked_fill(torch.ones(q.size(2), q.size(2)).triu(1).bool(), -torch.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), present
+
+    def joined(self, old: Tensor, new: Tensor) -> Tensor:
+        return torch.cat([old, new], 2)
+
+
+class JoinsInTheWrongOrder(HandsBackTheNewTokens):
+    def joined(self, old: Tensor, new: Tensor) -> Tensor:
+        return torch.cat([new, old], 2)
+
+
+def test_what_comes_back_of_the_new_tokens_alone_is_joined_to_the_others() -> None:
+    report = verify(HandsBackTheNewTokens)
+    assert (report.verdict, report.findings) == ("partial", []), str(report)
+    assert any("one token" in exercise.detail for exercise in report.not_exercised), str(report)
+    (finding,) = verify(JoinsInTheWrongOrder).findings
+    assert finding.name == "cache_differs_from_one_pass"
+    assert line_of(finding).endswith("return torch.cat([new, old], 2)")

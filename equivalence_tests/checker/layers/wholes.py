@@ -13,7 +13,6 @@ from equivalence_tests.checker.engine.names import Run
 from equivalence_tests.checker.engine.running import Call, called_by_hooks
 from equivalence_tests.checker.equivalent.comparing import Case, Difference, kept_parameters
 from equivalence_tests.checker.equivalent.deciding import differs, explained, unread
-from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.part_holding import (
     EXACT,
     WrittenPart,
@@ -32,6 +31,7 @@ from equivalence_tests.checker.reach.model_calls import ModelRun
 from equivalence_tests.checker.reach.tracing import tensors_in
 from equivalence_tests.checker.reporting.equivalents import Equivalent
 from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
 
 

@@ -267,6 +267,13 @@ SOFTMAXES = (
         of="itself",
     ),
     _softmax(
+        "softmin_for_softmax",
+        "A softmin is used instead of the softmax: the keys that fit least get most.",
+        "weights = softmax(-scores)",
+        "Use softmax over the keys.",
+        (SOFTMAX_LINE, "F.softmin(scores, -1)"),
+    ),
+    _softmax(
         "softmax_overflows",
         "The exponentials are taken of the raw scores: large ones overflow, and the output is nan.",
         "weights = exp(scores) / sum(exp(scores))",
@@ -738,6 +745,14 @@ CALLS = (
         "Drop the weights, after the softmax.",
         (SOFTMAX_LINE, "self.dropout(scores).softmax(-1)"),
         (DROP_LINE, "weights"),
+    ),
+    _dropout(
+        "dropout_not_on_weights",
+        "Dropout falls on something else than the weights.",
+        ("{have}", "dropout(softmax(scores)) v"),
+        "Drop the weights, after the softmax and before they meet the values.",
+        (DROP_LINE, "weights"),
+        (WEIGHED, "self.dropout(dropped @ v)"),
     ),
     _dropout(
         "dropout_not_rescaled",

@@ -13,7 +13,6 @@ from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.engine.same import FLOAT32_INSIDE
 from equivalence_tests.checker.equivalent.comparing import Case
 from equivalence_tests.checker.equivalent.deciding import unread
-from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import EXACT, SINGLE, WrittenPart, hold_part, tensors_of
 from equivalence_tests.checker.equivalent.unread import UnreadError
@@ -26,6 +25,7 @@ from equivalence_tests.checker.parts.readings import Judged
 from equivalence_tests.checker.reach.state import attempt
 from equivalence_tests.checker.reach.subject import Subject
 from equivalence_tests.checker.reporting.findings import Exercise
+from equivalence_tests.checker.reporting.lines import source_of
 
 # Batch, length, the size of the numbers, and the seed with which parameters are drawn anew.
 SITUATIONS = (

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from equivalence_tests.checker.engine.running import Call
 from equivalence_tests.checker.equivalent.comparing import Case
-from equivalence_tests.checker.equivalent.holding import source_of
 from equivalence_tests.checker.equivalent.parameters import Parameters
 from equivalence_tests.checker.equivalent.part_holding import WrittenPart, hold_part, joined_output
 from equivalence_tests.checker.equivalent.texts import Code, bracketed
@@ -19,6 +18,7 @@ from equivalence_tests.checker.parts.drawing import KINDS, CallOfRoles, Drawn
 from equivalence_tests.checker.parts.mask_meanings import READ, Meaning, evaluated, number_of
 from equivalence_tests.checker.reach.masking import SHAPES, in_shape
 from equivalence_tests.checker.reach.state import attempt
+from equivalence_tests.checker.reporting.lines import source_of
 from equivalence_tests.checker.reporting.report import Report
 
 SAYS_WHAT = ("window", "prefix", "pad_id", "lengths")  # what is hidden, and nothing else

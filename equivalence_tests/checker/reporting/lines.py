@@ -1,16 +1,19 @@
 """The user's lines: which frames of a stack are theirs, and what stands there."""
 
 import functools
+import inspect
 import itertools
 import linecache
 import os
 import re
 import sys
 import sysconfig
+import textwrap
 import traceback
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 CHECKER = str(Path(__file__).parents[1])
 ENGINE = str(Path(__file__).parents[1] / "engine")
@@ -124,3 +127,12 @@ def is_users(path: str) -> bool:
 def _is_ours(path: str) -> bool:
     """Whether it is code of the checker; the classes that its tests check are as good as a user's."""
     return path.startswith(CHECKER) and "/test_" not in path and "/zoo/" not in path
+
+
+def source_of(function: Any) -> str:
+    """The source of a class or function; "" where there is none."""
+    try:
+        written = isinstance(function, type) or inspect.isroutine(function)
+        return textwrap.dedent(inspect.getsource(function if written else type(function)))
+    except (OSError, TypeError):
+        return ""

@@ -57,7 +57,8 @@ def _order_of_features(
     if len(order.unique()) < len(order) or len(order) < total:
         yield Departure("heads_missing_or_repeated", "merge", attention.end, blocks=True)
     elif not bool((order.diff() > 0).all()) and not _by_features(attention, order):
-        yield Departure("heads_merged_in_another_order", "merge", moved or attention.end, blocks=True)
+        turned = moved if moved is not None and moved.name in ("roll", "flip") else None
+        yield exchange("heads_merged_in_another_order", "merge", turned, moved or attention.end, blocks=True)
 
 
 def _returned(attention: Attention) -> tuple[Operation, Tensor, torch.Size] | None:

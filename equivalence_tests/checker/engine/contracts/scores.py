@@ -147,8 +147,8 @@ class Scores:
 
     # ------------------------------------------------------------------------------------------ softmax
     def _kind(self) -> Departure | None:
-        model = self.model
-        if model.kind == "linear":
+        model, named = self.model, f"{self._softmax_step().name}_for_softmax"
+        if model.kind == "linear" or named in MISTAKES:
             context = self.part.contexts[0].operation
             return self._in_its_place() or self._put_right("softmax_missing", "softmax", context, rescaled=True)
         if model.axis in OTHER_AXES:

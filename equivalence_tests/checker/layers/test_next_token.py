@@ -1,0 +1,148 @@
+"""Models of tokens: which of them predict the next one, and may not read it; and masks that other code makes."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equivalence_tests import verify
+from equivalence_tests.checker.layers.masks import read_masks
+from equivalence_tests.checker.reach.arguments import Sizes
+from equivalence_tests.checker.reach.model_calls import run_model
+
+
+class Reads(nn.Module):
+    """One layer that reads every token, and logits."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(16, d_model)
+        self.layer = nn.TransformerEncoderLayer(d_model, n_heads, 2 * d_model, batch_first=True)
+        self.head = nn.Linear(d_model, vocab_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.read(ids))
+        return logits
+
+    def read(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The stage that others replace."""
+        embedded = self.embedding(ids) + self.positions(torch.arange(ids.size(1)))
+        found: Tensor = self.layer(embedded, src_mask=mask)
+        return found
+
+
+class SentenceModel(Reads):
+    """Right: nothing says that it predicts the next token."""
+
+
+class MaskedLanguageModel(Reads):
+    """Right: what is masked is predicted from both sides."""
+
+
+class FillsInModel(Reads):
+    """Right: it generates all tokens at once."""
+
+    def generate(self, length: int) -> Tensor:
+        ids = torch.zeros(1, length, dtype=torch.long)
+        return torch.where(ids == 0, self(ids).argmax(-1), ids)
+
+
+class LlamaModel(Reads):
+    pass
+
+
+class AppendsModel(Reads):
+    def generate(self, ids: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            ids = torch.cat([ids, self(ids)[:, -1].argmax(-1, keepdim=True)], 1)
+        return ids
+
+
+class LastLogitsModel(AppendsModel):
+    """What comes back is of the last token alone."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.read(ids)[:, [-1]])
+        return logits
+
+
+class ShiftsModel(Reads):
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        logits = super().forward(ids)
+        if labels is None:
+            return logits, None
+        return logits, F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class ForgetsItsMaskModel(AppendsModel):
+    """It takes a mask, and hands none over where it generates."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.head(self.read(ids, mask))
+        return logits
+
+
+class LeftToCallersGPT(Reads):
+    """Right, and said: whoever calls it hands a mask over."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.head(self.read(ids, mask))
+        return logits
+
+
+@pytest.mark.parametrize("model", [SentenceModel, MaskedLanguageModel, FillsInModel])
+def test_a_model_that_predicts_no_next_token_may_read_it(model: type[nn.Module]) -> None:
+    report = verify(model)
+    assert (report.verdict, report.notes) == ("equal", []), str(report)
+
+
+@pytest.mark.parametrize("model", [LlamaModel, AppendsModel, LastLogitsModel, ShiftsModel, ForgetsItsMaskModel])
+def test_a_model_that_predicts_the_next_token_may_not_read_it(model: type[nn.Module]) -> None:
+    report = verify(model)
+    assert report.mistakes == ("future_is_seen",), str(report)
+    assert any(note.startswith("it predicts the next token: ") for note in report.notes)
+
+
+def test_a_causal_mask_that_is_left_to_the_caller_is_said() -> None:
+    report = verify(LeftToCallersGPT)
+    assert report.findings == [], str(report)
+    assert any("only mask hides later tokens" in note for note in report.notes), report.notes
+
+
+class TranslatingTransformer(nn.Module):
+    """Right: both masks are made by other code, and have to be given."""
+
+    def __init__(self, vocab_size: int, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(16, d_model)
+        self.encoder, self.own, self.cross = (Attends(d_model, n_heads) for _ in range(3))
+
+    def forward(self, src: Tensor, tgt: Tensor, src_mask: Tensor, tgt_mask: Tensor) -> Tensor:
+        memory, x = (self.embedding(ids) + self.positions(torch.arange(ids.size(1))) for ids in (src, tgt))
+        memory = memory + self.encoder(memory, memory, src_mask)
+        x = x + self.own(x, x, tgt_mask)
+        return F.linear(x + self.cross(x, memory, src_mask), self.embedding.weight)
+
+
+class Attends(nn.Module):
+    def __init__(self, d_model: int, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (
+            made.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for made in (self.q(x), self.k(memory), self.v(memory))
+        )
+        scores = (q @ k.mT / k.size(-1) ** 0.5).masked_fill(mask == 0, -1e9)
+        attended: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return attended
+
+
+def test_a_mask_is_given_in_a_form_that_other_lengths_have_too() -> None:
+    module = TranslatingTransformer(11, 12, 3).double().eval()
+    run = run_model(module, Sizes(), [], [])
+    assert run is not None
+    patterns = {mask.name: mask.form.pattern for mask in read_masks(module, run).masks if mask.form is not None}
+    assert patterns["src_mask"] == "keys", patterns  # it hides keys from both sequences
